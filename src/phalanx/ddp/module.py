@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -74,7 +76,8 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     Raises:
         ValueError: an argument is refused, or disagrees with the module's devices.
         RuntimeError: there is no process group, or no parameter requires a gradient. In forward: a parameter was added
-            or unfrozen since construction, or backward left one without a gradient.
+            or unfrozen since construction, or backward left one without a gradient. In an optimizer's step: gradients
+            were not averaged, because no forward of the wrapper came before their backward.
         MismatchError: the ranks' models or settings differ; raised on all ranks.
 
     Source: Li et al. (2020), PyTorch Distributed: Experiences on Accelerating Data Parallel Training.
@@ -194,6 +197,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             watch=watch,
+            accumulates=functools.partial(_accumulates, weakref.ref(self)),
         )
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
@@ -371,6 +375,11 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             "DistributedDataParallel can't be pickled or copied: it holds a process group and memory shared with other "
             "ranks. Save ddp.state_dict(), or pickle or copy ddp.module"
         )
+
+
+def _accumulates(ddp: weakref.ref[DistributedDataParallel]) -> bool:
+    alive = ddp()
+    return alive is not None and not alive.require_backward_grad_sync
 
 
 def _is_bare(own: Collection[str], keys: Collection[str], prefix: str = "") -> bool:

@@ -19,7 +19,7 @@ Everything here runs in the thread that runs autograd for the module's one devic
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from phalanx.ddp.graph import Reach, find_reach
 from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.round import Round
 from phalanx.ddp.shadow_round import ShadowRound
+from phalanx.ddp.stray_gradients import StrayGradients
 from phalanx.malloc import give_back_freed_memory
 from phalanx.torch_names import find
 
@@ -50,6 +51,7 @@ class Reducer:
     """It averages the gradients of `parameters` over the ranks of `group`, once per backward.
 
     `specs` describe `parameters`, one for one. `watch` looks at the first rounds; all ranks have one, or none has.
+    `accumulates` says whether the user wants gradients of this rank only, for now.
     Where the group's memory is shared, all ranks build theirs together.
     """
 
@@ -64,6 +66,7 @@ class Reducer:
         find_unused: bool,
         static_graph: bool,
         watch: FirstSteps | None = None,
+        accumulates: Callable[[], bool] = lambda: False,
     ) -> None:
         self._specs = list(specs)
         self._parameters = list(parameters)
@@ -76,7 +79,10 @@ class Reducer:
         self._watch = watch
         self._set = BucketSet(self._specs, self._parameters, caps_mb=caps_mb, group=group, as_view=as_view)
 
+        self._accumulates = accumulates
+        self._strays = StrayGradients([spec.name for spec in specs], self._parameters, group.rank())
         self._forward_syncs = False  # what the latest forward decided
+        self._forward_accumulates = False  # whether a forward that only accumulates has come since the last round
         self._num_hidden = 0  # forwards that sync and whose outputs show no graph, and whose backward has not come
         self._expects = False  # whether a forward that syncs has come since the last round
         self._backward_syncs: bool | None = None  # what the backward in progress does; None before it is known
@@ -103,6 +109,7 @@ class Reducer:
         """See no more gradients; another wrapper may take them from here on."""
         for finalizer in self._finalizers:
             finalizer()
+        self._strays.close()
         self.end_watch()
         if self._set.pool is not None:
             self._set.pool.close()
@@ -164,6 +171,7 @@ class Reducer:
         outputs = list(outputs)
         self._forward_syncs = sync
         self._expects = self._expects or sync
+        self._forward_accumulates = self._forward_accumulates or not sync
         # A hook on the outputs' nodes tells that a backward begins, in the outermost one: with reentrant checkpointing
         # gradients arrive in a backward of their own, whose end is not the end. Two forwards may also have decided
         # differently, and either may be followed by its backward first.
@@ -194,6 +202,9 @@ class Reducer:
         self._used[index] = True
         syncs = self._syncs_unannounced() if self._backward_syncs is None else self._backward_syncs
         if not syncs:
+            is_announced = self._backward_syncs is not None or self._forward_accumulates
+            if not is_announced and self._group.size() > 1 and not self._accumulates():
+                self._strays.on_gradient(index)
             return
         self._backward_syncs = True
         self._enter()
@@ -362,7 +373,8 @@ class Reducer:
             self._learning = False
             self._fires_expected, self._idle = list(self._round.fires), used_by_none
         self._begin_round()
-        self._expects = False
+        self._strays.on_round()
+        self._expects = self._forward_accumulates = False
         self._num_hidden = max(self._num_hidden - 1, 0)
         self._reach = None
         self._used = [False] * len(self._parameters)
@@ -391,6 +403,7 @@ class Reducer:
         shadow.restore()
         self._used = used
         self._begin_round()
+        self._strays.on_round()
         self._num_rounds += 1
         if self.rebuild_pending:
             self.rebuild_pending = False

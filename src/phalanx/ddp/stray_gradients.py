@@ -1,0 +1,93 @@
+"""Notice gradients of a backward that did not go through the wrapper's forward: nothing has averaged them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+
+class StrayGradients:
+    """`StrayGradients` raises when an optimizer is about to step with gradients that were not averaged.
+
+    A method of the wrapped module, called in the place of forward, makes such gradients. Where a round has averaged
+    gradients since the last step, others may be added to them: a penalty on the parameters, for example.
+
+    `names` are those of `parameters`, one for one.
+
+    Cost: a look at a flag in each step of an optimizer of this process.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], rank: int) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._rank = rank
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._strays: set[int] = set()
+        self._averaged = False  # whether a round has ended since the last step
+        _register_hook()
+        _all.add(self)
+
+    def on_gradient(self, index: int) -> None:
+        """Note that a backward has written a parameter's gradient which no forward announced."""
+        if not self._averaged:
+            self._strays.add(index)
+
+    def on_round(self) -> None:
+        """Note that gradients were averaged."""
+        self._averaged = True
+        self._strays.clear()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Check the gradients with which an optimizer is about to step.
+
+        Raises:
+            RuntimeError: some were not averaged.
+        """
+        if not (self._averaged or self._strays):
+            return
+        held = [
+            index
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (index := self._index_of.get(id(parameter))) is not None
+        ]
+        if not held:
+            return
+        self._averaged = False
+        self._strays = {index for index in self._strays if self._parameters[index].grad is not None}
+        strays = sorted(self._strays.intersection(held))
+        if strays:
+            raise RuntimeError(_explain([self._names[index] for index in strays], self._rank))
+
+    def close(self) -> None:
+        """Check no more steps."""
+        _all.discard(self)
+
+
+def _explain(names: Sequence[str], rank: int) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"DistributedDataParallel on rank {rank}: the gradient of {names[0]!r}{more} was not averaged, because no "
+        "forward of the wrapper came before its backward; ranks would drift apart. Call the wrapper, model(inputs), "
+        "instead of a method of model.module, and let forward call that method. If each rank should step with its own "
+        "gradients, run backward within model.no_sync()."
+    )
+
+
+_all: weakref.WeakSet[StrayGradients] = weakref.WeakSet()
+
+
+@functools.cache
+def _register_hook() -> None:
+    """Register torch's hook once in a process; it stays, as in `late_parameters`."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _options: Any) -> None:
+    for strays in list(_all):
+        strays.before_step(optimizer)
