@@ -31,7 +31,8 @@ if not how["synchronous"]:
     how["max_staleness"] = 2
 job = phalanx.init()
 name = f"t{job.rank}"
-rpc.init_rpc(name, rank=job.rank, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{folder}/store"))
+options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store", rpc_timeout=600.0)  # a wait in vain is not ended
+rpc.init_rpc(name, rank=job.rank, rpc_backend_options=options)
 if os.path.exists(f"{folder}/struck"):
     open(f"{folder}/replaced", "w").close()  # the name is taken
 state = phalanx.elastic.State(step=0)
