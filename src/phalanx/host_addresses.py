@@ -92,9 +92,7 @@ def _routed_address() -> str:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses that a name leads to; an address leads to itself; the list is empty if the name leads
-    nowhere.
-    """
+    """Return the addresses that a name leads to; none if it leads nowhere."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -8,9 +8,7 @@ _said: set[str] = set()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger for a module of Phalanx; nothing is configured, since the application decides where lines
-    go.
-    """
+    """Return the logger for a module of Phalanx; the application decides where its lines go."""
     return logging.getLogger(name if name.startswith("phalanx") else f"phalanx.{name}")
 
 

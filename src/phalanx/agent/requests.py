@@ -102,9 +102,7 @@ class Requests:
             self._admit(request)
 
     def _refuse(self, request: Request, pid: int) -> None:
-        """Refuse a process that wants to be a rank and is none; it runs below `phalanx run bash train.sh`, for
-        example.
-        """
+        """Refuse a process that wants to be a rank and is none, such as one below `phalanx run bash train.sh`."""
         why = f"phalanx.elastic works in a process that phalanx run has started itself, and pid {pid} is none of them"
         request.channel.put({"kind": "refused", "why": why})
         request.close()

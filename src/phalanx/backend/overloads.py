@@ -244,9 +244,7 @@ def _kind_of(value: Any) -> str:
 
 
 def arguments_of_allreduce(tensors: Any, opts: Any, timeout: Any, op: Any, tensor: Any) -> tuple[Any, Any]:
-    """Return the list of tensors and the options of a call of `allreduce`, in whichever of PyTorch's forms it was
-    made.
-    """
+    """Return the list of tensors and the options of a call of `allreduce`, in any of PyTorch's forms."""
     if type(opts) is c10d.AllreduceOptions and isinstance(tensors, list) and timeout is op is tensor is None:
         return tensors, opts
     if isinstance(tensors, Tensor) and tensor is None:  # they were given by position

@@ -19,9 +19,7 @@ _FOOTER, _FOOTER_BYTES = (
 
 
 class DiskStream:
-    """`DiskStream` writes to `file`, which is new, and has the system write to the disk meanwhile, so that fsync waits
-    for less.
-    """
+    """`DiskStream` writes to a new `file`, and has the system write to the disk meanwhile: fsync waits for less."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -77,7 +75,6 @@ class ChecksummedStream(DiskStream):
         return self._crc.value
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
         view = memoryview(data).cast("B")
         if self._record_bytes and (told := _told_checksum(view, self._record_bytes)) is not None:
             self._crc.extend(told, self._record_bytes)

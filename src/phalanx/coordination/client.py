@@ -144,9 +144,7 @@ class Client(MemberConnection):
         self._call(Op.QUEUE_PUSH, _name(key), _bytes(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes | None:
-        """Return the oldest item of the queue `key`, which nobody else gets; without `block`, None where there
-        is none.
-        """
+        """Return the oldest item of the queue `key`, for nobody else; without `block`, None where there is none."""
         deadline = self._deadline(timeout)
         found = self._call(
             Op.QUEUE_POP, _name(key), b"1" if block else b"0", deadline=deadline, waits_for=(key,) if block else ()

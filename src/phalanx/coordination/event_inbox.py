@@ -55,9 +55,7 @@ class EventInbox:
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether so much was taken that the coordinator should hear it at once: senders may be waiting for
-        us.
-        """
+        """Return whether the coordinator should hear it at once, since senders may be waiting for us."""
         return self._untold_bytes > _TELL_BYTES
 
     def told(self) -> None:

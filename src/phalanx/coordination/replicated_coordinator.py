@@ -58,7 +58,6 @@ class ReplicatedCoordinator(Coordinator):
                 self._send(session, message)
 
     def undelivered(self, session: Session, answers: Iterable[Answer]) -> None:
-        """Undo what these answers gave to the session, since they did not reach it."""
         if self.followers.lose(session) and not self.followers.is_followed:
             self.journal.stop()
         super().undelivered(session, answers)

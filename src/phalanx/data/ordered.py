@@ -21,9 +21,7 @@ class Order(Protocol):
 
 
 class OrderedDataset(Dataset[Any], ABC):
-    """`OrderedDataset` is a map-style dataset whose order `phalanx.DistributedSampler` uses in place of one of its
-    own.
-    """
+    """`OrderedDataset` is a map-style dataset with an order for `phalanx.DistributedSampler` to use."""
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -151,8 +151,6 @@ def _encrypt(
 
 
 def _derive_round_keys(key: str, rounds: int) -> list[np.uint64]:
-    """Return `rounds` independent words of 64 bits; a cryptographic hash, so that nearby keys have nothing in
-    common.
-    """
+    """Return `rounds` independent words of 64 bits; nearby keys have nothing in common."""
     stream = hashlib.shake_128(key.encode()).digest(8 * rounds)
     return [np.uint64(word) for word in np.frombuffer(stream, dtype="<u8")]

@@ -416,9 +416,7 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """Return every check's finding, in the order of CHECKS; if there are GPUs, their findings come before the
-    training's.
-    """
+    """Return the finding of every check, in the order of CHECKS; those on GPUs come before the training's."""
     findings = [check(facts) for check in CHECKS]
     return [*findings[:-1], *judge_gpus(facts), findings[-1]]
 

@@ -33,9 +33,7 @@ def open_sockets() -> dict[int, int]:
 
 
 def await_delivery(sockets: dict[int, int], deadline: Deadline) -> bool:
-    """Wait until the peers' hosts have acknowledged all that was sent through these sockets; return False if time was
-    up.
-    """
+    """Wait until the peers' hosts have acknowledged all that was sent through these sockets; False: time was up."""
 
     def is_delivered() -> bool:
         still_open = (descriptor for descriptor, inode in sockets.items() if _inode(descriptor) == inode)

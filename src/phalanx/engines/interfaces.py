@@ -14,9 +14,7 @@ _INET6 = Path("/proc/net/if_inet6")
 
 
 def interface_addresses() -> dict[str, tuple[str, ...]]:
-    """Return, by interface, its IPv4 address, if it has one, then its IPv6 addresses. It is empty on systems other than
-    Linux.
-    """
+    """Return each interface's IPv4 address, if any, then its IPv6 addresses; nothing except on Linux."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for name, addresses in found.items():

@@ -103,7 +103,6 @@ class ElasticHosts(Elastic):
         return self._waits_since is not None and self.ended is None
 
     def on_started(self, seat: int, pid: int) -> None:
-        """Note that a process was forked into a seat."""
         arrival = self._arrival_of(seat)
         if arrival is not None:
             arrival.members[seat] = ElasticRank(seat, pid)

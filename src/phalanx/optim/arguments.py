@@ -133,9 +133,7 @@ def check_parameters(
 
 
 def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shapes of two different parameters whose memory overlaps, if there are; they are dense, without
-    gaps.
-    """
+    """Return the shapes of two parameters whose memory overlaps, if there are; they are dense, without gaps."""
     blocks = []
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
         strided = parameter.layout is torch.strided and not parameter.is_meta

@@ -130,9 +130,7 @@ _USE_GRAD = _use_grad()
 
 
 def _step_of(optim: Any) -> Callable[[], Any]:
-    """Return the optimizer's step without the profiler's event and hooks if there are none: they take longer than a
-    small step.
-    """
+    """Return the optimizer's step, without the profiler's event and hooks if there are none: they take longer."""
     if (
         isinstance(optim, torch.optim.Optimizer)
         and type(optim).__module__.startswith("torch.optim.")

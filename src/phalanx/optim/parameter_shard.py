@@ -60,9 +60,7 @@ class ParameterShard:
 
 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of `tensor` in the order in which the memory of `like`, a dense tensor, has them; a view if
-    possible.
-    """
+    """Return the elements of `tensor` in the memory order of `like`, a dense tensor; a view if possible."""
     tensor = tensor.detach()
     if tensor.stride() != like.stride():
         strided = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)

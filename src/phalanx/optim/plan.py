@@ -93,9 +93,7 @@ def _cut(extents: Sequence[Extent], row: Sequence[int], rank: int, world_size: i
 
 
 def plan_waves(sizes: Sequence[int], most: int) -> list[range]:
-    """Return neighbours of `sizes` in runs of at most `most` bytes, or of one; there is at least one run, which may be
-    empty.
-    """
+    """Return neighbours of `sizes` in runs of at most `most` bytes, or of one; at least one run, perhaps empty."""
     waves, start, nbytes = [], 0, 0
     for position, size in enumerate(sizes):
         if position > start and nbytes + size > most:

@@ -58,9 +58,7 @@ def merge_states(states: Sequence[Mapping[int, Any]], parameters: Iterable[Tenso
 
 
 def _orders(layout: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the shapes, and the strides of those dimensions that have more than one element; other strides do not
-    matter.
-    """
+    """Return the shapes, and the strides of dimensions with more than one element; other strides do not matter."""
     return {
         number: (shape, [step for n, step in zip(shape, stride, strict=True) if n != 1])
         for number, (shape, stride) in layout.items()
@@ -114,9 +112,7 @@ def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ..
 
 
 def _is_per_element(value: object, part: Mapping[str, Any]) -> bool:
-    """Return whether a value is a slice's own state, which is one-dimensional; counters are numbers, or have no
-    dimension.
-    """
+    """Return whether a value is a slice's own state, which is one-dimensional, and not a counter."""
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == part["stop"] - part["start"]
 
 

@@ -168,9 +168,7 @@ class Undo:
         return self._number
 
     def before(self) -> list[Tensor]:
-        """Return a copy of each block's memory as it was before the latest update, from which this rank has not gone
-        on.
-        """
+        """Return a copy of each block's memory from before the latest update, until this rank goes on from that."""
         return [region.before() for region in self._regions]
 
     def start_from(self, number: int) -> None:

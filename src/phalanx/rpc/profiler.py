@@ -77,9 +77,6 @@ class profile(legacy.profile):
         return False
 
     def wrap(self, name: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
-        """Return a call with this event's name that is profiled by its callee, and the function that reads the result
-        from its answer.
-        """
         sent_us = self._now_us()
 
         def take(answer: Any) -> Any:
@@ -97,7 +94,6 @@ class profile(legacy.profile):
         return (time.perf_counter() - self._began) * 1e6
 
     def told(self, result: Any) -> Profiled:
-        """Return the answer to the caller, once the result is there."""
         own = [
             RemoteEvent(
                 event.node_id,

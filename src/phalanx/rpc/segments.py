@@ -37,9 +37,7 @@ _STEPS = 3  # a segment is at most 1/8 larger than what lies in it
 
 
 def capacity(nbytes: int) -> int:
-    """Return the size of the segment for so many bytes: there are few different sizes, so that segments are used
-    again.
-    """
+    """Return the size of the segment for so many bytes: of few different sizes, so that segments are used again."""
     step = max(_PAGES, 1 << max(0, nbytes.bit_length() - 1 - _STEPS))
     return -(-nbytes // step) * step
 

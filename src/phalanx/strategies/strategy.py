@@ -86,7 +86,6 @@ class Strategy(Inputs, ABC):
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """Return which of them this process is, or is part of."""
         return self._replica
 
     @property

@@ -98,9 +98,7 @@ class Host:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the words that, before a command, run it on this host, with this host's clock, as far as it can be
-        had.
-        """
+        """Return the words that, before a command, run it on this host, with this host's clock where possible."""
         words = ("ip", "netns", "exec", self.name)
         return (*words, "unshare", "--time", "--monotonic", str(self.up_s)) if self.up_s and _has_clocks() else words
 

@@ -46,14 +46,10 @@ class Callback:
         """Override this to act before the first batch of an epoch, or of what is left of it."""
 
     def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
-        """Override this to act after a step. `loss` is that of this rank's last batch, detached; reading it waits for
-        the device.
-        """
+        """Override this to act after a step. `loss` is this rank's, detached; reading it waits for the device."""
 
     def on_checkpoint(self, trainer: Trainer) -> None:
-        """Override this to act when a save has begun; the checkpoint is on the disk when the next save begins, or `fit`
-        returns.
-        """
+        """Override this to act when a save has begun; it is complete when the next one begins, or `fit` returns."""
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Override this to act after a validation. `metrics` are of all samples of all ranks, the same on each rank."""

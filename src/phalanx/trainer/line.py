@@ -10,9 +10,7 @@ BAR_WIDTH = 20
 
 @dataclass(frozen=True)
 class ProgressState:
-    """`ProgressState` says how far a loop is: `samples` of the job in `steps` of this rank; `total_steps` is None if
-    nobody knows.
-    """
+    """`ProgressState` says how far a loop is: `samples` of the job in `steps` of this rank; `total_steps` if known."""
 
     desc: str
     unit: str

@@ -39,9 +39,7 @@ class Position:
         self._scalars.load_state_dict(state_dict["scalars"])
 
     def go_on(self, before: elastic.State) -> None:
-        """Continue where the fit before has ended; also in its data, if it was inside an epoch and the data has the
-        same length.
-        """
+        """Continue where the last fit ended; in mid-epoch only if the data has the same length."""
         where = Position(before, self._scalars).state_dict()
         data, new = where["data"] or {"consumed": 0}, self._state.data_position() or {"length": -1}
         goes_on = data["consumed"] and data["length"] == new["length"]

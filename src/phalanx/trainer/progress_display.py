@@ -191,9 +191,7 @@ def _is_watched() -> bool:
 
 
 def _samples_in(batch: object) -> int:
-    """Return how many samples a batch has: the first dimension of its first tensor, in the containers that DataLoaders
-    make.
-    """
+    """Return how many samples a batch has: the first dimension of its first tensor."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else 1
     if isinstance(batch, Mapping):

@@ -45,12 +45,10 @@ class EngineSession(GroupReports, Transport):
 
     @property
     def _position(self) -> Position:
-        """Return where this rank is."""
         return self._at
 
     @property
     def seq(self) -> int:
-        """Return how many collectives this rank has begun."""
         return self._seq
 
     def call_site(self, place: tuple[str, int]) -> int:

@@ -39,9 +39,7 @@ class Primary:
         return self.newest.voters
 
     def change(self, voters: Collection[int], standbys: tuple[int, ...]) -> Primary:
-        """Propose other voters and standbys; this is allowed only while nothing is proposed and the last change is
-        complete.
-        """
+        """Propose other voters and standbys; only while nothing is proposed and the last change is complete."""
         assert self.proposed is None
         assert not self.committed.is_joint
         return self._propose(self.committed.with_voters(voters, standbys))

@@ -194,9 +194,7 @@ class MpiEngine:
         runtime.add_listener(self.listen)
 
     def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
-        """Return what `call` returns, from a thread of its own: MPI offers no way to ask for this and come back
-        later.
-        """
+        """Return what `call` returns, from another thread: MPI offers no way to ask for this and come back later."""
         answers: list[Any] = []
         errors: list[Exception] = []
 

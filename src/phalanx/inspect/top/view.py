@@ -215,9 +215,7 @@ def _pace(rank: RankLook, operations: Sequence[Sequence[Operation]], now_ns: int
 
 
 def _recent(times: Sequence[int], now_ns: int) -> int:
-    """Return from which of `times`, oldest first, on the pace is taken; there are at least two of them, if there are
-    two.
-    """
+    """Return from which of `times`, oldest first, on the pace is taken: at least two of them, if there are two."""
     begin = next((i for i, at in enumerate(times) if at >= now_ns - RECENT_NS), len(times))
     return max(0, min(begin, len(times) - 2))
 

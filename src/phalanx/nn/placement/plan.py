@@ -92,9 +92,7 @@ class Placement:
 
 
 def memory_of(cost: LayerCost, *, training: bool, optimizer_state: int) -> int:
-    """Return what a layer needs while the model runs: parameters, gradients, the optimizer's numbers, and what backward
-    keeps.
-    """
+    """Return what a layer needs while the model runs: parameters, gradients, optimizer state, activations."""
     if not training:
         return cost.parameter_bytes + cost.output_bytes
     return (2 + optimizer_state) * cost.parameter_bytes + max(cost.saved_bytes, cost.output_bytes)
@@ -178,9 +176,7 @@ def _cut(
 def _cut_over(
     free: Sequence[int], weight: Sequence[float], held: Sequence[int], rooms: Sequence[Room], *, relative: bool
 ) -> list[int] | None:
-    """Return the best of all cuts over exactly these devices, by dynamic programming: devices times layers²
-    additions.
-    """
+    """Return the best of all cuts over exactly these devices, by dynamic programming: devices times layers² steps."""
     count = len(weight)
     weights, bytes_ = [0.0, *accumulate(weight)], [0, *accumulate(held)]
     starts = [*free, count]  # a run begins with a layer that is free: an empty one would only hold followers

@@ -55,9 +55,7 @@ class ServedRequest(Protocol):
 
 
 class Spin:
-    """`Spin` decides how long a thread spins before it sleeps: as long as messages come soon, and otherwise now and
-    then.
-    """
+    """`Spin` decides how long a thread spins before it sleeps: while messages come soon, and otherwise now and then."""
 
     def __init__(self) -> None:
         self._since = 0.0

@@ -156,9 +156,7 @@ class Contexts:
             return self._by_id.setdefault(context_id, Context(context_id, origin))
 
     def release(self, context_id: int) -> Context | None:
-        """Forget a context that has ended; return it, for the caller to release what it kept, or None if it had ended
-        before.
-        """
+        """Forget a context that has ended; return it, for the caller to release, or None if it had ended before."""
         with self._lock:
             self._released[context_id] = None
             while len(self._released) > _MOST_RELEASED:

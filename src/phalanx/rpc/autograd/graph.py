@@ -244,9 +244,7 @@ def reach(edges: Iterable[tuple[Any, int]]) -> Reached:
 
 
 def _ancestors_of_each(nodes: Sequence[Any], context_id: int) -> list[Ancestors]:
-    """Return the ancestors of each of these nodes. Cost: looks at each node behind them twice, however many
-    they are.
-    """
+    """Return the ancestors of each of these nodes. Cost: looks at each node behind them twice."""
     places: dict[tuple[Any, int], int] = {}  # by received tensor: its bit in the numbers below
     found: dict[Any, int] = {}
     stack = list(nodes)

@@ -86,11 +86,9 @@ class GlooSession(StoreReports, EngineSession):
 
     @property
     def in_collective(self) -> bool:
-        """Return whether this thread is in a collective already: it runs a signal handler that interrupted it."""
         return self._holder == threading.get_ident()
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Set how this process ends, in the words that the other ranks' errors will have."""
         self._publish_exit_reason(exit_reason)
         self._linger()
 
@@ -100,7 +98,6 @@ class GlooSession(StoreReports, EngineSession):
         self._engine.close()
 
     def close(self) -> None:
-        """Leave the group. All ranks that wait for this one hear it at once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -191,9 +188,6 @@ class GlooSession(StoreReports, EngineSession):
 
     @contextlib.contextmanager
     def _reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
-        """Turn what fails inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
-        below zero, all if None.
-        """
         try:
             yield
         except (Disagreement, GlooFailed) as cause:

@@ -35,7 +35,6 @@ class GlooTransport(GlooSession):
             pass
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first."""
         tensor = alias(tensor)
         call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
         with self._collective(call, ctx) as deadline:
@@ -60,7 +59,6 @@ class GlooTransport(GlooSession):
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size."""
         output = alias(output)
         counts = [t.numel() for t in inputs]
         call = describe_call(
@@ -74,7 +72,6 @@ class GlooTransport(GlooSession):
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
         output = alias(output)
         count = output.numel()
         sizes = (count,) * self.world_size
@@ -86,7 +83,6 @@ class GlooTransport(GlooSession):
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """Overwrite `tensor` on every rank with root's."""
         tensor = alias(tensor)
         data = dense(tensor)
         with self._collective(describe_call("broadcast", data, self._place(ctx), root=root), ctx) as deadline:
@@ -96,7 +92,6 @@ class GlooTransport(GlooSession):
                 write_back(tensor, data)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
-        """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty."""
         tensor, outputs = alias(tensor), [alias(t) for t in outputs]
         data = dense(tensor)
         if root >= 0:
@@ -119,16 +114,13 @@ class GlooTransport(GlooSession):
             self._hand_out(outputs, parts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
         output, data = alias(output), dense(alias(tensor))
         with self._collective(describe_call("all_gather", data, self._place(ctx)), ctx) as deadline:
             parts = self._all_gather(bytes_of(data), [nbytes(data)] * self.world_size, deadline)
             write_back(output, torch.cat(parts).view(output.dtype).view(output.shape))
 
     def _all_gather(self, mine: Tensor, sizes: Sequence[int], deadline: Deadline) -> list[Tensor]:
-        """Return every rank's bytes, by rank. Gloo's pieces are all of one size, so there may be room behind the
-        bytes.
-        """
+        """Return every rank's bytes, by rank. Gloo's pieces are of one size: there may be room behind the bytes."""
         if self.world_size == 1:
             return [mine.clone()]
         most = max(sizes)
@@ -140,7 +132,6 @@ class GlooTransport(GlooSession):
         return [whole[r * most : r * most + size] for r, size in enumerate(sizes)]
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
         output = alias(output)
         data = dense(output)
         with self._collective(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
@@ -200,7 +191,6 @@ class GlooTransport(GlooSession):
     # -- point to point: a header (bytes, dtype) before each message, for Gloo would write what does not fit -----------
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Return when the bytes of `tensor` have left it."""
         self._check_tag(tag, self._engine.num_tags)
         data = dense(alias(tensor))
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
@@ -210,7 +200,6 @@ class GlooTransport(GlooSession):
             self._wait_for(under_way, dst, nbytes(data), deadline)
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
-        """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
         self._check_tag(tag, self._engine.num_tags)
         tensor = alias(tensor)
         data = dense(tensor)

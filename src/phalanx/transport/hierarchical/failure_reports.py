@@ -176,7 +176,6 @@ class FailureReports(StoreReports):
         return [self.layout.local_ranks[r] for r in late]
 
     def _missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
-        """Return the ranks that have not come as far as this one, or do not answer."""
         return decide_missing(
             self._others, answers, self._seq, {*late_here, *self._late_here()}, self.layout.local_ranks[0]
         )

@@ -159,12 +159,10 @@ class HierarchicalSession(FailureReports):
 
     @property
     def symm_mem(self) -> SymmetricMemory:
-        """Return the memory of this host."""
         return self._memory.symm_mem
 
     @property
     def closed(self) -> bool:
-        """Return whether this process has left."""
         return self._memory.closed
 
     @property

@@ -39,7 +39,6 @@ class MpiTransport(MpiSession):
             pass
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
-        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first."""
         tensor = alias(tensor)
         call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
         with self._collective(call, ctx) as deadline:
@@ -58,7 +57,6 @@ class MpiTransport(MpiSession):
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size."""
         output = alias(output)
         counts = [t.numel() for t in inputs]
         call = describe_call(
@@ -77,7 +75,6 @@ class MpiTransport(MpiSession):
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
         output, tensor = alias(output), alias(tensor)
         count = output.numel()
         sizes = (count,) * self.world_size
@@ -105,7 +102,6 @@ class MpiTransport(MpiSession):
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """Overwrite `tensor` on every rank with root's."""
         tensor = alias(tensor)
         data = dense(tensor)
         with self._collective(describe_call("broadcast", data, self._place(ctx), root=root), ctx) as deadline:
@@ -114,7 +110,6 @@ class MpiTransport(MpiSession):
                 write_back(tensor, data)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
-        """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty."""
         tensor, outputs = alias(tensor), [alias(t) for t in outputs]
         data = dense(tensor)
         counts = [t.numel() for t in outputs]
@@ -134,7 +129,6 @@ class MpiTransport(MpiSession):
             self._hand_out(outputs, whole, counts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
         output, data = alias(output), dense(alias(tensor))
         whole = dense(output)
         with self._collective(describe_call("all_gather", data, self._place(ctx)), ctx) as deadline:
@@ -145,7 +139,6 @@ class MpiTransport(MpiSession):
                 write_back(output, whole)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
-        """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
         output = alias(output)
         data = dense(output)
         with self._collective(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
@@ -210,11 +203,9 @@ class MpiTransport(MpiSession):
     # -- point to point ------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Return when the bytes of `tensor` have left it."""
         self.end_send(self.begin_send(dense(alias(tensor)), dst, tag), dst, Deadline.after(ctx.timeout_s))
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
-        """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
         tensor = alias(tensor)
         data = dense(tensor)
         source = self.end_recv(self.begin_recv(data, src, tag), data, src, Deadline.after(ctx.timeout_s))

@@ -56,7 +56,6 @@ class MpiSession(EngineSession):
         return (self._engine.is_closed and self._report is None) or self._engine.runtime.is_over
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Set how this process ends, in the words that the other ranks' errors will have."""
         self._exit_reason = exit_reason
 
     def leave_in_flight(self) -> None:
@@ -65,7 +64,6 @@ class MpiSession(EngineSession):
         self.close()
 
     def close(self) -> None:
-        """Leave the group. All ranks that wait for this one hear it at once."""
         self._engine.close(seq=self._seq, exit_reason=self._exit_reason, position=asdict(self._where()))
 
     # -- around a collective -------------------------------------------------------------------------------------
@@ -83,9 +81,6 @@ class MpiSession(EngineSession):
 
     @contextlib.contextmanager
     def _reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
-        """Turn what fails inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
-        below zero, all if None.
-        """
         try:
             yield
         except Disagreement as error:
