@@ -1,3 +1,4 @@
+import os
 import random
 import signal
 
@@ -154,3 +155,11 @@ def test_a_failure_after_the_first_end_is_a_failure() -> None:
     state.on_exit(ended(1, 3, at=101.0))
     assert state.finished
     assert [failure.rank for failure in state.failures] == [1]
+
+
+def test_a_rank_that_asks_to_be_started_again_stops_no_other() -> None:
+    state = running(2)
+    assert state.on_exit(ended(0, os.EX_TEMPFAIL)) == []
+    assert state.phase == "running"
+    assert state.on_exit(ended(1)) == []
+    assert (state.finished, state.failures) == (True, [])

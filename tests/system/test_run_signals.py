@@ -201,3 +201,87 @@ def test_a_signal_to_every_process_of_one_host_of_two_reaches_the_ranks_of_both_
             ends = [job.finish() for job in jobs]
     assert received(ends[0].out, 2) == [f"{int(signal.SIGTERM)} {int(signal.SIGUSR2)}"] * 2, ends[0].out
     assert [end.code for end in ends] == [0, 0], ends[0].out
+
+
+_TRAINER = """
+import os, pathlib, sys, time, torch, phalanx
+from torch.utils.data import DataLoader, TensorDataset
+out = pathlib.Path(sys.argv[1])
+
+def loss(result, target):
+    if not (out / "go").exists():
+        time.sleep(0.01)
+    return torch.nn.functional.mse_loss(result, target)
+
+def tell(trainer, loss):
+    name = f"ready-{os.environ['RANK']}"
+    if not (out / name).exists():
+        (out / f"{name}.new").write_text(f"{os.getpid()} {os.getppid()}")
+        (out / f"{name}.new").rename(out / name)
+
+torch.manual_seed(0)
+x = torch.randn(1200, 4)
+model = torch.nn.Linear(4, 1)
+trainer = phalanx.Trainer(
+    model, torch.optim.SGD(model.parameters(), lr=0.01), loss, strategy="multi_worker_mirrored", max_epochs=4,
+    checkpoint=out / "checkpoint", callbacks=phalanx.trainer.LambdaCallback(on_step_end=tell), show_progress=True,
+)
+trainer.fit(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 12, shuffle=True))
+print(f"finished at step {trainer.step}")
+"""
+
+
+def steps_saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoint").glob("*-step-*"))
+
+
+@pytest.mark.slow(but=("one rank", "all processes, 0"))
+@pytest.mark.parametrize("who", ["command", "one rank", *(f"all processes, {seed}" for seed in range(4))])
+def test_a_trainer_saves_at_a_sigterm_and_asks_to_be_started_again(tmp_path: Path, who: str) -> None:
+    """Nothing was saved, and the job ended with 143."""
+    script = write_script(tmp_path, _TRAINER)
+    words = ("run", "--shutdown-timeout", "100", "--max-restarts", "2", "--nproc-per-node", "2", script, str(tmp_path))
+    with start(*words) as running:
+        (first, zygote), (second, _) = wait_for_ranks(tmp_path, 2)
+        order = [running.process.pid, zygote, first, second]
+        random.Random(who).shuffle(order)
+        for pid in {"command": [running.process.pid], "one rank": [second]}.get(who, order):
+            os.kill(pid, signal.SIGTERM)
+        ended = running.finish()
+    assert ended.code == os.EX_TEMPFAIL, ended.err
+    assert "ranks 0, 1 ended with exit code 75" in ended.err or "stopped by SIGTERM" in ended.err
+    assert "First failure" not in ended.err
+    assert f"saved in {tmp_path}/checkpoint: the same command goes on there; exit code 75" in ended.out
+    (saved,) = steps_saved(tmp_path)
+    assert f"stopped after step {saved.rpartition('-')[2]}, 0 of 4 epochs: SIGTERM" in ended.out
+    (tmp_path / "go").touch()
+    with start(*words) as running:
+        again = running.finish()
+    assert again.code == 0, again.err
+    assert f"goes on from {tmp_path}/checkpoint/{saved}" in again.out
+    assert "finished at step 400" in again.out
+
+
+@pytest.mark.slow(but=("1",))
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_trainer_on_two_hosts_saves_when_one_rank_of_one_host_receives_sigterm(tmp_path: Path, host: int) -> None:
+    script = write_script(tmp_path, _TRAINER)
+    with hosts(2) as machines:
+        lines = numbered(machines, "--shutdown-timeout", "100", script=(script, str(tmp_path)), nproc="1")
+        with commands(machines, *lines) as jobs:
+            os.kill(wait_for_ranks(tmp_path, 2)[host][0], signal.SIGTERM)
+            ends = [job.finish() for job in jobs]
+    assert [end.code for end in ends] == [os.EX_TEMPFAIL] * 2, ends[0].out
+    assert len(steps_saved(tmp_path)) == 1
+    assert "exit code 75 (EX_TEMPFAIL)" in ends[0].out
+
+
+def test_ranks_that_end_with_75_are_no_failure_and_are_not_started_again(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path, "import os, sys\nprint('begun')\nsys.exit(75 if os.environ['RANK'] == '1' else 0)\n"
+    )
+    with start("run", "--no-preload", "--max-restarts", "3", "--nproc-per-node", "2", script) as running:
+        ended = running.finish()
+    assert ended.code == os.EX_TEMPFAIL
+    assert ended.by_rank == [(0, "begun"), (1, "begun")]
+    assert ended.err == "phalanx run: rank 1 ended with exit code 75 (EX_TEMPFAIL): start the job again later\n"

@@ -165,7 +165,7 @@ class Elastic:
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid:
             return None
-        if exit.status == 0 and member.report is None:
+        if exit.is_orderly and member.report is None:
             self._finish()
         if not self.active:
             self.note_early_loss(exit)

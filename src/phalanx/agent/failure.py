@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -80,6 +81,11 @@ class Exit:
     at: float
     dump: str = ""  # faulthandler's dump of a fatal signal
 
+    @property
+    def is_orderly(self) -> bool:
+        """Return whether the rank has ended well, or asks to be started again later (EX_TEMPFAIL)."""
+        return self.status in (0, os.EX_TEMPFAIL)
+
 
 @dataclass(frozen=True)
 class HostLoss:
@@ -152,7 +158,7 @@ def decide_failures(
         if report is not None:
             group = 2 if report.at > stopping_since else 1 if "PeerLostError" in report.types else 0
             placed.append(((group, report.at), Failure(rank, report, end)))
-        elif end is not None and end.status != 0:
+        elif end is not None and not end.is_orderly:
             early = end.at <= stopping_since
             stopped = not early and -end.status in sent
             fault = -end.status in _OUTSIDE_CAUSES and not stopped

@@ -25,6 +25,7 @@ from phalanx.agent.target import find_local_rank_flag
 from phalanx.agent.verdict import Verdict
 from phalanx.agent.zygote_process import ZygoteProcess
 from phalanx.diagnostics.observer import GroupLog
+from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import LaunchError
 from phalanx.inspect.agent_socket import AgentSocket
 from phalanx.inspect.flight.files import write_flight
@@ -258,9 +259,9 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
         if text:
             host.display.say(text)
         host.display.say(describe_signal_end(state, traceback=plan.settings.traceback))
-        # ranks that took the signal as a wish, saved their work and returned 0 have succeeded
-        ended_well = state.finished and not any(end.status for end in state.exits.values())
-        return 0 if ended_well else 128 + state.interrupted
+        # ranks that took the signal as a request, saved their work and returned 0 have succeeded
+        ended_well = state.finished and all(end.is_orderly for end in state.exits.values())
+        return _find_orderly_code(state) if ended_well else 128 + state.interrupted
     ends = state.exits.values()
     if state.overdue:
         host.display.say(describe_overdue(state))
@@ -270,7 +271,12 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
     if not state.failures:
         if plan.verdict:
             Verdict(attempt.place.world_size).write(plan.verdict)
-        return 0
+        if code := _find_orderly_code(state):
+            ranks = name_ranks([rank for rank, end in sorted(state.exits.items()) if end.status])
+            host.display.say(
+                f"phalanx run: {ranks} ended with exit code {code} (EX_TEMPFAIL): start the job again later"
+            )
+        return code
     _hand_up_error(plan, state.failures[0])
     if plan.verdict:
         text = _describe_failures(attempt, flight)
@@ -279,6 +285,11 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
     else:
         _report_failures(host, attempt, flight)
     return state.failures[0].code
+
+
+def _find_orderly_code(state: Supervision) -> int:
+    """Return EX_TEMPFAIL if a rank of a job without a failure asks to be started again later, otherwise 0."""
+    return max((end.status for end in state.exits.values()), default=0)
 
 
 def _hand_up_error(plan: JobPlan, first: Failure) -> None:

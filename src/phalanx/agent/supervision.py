@@ -147,7 +147,7 @@ class Supervision:
     def on_exit(self, exit: Exit) -> list[Action]:
         """Decide what follows when the process of a rank has ended."""
         self.exits[exit.rank] = exit
-        if exit.status != 0:
+        if not exit.is_orderly or (exit.status and exit.rank in self.reports):
             return self._settle(exit.at)
         if self._first_end is None:
             self._first_end = exit.at

@@ -102,7 +102,9 @@ def run_worker(assignment: Assignment) -> None:
         if os.getpid() != report.pid:
             raise  # a child that the script forked by hand: its end is the script's affair
         if isinstance(error, SystemExit):
-            if compute_exit_status(error.code) != 0:
+            if compute_exit_status(error.code) == os.EX_TEMPFAIL and type(error) is SystemExit:
+                pass  # no failure: the script asks to be started again later
+            elif compute_exit_status(error.code) != 0:
                 report.send(error, failed_at)
             elif error.code:
                 print(

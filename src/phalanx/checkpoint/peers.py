@@ -100,7 +100,7 @@ class Peers:
             return
         # reshape would not do: the stride of a single element is anything, and a view of it as bytes wants 1.
         content = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        carried = content.to(self._device)
+        carried = content.to(self.device)
         self._told(lambda: dist.broadcast(carried, group=self.group, group_src=src))
         if carried is not content:
             content.copy_(carried)
@@ -127,7 +127,7 @@ class Peers:
             raise CheckpointError(told[0][1] + also) from cause
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         """Return the device of tensors that the group takes: the CPU if it can."""
         assert self.group is not None
         devices = self.group._device_types

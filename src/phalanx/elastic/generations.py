@@ -25,6 +25,10 @@ class GenerationNotice:
         return cls(int(message["generation"]), dict(message["environment"]))
 
 
+class JobEndedExit(SystemExit):
+    """The end of a process whose elastic job has failed; the script itself did not ask for it."""
+
+
 class JobEndedError(PhalanxError):
     """The launcher has given the job up, since there were fewer ranks than the minimum for too long. `exit_code` is
     what this process should end with.

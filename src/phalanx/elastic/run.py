@@ -21,6 +21,7 @@ from phalanx.elastic.generations import (
     GenerationNotice,
     Generations,
     JobEndedError,
+    JobEndedExit,
     LeaveError,
     NoGenerationError,
     RankLoss,
@@ -84,7 +85,8 @@ def run(
             steps again. None: a lost stage comes from a replica on another host; without one the job ends (exit code
             75), to go on from a checkpoint. Where all ranks are on one host, stages are kept in either case.
 
-    `sys.exit(0)` in the function is a return from it, after which the process ends: once all ranks have come as far.
+    `sys.exit(0)` in the function is a return from it, after which the process ends: once all ranks have come as far. So
+    is `sys.exit(75)`, by which all ranks ask to be started again later (EX_TEMPFAIL).
     With another code, it is a loss of the rank that calls it.
 
     A rank that is lost in a script's second `elastic.run` ends the job: its replacement would begin with the script, in
@@ -171,7 +173,7 @@ class ElasticJob:
                     try:
                         result = train(self._state)
                     except SystemExit as asked:
-                        if asked.code:
+                        if asked.code not in (None, 0, os.EX_TEMPFAIL):
                             raise
                         end = asked
                     group.finish()
@@ -204,7 +206,7 @@ class ElasticJob:
         if state._objects.pipelines:  # what is left of the model lacks its other stages
             leave_all_groups()
             _logger.error("phalanx.elastic: %s", error)
-            raise SystemExit(error.exit_code)
+            raise JobEndedExit(error.exit_code)
         state._step.take_back(state.step)
         if group.is_complete and state._step.stepped == 2:
             state._count_as_done(state._latest.number + 1)
@@ -224,7 +226,7 @@ class ElasticJob:
                 os.close(folder)
             saved = f" Step {max(step, state.step)} is saved in {path}."
         _logger.error("phalanx.elastic: %s.%s", str(error).rstrip("."), saved)
-        raise SystemExit(error.exit_code)
+        raise JobEndedExit(error.exit_code)
 
     def _find_agent(self, rank: int) -> Generations | None:
         agent = rendezvous.agent_address()

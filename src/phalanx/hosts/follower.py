@@ -75,7 +75,7 @@ class FollowerSupervision(Supervision):
     def finished(self) -> bool:
         """Return whether no rank is left, and none will be: what an elastic job has lost may be started again."""
         is_replaced = self.is_elastic and self.phase == "running" and not self.leaves
-        awaits_orders = is_replaced and any(end.status for end in self.exits.values())
+        awaits_orders = is_replaced and not all(end.is_orderly for end in self.exits.values())
         return not self.running and not awaits_orders
 
     def _tell(self, kind: str, **body: Any) -> None:

@@ -28,6 +28,7 @@ class _RoundsStrategy(ReplicatedStrategy):
         self.rounds: Rounds | None = None
 
     _skips_together = False
+    is_in_step = False
     ranks_differ = True
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:

@@ -73,6 +73,7 @@ class ParameterServerStrategy(Strategy):
         self._trainers = [f"trainer{rank}" for rank in range(trainers)]
         self._servers = [f"server{index}" for index in range(num_servers)]
         self._is_synchronous, self._max_staleness = synchronous, max_staleness
+        self.is_in_step = synchronous
         self._server: ParameterServer | None = None
         self._served: ServedOptimizer | None = None
         group = dist.new_group(list(range(trainers)))

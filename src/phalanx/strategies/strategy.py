@@ -60,6 +60,9 @@ class Strategy(Inputs, ABC):
     ranks_differ = False
     """Whether ranks hold different models: parts of one, or copies that train apart."""
 
+    is_in_step = True
+    """Whether all ranks take each step together."""
+
     evaluates_together = False
     """Whether `evaluate` is collective over replicas: all call it equally often."""
 

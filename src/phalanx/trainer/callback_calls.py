@@ -20,6 +20,10 @@ class CallbackCalls:
     def __init__(self) -> None:
         self._random = generator_states.GeneratorStates()
 
+    def has_any(self, callbacks: Sequence[Callback], point: str) -> bool:
+        """Return whether a callback overrides the point."""
+        return any(_overrides(one, point) for one in callbacks)
+
     def call(self, callbacks: Sequence[Callback], point: str, *args: Any) -> None:
         """Call the point of each callback that overrides it, in their order."""
         hearers = [one for one in callbacks if _overrides(one, point)]

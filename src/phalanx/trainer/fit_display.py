@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,11 @@ class FitDisplay:
         if trainer.why_stopped or trainer.epoch < trainer.max_epochs:
             what, _ = _why_over(trainer)
             self.say(f"stopped after step {trainer.step}, {trainer.epoch} of {trainer.max_epochs} epochs: {what}")
+
+    def show_preempted(self, folder: Path | str) -> None:
+        """Say, after a SIGTERM, where a second run would begin, and how this one tells its scheduler."""
+        where = f"saved in {folder}: the same command goes on there" if folder else "nothing is saved: give checkpoint="
+        self.say(f"{where}; exit code {os.EX_TEMPFAIL} (EX_TEMPFAIL)")
 
     def show_interrupted(self, trainer: Trainer, saved_step: int | None) -> None:
         """Say, after Ctrl-C, where a second run would begin."""

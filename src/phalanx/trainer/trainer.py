@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,7 +32,7 @@ from phalanx.trainer.arguments import _is_count, find_problems
 from phalanx.trainer.callback_calls import CallbackCalls
 from phalanx.trainer.callback_recovery import CallbackRecovery
 from phalanx.trainer.callbacks import Callback, CallbackStates, EarlyStopping
-from phalanx.trainer.data_seeds import agree_on_seeds
+from phalanx.trainer.data_seeds import agree_on_seeds, seed_all
 from phalanx.trainer.fit_display import FitDisplay
 from phalanx.trainer.hyperparameters import collect_hyperparameters
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
@@ -44,6 +41,7 @@ from phalanx.trainer.run_loggers import agree_on_runs, end_loggers
 from phalanx.trainer.saves import Resume, SaveEvery, Saves
 from phalanx.trainer.scalars import Scalars
 from phalanx.trainer.scheduling import make_scheduler, step_scheduler
+from phalanx.trainer.stop_vote import StopVote
 from phalanx.trainer.update_loss import UpdateLoss
 from phalanx.trainer.validation import Metric, Validation, move_batch
 
@@ -159,7 +157,7 @@ class Trainer:
             get(strategy, **({"model": model} if strategy == "auto" else {})) if isinstance(strategy, str) else strategy
         )
         if seed is not None:
-            _seed_all(seed + self.strategy.replica_id_in_sync_group)
+            seed_all(seed + self.strategy.replica_id_in_sync_group)
         self.model, self.optimizer = self.strategy.setup(
             model,
             optimizer,
@@ -175,7 +173,9 @@ class Trainer:
         self.max_steps = max_steps
         self._accumulate, self._max_norm = 1 if dry_run else accumulate, max_norm
         most_batches = _DRY_STEPS if dry_run else None
-        self._validation = Validation(self.strategy, self.model, loss, dict(metrics or {}), most_batches)
+        self._validation = Validation(
+            self.strategy, self.model, loss, dict(metrics or {}), most_batches, lambda: self._stops.hurries
+        )
         self._log_every = log_every
         self._dry_run, self._min_ranks = dry_run, min_ranks
         self._display = FitDisplay(show=show_progress)
@@ -203,6 +203,7 @@ class Trainer:
             world_size = dist.get_world_size() if dist.is_initialized() else 1
             recorder.sample_share = self.strategy.num_replicas_in_sync / world_size
         self._state: elastic.State | None = None
+        self._stops = StopVote(self.strategy)
         self._calls = CallbackCalls()
         self._recovery = CallbackRecovery(self.strategy)
 
@@ -229,15 +230,23 @@ class Trainer:
         return None if self._manager is None else self._manager.best()
 
     def stop(self, reason: str) -> None:
-        """End the training after the epoch at hand (in `on_step_end`: after the step). Call it on every rank alike."""
+        """End the training of all ranks after the same step, and save. Any rank may call it, at any time while `fit`
+        runs: in a callback, in a signal handler, in another thread.
+
+        The ranks agree within about 0.1 s, or at the end of a longer step; after a call in `on_step_end`, at once. A
+        call in a validation ends the training after that epoch. Under strategies whose ranks train apart (`local_sgd`
+        and the like), a call stops this rank, and the others at their next checkpoint.
+        """
         if self._state is None:
             raise RuntimeError("Trainer.stop: this is for callbacks, while fit runs")
-        self._state.why_stopped = reason
+        self._stops.ask(reason)
+        if not self.strategy.is_in_step:
+            self._state.why_stopped = reason
 
     @property
     def why_stopped(self) -> str:
         """Return what `stop` was given; "" if it was not called, also if `max_epochs` or `max_steps` was the end."""
-        return "" if self._state is None else str(self._state.why_stopped)
+        return "" if self._state is None else str(self._state.why_stopped or self._stops.reason)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -276,16 +285,24 @@ class Trainer:
             peers = Peers(self.strategy.checkpoint_group, what="Trainer.fit")
             make_folders(peers, folders, only_try=self._dry_run)
         before, self._state = self._state, self._make_state(batches)
+        self._stops = StopVote(self.strategy)
         state = self._state
         if before is not None:
             Position(state, self._scalars).go_on(before)
         self._restore(state, from_best=resume == "best" and rendezvous.attempt() == "0")
 
+        with self._stops.listening():
+            self._fit(state, batches, val_loader)
+
+    def _fit(self, state: elastic.State, batches: FitLoader, val_loader: Loaders | None) -> None:
         def fit_state(state: elastic.State) -> None:
             self._train(state, batches, val_loader)
 
+        group = self.strategy.training_group
         try:
             self._call("on_fit_begin")
+            if group is None or not rehearses(group):
+                self._stops.hold(state)
             if (self._is_over or state.epoch >= self.max_epochs) and state.step:
                 self._display.show_finished(self, self._manager.folder if self._manager else "")
             begun = state.step
@@ -298,6 +315,9 @@ class Trainer:
                 self._manager.wait()
             if state.step > begun and not self._dry_run:
                 self._display.show_end(self)
+            if self._stops.is_preempted:
+                self._display.show_preempted(self._manager.folder if self._manager else "")
+                raise SystemExit(os.EX_TEMPFAIL)
             self._call("on_fit_end")
             end_loggers(self._scalars.loggers, None, writes=self.strategy.is_main)
         except BaseException as error:
@@ -314,6 +334,7 @@ class Trainer:
         if loader.is_own:
             agree_on_seeds(state, self.strategy)
         for epoch in state.epochs(self.max_epochs):
+            self._vote(state)
             is_due = self._saves.is_due_at_epoch(epoch) or state.measured == (state.step, True)
             if epoch and (is_due or (loader.sampler is not None and self._saves.is_due_at_step(state.step))):
                 self._save(state)  # it is of the epoch before, which has been counted now
@@ -323,11 +344,16 @@ class Trainer:
             self._call("on_epoch_begin")
             self.model.train()
             is_whole = self._train_epoch(state, loader, epoch)
-            if not is_whole:  # before the validation, which one that goes on from here would not have
+            if not is_whole or self._stops.is_preempted:  # before the validation, which a resumed run does not repeat
                 self._save(state)
+            if self._stops.is_preempted:
+                return
             self._recovery.keep(CallbackStates(self.callbacks), state)
             if val_loader is not None:
-                state.metrics = self.validate(val_loader)
+                metrics = self.validate(val_loader)
+                if self._vote(state):  # some rank has left out a part of the validation
+                    return
+                state.metrics = metrics
                 if is_whole:
                     state.best, is_best = self._saves.judge(state.best, state.metrics)
                     state.measured = state.step, is_best
@@ -384,6 +410,14 @@ class Trainer:
         self._recovery.called_step = state.step
         if self._saves.is_due_at_step(state.step) and not ends_epoch:  # that one follows the validation
             self._save(state)
+        if self._stops.is_due(state) or self._calls.has_any(self.callbacks, "on_step_end"):
+            self._vote(state)
+
+    def _vote(self, state: elastic.State) -> bool:
+        """Vote on whether to stop, unless ranks train apart; return whether that is because of a SIGTERM."""
+        if self.strategy.is_in_step:
+            self._stops.hold(state)
+        return self._stops.is_preempted
 
     def validate(self, loader: Loaders) -> dict[str, float]:
         """Return the loss and the metrics over all samples of all ranks, each counted once. All ranks call it.
@@ -399,6 +433,7 @@ class Trainer:
         if self.scheduler is not None:
             things["scheduler"] = self.scheduler
         things |= {"why_stopped": "", "saved": (-1, -1), "metrics": {}, "batch_size": loader.batch_size}
+        things["next_vote"] = 0  # the step after which the ranks vote on whether to stop
         things["batches"] = 0  # the batches of the epoch, where no sampler says how far it is
         things["data_seeds"] = ()  # of replicas whose loaders are their own
         things["best"] = ()  # values of the validations
@@ -423,6 +458,7 @@ class Trainer:
         self._manager.async_save(state.step, self._parts(state), metrics=measured)
         state.saved = state.epoch, state.step  # a rank that is new must not save alone what others have saved
         self._call("on_checkpoint")
+        self._stops.hold(state)  # also where ranks train apart: a save is where they meet
 
     def _restore(self, state: elastic.State, *, from_best: bool) -> None:
         restored = None if self._manager is None else self._manager.load(self._parts(state), best=from_best)
@@ -441,17 +477,11 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        return bool(self.why_stopped) or (self.max_steps is not None and self.step >= self.max_steps)
+        stopped = self._state is not None and bool(self._state.why_stopped)
+        return stopped or (self.max_steps is not None and self.step >= self.max_steps)
 
     def _call(self, point: str, *args: Any) -> None:
         self._calls.call(self.callbacks, point, self, *args)
 
     def _writes(self) -> bool:
         return self.strategy.is_main
-
-
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)

@@ -35,10 +35,13 @@ class Validation:
         loss: Callable[[Any, Any], Tensor] | None,
         metrics: Mapping[str, Metric],
         most_batches: int | None,
+        hurries: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`hurries` says that nobody will use the result, because the training is about to stop."""
         self._strategy, self._model = strategy, model
         self._loss, self._metrics = loss, metrics
         self._most_batches = most_batches
+        self._hurries = hurries
 
     def divide(self, loader: Any) -> Loaders:
         """Divide a loader, or each of several by name. This runs before the first step, so that errors come then."""
@@ -87,6 +90,8 @@ class Validation:
         try:
             for batch, counts in divided.validation_batches(self._most_batches):
                 self._add(move_batch(batch, strategy.device), sums if counts else Sums(strategy.device))
+                if self._hurries() and strategy.is_in_step and not strategy.evaluates_together:
+                    break
         finally:
             self._model.train(was_training)
         count, totals = sums.compute(strategy.training_group)
