@@ -139,8 +139,7 @@ def read_state(pid: int) -> str:
 
 
 def read_processor_ns(pid: int) -> int | None:
-    """Return how long a processor has worked for the main thread of a process, and for the threads in which autograd
-    runs backward.
+    """Return how long a processor has worked for a process's main thread, and for its threads of autograd.
 
     It comes in steps of the system's clock (10 ms, as a rule); None if it can't be known.
     """
@@ -169,9 +168,7 @@ def find_session(session: int) -> list[int]:
 
 
 def kill_sessions(sessions: Iterable[int]) -> None:
-    """Kill every process of these sessions by SIGKILL, none of which is ours; repeat while one is found that is not
-    dead.
-    """
+    """Kill every process of these sessions, none of which is ours, by SIGKILL; repeat while a live one is found."""
     for session in sessions:
         for _ in range(1000):
             living = [pid for pid in find_session(session) if read_state(pid) not in ("Z", "")]

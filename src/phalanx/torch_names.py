@@ -35,8 +35,7 @@ _ERROR = object()
 
 
 def find(path: str, *, loses: str, instead: Any = _ERROR) -> Any:
-    """Return what torch has under `path`; if it has nothing, return `instead`, and say once that this `loses`
-    something.
+    """Return what torch has under `path`; if nothing, return `instead`, and say once that this `loses` something.
 
     Without `instead` what is returned then is a `Missing`, which says it in an error when it is used.
 

@@ -152,9 +152,7 @@ def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
 
 @contextmanager
 def _named(path: Path) -> Iterator[BinaryIO]:
-    """Yield a hidden file beside `path`, locked while it is written. At the end it is removed, unless it has another
-    name by then.
-    """
+    """Yield a hidden file beside `path`, locked while it is written; at the end remove it unless it was renamed."""
     while True:
         name = _partial_name(path)
         with open(name, "x+b") as file:

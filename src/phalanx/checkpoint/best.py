@@ -39,9 +39,7 @@ class Best:
         return cls(metric, mode, count)
 
     def order(self, items: Sequence[T], value_of: Callable[[T], float | None]) -> list[T]:
-        """Return the best of `items`, the very best first; of equal ones the first. An item without a number is left
-        out.
-        """
+        """Return the best of `items`, best first; of equal ones the first. An item without a number is left out."""
         found = [(value, item) for item in items if (value := value_of(item)) is not None and not math.isnan(value)]
         found.sort(key=lambda pair: pair[0], reverse=self.mode == "max")  # the sort is stable in both directions
         return [item for _, item in found[: self.count]]

@@ -16,8 +16,7 @@ import torch
 
 
 def describe_unsafe_value(state: object) -> tuple[str, str]:
-    """Return which value is to blame, and what to save in its place if that is known; both are empty if no single value
-    is.
+    """Return which value is to blame and what to save in its place, if known; both are empty if no single value is.
 
     Looks at every value of the state by itself, so it is for the way to an error only.
     """

@@ -76,8 +76,7 @@ def checksum_of(path: Path) -> int:
 def find_damage(file: BinaryIO) -> str:
     """Return in words the first record of the archive that is not what its checksum says; empty if all are.
 
-    A file that was written without checksums (torch.utils.serialization.config.save.compute_crc32 is False: all are
-    zero) passes.
+    A file without checksums (torch.utils.serialization.config.save.compute_crc32 is False: all are zero) passes.
     """
     try:
         with zipfile.ZipFile(file) as archive:

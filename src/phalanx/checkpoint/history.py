@@ -11,8 +11,7 @@ A checkpoint is a folder that has its name because it was complete, in this orde
     make .partial    write files    fsync each    manifest    fsync it and the folder    rename    fsync runs/a   latest
     |____________ killed here: nothing but a hidden folder is left ___________________|  |__ killed here: it is there _|
 
-The number comes first, since the latest is the one that was saved last: a run that goes back to step 300 saves 400
-again.
+The number comes first, since the latest is the one saved last: a run that goes back to step 300 saves 400 again.
 """
 
 from __future__ import annotations
@@ -136,9 +135,7 @@ class Draft:
 
 
 class History:
-    """`History` keeps the checkpoints in `folder`. A save keeps the newest `keep` of them, and the best; all if `keep`
-    is None.
-    """
+    """`History` keeps the checkpoints in `folder`: the newest `keep` and the best; all if `keep` is None."""
 
     def __init__(self, folder: Path, keep: int | None, best: Best | None = None) -> None:
         self.folder = folder

@@ -47,9 +47,8 @@ def load_checkpoint(
     `path` may also be a checkpoint of a `CheckpointManager`, or the folder that holds them: the latest, then. Each may
     lie at an address of fsspec (`s3://bucket/run.pt`), and is brought here first.
 
-    A rank may call it alone: each rank reads the file itself, so the path must lead to it on every host. Only tensors,
-    numbers, strings and containers of them are made (torch.load's `weights_only`): a file from a stranger cannot run
-    code.
+    A rank may call it alone: each rank reads the file itself, so every host needs the path. Only tensors, numbers,
+    strings and containers of them are made (torch.load's `weights_only`): a file from a stranger cannot run code.
 
     Arguments:
         map_location: the device for all tensors.

@@ -31,9 +31,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`Manifest` is a complete checkpoint: "whole" (a file of torch.save) or "sharded" (of
-    torch.distributed.checkpoint).
-    """
+    """`Manifest` is a complete checkpoint: "whole" (of torch.save) or "sharded" (of torch.distributed.checkpoint)."""
 
     kind: Kind
     step: int

@@ -1,8 +1,7 @@
 """Check that a saved state fits an optimizer: its class, and the order of its parameters.
 
 A state_dict of PyTorch names neither: it has options by group and tensors by number. A CheckpointManager writes down
-the class, and which parameter has which number, where it has the model as well. Elsewhere the options tell most
-classes apart.
+the class, and the parameters' numbers where it has the model as well. Elsewhere the options tell most classes apart.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ Order = list[str]
 
 @dataclass(frozen=True)
 class OptimizerNotes:
-    """`OptimizerNotes` has the notes of a checkpoint on its optimizers beside their states, by the names of the
-    parts.
-    """
+    """`OptimizerNotes` has a checkpoint's notes on its optimizers beside their states, by the names of the parts."""
 
     orders: Mapping[str, Order] = field(default_factory=dict)
     """The names of each optimizer's parameters, by number, where they are known."""
@@ -63,9 +60,7 @@ def note_optimizers(parts: Mapping[str, Any]) -> OptimizerNotes:
 
 
 def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) -> list[str]:
-    """Return in words how the class of `optimizer` differs from `saved`, if both are known: RAdam and Adamax have the
-    same options.
-    """
+    """Return how the class of `optimizer` differs from `saved`, if both are known: RAdam and Adamax share options."""
     here = _class_of(optimizer)
     if not saved or not here or saved == here:
         return []

@@ -13,8 +13,7 @@ _SHOWN = 4
 
 
 def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
-    """Return a sentence on the parameters that are trained and have no state in `saved`; empty if all have, or need
-    none.
+    """Return a sentence on the parameters that are trained but have no state in `saved`; empty if none lacks any.
 
     `load_state_dict` accepts any part of the state without a word; the other parameters would start afresh.
     """

@@ -37,9 +37,7 @@ _SHOWN = 8  # the most keys of a kind in a message
 
 @dataclass
 class Report:
-    """`Report` lists what of a saved state does not fit the parts that it is loaded into: names of keys, which begin
-    with the part's.
-    """
+    """`Report` lists what of a saved state does not fit the parts: names of keys, which begin with the part's."""
 
     missing: list[str] = field(default_factory=list)  # keys that the part has and the checkpoint lacks
     unexpected: list[str] = field(default_factory=list)  # keys that the checkpoint has and the part lacks
@@ -231,9 +229,7 @@ def _can_hold(dtype: torch.dtype, values: Tensor) -> bool:
 
 
 def _as_named_by(mine: Mapping[str, Any], saved: Mapping[str, Any], prefixes: Sequence[str]) -> Mapping[str, Any]:
-    """Return `saved` under the names of `mine`, which have no wrappers: other programs save a wrapped model under its
-    wrapped names.
-    """
+    """Return `saved` under the names of `mine`, which have no wrappers: other programs save wrapped names."""
     stripped = without_wrappers(saved, prefixes)
     return stripped if len(stripped.keys() & mine.keys()) > len(saved.keys() & mine.keys()) else saved
 
@@ -279,9 +275,7 @@ def _cut_like(mine: Any, value: Any) -> Any:
 
 
 def _fit_optimizer_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
-    """Lay out each parameter's state as the parameter is, and cut it where that is sharded: fused optimizers ignore
-    strides.
-    """
+    """Lay out each parameter's state as the parameter is, and cut it if that is sharded: fused optimizers need it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     of = dict(zip(numbers, parameters, strict=True))
@@ -302,9 +296,7 @@ def _laid_out_like(parameter: Any, value: Any) -> Any:
 
 
 def _that_fits(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return the values in `state` that have the shape that they have here: load_state_dict refuses another shape,
-    strict or not.
-    """
+    """Return the values in `state` whose shape fits here: load_state_dict refuses another shape, strict or not."""
     mine = module_state(module) if isinstance(module, PartOwner) else module.state_dict()
     return OrderedDict(
         (key, value)

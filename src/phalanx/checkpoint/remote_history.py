@@ -43,9 +43,7 @@ RETRY_S = 120.0  # a manager may set another time
 
 
 class RemoteDraft:
-    """`RemoteDraft` is this rank's part of a checkpoint that is being written: files in a folder here, sent to their
-    address.
-    """
+    """`RemoteDraft` is this rank's part of a checkpoint being written: files in a folder here, sent to an address."""
 
     look_at_most_s = 2.0  # how often one looks at most for what other ranks tell
 
@@ -108,9 +106,7 @@ class RemoteDraft:
 
 
 class RemoteHistory:
-    """`RemoteHistory` keeps the checkpoints at `address`. A save keeps the newest `keep` of them, and the best; all if
-    `keep` is None.
-    """
+    """`RemoteHistory` keeps the checkpoints at `address`: the newest `keep` and the best; all if `keep` is None."""
 
     def __init__(self, address: str, keep: int | None, retry_s: float, best: Best | None = None) -> None:
         self.keep = keep
@@ -208,8 +204,7 @@ class RemoteHistory:
 
     @contextlib.contextmanager
     def opened(self, peers: Peers, name: str) -> Iterator[Path]:
-        """Yield a folder of this machine with the files that its ranks read; it is removed at the end. All ranks call
-        it.
+        """Yield a folder of this machine with the files its ranks read, and remove it at the end. All ranks call it.
 
         Of a whole checkpoint only rank 0 has the file; of a sharded one each host has all files, once.
         """

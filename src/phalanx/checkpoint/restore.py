@@ -36,9 +36,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to impo
 
 @dataclass
 class Restored:
-    """`Restored` says what was loaded: the step, the place, the state by name, and what did not fit (with
-    strict=False).
-    """
+    """`Restored` says what was loaded: step, place, state by name, and what did not fit (with strict=False)."""
 
     step: int
     path: Path | str
@@ -91,9 +89,7 @@ def restore(
 def _read_shown(
     peers: Peers, folder: Path, path: Path | str, stateful: Mapping[str, Any]
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Return what `read_state` returns; errors name the place where the checkpoint is kept, not that of a copy of
-    it.
-    """
+    """Return what `read_state` returns; errors name the place where the checkpoint is kept, not that of a copy."""
     try:
         return read_state(peers, folder, stateful)
     except CheckpointError as error:
@@ -159,8 +155,7 @@ def find_latest(path: Path) -> Path | None:
 
 
 def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], OptimizerNotes]:
-    """Return the whole state of the checkpoint at `path`, on a device, and the notes on its optimizers. All ranks call
-    it.
+    """Return the whole state of the checkpoint at `path`, on a device, and its optimizers' notes. All ranks call it.
 
     Raises:
         DamagedError: a file is not what was written.

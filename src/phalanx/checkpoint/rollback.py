@@ -38,9 +38,7 @@ class Rollback:
 
     @contextlib.contextmanager
     def loading(self, name: str) -> Iterator[None]:
-        """Note that the part `name` is loaded while this is entered: a part that no load has reached has not
-        changed.
-        """
+        """Note that the part `name` is loaded while this is entered: a part that no load reached has not changed."""
         self._begun.add(name)
         try:
             yield
@@ -137,9 +135,7 @@ def _remember_module(module: nn.Module) -> Iterator[Callable[[], object]]:
 
 
 def _stays(tensor: Tensor) -> bool:
-    """Return whether a tensor's copy is made in its own place: on the CPU, or as a shard of a tensor of several
-    ranks.
-    """
+    """Return whether a tensor's copy is made in its own place: on the CPU, or as a shard of several ranks."""
     return tensor.device.type == "cpu" or type(tensor) not in (Tensor, nn.Parameter)
 
 

@@ -71,8 +71,7 @@ def sharded_work(
     memory: SnapshotMemory | None,
     commit: Commit,
 ) -> Work:
-    """Return this rank's work of a save in which every rank writes its part of `tree`, that of `state`. All ranks call
-    it.
+    """Return this rank's work of a save in which every rank writes its part of `tree`, `state`'s. All ranks call it.
 
     With `memory` what this rank writes is copied into it.
 

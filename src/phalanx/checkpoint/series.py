@@ -138,9 +138,8 @@ class CheckpointManager:
     ) -> Path | str | None:
         """Write a checkpoint of now; when this returns a place, on any rank, it is there. All ranks call it.
 
-        It returns None if the save failed and `max_failures` allows that. A rank that comes to a running job, and has
-        not met the others in `elastic.run` yet, saves nothing: it returns where the latest checkpoint is, or else the
-        folder.
+        It returns None if the save failed and `max_failures` allows that. A rank that comes to a running job, and is
+        not in `elastic.run` yet, saves nothing: it returns where the latest checkpoint is, or else the folder.
 
         Arguments:
             metrics: what was measured of the parts as they are now, by name; rank 0's counts.
@@ -203,9 +202,7 @@ class CheckpointManager:
 
     @property
     def saved_step(self) -> int | None:
-        """Return the step of the newest checkpoint that this process saved, began to save or loaded; None if there is
-        none.
-        """
+        """Return the step of the newest checkpoint that this process saved, began to save or loaded, or None."""
         saving = self._saving
         if saving is not None and not saving.error:
             return saving.step
@@ -228,9 +225,7 @@ class CheckpointManager:
             self.give_up()
 
     def give_up(self) -> None:
-        """End what is being written, without the other ranks; what is complete on the disk stays. A rank may call it
-        alone.
-        """
+        """End what is being written, without the other ranks; complete files on disk stay. A rank may call it alone."""
         saving, self._saving, self._saving_group = self._saving, None, None
         if saving is not None:
             saving.give_up()
@@ -248,9 +243,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None,
         memory: SnapshotMemory | None,
     ) -> Saving | None:
-        """Return the save, ready to be written; None if rank 0 could not begin to write, and `max_failures` allows
-        that.
-        """
+        """Return the save, ready to write; None if rank 0 could not begin to write, and `max_failures` allows that."""
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"{peers.what}: step must be a number from 0 on, got {step!r}")
         if not isinstance(parts, Mapping):

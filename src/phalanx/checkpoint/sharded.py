@@ -55,9 +55,7 @@ _StorageInfo: Any = find(
 
 @dataclass(frozen=True)
 class Plan:
-    """`Plan` says what this rank writes, and on rank 0 what all do. `is_uniform`: all ranks' states have the same
-    names.
-    """
+    """`Plan` says what this rank writes, and on rank 0 what all do. `is_uniform`: all states have the same names."""
 
     signature: tuple[Any, ...]
     mine: SavePlan
@@ -124,9 +122,7 @@ def _slice_items(name: str, leaf: SlicedTensor) -> Iterator[WriteItem]:
 
 
 def _global_plan(plans: Sequence[SavePlan], pinned: Collection[str]) -> tuple[list[SavePlan], Metadata]:
-    """Assign every piece to one rank: pinned ones and objects to the first that has them, others to the one with least
-    to write.
-    """
+    """Assign every piece to one rank: pinned ones and objects to the first with them, others to the least loaded."""
     taken: set[MetadataIndex] = set()
     chosen = []
     for plan in plans:

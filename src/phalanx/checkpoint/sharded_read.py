@@ -79,8 +79,7 @@ def read_tensors(
     *,
     on_one_machine: bool,
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Return the tensors of these names, whole, or filled into `shards`; and the problems of reading them here. All
-    ranks call it.
+    """Return the named tensors, whole or filled into `shards`, and the problems of reading them. All ranks call it.
 
     `shards` are tensors to fill, of which this rank has a part. `seers` are the ranks that see the folder;
     `on_one_machine` says that all do, and that one system reads it for them.

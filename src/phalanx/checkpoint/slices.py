@@ -60,9 +60,7 @@ def _in_row(shape: tuple[int, ...], row: int, number: int, start: int, stop: int
 
 
 class SlicedTensor:
-    """`SlicedTensor` has in `flat` elements `start` to `stop` of a tensor of this shape and strides, in the order of
-    memory.
-    """
+    """`SlicedTensor` has in `flat` elements `start` to `stop` of a tensor of this shape and strides, as in memory."""
 
     def __init__(self, shape: Sequence[int], stride: Sequence[int], start: int, flat: Tensor) -> None:
         self.shape = torch.Size(shape)
@@ -93,9 +91,7 @@ class SlicedTensor:
 
 
 def slice_state(shard: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of `shard_state_dict()` in the form of the plain optimizer's state, whose tensors are
-    `SlicedTensor`s.
-    """
+    """Return the result of `shard_state_dict()` in the plain optimizer's form, whose tensors are `SlicedTensor`s."""
     state = {}
     for number, part in shard["state"].items():
         shape, stride = shard["layout"][number]

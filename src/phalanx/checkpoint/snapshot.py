@@ -55,9 +55,7 @@ class SnapshotMemory:
 
 
 def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[Tensor]:
-    """Return each tensor on its own, contiguous, on the CPU: the form in which torch.distributed.checkpoint stores
-    it.
-    """
+    """Return each tensor on its own, contiguous, on the CPU: the form that torch.distributed.checkpoint stores."""
     sources = [tensor.detach() for tensor in tensors]
     plain = [_is_plain(tensor) for tensor in sources]
     memory.begin(sum(t.nbytes for t, is_plain in zip(sources, plain, strict=True) if is_plain), len(sources))

@@ -101,9 +101,7 @@ def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, s
 
 
 def merge(first: Node, second: Node) -> Node:
-    """Return the structure of two ranks: everything that one of them has, and the first one's values where they
-    differ.
-    """
+    """Return the structure of two ranks: everything that either has, and the first one's values where they differ."""
     if first[0] in _DICTS and second[0] in _DICTS:
         theirs = dict(second[1])
         mine = [(key, merge(node, theirs.pop(key)) if key in theirs else node) for key, node in first[1]]
@@ -158,9 +156,7 @@ def is_tensor(value: object) -> bool:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether a value is torch's DTensor. While there is none, its import, which takes most of a second, is
-    avoided.
-    """
+    """Return whether a value is torch's DTensor; avoid its import, which takes most of a second, until then."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -180,8 +176,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _form(value: Any) -> tuple[Any, ...]:
-    """Return whether a tensor is a parameter and wants a gradient; and its strides, unless they are those of a
-    contiguous tensor.
+    """Return whether a tensor is a parameter and wants a gradient; and its strides, unless it is contiguous.
 
     torch.distributed.checkpoint stores no strides.
     """

@@ -18,9 +18,7 @@ _OURS = (DataParallel.__name__, TorchDistributedDataParallel.__name__)
 
 
 def wrapper_prefixes(module: nn.Module) -> list[str]:
-    """Return the prefixes that wrappers have put into names of parameters ("module.", "encoder.module."), the outermost
-    first.
-    """
+    """Return the prefixes by wrappers in parameters' names ("module.", "encoder.module."), outermost first."""
     return [
         f"{name}.{attribute}." if name else f"{attribute}."
         for name, inner in module.named_modules(remove_duplicate=False)  # a module may have several names
@@ -47,9 +45,7 @@ def without_wrappers(state: Mapping[str, Any], prefixes: Sequence[str]) -> dict[
 
 
 def versions_as_wrapped(versions: Mapping[str, Any], own: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
-    """Return `versions`, whose names of modules are without wrappers, under the names that these have in the state
-    `own`.
-    """
+    """Return `versions`, whose module names have no wrappers, under the names that these have in the state `own`."""
     names = {name: _unwrap_module(name, prefixes) for name in versions_of(own) or {}}
     return {**versions, **{name: versions[plain] for name, plain in names.items() if plain in versions}}
 
@@ -66,9 +62,7 @@ def set_versions(state: OrderedDict[str, Any], versions: Mapping[str, Any]) -> N
 
 
 def _is_our_wrapper(kind: type) -> bool:
-    """Return whether a class is one of ours that have the names of PyTorch's wrappers; they are in other rooms than
-    this.
-    """
+    """Return whether a class is one of ours with the name of one of PyTorch's wrappers; they are in other rooms."""
     return kind.__module__.startswith("phalanx.") and kind.__name__ in _OURS
 
 

@@ -58,9 +58,7 @@ def explain_unwritten(
     state: Mapping[str, Any] | None = None,
     newest: Path | str | None = None,
 ) -> str:
-    """Return one message on what could not be done, where, why, and what holds now: `newest` is a checkpoint that is
-    complete.
-    """
+    """Return one message on what could not be done, where, why, and what holds now: `newest` is complete."""
     kept = "The checkpoints that were there before are unchanged, and so is what is in training."
     if newest is not None:
         kept += f" The newest is {str(newest).rpartition('/')[2]}."

@@ -1,7 +1,6 @@
 """Describe collectives as schedules: who combines what with whom in which step.
 
-Algorithms are data that is executed, proved, printed and drawn from the same source. All of it is pure, and works
-without torch.
+Algorithms are data that is executed, proved, printed and drawn from the same source. All of it is pure and torch-free.
 """
 
 from phalanx.collectives.algorithms import ALGORITHMS, build

@@ -18,9 +18,7 @@ _MOST_DIRECT = 1024
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm is a family of schedules; `operations` maps what it can do to how it is built from topology and
-    root.
-    """
+    """An algorithm is a family of schedules; `operations` maps what it can do to how topology and root build it."""
 
     name: str
     title: str

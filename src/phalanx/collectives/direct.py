@@ -15,9 +15,7 @@ ORDER = "by rank, from 0 to the last, the same for each chunk"
 
 
 def _everyone(name: str, size: int, kind: Kind) -> Phase:
-    """Return one step in which each rank reads one chunk of every other: its own chunk to reduce, the other's to
-    copy.
-    """
+    """Return one step in which each rank reads one chunk of every other: its own to reduce, the other's to copy."""
 
     def sends(step: int, rank: int) -> list[Transfer]:
         transfers = []

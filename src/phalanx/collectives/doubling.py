@@ -22,9 +22,7 @@ from phalanx.collectives.schedule import Phase, Schedule, Transfer, require_worl
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Return a schedule that folds, doubles and unfolds: log2 Q steps and S·log2 Q bytes, plus 2 steps and S bytes if P
-    is not Q.
-    """
+    """Return a schedule that folds, doubles, unfolds: log2 Q steps and S·log2 Q bytes, plus 2 and S if P is not Q."""
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=False)
 

@@ -91,9 +91,7 @@ def _exchange(name: str, fold: Fold, kind: Kind) -> Phase:
 
 
 def neighbours(name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]) -> Phase:
-    """Return the one step between a rank that stands aside (odd) and the one that acts for it; nothing if no rank is
-    folded.
-    """
+    """Return the step between a rank that stands aside (odd) and the one that acts for it; none if none is folded."""
 
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
         if rank >= 2 * fold.folded or rank % 2 != inward:
@@ -125,9 +123,7 @@ def all_reduce(world_size: int) -> Schedule:
 
 
 def reduce_scatter(world_size: int) -> Schedule:
-    """Return a schedule that folds, halves, and gives ranks that stand aside their chunk: log2 Q steps, plus 2 if P is
-    not Q.
-    """
+    """Return a schedule that folds, halves, and gives folded ranks their chunk: log2 Q steps, plus 2 if P is not Q."""
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=True)
     phases = (

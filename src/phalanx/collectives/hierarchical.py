@@ -44,17 +44,13 @@ class _Slices:
         return ranks[piece * len(ranks) // self.count]
 
     def driven(self, host: int, local_rank: int) -> range:
-        """Return the slices that a host's `local_rank` drives; never empty, because no host has more ranks than
-        slices.
-        """
+        """Return the slices that a host's `local_rank` drives; never empty, as no host has more ranks than slices."""
         size = len(self.topology.hosts[host])
         return range(-(-local_rank * self.count // size), -(-(local_rank + 1) * self.count // size))
 
 
 def _inside(name: str, slices: _Slices, kind: Kind) -> Phase:
-    """Return one step in each host at once: all read the slices they drive (reduce), or those the others drive
-    (copy).
-    """
+    """Return one step in each host at once: all read the slices they drive (reduce), or others drive (copy)."""
     topology = slices.topology
     local_rank = _local_ranks(topology)
 

@@ -11,9 +11,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Topology:
-    """A topology says which ranks run on which host. Each rank of 0..P-1 is on exactly one; hosts may differ in
-    size.
-    """
+    """A topology says which ranks run on which host. Each rank of 0..P-1 is on exactly one; hosts differ in size."""
 
     hosts: tuple[tuple[int, ...], ...]
 

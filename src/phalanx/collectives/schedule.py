@@ -55,13 +55,9 @@ class Phase:
     alike: bool = False
     """Whether each step has the same sources, destinations, widths and kinds, and only the chunks differ."""
     by_rank: bool = False
-    """Whether the receiver combines in the order of the ranks, its own part at its own place; else its own part comes
-    first.
-    """
+    """Whether the receiver combines in rank order, its own part in its place; else its own part comes first."""
     per_link: int = 1
-    """The most transfers that go from one rank to one other in a step; they arrive in the order in which they are
-    listed.
-    """
+    """The most transfers from one rank to one other in a step; they arrive in the order in which they are listed."""
 
     def transfers(self, step: int) -> Iterator[Transfer]:
         """Yield everything that travels in `step`, of all ranks."""
@@ -129,9 +125,7 @@ class Schedule:
                 number += 1
 
     def for_rank(self, rank: int) -> Iterator[RankStep]:
-        """Yield the part that `rank` plays, without the steps in which it is idle; the other ranks' parts cost
-        nothing.
-        """
+        """Yield the part that `rank` plays, without the steps in which it is idle; others' parts cost nothing."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
         for number, phase, within in self.steps():

@@ -24,9 +24,7 @@ _ENDED = (4, 5, 6, 8, 9, 11)  # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAS
 
 
 class Complaints:
-    """`Complaints` reports what members, and processes without the key, do wrong, in few lines however often they do
-    it.
-    """
+    """`Complaints` reports what members, and processes without the key, do wrong, in few lines however often."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -85,9 +83,7 @@ class Admission:
 
 
 def gone_peers(port: int) -> str:
-    """Return the addresses whose connections to our `port` ended a moment ago, as the kernel remembers them; empty if
-    there is none.
-    """
+    """Return the addresses whose connections to our `port` ended a moment ago, as the kernel remembers them."""
     found: dict[str, None] = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:

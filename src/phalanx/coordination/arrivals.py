@@ -161,9 +161,7 @@ class Arrivals:
         return self.index == num_sought
 
     def _read(self, places: list[int]) -> None:
-        """Read who has taken these places, all at once; in halves where the process of one is between the two calls, or
-        has died there.
-        """
+        """Read who took these places, all at once; in halves where a process is between the calls, or died there."""
         keys = [self.key(f"rank/{i}") for i in places]
         if keys and self._store.check(keys):
             for i, text in zip(places, self._store.multi_get(keys), strict=True):

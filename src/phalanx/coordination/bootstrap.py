@@ -123,9 +123,7 @@ class Bootstrap:
         return self.infos
 
     def contest(self) -> str:
-        """Return what is said of the start that others wait in, or will, once this rank has come, too, as one
-        kept out.
-        """
+        """Return what to report of the start that others wait in, or will, once this rank too is kept out."""
         arrivals = self._arrivals
         _, arrivals.number, _ = arrivals.current()
         infos = arrivals.key(OUTCOME)
@@ -145,8 +143,7 @@ class Bootstrap:
         return str(failure["text"]) if failure else ""
 
     def acknowledge_failure(self, *, expected: int = 0) -> None:
-        """Wait, in a start that has failed, until rank 0 may end: its process may serve the store in which others read
-        why.
+        """Wait, in a failed start, until rank 0 may end: its process may serve the store in which others read why.
 
         It waits for the others, a moment, and until so many as `expected` have come to hear it: without the store they
         could say only that the store is gone.
@@ -252,9 +249,7 @@ class Bootstrap:
         return is_first and min(arrivals.known) == arrivals.index
 
     def _find_holder(self, num_arrived: int) -> Failure | None:
-        """Return a failure if this rank is alone for a while, and the rank of its number in the group that met here
-        still runs.
-        """
+        """Return a failure if this rank stays alone and the rank of its number in the group here still runs."""
         members = {r: RankInfo.from_json(info) for r, info in self._arrivals.before.get("members", ())}
         mine = self._me.info
         waited_s = self._deadline.timeout_s - self._deadline.left_s

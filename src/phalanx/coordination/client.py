@@ -54,17 +54,14 @@ class Client(MemberConnection):
         return int(self._call(Op.ADD, _name(key), pack_number(amount))[0])
 
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Add one to the number at `counter`, and set the value of the key that is made of `prefix` and that number, in
-        one request.
+        """Add one to the number at `counter`, and set the key made of `prefix` and that number, in one request.
 
         Return the number as it was before; the first is zero.
         """
         return int(self._call(Op.ADD_ITEMS, _name(counter), _name(prefix), _bytes(value))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set `key` to `desired` if its value is `expected`, or if it is not there and `expected` is empty; return its
-        value then.
-        """
+        """Set `key` to `desired` if its value is `expected`, or if both are missing; return its value then."""
         return self._call(Op.COMPARE_SET, _name(key), _bytes(expected), _bytes(desired))[0]
 
     def read_and_check(self, key: str, checked: str) -> tuple[bytes, bool]:
@@ -230,8 +227,7 @@ class Client(MemberConnection):
 
 
 class PendingGet:
-    """A `PendingGet` is a `get` that waits in the coordinator while its caller does something else and looks from time
-    to time.
+    """A `PendingGet` is a `get` that waits in the coordinator while its caller does something else and polls.
 
     It must be ended by `cancel`, whether the value has come or not.
     """
@@ -283,9 +279,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _parts(fields: list[bytes], step: int) -> Iterator[list[bytes]]:
-    """Yield the fields in parts that fit in one request, and split only after `step` fields; without fields, one empty
-    part.
-    """
+    """Yield the fields in parts that fit in one request, split only after `step` fields; without fields, one part."""
     part: list[bytes] = []
     size = 0
     for at in range(0, len(fields), step):

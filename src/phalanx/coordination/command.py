@@ -48,7 +48,5 @@ def run_coordinator(
 
 
 def advertised_host(host: str) -> str:
-    """Return what to tell others where we listen on `host`: itself, or this host's name where that is every
-    interface.
-    """
+    """Return what to tell others where we listen on `host`: itself, or this host's name if that is every interface."""
     return host if host not in ("", "*", "::", "0.0.0.0") else socket.gethostname()

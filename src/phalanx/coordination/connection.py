@@ -1,7 +1,6 @@
 """A `Connection` leads to the coordinator: its requests block, with a deadline, and its events do not.
 
-Any number of threads may call; `reader` says which of them reads. A member has a thread besides: see
-`member_connection`.
+Any number of threads may call; `reader` says which of them reads. A member has one more: see `member_connection`.
 """
 
 from __future__ import annotations
@@ -192,9 +191,7 @@ class Connection:
 
     @property
     def own_host(self) -> str:
-        """Return this host's address from which the coordinator was reached; it is "" on the coordinator's own
-        socket.
-        """
+        """Return this host's address from which the coordinator was reached; "" on the coordinator's own socket."""
         return self._route.own_host if self._route is not None else ""
 
     @property

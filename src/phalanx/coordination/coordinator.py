@@ -211,8 +211,7 @@ class Coordinator(StoreRequests):
         return f"{self.members.lost_after_s:g} s"
 
     def lose_disconnected(self, route: Route, silent_since: float) -> list[str]:
-        """Declare the member behind a route lost, if there is one: its process has closed the connection. Return lines
-        for a person.
+        """Declare the member behind a route lost, if there is one: its process closed the connection. Return log lines.
 
         Where nothing was heard since that time, the connection has ended by silence, which is judged by itself.
         """

@@ -103,9 +103,7 @@ class Followers:
             self._told.discard(ticket)
 
     def lose(self, session: Session) -> bool:
-        """Note that nothing can be delivered to this client; if it is a standby it stops following. Return whether it
-        was one.
-        """
+        """Note that nothing can be delivered to this client; a standby stops following. Return whether it was one."""
         lost = [ticket for ticket, stream in self._streams.items() if stream.session is session]
         for ticket in lost:
             del self._streams[ticket]
@@ -129,9 +127,7 @@ class Followers:
         return min((-1 if each is None else each.acknowledged for each in streams), default=self._batch)
 
     def hold(self, session: Session, answers: list[Answer]) -> bool:
-        """Hold answers back if they may depend on changes that a required standby does not have yet; return whether
-        they are held.
-        """
+        """Hold answers back if they may depend on changes that a required standby lacks; return whether it did."""
         if self._common >= self._batch and not self._held:
             return False
         member = session.member

@@ -23,9 +23,7 @@ _WRITING_S, _WHOLE_BYTES = 2.0, 52
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """Return the path of the user's own key: `phalanx/key` in the configuration folder (XDG_CONFIG_HOME, else
-    ~/.config).
-    """
+    """Return the path of the user's own key: `phalanx/key` in the configuration folder (XDG_CONFIG_HOME)."""
     folder = environment.get("XDG_CONFIG_HOME", "")
     if not os.path.isabs(folder):  # its specification asks for that
         folder = os.path.join(environment.get("HOME") or os.path.expanduser("~"), ".config")
@@ -53,9 +51,7 @@ def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[st
 
 
 def ask_for_key(prompt: str = "The job's key (as `phalanx key --print` shows it): ") -> Key | None:
-    """Return the key from a person at the terminal, who does not see it while typing; None where there is no
-    terminal.
-    """
+    """Return the key from a person at the terminal, who does not see it while typing; None without a terminal."""
     import getpass
 
     if not sys.stdin.isatty():

@@ -35,8 +35,7 @@ class Waiter:
 class KeyValueStore:
     """A `KeyValueStore` has keys, values and queues, within `max_bytes`.
 
-    `set` and the other calls that change something return the waiters that have become ready by it, in the order in
-    which they came.
+    `set` and the other calls that change something return the waiters that this made ready, in the order they came.
     """
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
@@ -169,9 +168,7 @@ class KeyValueStore:
         return value
 
     def restore_item(self, queue: bytes, value: bytes) -> None:
-        """Restore an item of another store's queue, even beyond the limit, since items that were put back may exceed
-        it.
-        """
+        """Restore an item of another store's queue, even beyond the limit: items that were put back may exceed it."""
         self.num_bytes += len(queue) + len(value) + _OVERHEAD_BYTES
         self._queues.setdefault(queue, deque()).append(value)
 

@@ -16,8 +16,7 @@ BACKLOG = 4096
 
 
 class LocalSocket:
-    """A `LocalSocket` is an address of this host at which `router` listens; on Linux no file is left if the process is
-    killed.
+    """A `LocalSocket` is an address of this host at which `router` listens; on Linux a killed process leaves no file.
 
     The kernel vouches for the user of whoever connects, so that no key is asked for.
     """

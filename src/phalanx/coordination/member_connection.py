@@ -32,8 +32,7 @@ class MemberConnection(Connection):
     """Whether the coordinator, if it is one of this process, serves; then its silence means nothing."""
 
     def join(self, facts: Mapping[str, Any], *, watch: Collection[int] | None = None) -> int:
-        """Become a member, and return its number. It is told of the members in `watch`, or of all, that join and leave
-        from now on.
+        """Become a member, and return its number; from now on report those in `watch`, or all, that join and leave.
 
         `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
         """
@@ -91,9 +90,7 @@ class MemberConnection(Connection):
                 self._stop.clear()
 
     def is_over(self) -> bool:
-        """Return whether the coordinator has ended, as far as can be seen: its host answers, and its port is closed.
-        This is slow.
-        """
+        """Return whether the coordinator has visibly ended: its host answers, and its port is closed. This is slow."""
         if self._route is not None:
             return is_refused(self._route.address, _PROBE_S)
         return not os.path.exists(self.address.path)
@@ -163,8 +160,7 @@ class MemberConnection(Connection):
             self._inbox.put(Event("reachable"))
 
     def _look_for_end(self, cut_at: float) -> None:
-        """After a cut connection, check whether the coordinator's host answers while its port is closed: then it has
-        ended.
+        """After a cut connection, check whether the coordinator's host answers but its port is closed: it has ended.
 
         A host that was switched off, or a link that is cut, says nothing: only silence tells of those.
         """

@@ -160,9 +160,7 @@ class Membership:
 
     @property
     def suspects(self) -> list[Member]:
-        """Return the members that seem to be lost, and on which others have yet to agree. It costs nothing while there
-        are none.
-        """
+        """Return the members that seem lost, on which others have yet to agree. It is free while there are none."""
         return [self._members[number] for number in sorted(self._suspects)]
 
     def restore_suspicion(self, member: Member, why: str) -> None:
@@ -171,9 +169,7 @@ class Membership:
         (self._suspects.add if why else self._suspects.discard)(member.id)
 
     def remove(self, member: Member, kind: bytes, why: str) -> None:
-        """Remove a member that has `left`, or is `lost`; those that watch it are told why, unless they were when it was
-        suspected.
-        """
+        """Remove a member that has `left`, or is `lost`; tell those that watch it why, unless they know."""
         self._forget_watches(member)
         del self._members[member.id]
         del self._heard[member.id]

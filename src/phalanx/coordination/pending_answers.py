@@ -57,9 +57,7 @@ class PendingAnswers(ABC):
             session.member.rewind(0)
 
     def take_back(self, session: Session, number: int) -> None:
-        """Give the item that a request has taken from a queue, if it has taken one, to another request that waits for
-        it.
-        """
+        """Give the item that a request has taken from a queue, if any, to another request that waits for it."""
         popped = session.take_popped(number)
         if popped is not None:
             self.journal.add(Kind.UNPOP, session.route, number)
@@ -95,9 +93,7 @@ class PendingAnswers(ABC):
         return waiter
 
     def _unpark_repeatable(self, session: Session) -> None:
-        """Forget the requests that the client starts anew by asking again. A barrier stays: it would be counted a
-        second time.
-        """
+        """Forget the requests that the client repeats by asking again. A barrier stays: it would count twice."""
         for number, waiter in list(session.parked.items()):
             if waiter.owner[1].what != Op.BARRIER:
                 self._unpark(session, number)

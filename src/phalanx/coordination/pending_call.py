@@ -26,9 +26,7 @@ def resend_after(num_sent: int, *, is_parked: bool) -> float:
 
 
 class PendingCall:
-    """A `PendingCall` is a request of kind `what` under way. The connection's lock guards all but the reading of
-    `is_over`.
-    """
+    """A `PendingCall` is a request of kind `what` under way. The connection's lock guards all but reading `is_over`."""
 
     __slots__ = ("answer", "error", "fields", "is_parked", "message", "num_sent", "number", "sent_at", "wake", "what")
 

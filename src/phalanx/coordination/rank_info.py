@@ -157,9 +157,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Failure:
-    """A `Failure` says why a group was not formed; it is the same on every rank: `text`, and what is wrong with each
-    rank concerned.
-    """
+    """A `Failure` says why a group was not formed, equal on every rank: `text`, and what is wrong with which rank."""
 
     kind: Kind
     text: str
@@ -208,9 +206,7 @@ def _twice(one: Arrival, other: str) -> Failure:
 
 
 def find_dead(arrivals: Sequence[Arrival], mine: RankInfo) -> Failure | None:
-    """Return the first of those who came and whose process has ended since, as far as the process of `mine` can see
-    that.
-    """
+    """Return the first of those who came and whose process has ended since, as far as `mine`'s can see that."""
     for one in arrivals:
         if one.info.has_ended(mine):
             return Failure(

@@ -4,8 +4,7 @@
     rank ─┼─ socket of this host ─ relay ─ CURVE ─▶ encrypted once, and is one connection of the coordinator's;
     rank ─┘                                        what all of them ask is asked once (`host_requests`)
 
-The coordinator has a session for each rank, as it has for those that connect to it. A rank that gets no answer asks
-again.
+The coordinator has a session for each rank, as for those that connect to it. A rank without an answer asks again.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ class Rendezvous:
 
 
 def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
-    """Return host and port of HOST, HOST:PORT, [V6] or [V6]:PORT, as torchrun reads them; in V6::1:PORT the last part
-    is the port.
+    """Return host and port of HOST, HOST:PORT, [V6] or [V6]:PORT, as torchrun does; V6::1:PORT ends in the port.
 
     Raises:
         ValueError: it is none of these.

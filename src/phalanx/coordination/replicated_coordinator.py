@@ -36,9 +36,7 @@ class ReplicatedCoordinator(Coordinator):
     # Standbys on other hosts.
 
     def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
-        """Yield what may be sent, one session after another; answers wait until the required standbys have what they
-        depend on.
-        """
+        """Yield what may be sent, by session; answers wait until the required standbys have what they depend on."""
         datagrams, self._datagrams = self._datagrams, []
         yield from datagrams
         followers = self.followers
@@ -96,9 +94,7 @@ class ReplicatedCoordinator(Coordinator):
     # The whole state, and what changes it.
 
     def snapshot(self) -> list[Entry]:
-        """Return the whole state. A copy that replays it, and then the journal from now on, becomes equal to this
-        coordinator.
-        """
+        """Return the whole state. A copy that replays it, and then the journal, becomes equal to this coordinator."""
         return list(self._describe_state())
 
     def replay(self, entry: Entry, now: float) -> None:

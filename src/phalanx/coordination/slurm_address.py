@@ -10,9 +10,7 @@ _PATIENCE_S = 10.0
 
 
 def find_address(node: str) -> str:
-    """Return the name of `node` if it leads anywhere from here; else the address that Slurm has for it, or the name
-    again.
-    """
+    """Return the name of `node` if it resolves here; else the address that Slurm has for it, or the name again."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:

@@ -8,8 +8,7 @@ _WORTH_BYTES = 16 << 20
 
 
 class UnusedMemory:
-    """`UnusedMemory` counts what is sent; `give_back` frees the memory that it has taken, once enough was sent to be
-    worth it.
+    """`UnusedMemory` counts what is sent; `give_back` frees the memory that this took, once it is worth it.
 
     Cost: `give_back` takes a hundredth of a second where hundreds of megabytes were used, and nothing otherwise.
     """

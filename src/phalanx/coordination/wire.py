@@ -3,8 +3,7 @@
     fields (u16) · what (u8) · number (u64) · length of each field (u32) · the fields
 
 `what` is an `Op` on the way to the coordinator, and a `Status` on the way back; `number` tells which request an answer
-belongs to. All numbers are little-endian. Nothing here is executed, and nothing is allocated for a length that is not
-there.
+belongs to. All numbers are little-endian. Nothing here is executed, and no memory is allocated for a missing length.
 """
 
 from __future__ import annotations

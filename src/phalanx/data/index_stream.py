@@ -84,9 +84,7 @@ class TurnStream:
 
     @property
     def taken(self) -> int:
-        """Return how many indices of each partition have been handed out, counting rounds in which all had their
-        turn.
-        """
+        """Return how many indices of each partition were handed out, counting rounds in which all had their turn."""
         return min(self._number // len(self._streams) * self._turn, self.partition.count)
 
     @property
@@ -117,8 +115,7 @@ class TurnStream:
 
 
 class ShareStream:
-    """`ShareStream` is one reader's pass if readers outnumber partitions: each step's samples are shared among all
-    readers.
+    """`ShareStream` is one reader's pass if readers outnumber partitions: all readers share each step's samples.
 
     A step has `turn` samples of each partition; they stand one behind the other in the epoch's order:
 

@@ -31,9 +31,7 @@ class _OpenShard(Protocol):
 
 
 class IndexedShard:
-    """`IndexedShard` is a shard that has `len()` and `[number]`; `__getitems__(numbers)` is used as well if it has
-    that.
-    """
+    """`IndexedShard` is a shard that has `len()` and `[number]`; it uses `__getitems__(numbers)` if there is one."""
 
     is_used_up = False
 
@@ -132,8 +130,7 @@ class IteratedShard:
 class OpenShards:
     """`OpenShards` opens shards when they are asked for, and holds `most` of them open.
 
-    A read that fails as networks do is tried again for `retry_s` seconds: the shard is opened anew, and read on to
-    where it was.
+    A read that fails as networks do is retried for `retry_s` seconds: the shard is opened anew, and read on from there.
     """
 
     def __init__(

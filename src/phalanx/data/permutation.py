@@ -39,8 +39,7 @@ _MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
 
 
 class Permutation:
-    """`Permutation` is a pseudorandom permutation of [0, length), the same for the same `length` and `key` on every
-    machine.
+    """`Permutation` is a pseudorandom permutation of [0, length), the same for `length` and `key` on every machine.
 
     Cost: no memory that grows with `length`; some 50 ns per index when asked for thousands at a time. It is not secret:
     the rounds use a fast hash, and anyone who sees a part of the order can work out the rest.
@@ -81,8 +80,7 @@ class Permutation:
 
 
 class WindowPermutations:
-    """`WindowPermutations` is a pseudorandom permutation for each of many short ranges, its windows, which a number
-    tells apart.
+    """`WindowPermutations` is a pseudorandom permutation for each of many short ranges, its numbered windows.
 
     Cost: no memory; some 300 ns per index, whether the indices asked for are of one window or of thousands.
     """

@@ -125,9 +125,7 @@ def _write_index(name: str, lengths: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Let no other process of this machine count for the same index file while this is entered; at an address, each
-    may.
-    """
+    """Let no other process of this machine count for the same index file meanwhile; at an address, each may."""
     if is_address(name):
         yield
         return

@@ -59,8 +59,7 @@ class StreamLayout:
 
 
 class StreamOrder:
-    """`StreamOrder` is the order of one epoch over shards of `lengths`; without a `key` shards and samples are not
-    shuffled.
+    """`StreamOrder` is the order of one epoch over shards of `lengths`; without a `key` nothing is shuffled.
 
     A sample's index is its number among all samples, shard after shard.
 

@@ -10,9 +10,7 @@ _SHOWN = 8  # so many parameter names stand in a message
 
 
 def interrupted(rank: int, num_launched: int, num_buckets: int) -> RuntimeError:
-    """Return the error of a forward before which an exception ended the backward, with some of its buckets under
-    way.
-    """
+    """Return the error of a forward before which an exception ended the backward, with buckets under way."""
     return RuntimeError(
         f"{_here(rank)}: the backward before this forward was interrupted after {num_launched} of {num_buckets} "
         "buckets had been sent, so ranks are out of step. Let the exception that interrupted it end the job, and "
@@ -32,9 +30,7 @@ def another_gradient(rank: int, parameter: ParameterSpec) -> RuntimeError:
 
 
 def nothing_learnt(rank: int) -> RuntimeError:
-    """Return the error of a rank without data that is asked for a shadow of the round in which a static graph
-    is learnt.
-    """
+    """Return the error of a rank without data asked for a shadow of the round in which a static graph is learnt."""
     return RuntimeError(
         f"{_here(rank)}: static_graph=True learns the graph in the first step, and this rank has no batch for it. Give "
         "every rank at least one batch."
@@ -44,9 +40,7 @@ def nothing_learnt(rank: int) -> RuntimeError:
 def missing_gradients(
     rank: int, missing: Sequence[ParameterSpec], *, frozen: Sequence[ParameterSpec], num_parameters: int, unsent: str
 ) -> RuntimeError:
-    """Return the error of a backward that is over, in which `missing` got no gradient; `frozen` of them no longer
-    require one.
-    """
+    """Return the error of a backward that ended without gradients of `missing`; `frozen` of them require none now."""
     shown = ", ".join(map(str, missing[:_SHOWN]))
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     advice = (

@@ -86,9 +86,7 @@ class GradientBuffer:
         return True
 
     def find_moved(self, position: int) -> bool:
-        """Return whether `module.to(...)` swapped the memory under the view, as it does with gradients; then make it
-        anew.
-        """
+        """Return whether `module.to(...)` swapped the memory under the view, as with gradients; then make it anew."""
         if self.views[position].data_ptr() == self._addresses[position]:
             return False
         self.views[position] = self._view(position)
@@ -100,8 +98,7 @@ def allocate(
 ) -> list[tuple[Tensor, ...]]:
     """Allocate memory for each bucket of a plan, with a storage of its own: one piece, or two (see the module).
 
-    All ranks call it where they share memory: there all of it is one block that all can reach. What is not touched
-    costs no memory.
+    Where ranks share memory, all call it: all of it is one block that all can reach. Untouched memory costs nothing.
     """
     counts = [0 if bucket.sparse else 2 if as_view and not _is_pooled(bucket, pool) else 1 for bucket in plan.buckets]
     shared = shares_memory(group)
@@ -368,9 +365,7 @@ class DenseBucket:
 
 
 class SparseBucket:
-    """A `SparseBucket` is one parameter whose gradient is sparse: it keeps what autograd made, and has no memory of its
-    own.
-    """
+    """A `SparseBucket` is one parameter whose gradient is sparse: it keeps what autograd made, without own memory."""
 
     may_stay_in_place = True  # what autograd made is sent
 

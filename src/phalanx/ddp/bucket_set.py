@@ -58,9 +58,7 @@ class BucketSet:
         return self._own_exchange is not None
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Let `exchange` combine the buckets, of this plan and the next, each one piece of memory. All ranks call
-        it.
-        """
+        """Let `exchange` combine the buckets of this plan and the next, each one block. All ranks call it."""
         self.exchange = self._own_exchange = exchange
         if self.pool is not None:
             self.pool.close()
@@ -102,9 +100,7 @@ class BucketSet:
 
 
 def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) -> SharedPool | None:
-    """Return memory in which autograd can write large gradients for all ranks to read; None where nothing can be
-    shared.
-    """
+    """Return memory in which autograd can write large gradients for all ranks to read, or None."""
     sizes = Counter(
         nbytes
         for spec in specs
@@ -120,9 +116,7 @@ def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) 
 
 
 def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:
-    """Return an exchange that reduces buckets where they lie, if all ranks can reach them there; else one through
-    all_reduce.
-    """
+    """Return an exchange that reduces buckets where they lie, if all ranks can reach them; else one by all_reduce."""
     if shares_memory(group) and any(bucket.plan.numel and bucket.plan.device.type == "cpu" for bucket in buckets):
         return SharedExchange(group, buckets)
     return WorkExchange(group)

@@ -18,8 +18,7 @@ _Future: Any = find(
 
 
 class GradBucket:
-    """A `GradBucket` shows a bucket to a hook: it has the methods of `torch.distributed.GradBucket`, which Python can't
-    construct.
+    """A `GradBucket` shows a bucket to a hook, with the methods of `torch.distributed.GradBucket`.
 
     Unlike PyTorch's, the buffer may have gaps of up to 63 bytes between gradients; they hold zeros. Complex gradients
     are seen as real numbers, with one more dimension of 2 at the end.

@@ -100,9 +100,7 @@ class SharedExchange:
 
 
 def _content(bucket: DenseBucket) -> Tensor:
-    """Return the bucket's memory; of a single gradient only that, since there is nothing behind one that lies
-    elsewhere.
-    """
+    """Return the bucket's memory; of a single gradient only that, since nothing is behind one that lies elsewhere."""
     (first, *others) = bucket.plan.slots
     return bucket.buffer if others else bucket.buffer[: first.numel]
 

@@ -111,8 +111,7 @@ class FirstSteps:
     def compare(self) -> bool:
         """Gather at the end of a backward what all ranks saw, and warn; return False when the last step has been seen.
 
-        All ranks call it. Cost: one all_gather of a few numbers, and one of 8 bytes per parameter when parameters
-        differ.
+        All ranks call it. Cost: one all_gather of a few numbers, and one of 8 bytes per parameter if parameters differ.
         """
         seen = self._observe() or Observation()
         self._steps.append([Observation(*row) for row in self._gather(seen.row())])
@@ -202,8 +201,7 @@ Forms = Counter[tuple[torch.Size, torch.dtype]]
 
 
 class OptimizerWatch:
-    """An `OptimizerWatch` finds an optimizer that was built from another copy of the model: it steps, and nothing is
-    trained.
+    """An `OptimizerWatch` finds an optimizer built from another copy of the model, which steps without effect.
 
     It sees every optimizer's step in this process, through torch's hook for that, until it is closed.
     """
@@ -223,9 +221,7 @@ class OptimizerWatch:
 
     @property
     def stale(self) -> bool:
-        """Return whether some optimizer has stepped over look-alikes without any gradient, and none over the
-        parameters.
-        """
+        """Return whether an optimizer has stepped over look-alikes without gradients, and none over the parameters."""
         return self._found_lookalikes and not self._found_ours
 
     def expect_step(self) -> None:

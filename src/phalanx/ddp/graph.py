@@ -29,9 +29,7 @@ _SCALARS = frozenset({int, float, str, bool, type(None), bytes})
 
 @dataclass(frozen=True)
 class Reach:
-    """A `Reach` has the leaves (by `id`) that outputs depend on; `complete` is False when part of the graph can't be
-    seen.
-    """
+    """A `Reach` has the leaves (by `id`) that outputs depend on; `complete` is False if part of the graph is hidden."""
 
     leaves: frozenset[int]
     complete: bool

@@ -131,9 +131,7 @@ class JoinShadow(JoinHook):
 
 
 class JoinInterface(nn.Module, Joinable):
-    """This is the wrapper's side of `Join`: what it does around a forward, and what it leaves to a rank that has
-    left.
-    """
+    """This is the wrapper's side of `Join`: what it does around a forward, and leaves to a rank that has left."""
 
     process_group: dist.ProcessGroup
     module: nn.Module
@@ -183,9 +181,7 @@ class JoinInterface(nn.Module, Joinable):
         return self.process_group
 
     def _announce(self, sync: bool) -> int:
-        """Let the ranks that have left a Join context follow, before a forward; return the rank whose buffers serve
-        all.
-        """
+        """Let the ranks that left a Join context follow, before a forward; return the rank whose buffers serve all."""
         self._reducer.end_watch()  # not all ranks would see the same
         counted = Join.notify_join_context(self)
         if counted is not None:

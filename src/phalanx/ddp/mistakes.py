@@ -20,9 +20,7 @@ DIFFERING_PARAMETERS = "differing parameters"
 
 @dataclass(frozen=True)
 class Observation:
-    """An observation is what one rank saw in one step, in numbers that can be gathered: digests, flags and
-    positions.
-    """
+    """An observation is what one rank saw in one step, in numbers to gather: digests, flags and positions."""
 
     has_inputs: int = 0
     """1 if forward was given a tensor with an element."""

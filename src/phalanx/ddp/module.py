@@ -228,9 +228,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @property
     def plan(self) -> BucketPlan:
-        """Return the plan, which says which gradient lies in which bucket; `print` draws it. The first backward's end
-        makes it anew.
-        """
+        """Return the plan of which gradient lies in which bucket; `print` draws it. The first backward remakes it."""
         return self._reducer.plan
 
     @skipped  # torch.compile shall compile the module, and not look around it
@@ -302,8 +300,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of forwards inside, and their backwards, on this rank only; the first outside averages
-        the sum.
+        """Accumulate the gradients of forwards inside on this rank only; the first backward outside averages the sum.
 
         The forward must be inside: it is where a backward's kind is decided.
         """
@@ -316,9 +313,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @property
     def batchnorm_choice(self) -> tuple[bool, bool]:
-        """Return whether `sync_batchnorm="auto"` is still to be decided, and whether BatchNorm layers span the
-        ranks.
-        """
+        """Return whether `sync_batchnorm="auto"` is undecided, and whether BatchNorm layers span the ranks."""
         return self._batchnorm_undecided, self._batchnorm_synced
 
     def follow_batchnorm_choice(self, choice: tuple[bool, bool]) -> None:

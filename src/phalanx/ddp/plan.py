@@ -45,9 +45,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A slot is one gradient's place in a bucket. `parameter` is its position in registration; `offset` counts
-    elements.
-    """
+    """A slot is a gradient's place in a bucket. `parameter` is its number in registration, `offset` in elements."""
 
     parameter: int
     name: str

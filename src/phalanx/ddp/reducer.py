@@ -234,8 +234,7 @@ class Reducer:
         )
 
     def _syncs_unannounced(self) -> bool:
-        """Return what a backward does that passed no output that we saw: one of outputs that hide their tensors, or of
-        none.
+        """Return what a backward does that passed no output that we saw: one of hidden tensors, or of none.
 
         A penalty on the parameters, after the backward of the loss, is of none: as in PyTorch it adds to this rank's
         gradients, which hold the mean. Before any round has taken a forward's gradients it could be either.
@@ -252,9 +251,7 @@ class Reducer:
             _engine.queue_callback(self._leave)
 
     def _skip_unused(self) -> None:
-        """Skip the parameters that this backward can't reach, at the first gradient, so that their buckets need not
-        wait.
-        """
+        """Skip the parameters that this backward can't reach, at the first gradient: no bucket waits for them."""
         if self._learning:
             return
         if any(expected == 0 for expected in self._fires_expected):
@@ -386,8 +383,7 @@ class Reducer:
             self._watch = None
 
     def shadow_step(self) -> None:
-        """Carry out a round of zeros, beside the others' round of gradients; this rank's own gradients stay as they
-        are.
+        """Carry out a round of zeros, beside the others' round of gradients; keep this rank's own gradients.
 
         Raises:
             RuntimeError: it would be the first round with static_graph=True, which every rank must see.

@@ -30,8 +30,7 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
             next forward, in which case it is normal that they differ.
 
     Cost: it reads every tensor once, at the speed of memory, and gathers 8 bytes per tensor; a tensor is sent only when
-    replicas differ. Of a sparse tensor only what it stores is read. Without a process group, or with one rank, nothing
-    is done.
+    replicas differ. It reads what a sparse tensor stores. Without a group, or with one rank, it does nothing.
 
     Raises:
         MismatchError: tensors differ. The message names the first, which ranks have other values than rank 0, and by

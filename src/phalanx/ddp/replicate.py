@@ -63,8 +63,7 @@ class BufferBroadcast:
     called is settled at the group's next collective. Elsewhere, and for what does not lie on the CPU, it is a
     broadcast.
 
-    Cost: the bytes are copied twice on every rank, and nothing is sent; the number of ranks only counts on rank 0's
-    memory bus.
+    Cost: the bytes are copied twice on every rank, and none is sent; the number of ranks loads rank 0's memory bus.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -78,9 +78,7 @@ def _strides_to_tell(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _find_beside(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter whose memory overlaps that of others (one tensor of two names among them), their
-    names.
-    """
+    """Return, for each parameter whose memory overlaps that of others (one tensor of two names too), their names."""
     blocks = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         start = address_of(parameter) if parameter.layout is torch.strided else 0
@@ -171,9 +169,7 @@ def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]], caller: str)
 
 
 def specify(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
-    """Return what planning needs to know of each parameter; that of an `nn.Embedding(sparse=True)` has sparse
-    gradients.
-    """
+    """Return what planning needs to know of each parameter; an `nn.Embedding(sparse=True)` has sparse gradients."""
     specs = []
     for name, parameter in trained:
         owner = module.get_submodule(name.rpartition(".")[0])

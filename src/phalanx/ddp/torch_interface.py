@@ -105,9 +105,7 @@ class TorchInterface(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
-        """Leave these out, by name, when `module` is wrapped: PyTorch has this call for experts that live on one rank
-        each.
-        """
+        """Leave these names out when `module` is wrapped: PyTorch has this call for experts on one rank each."""
         module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:

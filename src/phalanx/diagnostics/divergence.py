@@ -55,8 +55,7 @@ def describe_left_alone(operation: str, here: Sequence[int], gone: Sequence[int]
 
 
 def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int) -> str:
-    """Return the sentence on the latest operation before number `before` that the ranks called from different lines, if
-    any.
+    """Return the sentence on the latest operation before `before` that ranks called from different lines, if any.
 
     Calls that are alike are no disagreement, but one that is answered by another line's is how ranks fall out of step:
     the operation that fails is then the next but one.

@@ -214,9 +214,7 @@ def ended_well(reason: str) -> bool:
 
 
 def describe_wait(operation: str, group: str, rank: int, missing: Sequence[int], waited_s: float, where: str) -> str:
-    """Return the warning of a rank that waits for long. Without `missing` ranks it says `where` it waits for
-    something.
-    """
+    """Return the warning of a rank that waits for long. Without `missing` ranks it says `where` it waits."""
     whom = name_ranks(missing) if missing else where
     positions = f" ({where})" if missing and where else ""
     return f"{operation} in group {group!r} on rank {rank}: waiting for {whom} for {waited_s:.0f} s{positions}"

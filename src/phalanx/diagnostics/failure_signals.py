@@ -61,9 +61,7 @@ class FailureSignals:
         self.is_store_gone = False
 
     def ask(self, question: Callable[[], T], default: T) -> T:
-        """Return what the store answers to `question`; `default` if it does not answer in two seconds, or has not
-        before.
-        """
+        """Return what the store answers to `question`; `default` if it takes over two seconds, or has before."""
         if self.is_store_gone:
             return default
         answers: list[T] = []

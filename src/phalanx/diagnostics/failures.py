@@ -91,9 +91,7 @@ def _called(record: Record | None) -> RankCall:
 
 
 def _counterpart(records: list[Record], mine: Record) -> Record | None:
-    """Return what a rank called when we called `mine`; it need not be its latest, for it may have gone on after the
-    error.
-    """
+    """Return what a rank called when we called `mine`: perhaps not its latest, as it may go on after the error."""
     collectives = [r for r in reversed(records) if r.is_collective]
     for r in collectives:  # rounds of gradients are counted apart
         if r.seq == mine.seq and r.is_numbered_call == mine.is_numbered_call:

@@ -35,9 +35,7 @@ _TO_ROOT = (REDUCE, GATHER)
 
 @dataclass(frozen=True)
 class Position:
-    """A position says where a rank is: in its `seq`-th collective, `operation`, for `seconds`, or (`inside` false) past
-    it.
-    """
+    """A position says where a rank is: in its `seq`-th collective, `operation`, for `seconds`, or past it."""
 
     seq: int = 0
     operation: str = ""  # 'all_reduce #42 (train.py:88)'; empty: it has called nothing

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """It has a group's name, its number of ranks, and those of this host: their numbers in the job, and their
-    processes.
-    """
+    """It has a group's name, its world size, and the ranks of this host: their numbers in the job, and processes."""
 
     name: str
     world_size: int
@@ -35,9 +33,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class RankLog:
-    """It is what one rank did in a group. `came` and `left` say that it has joined, and left; `exit_reason` is why, if
-    it said.
-    """
+    """It is what one rank did in a group. `came`, `left`: it has joined, and left; `exit_reason` is why, if known."""
 
     rank: int
     pid: int

@@ -64,9 +64,7 @@ class ProgressPage:
         self._num_loops = 0
 
     def begin_loop(self, total_steps: int | None) -> int:
-        """Begin a loop, and return the number to count it with. Of several loops inside each other the innermost
-        counts.
-        """
+        """Begin a loop, and return the number to count it with. Of nested loops the innermost counts."""
         self._num_loops += 1
         words = self._words
         words[_LOOP] = 0
@@ -180,9 +178,7 @@ def own_generation() -> int:
 
 
 def own_step() -> int:
-    """Return the number of the step that this process's `phalanx.elastic.State` has committed last; 0 if there is
-    none.
-    """
+    """Return the step that this process's `phalanx.elastic.State` committed last; 0 if there is none."""
     return 0 if _own is None else _own.state_step
 
 

@@ -8,7 +8,5 @@ KIND = "report"  # the kind of the message
 
 
 def ask_for_report(agent: str, folder: str) -> bool:
-    """Have the agent with address `agent` ("name:token") write a report into `folder` at its end; return False if none
-    hears.
-    """
+    """Have the agent at `agent` ("name:token") write a report into `folder` at its end; return False if none hears."""
     return tell(agent, KIND, folder=folder)

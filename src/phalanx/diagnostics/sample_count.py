@@ -13,8 +13,7 @@ _DEEPEST = 8
 
 
 def count_samples(batch: Any) -> float | None:
-    """Return the first dimension of the first tensor (or array) in it, else the length of the first list; None if there
-    is none.
+    """Return the first dimension of the first tensor (or array) in it, else the first list's length, or None.
 
     It runs within a program's own loader, so it raises nothing of its own, whatever the batch is.
     """

@@ -135,9 +135,7 @@ class StepFile:
         struct.pack_into("<Q", self._memory, 0, _MAGIC)
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write the facts of this rank; where room is short lists lose their ends, the longest first, then facts are
-        left out whole.
-        """
+        """Write the facts of this rank; if room is short cut lists short, the longest first, then leave out facts."""
         left = dict(facts)
         while len(data := json.dumps(left).encode()) > _FACTS_BYTES:
             lists = [name for name, value in left.items() if isinstance(value, list) and value]
@@ -178,9 +176,7 @@ class StepFile:
         self._words[_STATE] = twin
 
     def events_since(self, number: int) -> tuple[list[float], int]:
-        """Return the fields of all events after the first `number` that are still there, and how many there ever
-        were.
-        """
+        """Return the fields of all events after the first `number` that remain, and how many there ever were."""
         num = self._num_events[0]
         return read_events(self._events, number, num), num
 
@@ -297,8 +293,7 @@ class Contents(NamedTuple):
 
 
 def read_contents(data: bytes) -> Contents | None:
-    """Return what a file with these bytes holds; None if it is no such file. Its writer may be alive, or have died at
-    any store.
+    """Return what a file with these bytes holds, or None if it is no such file. Its writer may have died at any store.
 
     Raises:
         ValueError, OverflowError, IndexError: something has been written over it.

@@ -40,9 +40,7 @@ class RankFile:
 
 
 def read_rank_file(data: bytes) -> RankFile | None:
-    """Return what a file with these bytes says; None if it is no rank's file. Its writer may be alive, or have died at
-    any store.
-    """
+    """Return what a file with these bytes says; None if it is no rank's file. Its writer may have died at any store."""
     try:
         contents = read_contents(data)
         return None if contents is None else _catch_up(contents)

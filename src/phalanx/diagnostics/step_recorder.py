@@ -216,9 +216,7 @@ class StepRecorder:
 
     @property
     def sample_share(self) -> float:
-        """Return what a sample counts on this rank, where several ranks hold the parts of one model and see the
-        same.
-        """
+        """Return what a sample counts on this rank, where several ranks hold parts of one model and see the same."""
         return self._tally.sample_share
 
     @sample_share.setter
@@ -379,9 +377,7 @@ class StepRecorder:
             self.log.took(self._taken, 1, 0.0)
 
     def _learn_place(self) -> None:
-        """Learn the place in the run: after a loss the ranks go on after the last commit, some of them under another
-        number.
-        """
+        """Learn the place in the run: after a loss the ranks go on after the last commit, some renumbered."""
         tally = self._tally
         self._is_learning = False
         generation = own_generation()

@@ -21,8 +21,7 @@ class StepTally:
     generation: int = 0
     sample_share: float = 1.0
     process: Sequence[float] = (0.0, 0.0, 0.0, 0.0, 0.0)
-    """The process's numbers at the last look: resident and shared memory, time on processors, preemptions, memory of
-    its device.
+    """The process's numbers at the last look: resident and shared memory, processor time, preemptions, device memory.
     """
     first_broken: int = 0
     last_finite: int = 0

@@ -26,9 +26,7 @@ _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getadd
 
 
 def examine_host(root: Path = Path("/")) -> MachineFacts:
-    """Return the host, with `/proc` and `/sys` looked for below `root`. It may take seconds if name resolution is
-    slow.
-    """
+    """Return the host, with `/proc` and `/sys` sought below `root`. It takes seconds if name resolution is slow."""
     gpu_tool, gpus = _gpus()
     groups = find_groups(str(root))
     free, limited = _available_memory(root, groups)
@@ -100,9 +98,7 @@ def _available_memory(root: Path, groups: list[str]) -> tuple[int | None, bool]:
 
 
 def _commit_headroom(root: Path) -> int | None:
-    """Return the bytes that may still be promised, if the kernel promises no more than it has; None if it
-    overcommits.
-    """
+    """Return the bytes that may still be promised, if the kernel promises only what it has; None if it overcommits."""
     if read_number(str(root), "proc/sys/vm/overcommit_memory") != 2:
         return None
     memory = _meminfo(root)
@@ -115,9 +111,7 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _processes(groups: list[str]) -> tuple[int | None, int | None]:
-    """Return the limit on processes and threads, and how many count against it; a control group's is the
-    tighter one.
-    """
+    """Return the limit on processes and threads, and how many count against it; a control group's if tighter."""
     for group in groups:
         limit, used = read_number(group, "pids.max"), read_number(group, "pids.current")
         if limit is not None:

@@ -57,9 +57,7 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
 
 
 def main() -> None:
-    """Be the process that tries PyTorch: print one line for PyTorch, one for the training, and one for a GPU if PyTorch
-    uses one.
-    """
+    """Be the process that tries PyTorch: print a line for PyTorch, one for the training, and one for a GPU in use."""
     _say(torch=_examine_torch())
     _say(training=_train())
     import torch

@@ -58,9 +58,7 @@ class Notices(Mailbox[str]):
     """`Notices` takes lines for a person from other threads of this process."""
 
     def put_refusal(self, line: str) -> None:
-        """Do as `put`, with the coordinator's words; those on members that are lost come from the agent, who knows
-        more.
-        """
+        """Do as `put`, with the coordinator's words; those on lost members come from the agent, who knows more."""
         if not line.startswith("member "):
             self.put(line)
 
@@ -175,9 +173,7 @@ class ControlChannel:
         return ControlMessage(kind, member, body)
 
     def to_own_clock(self, member: int, at: float) -> float:
-        """Return a time that `member` told, on this host's monotonic clock: late by the shortest way of a
-        message so far.
-        """
+        """Return a time from `member`'s clock on this host's monotonic one: late by the shortest way of a message."""
         return at + self._offsets.get(member, 0.0)
 
     def join_again(self, facts: Mapping[str, Any], timeout_s: float, watch: Collection[int]) -> None:
@@ -316,9 +312,7 @@ class ControlChannel:
 
 
 def without_own_changes(messages: Sequence[ControlMessage | Change]) -> list[ControlMessage | Change]:
-    """Return the messages without those that tell what this process and its coordinator, which is lost, were to each
-    other.
-    """
+    """Return the messages without those on what this process and its lost coordinator were to each other."""
     own = ("expelled", "unreachable", "reachable")
     return [each for each in messages if not (isinstance(each, Change) and each.kind in own)]
 

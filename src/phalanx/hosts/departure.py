@@ -114,9 +114,7 @@ class Departure:
         attempt.on_signal(signal.SIGTERM)
 
     def _may_hand_over(self, attempt: Attempt) -> bool:
-        """Return whether nothing is needed of this host any more: its ranks have ended, and the others train without
-        them.
-        """
+        """Return whether nothing needs this host any more: its ranks have ended, and the others train without them."""
         ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # before this host was told to leave
         if attempt.ranks.processes.pids.items() - ended or not self._guard.has_standbys:
             return False

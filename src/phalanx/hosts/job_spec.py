@@ -117,9 +117,7 @@ class JobSpec:
         return is_named and settings.target == Target(self.kind, self.name, self.arguments)
 
     def to_settings(self, own: Settings) -> Settings:
-        """Return the job as it runs on a host where only `phalanx join` was typed, with what `own` says of this
-        host.
-        """
+        """Return the job as it runs on a host where only `phalanx join` was typed, with `own`'s facts of this host."""
         return replace(
             own,
             target=Target(self.kind, self.name, self.arguments),

@@ -137,9 +137,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def describe(labels: Sequence[str], results: Mapping[int, Mapping[int, str]], targets: Sequence[Target]) -> list[str]:
-    """Return a line for each host that could not be reached from another: who tried which address, and what
-    came back.
-    """
+    """Return a line for each host that another could not reach: who tried which address, and what came back."""
     by_node = {target.node: target for target in targets}
     lines = []
     for node, answers in sorted(results.items()):  # of a thousand hosts each has tried few

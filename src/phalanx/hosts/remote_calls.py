@@ -57,9 +57,7 @@ def find_join_timeout(client: Client) -> float:
 
 
 def take(client: Client, name: str, timeout_s: float | None = None) -> bytes:
-    """Return what was put under that name; waits until it is there, for the client's own time-out unless told
-    otherwise.
-    """
+    """Return what was put under that name; wait until it is there, for the client's time-out by default."""
     count = int(client.get(f"{_PREFIX}{name}", timeout=client.timeout if timeout_s is None else timeout_s))
     return b"".join(client.get(f"{_PREFIX}{name}/{i}") for i in range(count))
 

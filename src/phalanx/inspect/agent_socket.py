@@ -72,8 +72,7 @@ class AgentSocket:
         return () if self._listener is None else (self._listener.fileno(), *self._connections)
 
     def read(self, fd: int) -> Request | None:
-        """Take what arrived on `fd`: new connections, or a request. Return None if that is nothing, or no valid
-        request.
+        """Take what arrived on `fd`: new connections, or a request. Return None if it is no valid request.
 
         `fd` was one of `fds`; meanwhile that connection may have been closed, and another have its number.
         """

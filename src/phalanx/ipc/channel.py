@@ -34,9 +34,7 @@ _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class Message(NamedTuple):
-    """A message is what has come: a JSON object, and file descriptors that now belong to the receiver
-    (close-on-exec).
-    """
+    """A message is what has come: a JSON object, and file descriptors that the receiver owns (close-on-exec)."""
 
     content: dict[str, Any]
     fds: tuple[int, ...] = ()

@@ -114,8 +114,7 @@ class LocalListener:
 
     @staticmethod
     def accept(listener: socket.socket) -> Iterator[socket.socket]:
-        """Yield the connections of this user that wait at one of `sockets`, as sockets that do not block; close those
-        of others.
+        """Yield the connections of this user that wait at one of `sockets`, non-blocking; close those of others.
 
         Raises:
             OSError: this process may have no more descriptors. The kernel allocates one before it looks whether there

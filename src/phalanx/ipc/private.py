@@ -29,8 +29,7 @@ def use_place(folder: str) -> None:
 
 
 def new_listener(backlog: int) -> tuple[socket.socket, int]:
-    """Return a listening socket, and a descriptor by which our own processes find it: connect to
-    /proc/<pid>/fd/<descriptor>.
+    """Return a listening socket, and a descriptor by which our processes find it: connect to /proc/<pid>/fd/<it>.
 
     Its file is gone before this returns, so that nothing is left when we are killed later; when we are killed in it,
     the file lies where `use_place` has said. The caller closes both.

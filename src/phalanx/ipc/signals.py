@@ -12,8 +12,7 @@ from contextlib import contextmanager
 def caught_signals(numbers: Iterable[int]) -> Iterator[int]:
     """Yield a descriptor on which each signal that arrives is a byte, its number; dispositions are restored afterwards.
 
-    A signal that our parent chose to ignore (nohup, a background job) stays ignored. Only the main thread may call
-    this.
+    A signal that our parent ignored (nohup, a background job) stays ignored. Only the main thread may call this.
     """
     read, write = os.pipe()
     for end in (read, write):

@@ -14,8 +14,7 @@ _READ_BYTES = 4096
 
 
 class Wakeup:
-    """It is a descriptor that can be read once a thread has called `ring`. No call waits, nor takes a lock of
-    Python's.
+    """It is a descriptor that is readable once a thread has called `ring`. No call waits, nor takes a Python lock.
 
     After `close` a call of `ring` does nothing.
     """

@@ -21,8 +21,7 @@ _OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "H
 def adopt(
     settings: Settings, environ: Mapping[str, str], say: Callable[[str], object]
 ) -> tuple[Settings, dict[str, str]]:
-    """Return the settings and the environment of this node of the job; both as they are where nobody has started
-    several.
+    """Return the settings and environment of this node of the job; both unchanged where nobody started several.
 
     What the user says goes first: --standalone, or where the hosts meet. Node 0 says in a line what was found.
 

@@ -22,8 +22,7 @@ def parse(
     """Return the settings that the words after `phalanx run` ask for, and after them the PET_ variables in `environ`.
 
     It is None if they ask for help. Everything after the script belongs to the script. With `old_launcher` the words
-    are those of torch.distributed.launch, which starts one rank unless told otherwise, and tells it its local rank by
-    argument.
+    are those of torch.distributed.launch, which by default starts one rank, and passes its local rank by argument.
 
     Raises:
         LaunchError: with every problem of the command line, one per line; its exit code is 2.

@@ -165,9 +165,7 @@ def _run(
     *,
     told: bool,
 ) -> tuple[int, dict[str, bytes]]:
-    """Return the exit code of the first node's agent, and the files that all have left; of equal names the
-    first node's.
-    """
+    """Return the exit code of the first node's agent, and the files that all left; of equal names the first's."""
     from phalanx.coordination.key import Key
 
     with _cluster() as ray, _actors(ray, nproc, nnodes) as (actors, ranks):
@@ -263,9 +261,7 @@ def _cluster() -> Iterator[Any]:
 
 
 def _try(address: str) -> None:
-    """Return whether anybody listens there, if it is HOST:PORT: where nobody does, Ray ends this process after a
-    while.
-    """
+    """Return whether anybody listens there, if it is HOST:PORT: else Ray ends this process after a while."""
     host, _, port = address.rpartition(":")
     if host and "/" not in address and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()

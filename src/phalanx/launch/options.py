@@ -1,7 +1,6 @@
 """These are the options of `phalanx run`: torchrun's, those of the launcher before it, and a few of ours.
 
-An option that torchrun has can also come as PET_ and its name in the environment, as there; on the command line it
-goes first.
+An option of torchrun can also come as PET_ and its name in the environment; on the command line it goes first.
 """
 
 from __future__ import annotations

@@ -52,9 +52,7 @@ class GuardedLoggers:
         self._call("finalize", status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the loggers of this package need to go on with the same runs; it is empty before they have
-        begun.
-        """
+        """Return what this package's loggers need to go on with the same runs; it is empty before they have begun."""
         ours = [(i, one) for i, one in enumerate(self._loggers) if isinstance(one, Logger)]
         states = {f"{type(one).__name__} {i}": one.state_dict() for i, one in ours}
         return {name: state for name, state in states.items() if state}

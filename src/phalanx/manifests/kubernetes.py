@@ -147,9 +147,7 @@ def _check(request: Request, cluster: Cluster) -> None:
 
 
 def _as_yaml(value: Any, indent: int = 0) -> str:
-    """Return YAML in block style; texts are as JSON writes them, which YAML reads alike (never as a number or as
-    `no`).
-    """
+    """Return YAML in block style; texts are as JSON writes them, which YAML reads alike (never as number or `no`)."""
     pad = "  " * indent
     if isinstance(value, dict):
         return "\n".join(f"{pad}{key}:{_inner(one, indent + 1)}" for key, one in value.items())

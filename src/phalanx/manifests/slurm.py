@@ -10,9 +10,7 @@ from phalanx.manifests.request import Request, quote
 def write_batch_script(
     request: Request, program: Sequence[str], *, time: str = "", partition: str = "", output: str = "%x-%j.log"
 ) -> str:
-    """Return the script for `sbatch`. `program` has the words by which every host, sharing the file system, starts
-    `phalanx`.
-    """
+    """Return the script for `sbatch`. `program` is how every host, sharing the file system, starts `phalanx`."""
     options = [
         f"--job-name={request.name}",
         f"--nodes={request.nodes}",

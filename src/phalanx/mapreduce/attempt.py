@@ -80,9 +80,7 @@ class Outcome:
 
 
 def plan_owners(partitions: Sequence[int], finished: Mapping[int, int], world_size: int) -> dict[int, int]:
-    """Return which rank reduces each partition that is not finished: they go in turns, first to ranks that have
-    fewest.
-    """
+    """Return which rank reduces each unfinished partition: they go in turns, first to ranks that have fewest."""
     loads = [0] * world_size
     for rank in finished.values():
         loads[rank] += 1

@@ -114,9 +114,7 @@ class Board:
         return [tuple(json.loads(self.team.store.get(key))) for key in keys]
 
     def _count(self, kind: str, task: int) -> int:
-        """Return how many there are. It only looks: a rank that waits asks often, and a file store keeps every
-        change.
-        """
+        """Return how many there are. It only looks: a waiting rank asks often, and a file store keeps all changes."""
         count = 0
         while self.team.store.check([self._key(kind, task, count + 1)]):
             count += 1

@@ -44,9 +44,7 @@ def unpack(data: bytes | memoryview) -> tuple[list[Any], list[Any]]:
 
 
 def length_of_keys(head: bytes) -> int:
-    """Return how many bytes the keys take, of which these are the first `HEADER` and more; the values come after
-    them.
-    """
+    """Return how many bytes the keys take, from these first `HEADER` bytes or more; the values come after them."""
     return HEADER + int.from_bytes(head[2:HEADER], "little")
 
 

@@ -14,9 +14,7 @@ _TEXT = 200
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A bad record is one for which the map function raised, or that could not be decoded. It has no effect on the
-    result.
-    """
+    """A bad record is one for which the map function raised, or that was not decoded. The result ignores it."""
 
     where: str
     record: str

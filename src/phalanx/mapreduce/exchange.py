@@ -18,9 +18,7 @@ _MOST_CHUNK = 8 << 20
 
 
 def plan_rounds(longest: int, world_size: int, memory_bytes: int) -> tuple[int, int]:
-    """Return how many rounds there are, and the bytes of a stream in one: all that is sent and received is an eighth of
-    the memory.
-    """
+    """Return how many rounds there are, and a round's bytes of a stream: all that moves is an eighth of the memory."""
     chunk = min(max(memory_bytes // (16 * world_size), _LEAST_CHUNK), _MOST_CHUNK)
     return -(-longest // chunk), chunk
 

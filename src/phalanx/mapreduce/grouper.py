@@ -81,9 +81,7 @@ def read_blocks(spool: Spool, run: Run) -> Iterator[tuple[Any, Any]]:
 
 
 def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """Yield keys and their lists of values again; a larger entry than a block is left where it is until it is asked
-    for.
-    """
+    """Yield keys and their lists of values again; an entry larger than a block stays there until it is asked for."""
     for extent in run:
         if extent.length > block_bytes:
             border = length_of_keys(spool.read(extent.offset, HEADER))

@@ -11,8 +11,6 @@ _LARGE_BYTES = 32 << 10
 
 
 def give_back(held_bytes: int, count: int) -> None:
-    """Give memory back after so many values of so many bytes together were freed; if they were small, this does
-    nothing.
-    """
+    """Give memory back after so many values of so many bytes in all were freed; do nothing if they were small."""
     if count and held_bytes // count >= _LARGE_BYTES:
         give_back_freed_memory()

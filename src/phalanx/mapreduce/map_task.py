@@ -33,8 +33,7 @@ class MapOutput:
 
 
 def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_wanted: Callable[[], bool]) -> MapOutput | None:
-    """Do a task; return None if `is_wanted`, which is asked now and then, said no. Then nothing of it is left in the
-    spool.
+    """Do a task; return None if `is_wanted`, asked now and then, said no. Then nothing of it is left in the spool.
 
     The same split gives the same output, on every rank, always: the data decide when a table is emptied, not the time.
     """

@@ -74,8 +74,7 @@ Split = FileSplit | SequenceSplit
 
 
 def names_files(inputs: Any) -> bool:
-    """Return whether `inputs` are files: a path, a pattern, or a list of those. Everything else is a sequence of
-    records.
+    """Return whether `inputs` are files: a path, a pattern, or a list of those. All else is a sequence of records.
 
     Raises:
         TypeError: they are neither.

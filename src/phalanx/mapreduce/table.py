@@ -16,9 +16,7 @@ from phalanx.mapreduce.sums import TextSums, new_sums
 
 
 class NotPairsError(Exception):
-    """The map function yields something other than pairs with a key, or `combine` failed: it is a mistake, not a bad
-    record.
-    """
+    """The map function yields something other than pairs by key, or `combine` failed: a mistake, not a bad record."""
 
 
 class Table:

@@ -18,9 +18,7 @@ from torch import Tensor
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which statistics of values of `dtype` are kept: float32 for half types, else `dtype`
-    itself.
-    """
+    """Return the type in which statistics of `dtype` values are kept: float32 for half types, else `dtype` itself."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -44,8 +42,7 @@ class BatchStatistics:
 
 
 def measure(values: Tensor) -> Tensor:
-    """Return the statistics of `values` (N, C, ...) as one message of 2C + 1 numbers: mean, m2, count. They are zeros
-    without values.
+    """Return the statistics of `values` (N, C, ...) as one message of 2C + 1 numbers: mean, m2, count; zeros if empty.
 
     Cost: it reads `values` twice, and writes nothing of their size.
     """

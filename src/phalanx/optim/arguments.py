@@ -148,9 +148,7 @@ def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[i
 
 
 def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
-    """Return an optimizer's argument, made to be read again even if iterators in it may be read once, and its
-    tensors.
-    """
+    """Return an optimizer's argument, readable again even if its iterators are not, and its tensors."""
     if isinstance(params, Tensor):  # the base class says what is wrong with it
         return params, []
     params = list(params)

@@ -119,9 +119,7 @@ class LocalOptimizer:
 
 
 def _use_grad() -> Any:
-    """Return the code of what torch wraps the step of its own optimizers into, besides the profiler's and the
-    hooks'.
-    """
+    """Return the code that torch wraps around its own optimizers' step, besides the profiler's and the hooks'."""
     wrap: Any = find("torch.optim.optimizer._use_grad_for_differentiable", loses=_SLOWER, instead=None)
     return None if wrap is None else wrap(_use_grad).__code__
 

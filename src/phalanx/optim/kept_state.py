@@ -39,8 +39,7 @@ class Content(NamedTuple):
 
 
 class KeptState:
-    """It has room for the state of up to `num_elements` elements in `num_parameters` parameters a rank. All ranks make
-    it.
+    """It has room for the state of `num_elements` elements in `num_parameters` parameters a rank. All ranks make it.
 
     `wards` says of each rank whose states it has room for besides its own. With none at all, and without memory that
     the ranks share, a rank keeps its own state in memory of its own.

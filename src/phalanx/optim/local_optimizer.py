@@ -13,9 +13,7 @@ from phalanx.backend.dynamo import undecorated
 def build_local(
     optimizer_class: type[Optimizer], group: dict[str, Any], defaults: dict[str, Any], *, cuts: bool
 ) -> Optimizer:
-    """Return this rank's optimizer. One of torch's own classes, which `cuts`, does not import Dynamo: its decorators
-    are left out.
-    """
+    """Return this rank's optimizer. One of torch's own, which `cuts`, skips its decorators: they import Dynamo."""
     if not cuts:
         return optimizer_class([group], **defaults)
     local = optimizer_class.__new__(optimizer_class)

@@ -82,9 +82,7 @@ class MasterParameters(SharedBlock):
             note_shared_update(self.parameters, self)
 
     def leave(self, memory: Tensor) -> None:
-        """Take over the values of `memory`, which is laid out as the block and is this rank's own; the devices do so,
-        too.
-        """
+        """Take over the values of `memory`, laid out as the block and this rank's own; the devices do so, too."""
         self.settle()
         super().leave(memory)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]

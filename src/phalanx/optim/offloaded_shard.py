@@ -64,9 +64,7 @@ class OffloadedShard:
         self.tensor.grad = self._copy = self._wait = None
 
     def load_master(self, values: Tensor | None) -> None:
-        """Set the slice of the master to what was saved with the state; to the parameter's own values if nothing was
-        saved.
-        """
+        """Set the slice of the master to what was saved with the state; else to the parameter's own values."""
         self._masters.load(self.part, values)
 
     def gradient_slice(self) -> Tensor | None:

@@ -40,9 +40,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice is the elements `start` to `stop`, counted in the order of memory, of parameter number `index` of a
-    group.
-    """
+    """A slice is the elements `start` to `stop`, in the order of memory, of parameter number `index` of a group."""
 
     index: int
     start: int

@@ -71,9 +71,7 @@ class Rounds(ABC):
 
     _name: str
     ranks_differ = True
-    """Whether ranks hold different values, so that no checkpoint may take some of them from one rank and some from
-    another.
-    """
+    """Whether ranks hold different values, so that no checkpoint may mix those of several ranks."""
 
     _outer: OuterParameters | None = None
     """The parameters that are the same on all ranks between rounds, if there are any."""
@@ -132,8 +130,7 @@ class Rounds(ABC):
         self._flat = Flat(self._find_tensors, group=process_group)
 
     def catch_up(self, *, is_new: bool) -> None:
-        """Carry out a round out of turn, in which new ranks have no say: then all go on from the same round. All ranks
-        call it.
+        """Carry out a round out of turn, without new ranks' say: then all go on from the same round. All ranks call it.
 
         A lost rank has missed it, with the steps since the round before. A rank that heard of the loss where others had
         the round done already has missed that one: it gets from them what all have alike. With an outer optimizer only
@@ -169,17 +166,13 @@ class Rounds(ABC):
         return max(newest, 0), by_rank.index(newest), min(old, default=0) < newest
 
     def finish(self) -> None:
-        """Stop counting, and hold rounds until every rank has come here; all then have the same model. All ranks call
-        it.
-        """
+        """Stop counting, and hold rounds until every rank is here; all then have the same model. All ranks call it."""
         self._hook.remove()
         while not self._hold(finished=True, counts=self.local_steps > 0):
             pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far this rank is into its round, and how many were held. Models differ at other times: save
-        each.
-        """
+        """Return how far this rank is into its round, and how many were held. Models differ in between: save each."""
         return {"local_steps": self.local_steps, "num_rounds": self.num_rounds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -213,9 +206,7 @@ def check_kinds(name: str, model: Any, *optimizers: Any) -> None:
 
 
 def _find_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the module and name of each buffer that is averaged along: of floating or complex type, once where it is
-    shared.
-    """
+    """Return module and name of each buffer that is averaged along: of floating or complex type, shared ones once."""
     places: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -55,8 +55,7 @@ class ShardedState(Optimizer):
         raise NotImplementedError
 
     def shard_state_dict(self) -> StateDict:
-        """Return this rank's part of the state, for this rank to save; `merge_state_dicts` makes the whole of all of
-        them.
+        """Return this rank's part of the state, for this rank to save; `merge_state_dicts` makes the whole of all.
 
         A rank may call it alone. The tensors are the optimizer's own: save or copy them before the next step. State
         that belongs to no parameter is refused (ValueError).

@@ -24,8 +24,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 class SharedBlock:
-    """It has room in the host's memory for the elements of each of `parameters`, as `dtypes`. All ranks make it
-    together.
+    """It has room in the host's memory for each of `parameters`, as `dtypes`. All ranks make it together.
 
     With `in_pages` no other block has a part of its pages.
 
@@ -78,9 +77,7 @@ class SharedBlock:
 
 
 class SharedParameters(SharedBlock):
-    """It moves `parameters` into one block of host memory: the values of `source`, for all. All ranks make it
-    together.
-    """
+    """It moves `parameters` into one block of host memory, with `source`'s values. All ranks make it together."""
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
         super().__init__(parameters, [p.dtype for p in parameters], group)

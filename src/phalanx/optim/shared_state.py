@@ -17,9 +17,7 @@ _STATES = 4
 
 
 class SharedState:
-    """It has room for four numbers for each element that a rank updates. All ranks make it; unused room costs no
-    memory.
-    """
+    """It has room for four numbers per element that a rank updates; unused room costs no memory. All ranks make it."""
 
     def __init__(self, extents: Sequence[Extent], plan: Plan, group: dist.ProcessGroup) -> None:
         from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has

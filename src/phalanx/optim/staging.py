@@ -55,8 +55,7 @@ class Staging:
     def to_host(self, host: Tensor, tensor: Tensor) -> Callable[[], object]:
         """Begin to copy `tensor` to `host`, inside `beside`; return a function that waits until it is there.
 
-        The tensor may be let go at once, and changed by code that waits, or that queues after the copy. Both have one
-        dimension.
+        The tensor may be freed at once, and changed by code that waits or queues after the copy. Both are flat.
         """
         if self._stream is None:
             host.copy_(tensor)
@@ -96,8 +95,7 @@ class Staging:
             self._sent = None
 
     def note(self, flats: Sequence[Tensor], host: Sequence[Tensor]) -> Any:
-        """Return what `differ` needs later to find whether one of `flats`, of one dimension, has been written, by any
-        code.
+        """Return what `differ` needs to find whether one of `flats`, of one dimension, was written, by any code.
 
         On the CPU that is `host`, of the same values or more precise ones, which stays as it is until then. Else it is
         a checksum, queued on the device; what is queued later does not count.
@@ -170,8 +168,7 @@ def _nothing() -> None:
 
 
 def plan_pages(address: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the addresses of the whole pages around ranges of bytes from `address` on, neighbours made one. It is
-    pure.
+    """Return the addresses of the whole pages around byte ranges from `address` on, neighbours merged. It is pure.
 
     A page can be locked once, and two ranges may touch the same.
     """

@@ -15,8 +15,7 @@ from torch.nn.utils import get_total_norm
 def total_norm(
     gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup, *, foreach: bool | None
 ) -> Tensor:
-    """Return the norm of all ranks' `gradients`, with the same bits on every rank. All ranks call it, also one that has
-    none.
+    """Return the norm of all ranks' `gradients`, the same bits on every rank. All ranks call it, even with none.
 
     Shape: ().
     Cost: one all_reduce of one number.

@@ -401,8 +401,7 @@ class ZeroRedundancyOptimizer(ShardedState):
     def take_back(self, num_updates: int) -> None:
         """Restore the parameters and the state as they were after this many updates, though the next one counts.
 
-        A rank may call it alone: from now on they lie in memory of this rank alone, because others may go on from the
-        next update.
+        A rank may call it alone: from now on they lie in its own memory, as others may go on from the next update.
         """
         if self._undo is not None and self.num_updates > num_updates:
             self._moving = num_updates, self._state_after(num_updates)
@@ -410,8 +409,7 @@ class ZeroRedundancyOptimizer(ShardedState):
                 shared.leave(memory)
 
     def kept_state(self) -> dict[int, Any] | None:
-        """Return the whole state of the parameters' step, by number, of all ranks of the group, also of those that are
-        lost.
+        """Return the whole state of the parameters' step, by number, of all ranks of the group, even lost ones.
 
         It is None if it was not kept.
         """

@@ -8,9 +8,7 @@ _TAG = re.compile(rb"\[rank\d+\]: $")
 
 
 class Echo:
-    """An echo takes the lines of a rank's stderr, and keeps those that are `text`, as long as no other comes
-    between.
-    """
+    """An echo takes the lines of a rank's stderr, and keeps those equal to `text`, while no other comes between."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text

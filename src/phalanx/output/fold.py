@@ -27,9 +27,7 @@ class Folded:
 
 
 class _Twins:
-    """These are pending lines of one text, in order. A step is a binary search at most, even for 100,000 blank
-    lines.
-    """
+    """These are pending lines of one text, in order. A step is one binary search, even for 100,000 blank lines."""
 
     def __init__(self) -> None:
         self.lines: list[Folded] = []
@@ -49,9 +47,7 @@ class _Twins:
 
 
 class Folder:
-    """A folder holds lines until all live ranks have printed them, or for `window_s`. Time is an argument, not a
-    clock.
-    """
+    """A folder holds lines until all live ranks have printed them, or for `window_s`. Time is an argument."""
 
     def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
         self._live = set(ranks)
@@ -86,9 +82,7 @@ class Folder:
         self._live |= set(ranks)
 
     def release(self, now: float) -> list[Folded]:
-        """Return the lines that are due, in order: all live ranks have printed them, or they have waited long
-        enough.
-        """
+        """Return the lines that are due, in order: all live ranks printed them, or they have waited long enough."""
         released = []
         while self._pending:
             head = self._pending[0]

@@ -11,9 +11,7 @@ from phalanx.output.text import encode
 
 
 class LogFile:
-    """A log file is a file of lines. After a line that could not be written, the next one that can says so; no line is
-    torn.
-    """
+    """A log file is a file of lines. After an unwritable line, the next one written says so; no line is torn."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -17,9 +17,7 @@ CLEAR_BELOW = b"\r\x1b[J"
 
 
 def format_prefix(ranks: Iterable[int], *, colour: bool, host: str = "") -> bytes:
-    """Return `[2] ` or, folded, `[0-3] `; with a host `[2 node-b] `. A rank keeps its colour; several together are
-    dim.
-    """
+    """Return `[2] ` or, folded, `[0-3] `; with a host `[2 node-b] `. A rank keeps its colour; several are dim."""
     chosen = sorted(ranks)
     label = f"[{format_ranks(chosen)}{' ' if host else ''}{host}]"
     if colour:
@@ -36,9 +34,7 @@ def wants_colour(environ: Mapping[str, str], terminal: bool) -> bool:
 
 
 def plan_status(states: Sequence[tuple[int, bytes]], *, columns: int, rows: int, colour: bool) -> list[bytes]:
-    """Return the status lines to draw, one per different state, none wider than the terminal, and few enough to leave
-    room.
-    """
+    """Return the status lines to draw, one per state, none wider than the terminal, and few enough to leave room."""
     groups: dict[bytes, set[int]] = {}
     for rank, state in states:
         groups.setdefault(state, set()).add(rank)

@@ -31,9 +31,7 @@ class _Descriptor(io.FileIO):
 
 
 def open_standard_descriptors() -> None:
-    """Fill the descriptors that the caller has closed (`>&-`): else our own pipes get their numbers, and output goes
-    into them.
-    """
+    """Fill the descriptors that the caller has closed (`>&-`): else our own pipes get their numbers, and the output."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)

@@ -287,8 +287,7 @@ class ParameterServer:
         max_norm: float | None = None,
         norm_type: float = 2.0,
     ) -> Tensor | None:
-        """Push as `push` does, with gradients by name; of a table ids and a row for each. Rows of the same id are
-        summed.
+        """Push as `push` does, with gradients by name; of a table ids and a row for each. Rows of one id are summed.
 
         Shape: dense: that of the parameter; rows: ids (N), gradients (N, D).
 
@@ -347,8 +346,7 @@ class ParameterServer:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return all values, what the optimizers keep of them, and the groups' options, whole, for any number of
-        servers.
+        """Return all values, what the optimizers keep of them, and the groups' options, for any number of servers.
 
         In synchronous training it is the state after this trainer's last step; else each server's state of now.
         """

@@ -14,9 +14,7 @@ State = dict[str, Any]
 
 
 def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | None = None) -> dict[str, int]:
-    """Return the server of each dense tensor: the largest first, each to the server with the least; `load` is what they
-    have.
-    """
+    """Return the server of each dense tensor: the largest first, each to the least loaded; `load` is what they have."""
     load = [0] * num_servers if load is None else load
     place = {}
     for name, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
@@ -61,9 +59,7 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sparse(ids: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool) -> Tensor:
-    """Return a sparse tensor of these entries, as they are: its being coalesced decides in which order they are
-    summed.
-    """
+    """Return a sparse tensor of these entries, as they are: being coalesced decides the order of their sum."""
     return torch.sparse_coo_tensor(ids, values, shape, check_invariants=False, is_coalesced=is_coalesced)
 
 

@@ -31,8 +31,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._add = add
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Have the servers train one more group of parameters, which they get from the first trainer. All trainers call
-        it.
+        """Have the servers train one more group of parameters, sent by the first trainer. All trainers call it.
 
         `param_group` is as the constructor of `ParameterServer` takes it: "params" by name, and options.
 

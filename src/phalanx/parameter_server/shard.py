@@ -1,7 +1,6 @@
 """A `Shard` is a server's part of the parameters, and applies the steps of the trainers to it.
 
-There is no call, lock or clock here: the same requests in the same order make the same bits. That keeps a replica
-equal.
+There is no call, lock or clock here: the same requests in order make the same bits. That keeps a replica equal.
 """
 
 from __future__ import annotations
@@ -171,8 +170,7 @@ class Shard:
         return {one: pushed[one] for one in self.spec.trainers if one in pushed}
 
     def _find_mismatch(self, pushed: Mapping[str, Gradients]) -> MismatchError | None:
-        """Return what is wrong with a step for which trainers have set different options, before anything of it is
-        applied.
+        """Return what is wrong with a step for which trainers set different options, before any of it is applied.
 
         Every server hears all options, so all refuse it.
         """
@@ -213,9 +211,7 @@ class Shard:
                 table.grad = grad / divisor if divisor > 1 else grad
 
     def norms(self) -> dict[str, Norms]:
-        """Return the norms of the gradients here, of the step that waits for its norm; else of the last that was
-        clipped.
-        """
+        """Return the norms of the gradients here, of the step that waits for its norm; else of the last clipped one."""
         if self.is_complete():
             pushed = list(self._next_step().values())
             clip = next((one.clip for one in pushed if one.clip), None)

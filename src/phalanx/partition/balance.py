@@ -17,8 +17,7 @@ def balance(
     memory: Sequence[int] = (),
     limit: int | None = None,
 ) -> list[int]:
-    """Return how many layers each of `parts` parts gets: each at least one, in order, with the dearest as cheap as
-    possible.
+    """Return how many layers each of `parts` parts gets: at least one, in order, with the dearest as cheap as possible.
 
     Arguments:
         costs: of each layer; or one such list for each part, where a layer costs more in one part than in another.

@@ -16,18 +16,14 @@ _UNKNOWN = object()
 
 
 class TracedConstants:
-    """`TracedConstants` has the numbers, strings and containers of them that forward read from its modules, as they
-    were.
-    """
+    """`TracedConstants` has the numbers, strings and containers of them that forward read from modules, unchanged."""
 
     def __init__(self) -> None:
         self._read: dict[tuple[nn.Module, str], Any] = {}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Note what is read from a module during the block, as torch.fx notes which modules are called: by a method of
-        nn.Module.
-        """
+        """Note what is read from a module during the block, by a method of nn.Module, as torch.fx notes calls."""
         read = self._read
         before = vars(nn.Module).get("__getattribute__")
 

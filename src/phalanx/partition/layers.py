@@ -58,8 +58,7 @@ class LayerList:
 
 
 def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: Sequence[str] = ()) -> LayerList:
-    """Return the layers of `module`. A child that contains one of `split_points` is looked into, as an nn.Sequential
-    is.
+    """Return the layers of `module`. A child that contains one of `split_points` is opened, as an nn.Sequential is.
 
     Arguments:
         split_points: dotted names of modules at which the caller wants to cut.
@@ -149,9 +148,7 @@ class _Tracer(fx.Tracer):
         self._switches = _switches()
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Create a node as torch.fx does, and note the switches under which it was made, which a graph does not
-        know.
-        """
+        """Create a node as torch.fx does, and note the switches that it was made under, which a graph does not know."""
         if _switches() != self._switches:
             raise RuntimeError("it switches gradients or autocast, which is not seen in its values")
         return super().create_node(*args, **kwargs)

@@ -38,9 +38,7 @@ class LayerCost:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of the parameters with gradients, and of what one micro-batch leaves between forward and
-        backward.
-        """
+        """Return the bytes of the parameters with gradients, and of what a micro-batch leaves for its backward."""
         return 2 * self.parameter_bytes + self.saved_bytes
 
 

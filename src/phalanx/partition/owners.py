@@ -36,9 +36,7 @@ class PartOwner(Protocol):
         ...
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's entries of that state; with "layout", they are those of `shard_state_dict`. All ranks call
-        it.
-        """
+        """Return this rank's entries of that state; with "layout", those of `shard_state_dict`. All ranks call it."""
         ...
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer) -> Layout:
@@ -48,9 +46,7 @@ class PartOwner(Protocol):
     def fit_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return what of a whole state is this optimizer's, and what of it does not fit, in words. It changes
-        nothing.
-        """
+        """Return what of a whole state is this optimizer's, and what of it does not fit, in words. Change nothing."""
         ...
 
 

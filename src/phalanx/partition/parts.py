@@ -13,9 +13,7 @@ from phalanx.partition.layers import Layer, LayerList
 
 @dataclass(frozen=True)
 class Part:
-    """A part is a run of layers. Values are nodes of the graph; `receives` and `sends` name the part at the other
-    end.
-    """
+    """A part is a run of layers. Values are graph nodes; `receives` and `sends` name the part at the other end."""
 
     index: int
     layers: tuple[Layer, ...]

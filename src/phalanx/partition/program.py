@@ -21,8 +21,7 @@ class Program:
     def __init__(
         self, root: nn.Module, layers: Iterable[Layer], results: Iterable[fx.Node], marked: Collection[fx.Node] = ()
     ) -> None:
-        """Take the layers, and the values that are wanted afterwards as `results`. `root` has the modules and tensors
-        by name.
+        """Take the layers, and the values wanted afterwards as `results`. `root` has the modules and tensors by name.
 
         `marked` has the nodes that run inside of the context that `run` is given.
         """

@@ -19,9 +19,7 @@ from phalanx.pipeline.nested import tree_flatten
 
 @dataclass(frozen=True)
 class Seen:
-    """`Seen` has pairs of a stage's values that overlap, and foreign values that the stage changes, by names of
-    nodes.
-    """
+    """`Seen` has the pairs of a stage's values that overlap, and foreign values that it changes, by node names."""
 
     stage: int
     pairs: tuple[tuple[str, str], ...] = ()

@@ -24,8 +24,7 @@ class Awaited(NamedTuple):
 
 
 def plan_receives(order: Sequence[Action], own: Mapping[int, Part]) -> list[Awaited]:
-    """Return the messages from other ranks that actions in this order need, as they take them. `own` has this rank's
-    stages.
+    """Return the messages from other ranks that actions in this order need, in order. `own` has this rank's stages.
 
     All gradients that may come are among them: a micro-batch's values may turn out to need none.
     """

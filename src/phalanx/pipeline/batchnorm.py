@@ -30,9 +30,7 @@ _Seen = list[tuple[float, Tensor, Tensor]]
 
 
 class MiniBatchStatistics:
-    """`MiniBatchStatistics` has the BatchNorm layers of some stages. It leaves a layer alone whose class has its own
-    forward.
-    """
+    """`MiniBatchStatistics` has some stages' BatchNorm layers. It leaves out those whose class has its own forward."""
 
     def __init__(self, module: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
         """Take the layers of `module`; `replicas` are ranks with the same layers, whose mini-batches count as one."""

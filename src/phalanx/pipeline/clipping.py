@@ -12,8 +12,7 @@ from torch import Tensor, nn
 def clip(
     parameters: Sequence[nn.Parameter], counted: Sequence[nn.Parameter], max_norm: float, group: dist.ProcessGroup
 ) -> Tensor:
-    """Scale the gradients of this rank's parameters, and return the norm before, the same on every rank. All ranks call
-    it.
+    """Scale the gradients of this rank's parameters, and return the norm before, equal on all ranks. All ranks call it.
 
     Arguments:
         counted: those of `parameters` that this rank adds to the norm; of one that several ranks have, one does.

@@ -32,8 +32,7 @@ def agree_on_cut(
     group: dist.ProcessGroup,
     data_group: dist.ProcessGroup | None,
 ) -> Cut:
-    """Let the first rank measure and decide, for all pipelines; first all ranks compare their arguments. All ranks call
-    it.
+    """Let the first rank measure and decide, for all pipelines, once all have compared arguments. All ranks call it.
 
     Raises:
         MismatchError: ranks were asked for different pipelines.

@@ -28,9 +28,7 @@ from phalanx.pipeline.wire import Wire
 
 @dataclass(frozen=True)
 class Done:
-    """A `Done` is an action and its times on this rank's clock: when it could have begun, when it had its inputs, its
-    end.
-    """
+    """A `Done` is an action and its times on this rank's clock: when it could begin, had its inputs, and ended."""
 
     action: Action
     turn: float
@@ -52,8 +50,7 @@ class Work:
     inputs: Sequence[dict[fx.Node, Any]] = ()
     rows: Sequence[int] = ()
     finish: Callable[[int, StepPlan, dict[fx.Node, Any]], Any] | None = None
-    """A function that the last stage calls with the result of each micro-batch; with `grad` it returns the loss that is
-    derived.
+    """A function that the last stage calls with each micro-batch's result; with `grad` it returns the loss to derive.
     """
     results: dict[int, Any] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)

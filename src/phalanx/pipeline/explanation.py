@@ -44,9 +44,7 @@ def facts(schedule: Schedule, timeline: Timeline) -> list[str]:
 def grid(
     schedule: Schedule, timeline: Timeline, failed: Action | None = None, columns: int | None = _COLUMNS
 ) -> list[list[tuple[str, str]]]:
-    """Return for each rank the pieces of its line, as (text, kind); the kind of a wait is '.', that of a failure
-    '!'.
-    """
+    """Return for each rank the pieces of its line, as (text, kind); the kind of a wait is '.', of a failure '!'."""
     shortest = min((s.end - s.begin for spans in timeline.ranks for s in spans if s.end > s.begin), default=1.0)
     label = max((len(_label(schedule, s.action)) for spans in timeline.ranks for s in spans), default=1)
     per_unit = (label + 1) / shortest

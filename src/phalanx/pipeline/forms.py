@@ -27,9 +27,7 @@ class Form:
 
 
 class Array(NamedTuple):
-    """An array is a tensor without its data: all dimensions but the first, and the strides of what is not
-    contiguous.
-    """
+    """An array is a tensor without its data: all dimensions but the first, and strides if not contiguous."""
 
     dtype: torch.dtype
     trailing: tuple[int, ...]

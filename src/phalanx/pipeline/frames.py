@@ -43,9 +43,7 @@ class Frames:
         return self._lengths.get((edge, self._grad), HEADER_BYTES)
 
     def note(self, edge: Edge, needed: int) -> None:
-        """Note that a message needed so many bytes, whether or not its frame had them. Sender and receiver note the
-        same.
-        """
+        """Note that a message needed so many bytes, whether or not its frame had them. Both ends note the same."""
         key = edge, self._grad
         self._needed[key] = max(self._needed.get(key, 0), needed)
 
@@ -71,9 +69,7 @@ def aligned(nbytes: int) -> int:
 
 
 def tensor_in(frame: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor over the bytes of `frame` from `begin` on. It is no view: in-place changes are counted for
-    each.
-    """
+    """Return a tensor over the bytes of `frame` from `begin`. It is no view: each counts its in-place changes."""
     flat = torch.empty(0, dtype=dtype)
     return flat.set_(frame.untyped_storage(), begin // dtype.itemsize, (math.prod(shape),), (1,)).view(shape)
 

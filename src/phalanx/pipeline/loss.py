@@ -20,9 +20,7 @@ class Loss:
         self._mean = mean
 
     def for_target(self, target: Any, result: Callable[[dict[fx.Node, Any]], Any]) -> Callable[..., Tensor]:
-        """Return a function that makes a loss of a micro-batch's values; micro-batches come in order, some a second
-        time.
-        """
+        """Return a function that makes a loss of a micro-batch's values; micro-batches come in order, some twice."""
         begins = {0: 0}
 
         def loss_of(micro_batch: int, step: StepPlan, results: dict[fx.Node, Any]) -> Tensor:

@@ -32,9 +32,7 @@ def outlive(group: dist.ProcessGroup, posted: Sequence[tuple[dist.Work, Tensor]]
 
 
 def meets_by_messages(group: dist.ProcessGroup) -> bool:
-    """Return whether messages are worth it: the backend `phalanx` has collectives as fast, which tell more of
-    failures.
-    """
+    """Return whether messages pay: the backend `phalanx` has collectives as fast, which tell more of failures."""
     return phalanx_group(group) is None and dist.get_backend(group) == "gloo"
 
 

@@ -23,9 +23,7 @@ class MicroBatchRandom:
         self._device = device
 
     def draw_seed(self) -> int:
-        """Return a seed from the program's own generator, which it advances by one number, as it does where nothing is
-        cut.
-        """
+        """Return a seed from the program's own generator, which advances by one number, as where nothing is cut."""
         return int(torch.randint(2**62, ()).item())
 
     def seed(self, seed: int) -> None:

@@ -32,18 +32,14 @@ def count_rows(values: Any, what: str) -> int:
 
 
 def cut(rows: int, micro_batches: int) -> list[int]:
-    """Return how many rows each micro-batch gets, as `Tensor.tensor_split` does it; there may be fewer rows than
-    asked.
-    """
+    """Return how many rows each micro-batch gets, as `Tensor.tensor_split` does; perhaps fewer rows than asked."""
     count = min(rows, micro_batches)
     size, more = divmod(rows, count)
     return [size + (i < more) for i in range(count)]
 
 
 def take(values: Any, begin: int, rows: int) -> Any:
-    """Return these rows of every tensor in `values`; what is no tensor, or has no dimension, goes to all
-    micro-batches.
-    """
+    """Return these rows of every tensor in `values`; what has no dimension, or is no tensor, goes to all."""
     leaves, tree = tree_flatten(values)
     return tree_unflatten([v[begin : begin + rows] if isinstance(v, Tensor) and v.dim() else v for v in leaves], tree)
 

@@ -32,9 +32,7 @@ _NAMED = -1.0  # in the place of the loss's dtype: in that of the loss is the ra
 
 
 class Outcome:
-    """An outcome decides how a pipeline's steps end, with its replicas; `data_group` has one rank of each. All ranks
-    call it.
-    """
+    """An outcome decides how a pipeline's steps end; `data_group` has one rank per replica. All ranks call it."""
 
     def __init__(
         self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None, device: torch.device, tag: int
@@ -152,8 +150,7 @@ class Outcome:
 
 
 def _revoke(group: dist.ProcessGroup) -> None:
-    """End the group for all of its ranks: a rank that waits in it, or comes into it later, gets the error of a lost
-    rank.
+    """End the group for all of its ranks: one that waits in it, or comes later, gets a lost rank's error.
 
     Other backends' ranks hear of it when this process ends.
     """

@@ -13,9 +13,7 @@ class OwnModules(nn.Module):
     """It has modules and tensors of some parts, at the places where they are in the whole model, and nothing else."""
 
     def __init__(self, root: nn.Module, parts: Iterable[Part], extra: Sequence[str] = ()) -> None:
-        """Take the modules of `parts`; `extra` are parameters and buffers that no part uses, and that this rank takes
-        care of.
-        """
+        """Take the modules of `parts`; `extra` are parameters and buffers that no part uses, in this rank's care."""
         super().__init__()
         self.training = root.training
         parts = list(parts)

@@ -197,8 +197,7 @@ class Pipeline(StageModule):
         return self._placement.spans(group)
 
     def regroup(self, group: dist.ProcessGroup) -> None:
-        """Go on in `group`, where each rank has the stages that it had, or that the rank of its number had. All ranks
-        call it.
+        """Go on in `group`, where each rank has the stages that it, or the rank of its number, had. All ranks call it.
 
         In a mesh `group` has all of its ranks; the mesh, the same object, has groups of the new one afterwards.
         Parameters and buffers stay as they are: a new rank has got them from elsewhere, or will.
@@ -227,9 +226,8 @@ class Pipeline(StageModule):
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of a mini-batch, add to the parameters' `grad`, and return the loss on every rank.
 
-        All ranks call it together. The first rank needs the model's arguments, the last one the target; others may pass
-        them or None. The loss is the mean over all samples (their sum, with loss_reduction="sum"), and over replicas if
-        there are any.
+        All ranks call it together. The first rank needs the model's arguments, the last the target; others may pass
+        None.
 
         Shape: inputs and targets (N, ...), the loss ().
         Cost: beside the model's own work, a message per micro-batch and cut; where ranks share memory, without the
@@ -296,9 +294,7 @@ class Pipeline(StageModule):
     def _try(
         self, args: Sequence[Any], kwargs: dict[str, Any], finish: Callable[[], Callable[..., Any]], *, grad: bool
     ) -> tuple[Work, Exception | None]:
-        """Do this rank's part of a step; return its work, and the error, if any, of which the others do not know
-        yet.
-        """
+        """Do this rank's part of a step; return its work, and the error, if any, that others do not know yet."""
         work = Work(
             training=self.training,
             grad=grad,
@@ -330,9 +326,7 @@ class Pipeline(StageModule):
         return work, None
 
     def _end(self, work: Work, error: Exception | None) -> Tensor:
-        """Return the loss of a step in which all ranks have done their part; return zero for an evaluation, which has
-        none.
-        """
+        """Return the loss of a step in which all ranks did their part; zero for an evaluation, which has none."""
         loss = None
         if error is None and work.grad and (self._num_stages - 1) % self._size == self._rank:
             loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum()

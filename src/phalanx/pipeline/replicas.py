@@ -14,9 +14,7 @@ _BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class Replicas:
-    """It averages over this stage's replicas, one in each pipeline; all begin with the first's values. All call it
-    together.
-    """
+    """It averages over this stage's replicas, one per pipeline; all begin with the first's values. Collective."""
 
     def __init__(self, group: dist.ProcessGroup, module: nn.Module, statistics: MiniBatchStatistics) -> None:
         """Take the parameters and buffers of `module`; those of `statistics` are equal on all replicas without help."""

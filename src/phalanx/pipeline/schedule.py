@@ -64,9 +64,7 @@ class Schedule:
 
     @property
     def most_tensors(self) -> int:
-        """Return how many tensors of a size a rank has at most: those in flight, and what layers make on the way to
-        them.
-        """
+        """Return how many tensors of a size a rank has at most: those in flight, and what layers make in between."""
         return 8 * max(self.in_flight(stage) for stage in range(self.num_stages)) + 16
 
     @functools.cached_property
@@ -75,9 +73,7 @@ class Schedule:
 
     @functools.cached_property
     def backwards_before(self) -> dict[tuple[int, int], int]:
-        """Return, by stage and micro-batch, of how many micro-batches the stage has begun the backward before that
-        forward.
-        """
+        """Return, by stage and micro-batch, how many micro-batches' backward it has begun before that forward."""
         found, begun = {}, [0] * self.num_stages
         for order in self.orders:
             for kind, stage, micro_batch in order:
@@ -104,8 +100,7 @@ class Schedule:
 def plan_schedule(
     name: str, num_ranks: int, micro_batches: int, num_stages: int | None = None, *, training: bool = True
 ) -> Schedule:
-    """Return the schedule of that name. `num_stages` is by default one per rank, in an interleaved schedule two per
-    rank.
+    """Return the schedule of that name. `num_stages` is by default one per rank, two if it is interleaved.
 
     Without `training` it is the forward half alone.
 

@@ -102,12 +102,10 @@ class Stage:
         finish: Callable[[dict[fx.Node, Any]], Any] | None = None,
         making: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[dict[int, tuple[list[Any], list[bool]]], Any]:
-        """Return what each later stage gets, with which of its tensors need gradients; and what `finish` made of the
-        result.
+        """Return what each later stage gets, with which of its tensors need gradients; and what `finish` returned.
 
-        `finish` is the loss of the last stage: it is computed anew with the rest, where the stage is recomputed. What
-        is sent is made in `making()`. `training` says whether there will be a backward; `in_training` is the mode of
-        the modules.
+        `finish` is the loss of the last stage: it is recomputed with the stage. What is sent is made in `making()`.
+        `training` says whether there will be a backward; `in_training` is the mode of the modules.
         """
         held = InFlight(inputs, leaves, finish=finish, recompute=recompute)
         self._mode = (training, in_training)
@@ -169,8 +167,7 @@ class Stage:
         held.weights = self._weights.find(roots, room, convolutions=later_weights or is_last)
 
     def _room(self, roots: Sequence[Tensor], *, recomputed: bool) -> float:
-        """Return how many bytes may be kept of a micro-batch until its gradients are sent, in memory that is taken
-        anyway.
+        """Return how many bytes of a micro-batch may be kept until its gradients are sent, in memory taken anyway.
 
         The schedule lets so many micro-batches be in flight here; at its end there are fewer of them.
         """
@@ -262,9 +259,7 @@ def _roots(held: InFlight) -> list[Tensor]:
 
 
 def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that make the memory of `values`: not those that work in place, nor those that pass their input
-    on.
-    """
+    """Return the nodes that make the memory of `values`: not those that work in place, or pass their input on."""
     makers: set[fx.Node] = set()
     todo = [value for value in values if value in nodes]
     while todo:

@@ -81,9 +81,7 @@ class StageModule(nn.Module):
                 yield prefix + "." * bool(prefix) + name, named[name]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of this rank's stages; if there are none, one that is empty, as optimizers refuse to
-        have none.
-        """
+        """Yield the parameters of this rank's stages; if there are none, one empty one, as optimizers refuse none."""
         found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
         yield from found or [self._no_parameter]
 

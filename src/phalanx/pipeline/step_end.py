@@ -13,8 +13,7 @@ from phalanx.pipeline.wire import Wire
 
 
 class StepEnd:
-    """A `StepEnd` ends steps, on whose outcome `outcome` agrees; where that is done by messages, `executor` tells of
-    errors.
+    """A `StepEnd` ends steps, on which `outcome` agrees; where messages do that, `executor` reports errors.
 
     `failed` says why an earlier step has failed; it is None if none has.
     """
@@ -41,9 +40,7 @@ class StepEnd:
             raise
 
     def tell_alone(self, failure: Exception, *, has_met: bool) -> None:
-        """Tell the others that a peer was lost at the end of a step: they may not have seen it, and be in the next step
-        already.
-        """
+        """Tell the others that a peer was lost at the end of a step: they may have missed it, in the next step."""
         is_news = isinstance(failure, (StageFailedError, StageLostError))  # that all have, or get
         if is_news or self._executor.step.failure is not None:
             return

@@ -54,9 +54,7 @@ def parameters_of(root: nn.Module, part: Part) -> list[nn.Parameter]:
 
 
 class TiedGradients:
-    """It adds the gradients of this rank's tied parameters to those of the others. The ranks call it together, as a
-    step.
-    """
+    """It adds the gradients of this rank's tied parameters to those of the others. The ranks call it together."""
 
     def __init__(self, ties: Sequence[Tie], own: dict[str, nn.Parameter], wire: Wire, rank: int) -> None:
         self._ties = [(tie, own[tie.name]) for tie in ties if rank in tie.ranks]

@@ -14,8 +14,7 @@ and the product is made when the rest is sent:
 Gradients are those of autograd up to the rounding of sums. Whatever else wants to see a gradient (a hook on the
 parameter, a function of the program's own in the graph, activations that are kept elsewhere) gets it from autograd.
 
-Source: Narayanan et al. (2021), Megatron-LM, whose kernels fuse the addition of gradients; Qi et al. (2023), Zero
-Bubble Pipeline Parallelism.
+Source: Narayanan et al. (2021), Megatron-LM, whose kernels fuse the addition; Qi et al. (2023), Zero Bubble.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ class _Product:
 
 
 class WeightGradients:
-    """`WeightGradients` has the products that one micro-batch leaves for later, in the order in which its backward
-    reached them.
-    """
+    """`WeightGradients` has the products that one micro-batch leaves for later, in the order of its backward."""
 
     def __init__(self, products: Sequence[tuple[Any, _Product]], others: Sequence[Tensor]) -> None:
         """Take `products` with their nodes of the graph; `others` are all other tensors that get a gradient."""
@@ -314,9 +311,7 @@ def _leave_some(products: list[Any], room: float) -> list[Any]:
 
 
 def saved_bytes(roots: Sequence[Tensor]) -> int:
-    """Return the bytes that the graph behind `roots` keeps for its backward, without parameters. It is slow: it looks
-    at every node.
-    """
+    """Return the bytes that the graph behind `roots` keeps for its backward, except parameters. It visits all nodes"""
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Any] = set(todo)
     kept: list[Tensor] = []
@@ -340,9 +335,7 @@ def saved_bytes(roots: Sequence[Tensor]) -> int:
 
 
 def _held_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes under the tensors; memory under several counts once, and only the part that is looked at
-    counts.
-    """
+    """Return the bytes under the tensors; shared memory counts once, and only the part that is looked at."""
     views: dict[tuple[int, int], int] = {}
     for tensor in tensors:
         views[tensor.untyped_storage().data_ptr(), tensor.data_ptr()] = _nbytes(tensor)

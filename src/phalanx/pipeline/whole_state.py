@@ -93,8 +93,7 @@ def with_every_name(own: Mapping[str, _Value], first: Mapping[str, str]) -> dict
 
 
 def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str, str]) -> dict[str, Any]:
-    """Return what of a whole state goes into the entries `own`; for an entry with several names, the last that `state`
-    has.
+    """Return what of a whole state goes into the entries `own`; for an entry with several names, the last saved.
 
     That is the one which stays where plain PyTorch loads the whole model.
     """

@@ -79,8 +79,7 @@ class Wire:
     """A wire is this rank's end of all edges of a pipeline. Sends never wait for receivers; `settle` does."""
 
     def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device, number: int = 0) -> None:
-        """Take the rank of each stage in `rank_of`; the numbers after those of stages are further ends of edges, as the
-        ranks'.
+        """Take the rank of each stage in `rank_of`; the numbers after those of stages are further edge ends.
 
         `number` is another for each pipeline of a group: what one that failed has left is no other's message.
         """
@@ -111,9 +110,7 @@ class Wire:
         return self._tags + _EDGE_TAGS - 2
 
     def regroup(self, group: dist.ProcessGroup) -> None:
-        """Go on in another group, as a rank that has sent and learnt nothing. Works of the old group are over, or
-        failed.
-        """
+        """Go on in another group, as a rank that has sent and learnt nothing. The old group's works have ended."""
         self._group = group
         self._known = {False: ({}, {}), True: ({}, {})}
         self._works.clear()
@@ -220,8 +217,7 @@ class Wire:
         return contextlib.nullcontext() if self._lending is None else self._lending.making()
 
     def share(self, most: int) -> None:
-        """From now on, let tensors of the sizes that were sent so far stay where they are, and be read there. All ranks
-        call it.
+        """From now on, let tensors of the sizes sent so far stay in place, and be read there. All ranks call it.
 
         `most` is how many of a size a rank may have at the same time. Nothing happens where ranks share no memory.
         """
@@ -369,8 +365,7 @@ class Wire:
     def tell_failure(
         self, edges: Sequence[Edge], text: str, *, lost: bool, leaves: bool, between: bool = False
     ) -> None:
-        """Put the news on edges, for the rank that waits there, or comes there next. Where that fails the others are
-        told.
+        """Put the news on edges, for the rank that waits there, or comes next. If that fails the others are told.
 
         `lost` says that a rank is gone; a rank that hears of it shall raise what it would if it had seen it itself.
         `leaves` says that this rank will not meet the others any more, so it waits a little for them to hear it.

@@ -60,8 +60,7 @@ def begin(
 def log(metrics: Mapping[str, float], step: int | None = None) -> None:
     """Give the loggers of this run the values of metrics; only what rank 0 gives is logged.
 
-    Without `step` it is the number of steps that this process has recorded. It does nothing if `begin` was given no
-    logger.
+    Without `step` it is the number of steps this process has recorded. It does nothing if `begin` got no logger.
     """
     import sys
 

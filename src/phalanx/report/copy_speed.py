@@ -9,9 +9,7 @@ _ROUNDS = 4
 
 
 def measure_copy_speed() -> float:
-    """Return the bytes per second of the best of a few copies. It takes about 0.1 s, and 128 MiB of memory
-    meanwhile.
-    """
+    """Return the bytes per second of the best of a few copies. It takes about 0.1 s, and 128 MiB of memory."""
     source, target = bytearray(_BYTES), memoryview(bytearray(_BYTES))
     best = float("inf")
     for _ in range(_ROUNDS):

@@ -38,9 +38,7 @@ def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
 
 
 def of_ranks(job: JobRecord, files: Sequence[RankFile]) -> list[RankFile]:
-    """Return the files of this run, without those of processes that a rank has started besides, which have trained
-    nothing.
-    """
+    """Return the files of this run, without those of other processes of a rank, which have trained nothing."""
     files = [file for file in files if is_of_run(job, file)]
     trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
     return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
@@ -119,9 +117,7 @@ def _num_warm(records: Sequence[StepRecord]) -> int:
 
 
 def _steady(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the records that means are taken of: warm ones, without the steps in which the ranks formed their group
-    anew.
-    """
+    """Return the records that means are taken of: warm ones, without steps in which the ranks regrouped."""
     after = records[1:]
     left = [
         record

@@ -21,9 +21,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class JobRecord:
-    """Its `begun` and `ended` are times of CLOCK_MONOTONIC; `end` is as in `Measurements`, "running" until more is
-    said.
-    """
+    """Its `begun` and `ended` are times of CLOCK_MONOTONIC; `end` is as in `Measurements`, "running" until then."""
 
     name: str
     command: str
@@ -62,9 +60,7 @@ class JobRecord:
 
 
 def _printable(value: Any) -> Any:
-    r"""Return `value` with `\udcff` for what no page can hold: a byte of a file's name or an argument that is no
-    UTF-8.
-    """
+    r"""Return `value` with `\udcff` for what no page can hold: a byte of a name or an argument that is not UTF-8."""
     if isinstance(value, str):
         return _SURROGATES.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     if isinstance(value, dict):

@@ -120,8 +120,7 @@ _Scales = Mapping[tuple[tuple[str, int, int], bool, int], float]
 
 
 def _scales(calls: _Calls, whole: _Calls, is_from_start: Sequence[bool]) -> _Scales:
-    """Return for how many calls of a process each one stands that is known on all ranks: calls are counted, some were
-    kept.
+    """Return for how many calls of a process each one known on all ranks stands: calls are counted, some kept.
 
     `is_from_start` says of which processes all calls count, from number 1 on. Those are the ones without steps: nothing
     of them is warming up, and only the latest calls are kept.
@@ -170,9 +169,7 @@ def _summarise(whole: _Calls, scales: _Scales) -> tuple[Collectives, ...]:
 
 
 def _bus_factor(kind: int, num_ranks: int) -> float:
-    """Return the bytes that go over the bus per byte that a rank hands in (or gets, in a reduce_scatter), as NCCL's
-    tests count them.
-    """
+    """Return the bytes on the bus per byte that a rank hands in (or gets, in reduce_scatter), as NCCL's tests count."""
     if kind in (ALL_REDUCE, GRADIENTS):
         return 2 * (num_ranks - 1) / num_ranks
     if kind in (ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER):

@@ -21,9 +21,7 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class RankRun:
-    """A `RankRun` is one process of a rank. `parts` says where a step's time goes, in seconds, as a mean after the
-    first steps.
-    """
+    """A `RankRun` is one process of a rank. `parts` has a mean step's seconds by part, after the first steps."""
 
     rank: int
     attempt: int
@@ -61,9 +59,7 @@ class RankRun:
 
 @dataclass(frozen=True)
 class Collectives:
-    """These are collectives of one kind and size. `bandwidth` is the median of bytes per second on the bus, as NCCL's
-    tests count it.
-    """
+    """These are collectives of one kind and size. `bandwidth` is the median of bytes per second on the bus."""
 
     name: str
     num_bytes: float
@@ -101,9 +97,7 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class Measurements:
-    """`Measurements` is a run. `end` is one of ENDS: "ended" if nothing says with what, "killed" if nothing says that
-    it did.
-    """
+    """`Measurements` is a run. `end` is one of ENDS: "ended" if nothing says how, "killed" if nothing says it did."""
 
     name: str
     command: str
@@ -149,9 +143,7 @@ class Measurements:
 
     @property
     def steps(self) -> int:
-        """Return how many steps are done: the most that any rank has reached, as each may have come later or gone
-        before.
-        """
+        """Return how many steps are done: the most that any rank has reached, as each may come late or leave early."""
         return max((run.reached for run in self.newest), default=0)
 
     @property

@@ -53,9 +53,7 @@ def sections_of(run: Measurements, findings: Sequence[Finding]) -> str:
 
 
 def document(title: str, body: str, foot: str, *, script: str = SCRIPT, asks_server: bool = False) -> str:
-    """Return a whole page with a script, which asks only the server that the page comes from, and only if
-    `asks_server`.
-    """
+    """Return a whole page with a script, which asks only the page's own server, and only if `asks_server`."""
     allowed = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     if asks_server:
         allowed += "; connect-src 'self'"

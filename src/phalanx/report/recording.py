@@ -137,9 +137,7 @@ def _make_way(folder: str) -> None:
 
 
 def _find_place(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return this process's rank and how many there are: from the environment, else from torch.distributed, else 0 and
-    1.
-    """
+    """Return this process's rank and world size: from the environment, else from torch.distributed, else 0 and 1."""
     if environ.get("RANK", "").isdecimal():
         return _number(environ, "RANK"), _number(environ, "WORLD_SIZE") or 1
     dist = sys.modules.get("torch.distributed")
@@ -149,9 +147,7 @@ def _find_place(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _run_id(environ: Mapping[str, str], world_size: int) -> str:
-    """Return what tells this run's records from those of others; it is empty if the launcher has said nothing of the
-    kind.
-    """
+    """Return what tells this run's records from those of others; empty if the launcher says nothing of the kind."""
     if own := environ.get("PHALANX_RUN", ""):
         return own
     given = environ.get("TORCHELASTIC_RUN_ID", "")

@@ -54,9 +54,7 @@ def remove_old_records(folder: str, run: str = "") -> None:
 
 
 def find_other_run(folder: str) -> JobRecord | None:
-    """Return the job of another process of this host that is running and will write its report there; None if there is
-    none.
-    """
+    """Return the running job of another process of this host that will write its report there, or None."""
     job = JobRecord.read(folder)
     return job if job is not None and job.pid != os.getpid() and is_running(job) else None
 

@@ -33,8 +33,7 @@ def pack_files(folder: str, run: str, since: float) -> Iterator[tuple[str, str]]
 
 
 def unpack_file(folder: str, name: str, text: str) -> None:
-    """Write one of the files here, in place of the one that was sent, if that lies here, too: hosts may share their
-    files.
+    """Write one of the files here, over the one that was sent, if that lies here, too: hosts may share files.
 
     Raises:
         ValueError: the text is no such file.

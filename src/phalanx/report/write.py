@@ -26,8 +26,7 @@ PAGE, DATA, TRACE, TENSORBOARD = "report.html", "report.json", "trace.json", "te
 
 
 def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
-    """Write the page and its companions into `folder`; the ranks' records are removed, as report.json has what they
-    say.
+    """Write the page and its companions into `folder`; remove the ranks' records: report.json has what they say.
 
     Raises:
         OSError: it cannot be written.

@@ -58,9 +58,7 @@ class Allocation:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Return where node 0 may listen, in this order: the port that was chosen, or some that follow from the job's
-        name.
-        """
+        """Return where node 0 may listen, in this order: the port that was chosen, or some from the job's name."""
         if self.port:
             return (self.port,)
         first = zlib.crc32(self.job.encode())

@@ -11,9 +11,7 @@ from phalanx.schedulers.allocation import Allocation
 
 
 def find_lsf(environ: Mapping[str, str], hostname: str) -> Allocation | None:
-    """Return what LSF says of a job on several hosts, on each of which `blaunch` or `jsrun` starts this command
-    once.
-    """
+    """Return what LSF says of a job on several hosts, on each of which `blaunch` or `jsrun` starts this once."""
     if not environ.get("LSB_JOBID"):
         return None
     index = environ.get("LSB_JOBINDEX", "0")

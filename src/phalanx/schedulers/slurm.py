@@ -29,9 +29,7 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def find_unused_hosts(environ: Mapping[str, str]) -> int:
-    """Return how many hosts Slurm gave this job, of which this command, started once, uses one; 0 if there is no
-    other.
-    """
+    """Return how many hosts Slurm gave this job, of which this command uses one; 0 if there is no other."""
     if slurm_launch(environ) is not None or "SLURM_JOB_ID" not in environ:
         return 0
     # In a step of one task the job may be larger on purpose: other steps use the rest.

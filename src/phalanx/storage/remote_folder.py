@@ -113,9 +113,7 @@ class RemoteFolder:
 
 
 def fails_for_now(error: BaseException) -> bool:
-    """Return whether an operation on a remote file system may succeed later: what its libraries raise is of many
-    kinds.
-    """
+    """Return whether an operation on a remote file system may succeed later: its libraries raise many kinds."""
     if isinstance(error, OSError):
         return is_transient(error)
     return not isinstance(error, LASTING) and type(error).__name__ not in _OF_CREDENTIALS

@@ -57,11 +57,9 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Situation:
-    """A situation is what "auto" decides by. `model_bytes` of parameters, `memory_bytes` of one device; None is
-    unknown.
+    """A situation is what "auto" decides by. `model_bytes` of parameters, `memory_bytes` of a device; None: unknown.
 
-    `may_grow` says that the job is on several hosts, which may come and go: what it trains with must not depend on how
-    many are there.
+    `may_grow` says that hosts may come and go: what the job trains with must not depend on how many are there.
     """
 
     num_ranks: int

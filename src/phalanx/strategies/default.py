@@ -12,9 +12,7 @@ from phalanx.strategies.strategy import Strategy
 
 
 class DefaultStrategy(SingleDeviceStrategy):
-    """`get_strategy` returns it where no strategy is in scope: it is this process alone, also where that is one of
-    several.
-    """
+    """`get_strategy` returns it where no strategy is in scope: it is this process alone, even one of several."""
 
     def __init__(self) -> None:
         Strategy.__init__(self, Job(0, 1, 0, torch.device("cpu")), num_replicas=1, replica=0)

@@ -11,8 +11,7 @@ from phalanx.checkpoint.peers import Peers
 
 
 class EachRank:
-    """It is what each rank has for itself, as one part of a checkpoint: ranks go on with the same bits, each with its
-    own.
+    """It is what each rank has for itself, as one part of a checkpoint: ranks go on with the same bits, each its own.
 
     If another number of ranks loads it, all go on from what rank 0 had.
     """

@@ -97,9 +97,7 @@ class PipelineStrategy(Strategy):
         return self._pipe().clip_grad_norm_(max_norm)
 
     def evaluate(self, *inputs: Any) -> Any:
-        """Return the model's result on the rank of the last stage; None on the others. All ranks of a pipeline call
-        it.
-        """
+        """Return the model's result on the rank of the last stage, else None. All ranks of a pipeline call it."""
         with torch.no_grad(), self.autocasting():
             return self._pipe()(*inputs)
 

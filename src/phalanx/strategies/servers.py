@@ -173,8 +173,7 @@ class ServedOptimizer(Optimizer):
         self._pull()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Have the servers train one more group of the model's parameters, with the first trainer's values. All
-        trainers call it.
+        """Have the servers train one more group of parameters, with the first trainer's values. All trainers call it.
 
         Raises:
             ValueError: a tensor is no parameter of the model.

@@ -121,9 +121,7 @@ def local_world_size(job: Job) -> int:
 
 
 def find_world(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of ranks in the job that this process was launched in, and on this host; 1 and 1 without a
-    launcher.
-    """
+    """Return the number of ranks of the job in which this process runs, and on this host; 1, 1 without a launcher."""
     launch = find_launch(environ)
     sizes = [environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     if sizes[0].isdecimal():

@@ -116,9 +116,7 @@ class Strategy(Inputs, ABC):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Build models here: alike on all ranks, on this rank's device. `get_strategy()` is this one. All ranks enter
-        it.
-        """
+        """Build models here: alike on all ranks, on this rank's device, for `get_strategy()`. All ranks enter it."""
         with entered(self), same_random_state(self.training_group), self.device:
             yield
 
@@ -239,9 +237,7 @@ class Strategy(Inputs, ABC):
         return torch.autocast(self.device.type, dtype=self._autocast)
 
     def sync_buffers(self) -> None:
-        """Give every replica, before an evaluation, the first one's buffers (statistics of BatchNorm). All ranks call
-        it.
-        """
+        """Give every replica, before an evaluation, the first one's buffers (as BatchNorm's). All ranks call it."""
         if self._broadcasts_buffers and self.process_group is not None:
             broadcast_tensors(self.bare_model.buffers(), self.process_group)
 

@@ -13,7 +13,5 @@ def world() -> dist.ProcessGroup | None:
 
 
 def has_or_may_get_others() -> bool:
-    """Return whether there are several ranks, or this is one of a job on several hosts, of which others may come
-    later.
-    """
+    """Return whether there are several ranks, or this is one of a job on several hosts, where others may come."""
     return world() is not None or (dist.is_initialized() and rendezvous.agents_key() is not None)

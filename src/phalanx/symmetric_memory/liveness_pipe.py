@@ -22,9 +22,7 @@ MOST_RANKS = 250  # Linux hands over 253 descriptors at once: two memories, a ra
 
 
 def needs_liveness_pipes(processes: Sequence[ProcessId]) -> bool:
-    """Return whether these processes of one host need pipes to hear of each other's end. All of them get the same
-    answer.
-    """
+    """Return whether these processes of one host need pipes to notice each other's end; the same for all."""
     return len(processes) > 1 and not can_watch_each_other(processes)
 
 
@@ -39,9 +37,7 @@ def why_unwatched(processes: Sequence[ProcessId]) -> str:
 
 
 class LivenessPipes:
-    """They are one rank's ends of the pipes, its own last in `fds`. The ends are copied: the caller keeps what it
-    gave.
-    """
+    """They are one rank's ends of the pipes, its own last in `fds`. The ends are copied: the caller keeps its own."""
 
     def __init__(self, fds: Sequence[int], rank: int) -> None:
         with contextlib.ExitStack() as undo:

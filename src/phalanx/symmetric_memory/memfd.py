@@ -40,8 +40,7 @@ class Sparse:
 
 @contextlib.contextmanager
 def memory(name: str, nbytes: int) -> Iterator[int]:
-    """Yield `nbytes` of anonymous memory that can be written, for as long as a process has the descriptor open or
-    mapped.
+    """Yield `nbytes` of anonymous writable memory, which lives while a process has the descriptor open or mapped.
 
     Raises:
         PhalanxError: there is neither a memfd nor a folder with room; the message says of each why not.

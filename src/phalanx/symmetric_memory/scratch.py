@@ -48,9 +48,7 @@ class Scratch:
 
 
 def take_scratch(heap_bytes: int, allocate: Callable[[int], Tensor]) -> Scratch:
-    """Return a scratch in a quarter of a heap, of which `allocate` takes so many bytes. All ranks call it, as they call
-    that.
-    """
+    """Return a scratch in a quarter of a heap, of which `allocate` takes so many bytes. All ranks call both."""
     try:
         piece = allocate(min(_LARGEST_BYTES, heap_bytes // 4))
     except PhalanxError:  # on all ranks: memory in a file system is reserved, and there is not as much

@@ -36,9 +36,7 @@ _Inode = str
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot is what this process held at one moment. Without Linux only Python's threads and variables are
-    seen.
-    """
+    """A snapshot is what this process held at one moment. Without Linux it has only Python's threads and variables."""
 
     processes: dict[int, str]
     threads: frozenset[str]

@@ -88,9 +88,7 @@ class Host:
         self._queue("received", *(self.bucket if self.both_ways else ()))
 
     def _queue(self, way: str, *words: str) -> None:
-        """Have packets wait as `tc` says, which the host sends, or which the switch sends to it; without words, none
-        waits.
-        """
+        """Have packets wait as `tc` says that the host sends, or that the switch sends to it; no words, no wait."""
         device = ["-n", self.name, "qdisc", "replace", "dev", "eth0"]
         if way == "received":
             device = ["-n", self.switch, "qdisc", "replace", "dev", self.port]

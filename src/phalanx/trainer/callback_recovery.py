@@ -28,8 +28,7 @@ class CallbackRecovery:
             self._kept = state.epoch, pickle.dumps(callbacks.state_dict())
 
     def agree(self, callbacks: CallbackStates, state: elastic.State) -> None:
-        """Bring the callbacks to where they were behind the latest step, where training begins or goes on. All ranks
-        call it.
+        """Bring the callbacks to the latest step, where training begins or goes on. All ranks call it.
 
         A rank that has come, or did not get to the end of that step's `on_step_end`, takes what another one has.
         """

@@ -48,8 +48,7 @@ def agree_on_seeds(state: elastic.State, strategy: Strategy) -> None:
 def seed_of_replica(seeds: tuple[int, ...], replica: int) -> int:
     """Return the seed of a replica, which may be one that came later.
 
-    Where the script has seeded all replicas alike, they may share out one order among themselves: so a new one has the
-    same seed.
+    Where the script has seeded all replicas alike, they may share out one order: so a new one has the same seed.
     """
     if replica < len(seeds):
         return seeds[replica]

@@ -23,8 +23,7 @@ _logger = get_logger(__name__)
 
 
 class FitDisplay:
-    """`FitDisplay` shows where a fit goes on from, its epochs, its validations and why it ended; a line each, on rank
-    0.
+    """`FitDisplay` shows where a fit goes on from, its epochs, its validations and why it ended, on rank 0.
 
     Cost: an addition on the loss's device for each batch. The sum is read when a line is drawn; on a CPU each loss is
     read at once, to name the step whose loss is no number.

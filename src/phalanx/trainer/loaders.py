@@ -149,9 +149,7 @@ class FitLoader:
         return count, count
 
     def _all_have(self, has: bool) -> bool:
-        """Return whether all replicas have a batch: if their numbers may differ, the first that has none ends the
-        epoch.
-        """
+        """Return whether all replicas have a batch: if their numbers may differ, the first without ends the epoch."""
         group = self._strategy.training_group
         if not self.is_own or group is None:
             return has
@@ -167,9 +165,7 @@ class FitLoader:
     # -- validation ----------------------------------------------------------------------------------------------------
 
     def validation_batches(self, most: int | None) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches, at most `most`, and whether they count: if ranks must evaluate together, those with fewer
-        repeat one.
-        """
+        """Yield the batches, at most `most`, and whether they count: a rank with fewer repeats one to keep pace."""
         together = self._strategy.evaluates_together and self._strategy.training_group is not None
         if self.sampler is not None:
             mine = len(self.loader) if most is None else min(len(self.loader), most)

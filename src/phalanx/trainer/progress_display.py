@@ -94,9 +94,7 @@ class Progress(Generic[T]):
         self._page.count(loop, round(self._samples) - before)
 
     def update(self, **values: SupportsFloat) -> None:
-        """Show these numbers from now on, for example `update(loss=loss)`; a tensor of one element is read when the
-        line is drawn.
-        """
+        """Show these numbers from now on, as `update(loss=loss)`; a tensor of one element is read when it is drawn."""
         for name, value in values.items():
             self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
 

@@ -13,9 +13,7 @@ Resume = Literal["latest", "best"]
 
 @dataclass(frozen=True)
 class Saves:
-    """`Saves` saves a checkpoint each `steps` updates, or each `epochs` epochs, and after each epoch that is among the
-    best.
-    """
+    """`Saves` saves a checkpoint each `steps` updates, or each `epochs` epochs, and after each of the best epochs."""
 
     steps: int | None = None
     epochs: int | None = 1

@@ -24,9 +24,7 @@ Metric = Callable[[Any, Any], Tensor] | SummedMetric
 
 
 class Validation:
-    """`Validation` measures `model` for a `Trainer`: with `loss`, that and `metrics`; else what its `validation_step`
-    returns.
-    """
+    """`Validation` measures `model` for a `Trainer`: `loss`, if any, and `metrics`; else its `validation_step`."""
 
     def __init__(
         self,
@@ -68,9 +66,7 @@ class Validation:
                 raise ValueError(f"{who}: {wanted!r} is no metric of the validation: {sorted(names)}")
 
     def measure(self, loader: Loaders) -> dict[str, float]:
-        """Return the loss and the metrics. All ranks call it. With several loaders by name, the names are
-        "name/metric".
-        """
+        """Return the loss and the metrics. All ranks call it. Several loaders make names like "name/metric"."""
         if isinstance(loader, Mapping):
             measured = {name: self.measure(one) for name, one in loader.items()}
             return {f"{name}/{metric}": value for name, of in measured.items() for metric, value in of.items()}

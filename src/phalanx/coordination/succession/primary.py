@@ -14,9 +14,7 @@ from phalanx.coordination.succession.voter import Accepted, Refused, Reply
 
 @dataclass(frozen=True)
 class Primary:
-    """A `Primary` has a config in force, `committed`; `proposed` comes into force once enough have accepted it
-    (`accepted_by`).
-    """
+    """A `Primary` has a config in force, `committed`; `proposed` replaces it once enough accept it (`accepted_by`)."""
 
     committed: Config
     proposed: Config | None = None

@@ -24,8 +24,7 @@ class EtcdLogin:
 def find_login(user: str, variables: Mapping[str, str]) -> EtcdLogin | None:
     """Return the login of a user, or of ETCDCTL_USER where the address names none; None where neither does.
 
-    The password is looked for in the file of PHALANX_WITNESS_PASSWORD_FILE, in ETCDCTL_PASSWORD, and behind a colon in
-    ETCDCTL_USER.
+    The password is that of PHALANX_WITNESS_PASSWORD_FILE's file, of ETCDCTL_PASSWORD, or behind ETCDCTL_USER's colon.
 
     Raises:
         CoordinationError: there is a user, and no password.

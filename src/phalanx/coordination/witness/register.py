@@ -13,9 +13,7 @@ _ANSWER_S = 2.0
 
 
 class Register(Protocol):
-    """`Register` has values by name outside the job. Each method raises PhalanxError or OSError where it can't be
-    reached.
-    """
+    """`Register` has values by name outside the job. Each method raises PhalanxError or OSError if unreachable."""
 
     is_durable: bool
     """Whether it still has its values when it was started again."""

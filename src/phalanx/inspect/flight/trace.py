@@ -13,8 +13,7 @@ from phalanx.diagnostics.observer import GroupLog, RankLog
 
 
 def plan_trace(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], taken_ns: int) -> dict[str, Any]:
-    """Return the trace as plain data. An operation that never returned lasts until its process ended, or until
-    `taken_ns`.
+    """Return the trace as plain data. An operation that never returned lasts until its process's end, or `taken_ns`.
 
     Messages of one group can overlap in time, as bars of one thread must not: they get further threads.
     """

@@ -3,8 +3,7 @@
     command ──{"kind": "snapshot"}──▶ agent
     command ◀──description (a file), the ranks' stacks, the groups' control memory, the ranks' pages── agent
 
-The description travels as a file because it may be longer than a socket takes at once; the descriptors in several
-messages.
+The description is a file because it may be longer than a socket takes at once; descriptors go in several messages.
 """
 
 from __future__ import annotations
@@ -126,9 +125,7 @@ def answer_others(channel: Channel, told: Sequence[Told]) -> None:
 
 
 def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Told]:
-    """Return what `phalanx stacks`, or the command `what`, would say on each other host of the job; an empty list if
-    none answers.
-    """
+    """Return what `phalanx stacks`, or the command `what`, would say on each other host of the job that answers."""
     deadline = Deadline.after(timeout_s)
     try:
         with closing(connect(name, timeout_s)) as channel:

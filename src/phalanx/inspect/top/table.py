@@ -121,9 +121,7 @@ def table(job: JobView, width: int | None, *, slowest_first: bool = False) -> tu
 
 
 def page(job: JobView, width: int, height: int, *, offset: int = 0, slowest_first: bool = False) -> list[Text]:
-    """Return a screen of `height` lines: the summary, and as many rows from `offset` on as fit; a line says which rows
-    they are.
-    """
+    """Return a screen of `height` lines: the summary, as many rows from `offset` on as fit, and which these are."""
     above = [part for line in summary(job) for part in _wrap(line, width)]
     if len(above) > height // 2:  # the ranks need room, too
         above = [_fit(line, width) for line in summary(job)][: max(1, height // 2)]

@@ -53,9 +53,7 @@ class Watch:
         return view(hosts, add(measured for _, measured in self._measured), notes)
 
     def look_once(self) -> JobView:
-        """Return the job after several looks: processors are measured between looks, and recorders may hold a moment
-        only.
-        """
+        """Return the job after several looks: processors are measured between, and recorders may hold a moment only."""
         seen = self.look()
         for number in range(_MORE_LOOKS):
             is_long = seen.span_s * 1e9 >= _ENOUGH_NS and number >= _LEAST_MORE_LOOKS

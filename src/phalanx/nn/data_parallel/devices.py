@@ -43,9 +43,7 @@ def check_output_device(output_device: DeviceId | None) -> None:
 
 
 def name_accelerators(device_ids: int | Sequence[DeviceId] | None, output_device: DeviceId | None) -> bool:
-    """Return whether the arguments mean accelerators, on a machine that has one: all do, except those that name the
-    CPU.
-    """
+    """Return whether the arguments mean accelerators, on a machine with one: all do but those that name the CPU."""
     if isinstance(device_ids, int):
         return False  # a number of replicas, which is not in PyTorch's interface
     named = [*(device_ids or ()), *(() if output_device is None else (output_device,))]

@@ -13,8 +13,7 @@ from phalanx.nn.data_parallel.containers import rebuild, rebuild_dict
 
 
 def gather(outputs: Sequence[Any], dim: int) -> Any:
-    """Return one output in the form of each of `outputs` (one per replica): tensors are joined along `dim`, None stays
-    None.
+    """Return one output in the form of each of `outputs` (one per replica): tensors joined along `dim`, None kept.
 
     Scalars become a vector with an entry per replica, and a warning says so.
 

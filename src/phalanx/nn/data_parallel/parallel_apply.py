@@ -40,8 +40,7 @@ _storage_use_count: Any = find(
 def parallel_apply(
     module: nn.Module, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
 ) -> list[Any]:
-    """Return the output of each of `replicas` of `module` on its arguments, with gradients for `module` and the
-    arguments.
+    """Return the output of each of `replicas` of `module` on its arguments, with gradients for both.
 
     Raises:
         Exception: what a replica raised, in its class, with the replica's number.

@@ -20,8 +20,7 @@ def replicate(module: nn.Module, num_replicas: int) -> list[nn.Module]:
     Parameters share the memory of the module's; where gradients are wanted each replica has leaves of its own in it.
     Replica 0 has the module's buffers, the others have copies. What is tied stays tied.
 
-    Cost: a Python object per submodule, and per parameter that is trained; a copy of the buffers for each replica but
-    the first.
+    Cost: a Python object per submodule and trained parameter; a copy of the buffers for each replica but the first.
 
     Raises:
         TypeError: a submodule is what torch.compile returns.

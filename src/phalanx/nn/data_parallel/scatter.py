@@ -10,8 +10,7 @@ from phalanx.nn.data_parallel.containers import map_tensors, tensors_in
 
 
 def scatter(value: Any, num_replicas: int, dim: int) -> list[Any]:
-    """Return `value` once for each replica, with a part of each tensor in the tensor's place; at most `num_replicas`
-    times.
+    """Return `value` once per replica, with a part of each tensor in its place; at most `num_replicas` times.
 
     Tensors are cut along `dim` as `torch.chunk` cuts them: into equal parts, the last one perhaps smaller, and into
     fewer parts than there are replicas when the batch is too small. Tuples, lists and dicts are copied; everything
