@@ -61,11 +61,13 @@ class Trainer:
     job goes on when ranks are lost (`phalanx docs elastic`).
 
     Arguments:
+        model: the plain model on any device; the strategy wraps and moves it.
         optimizer: a new one over the model's parameters, or a function that makes one of parameters.
         loss: of the model's result and the target: the mean over the samples. Without it `model.training_step(batch)`
             returns the loss, and `model.validation_step(batch)` a dict of metrics.
         strategy: one of `phalanx.strategies`, or its name.
-        max_epochs, max_steps: where it ends, whichever comes first; steps are updates.
+        max_epochs: how often to go through the data.
+        max_steps: end after so many updates, if that comes before `max_epochs`.
         scheduler: of the optimizer, or a function that makes one of it (where the strategy makes the optimizer anew).
         scheduler_interval: whether it steps with the epoch or with each update.
         accumulate: batches to an update; the gradient is that of all of them together, by samples.
