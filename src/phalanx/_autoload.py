@@ -1,7 +1,6 @@
 """`import torch` runs this when Phalanx is installed: it registers the backend's name, and loads nothing.
 
-PyTorch calls `register` through the `torch.backends` entry point. Programs that never ask for the backend pay for one
-dictionary entry.
+PyTorch calls `register` through the `torch.backends` entry point; programs without the backend pay for a dict entry.
 """
 
 from __future__ import annotations

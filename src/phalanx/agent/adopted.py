@@ -60,8 +60,7 @@ class Adopted:
         signal_children([pid for pid, rank in self._ranks.items() if rank in wanted], signum, group=group)
 
     def reap(self, zygote: int) -> Iterator[AdoptedExit]:
-        """Yield the ends of adopted ranks that have ended. The child `zygote` is not reaped here: its own parent object
-        waits for it.
+        """Yield the ends of adopted ranks that have ended. The child `zygote` is not reaped: its parent object does it.
 
         What a rank that failed leaves in its process group is killed; orphans are buried.
         """

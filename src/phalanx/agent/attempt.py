@@ -118,9 +118,7 @@ class Attempt:
         link.attach(self)
 
     def _make_loop(self) -> EventLoop:
-        """Return the loop. The order of its sources matters: reports come before exits, and all that was said before
-        ends.
-        """
+        """Return the loop. The order of its sources matters: reports come before exits, and messages before ends."""
         host, links = self.host, self.links
         return EventLoop(
             host.watch_signals(self.on_signal),
@@ -383,9 +381,7 @@ class Attempt:
             self.numbers.close_stores_before(min(generations, default=0))
 
     def begin_generation(self, begun: BeginGeneration) -> None:
-        """Do this host's part of a generation: fork the processes that are missing here, and tell the others their
-        ranks.
-        """
+        """Do this host's part of a generation: fork the processes missing here, and tell the others their ranks."""
         self.link.begin_generation(begun)
         part = self.numbers.begin(begun)
         if part is None:

@@ -12,8 +12,7 @@ _DEVICES = "/dev/nvidia"
 
 
 def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str:
-    """Return what shows that CUDA has been initialised, from a process's modules and the targets of its descriptors; or
-    "".
+    """Return what shows that CUDA is initialised, from a process's modules and its descriptors' targets; or "".
 
     The driver opens its devices in cuInit, whoever calls that, and torch says so of itself; asking initialises nothing.
     """
@@ -40,9 +39,7 @@ def close_devices() -> None:
 
 
 def describe(use: str, *, preloads: bool) -> str:
-    """Return the message for the user. `preloads`: it happened while torch was imported early, without which the job
-    can run.
-    """
+    """Return the message for the user. `preloads`: it happened while torch was imported early, which is optional."""
     suspects = _plugins()
     who = f" Suspects: {', '.join(suspects)}." if suspects else ""
     said = (

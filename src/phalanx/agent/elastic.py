@@ -149,9 +149,7 @@ class Elastic:
         return member is not None and member.pid == pid and self.active
 
     def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
-        """Process an exception that nobody caught in a rank, which is about to end; return None if it is an ordinary
-        failure.
-        """
+        """Process an exception that nobody caught in a rank, which is ending; return None for an ordinary failure."""
         if not self.claims(report.rank, report.pid):
             return None
         self.members[report.rank].report = report
@@ -159,9 +157,7 @@ class Elastic:
         return []
 
     def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
-        """Process the end of a rank's process; return None if nothing special follows (it ended well, or the job is not
-        elastic).
-        """
+        """Process the end of a rank's process; return None if nothing follows (it ended well, or is not elastic)."""
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid:
             return None
@@ -199,9 +195,7 @@ class Elastic:
             self._killed_early_at = exit.at
 
     def on_unforked(self, seat: int, why: str, now: float) -> list[ElasticAction] | None:
-        """Process the system's refusal to start a process for a seat; return None if it was one of the first
-        processes.
-        """
+        """Process the system's refusal to start a process for a seat; return None if it was one of the first."""
         if not self.generation.number or seat in self.members:
             return None
         self._refuses_forks = True
@@ -261,9 +255,7 @@ class Elastic:
         return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
 
     def _finish(self) -> list[ElasticAction]:
-        """Continue as an ordinary job: nobody is killed for being silent, and a rank that waits for others is
-        refused.
-        """
+        """Continue as an ordinary job: nobody is killed for silence, and a rank that waits for others is refused."""
         self.finished = True
         self._due = {}
         self._plan_due()
@@ -351,9 +343,7 @@ class Elastic:
         return ""
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
-        """Decide what follows from the losses, once no rank is about to end, so that one decision covers all of
-        them.
-        """
+        """Decide what follows from the losses, once no rank is about to end, so that one decision covers all."""
         if any(member.report is not None for member in self.members.values()):
             return []
         if not any(member.holds_state for member in self.members.values()):
@@ -391,9 +381,7 @@ class Elastic:
         ]
 
     def _fail(self, why: str) -> list[ElasticAction]:
-        """Fail the job because of the ranks that were lost; if none was, because of the error with which each rank left
-        its group.
-        """
+        """Fail the job because of the ranks that were lost; if none, because of the error that each rank left with."""
         told = [] if self._exits or self._gone else [refuse(member.seat, why) for member in self.members.values()]
         return [*told, self.give_up()]
 

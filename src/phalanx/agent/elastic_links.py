@@ -67,8 +67,7 @@ class ElasticLinks:
             self._links[fd].channel.send_some()
 
     def read(self, fd: int) -> list[tuple[int, int, dict[str, Any]]]:
-        """Return the messages that have come on `fd`, each with seat and process. A connection that has ended is
-        closed.
+        """Return the messages that have come on `fd`, each with seat and process. Close a connection that has ended.
 
         A message that is malformed, because the script has found the descriptor, is ignored.
         """

@@ -23,8 +23,7 @@ RANK_VARIABLES = (
 
 @dataclass(frozen=True)
 class Place:
-    """A `Place` says which ranks of a job are on this host: `num_ranks` from `first_rank` on, on host `node` of
-    `num_nodes`.
+    """A `Place` says which ranks of a job are on this host: `num_ranks` from `first_rank` on, on host `node`.
 
     The ranks of this host's role have numbers of their own over all hosts, from `first_role_rank` on.
     """
@@ -56,8 +55,7 @@ def describe_ranks(place: Place) -> str:
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """A `JobEnvironment` is what all ranks of one attempt on one host have in common. `store` and `agent` are empty
-    outside Linux.
+    """A `JobEnvironment` is what all ranks of an attempt on a host share. `store` and `agent` are empty outside Linux.
 
     `run` tells this job from any other, on all its hosts: two jobs may have been given one `run_id`.
     """
@@ -156,8 +154,7 @@ _MALLOC = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=10
 def plan_zygote_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
     """Return what the ranks inherit, without any launcher's variables, and without the job's key.
 
-    OMP_NUM_THREADS is `threads`, and glibc's allocator keeps freed memory for the next step, unless the user set
-    OMP_NUM_THREADS or GLIBC_TUNABLES.
+    OMP_NUM_THREADS is `threads`, and glibc's allocator keeps freed memory, unless the user set either's variable.
     """
     variables = {name: value for name, value in environment.items() if name not in (*RANK_VARIABLES, KEY_VARIABLE)}
     variables.setdefault("OMP_NUM_THREADS", str(threads))

@@ -30,9 +30,7 @@ class ErrorFiles:
         self._attempt = ""
 
     def begin(self, attempt: int, num_ranks: int) -> None:
-        """Make the folders for so many ranks, which are about to start; if they cannot be made, the ranks write no
-        error files.
-        """
+        """Make the folders for so many ranks, about to start; if that fails, the ranks write no error files."""
         self._attempt = os.path.join(self._folder, f"{_ATTEMPT}{attempt}") if self._folder else ""
         try:
             for local_rank in range(num_ranks if self._attempt else 0):

@@ -120,9 +120,7 @@ class Failure:
 
     @property
     def code(self) -> int:
-        """Return the exit code that a shell would show: 128 + n for signal n; 1 for a reported rank that had to be
-        killed.
-        """
+        """Return the exit code that a shell would show: 128 + n for signal n; 1 for a reported rank that was killed."""
         if self.exit is None or (self.report is not None and self.exit.status == -signal.SIGKILL):
             return 1
         # a process can end with 0 after its exception (os._exit in a hook): it has failed all the same
@@ -210,9 +208,7 @@ def describe_failures(
 
 
 def _fold(failures: Sequence[Failure]) -> list[tuple[list[int], str]]:
-    """Return each group of ranks with what it says; ranks that say the same at one place, apart from numbers, are one
-    group.
-    """
+    """Return each group of ranks with what it says; ranks that say the same at one place, but for numbers, are one."""
     folded: dict[tuple[bytes, str], tuple[list[int], list[str]]] = {}
     for failure in failures:
         text, said = summarise(failure), failure.report.summary if failure.report is not None else ""

@@ -14,9 +14,7 @@ _MAX_ENDED = 64  # it keeps the logs of so many groups whose memory was closed
 
 
 class Flights:
-    """`Flights` holds the memory of at most `MAX_OBSERVED` groups, and for a while the logs of groups that are over or
-    too old.
-    """
+    """`Flights` holds the memory of at most `MAX_OBSERVED` groups, and for a while the logs of ended or older ones."""
 
     def __init__(self) -> None:
         self._observed: list[Observer] = []

@@ -4,8 +4,7 @@ TMPDIR stays the user's: what a script writes there may be meant to last, and co
 the sockets that multiprocessing makes for a process, and removes at its orderly end, come in here, and our own, which
 have a name for the moment in which they are made: a rank that is killed in it leaves the name.
 
-The agent removes it at the end; the zygote does, when the agent was killed; the next job of this user does, when both
-were.
+The agent removes it at the end; if it was killed, the zygote does; if both were, this user's next job does.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ _MAX_TRIES = 100
 
 
 class JobFolder:
-    """A `JobFolder` is made and locked at construction; `path` is empty if none can be made, and the job runs
-    without.
-    """
+    """A `JobFolder` is made and locked at construction; `path` is empty if none can be made; the job runs without."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.path, self._lock = "", -1
@@ -93,9 +90,7 @@ _of_this_rank = ""
 
 
 def find_job_folder() -> str | None:
-    """Return, in a rank, the folder of its job on this host, which is removed whatever becomes of the rank; None
-    elsewhere.
-    """
+    """Return, in a rank, the folder of its job on this host, which is removed whatever becomes of the rank, or None."""
     return _of_this_rank or None
 
 

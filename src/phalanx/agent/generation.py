@@ -58,9 +58,7 @@ class ArrivedHost:
 
 @dataclass(frozen=True)
 class HostPart:
-    """A `HostPart` is a host in a generation: `seats[local_rank]`; those in `forked` get a new process, with their
-    ranks.
-    """
+    """A `HostPart` is a host in a generation: `seats[local_rank]`; those in `forked` get a new process."""
 
     member: int
     seats: tuple[int, ...]
@@ -149,9 +147,7 @@ class Seating:
         return Seating(tuple(hosts), self.vacated)
 
     def take_in(self, candidate: ArrivedHost) -> Seating:
-        """Return the seating with one more host: in its own seats if it comes back, else in vacated ones of its size,
-        else behind all.
-        """
+        """Return the seating with one more host: in its own seats if it comes back, in vacated ones, or behind all."""
         fits = [left for left in self.vacated if left.num_seats == candidate.num_ranks]
         own = [left for left in fits if left.name == candidate.name and candidate.name]
         chosen = next(iter(own or fits), None)

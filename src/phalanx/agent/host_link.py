@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 class HostLink:
-    """A `HostLink` leads nowhere: it is the link of a job on one host. The links of a job on several hosts derive from
-    it.
+    """A `HostLink` leads nowhere: it is the link of a job on one host. Links of a job on several derive from it.
 
     An attempt asks its link what there is to decide with, tells it what happens to the ranks of this host, and has it
     do for the ranks of other hosts what it does for its own.
@@ -78,9 +77,7 @@ class HostLink:
         """Handle the descriptors that are ready, in each turn of the loop."""
 
     def create_store(self) -> tuple[int | None, str]:
-        """Return a descriptor, which the caller owns, of the store in which the ranks meet, and the value of
-        PHALANX_STORE.
-        """
+        """Return a descriptor, which the caller owns, of the store where the ranks meet, and PHALANX_STORE's value."""
         store = create_store()
         return store, "" if store is None else f"/proc/{os.getpid()}/fd/{store}"
 

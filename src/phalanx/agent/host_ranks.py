@@ -61,9 +61,7 @@ class HostRanks:
         numbers: RankNumbers,
         listener: Listener,
     ) -> None:
-        """Make them. `state` and `elastic` say whom to fork and whose loss the job survives; `numbers` says what a rank
-        is told.
-        """
+        """Make them. `state` and `elastic` say whom to fork and whose loss the job survives; `numbers` names ranks."""
         self._plan = plan
         self._host = host
         self._place = place
@@ -204,9 +202,7 @@ class HostRanks:
             self._listener.on_own_report(replace(report, error_file=path))
 
     def read_error_file(self, rank: int, pid: int, status: int, at: float) -> None:
-        """Read the error file of a process that could not report its failure to us, below a shell script for
-        example.
-        """
+        """Read the error file of a process that could not report its failure to us, as below a shell script."""
         path = self._host.errors.find(rank - self._place.first_rank)
         if status == 0 or not path or pid in self._reported:
             return
@@ -297,9 +293,7 @@ class HostRanks:
         self._reap_adopted()
 
     def on_child_signal(self) -> None:
-        """Handle a SIGCHLD: an adopted rank has ended, or somebody has stopped the zygote. (Its end shows on its
-        socket.)
-        """
+        """Handle a SIGCHLD: an adopted rank ended, or somebody stopped the zygote. (Its end shows on its socket.)"""
         if self._host.adopted.used:
             self._reap_adopted()
         if self._host.zygote.was_stopped():

@@ -293,9 +293,7 @@ def _find_orderly_code(state: Supervision) -> int:
 
 
 def _hand_up_error(plan: JobPlan, first: Failure) -> None:
-    """Write what the first failed rank left in its error file to the file that a scheduler has named for this
-    command.
-    """
+    """Write what the first failed rank left in its error file to the file that a scheduler named for this."""
     own = plan.environ.get(VARIABLE)
     if own and first.report is not None and first.report.error_file:
         hand_up(first.report.error_file, own, first.exit.status if first.exit is not None else 1)

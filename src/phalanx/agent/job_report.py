@@ -71,9 +71,7 @@ class JobReport:
     def add_attempt(
         self, state: Supervision, losses: Sequence[LostRank], world_size: int, hosts: Mapping[str, tuple[float, float]]
     ) -> None:
-        """Add an attempt that has ended: its failures, its losses, and of other hosts their clocks and the speed of a
-        core's copies.
-        """
+        """Add an ended attempt: its failures, its losses, and other hosts' clocks and a core's copying speed."""
         self._state = state
         self.record = replace(
             self.record,

@@ -9,9 +9,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Pinning:
-    """A `Pinning` is the threads per rank, and each rank's cores; with an empty tuple a rank runs wherever the agent
-    may.
-    """
+    """A `Pinning` is the threads per rank, and each rank's cores; an empty tuple lets a rank run on all the agent's."""
 
     threads: int
     cpus: tuple[tuple[int, ...], ...]

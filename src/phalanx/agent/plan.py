@@ -37,9 +37,7 @@ class JobPlan:
     begun: float = field(default_factory=time.monotonic)
 
     def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> JobEnvironment:
-        """Return what the ranks of one attempt have in common; take a port that is free now, unless one was asked
-        for.
-        """
+        """Return what the ranks of one attempt have in common; take a port that is free now, unless one was set."""
         settings = self.settings
         columns = None
         if self.terminal:

@@ -16,9 +16,7 @@ from phalanx.agent.plan import JobPlan
 
 
 class RankNumbers:
-    """`RankNumbers` knows a process by the rank that it was started with (its seat); in some generations it is another
-    rank.
-    """
+    """`RankNumbers` knows a process by the rank it was started with (its seat); generations may renumber it."""
 
     def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink) -> None:
         self._plan = plan

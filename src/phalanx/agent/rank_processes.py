@@ -14,9 +14,7 @@ _MAX_DUMP_BYTES = 1 << 16
 
 
 class RankProcesses:
-    """`RankProcesses` keeps processes by rank: the number that each was started with. It holds two descriptors for
-    each.
-    """
+    """`RankProcesses` keeps processes by rank: the number that each started with. It holds two descriptors each."""
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}

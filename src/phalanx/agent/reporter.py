@@ -108,8 +108,7 @@ def format_own_lines(error: BaseException) -> str:
 
 
 def find_place(error: BaseException) -> str:
-    """Return the place of the innermost line of the traceback that is the user's own, such as `train.py:88`; empty if
-    there is none.
+    """Return the place of the traceback's innermost line that is the user's own, as `train.py:88`, or "".
 
     What was raised inside of a library is placed where the user called it: that is the line to look at first, and the
     traceback shows the rest.

@@ -14,9 +14,7 @@ _next_store = 0
 
 
 def create_scratch(name: str) -> int:
-    """Return a file without a name which a rank writes, and which we read when it cannot report any more; each write
-    appends.
-    """
+    """Return a file without a name which a rank writes, and we read when it can't report; each write appends."""
     if sys.platform != "linux":
         return os.open(os.devnull, os.O_RDWR)
     fd = create(name)
@@ -25,8 +23,7 @@ def create_scratch(name: str) -> int:
 
 
 def create_store() -> int | None:
-    """Return a file without a name, which the ranks open through this process; it ends with this process, and opens no
-    port.
+    """Return a file without a name, which the ranks open through this process; it ends with it and opens no port.
 
     The number of its descriptor is never used for anything but stores: the end of torch's FileStore, which Python's
     collector may put off by several generations, opens the path once more to count itself out. It must not find a pipe

@@ -17,8 +17,7 @@ USAGE_EXIT_CODE = 2
 
 @dataclass(frozen=True)
 class Settings:
-    """`Settings` is a job as it was asked for. `nproc` is a number or a word: auto, cpu, gpu. `rendezvous` is None on
-    one host.
+    """`Settings` is a job as asked for. `nproc` is a number or a word: auto, cpu, gpu. `rendezvous`: None on one host.
 
     `run_id` is empty where none was given. `env` are variables for the ranks of all hosts: a value, or None for the one
     here. `local_rank_argument`: the target gets its local rank as its first argument,

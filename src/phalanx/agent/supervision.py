@@ -116,9 +116,7 @@ class Supervision:
         return decide_failures(self.exits, self.reports, self.sent, self.lost)
 
     def is_stopped_by_user(self, report: Report) -> bool:
-        """Return whether a rank reports nothing but the end that the user has asked for: by Ctrl-C, or by a peer's
-        end.
-        """
+        """Return whether a rank reports only the end that the user asked for: by Ctrl-C, or by a peer's end."""
         return self.interrupted is not None and not {"KeyboardInterrupt", "PeerLostError"}.isdisjoint(report.types)
 
     def on_started(self, rank: int) -> None:
@@ -130,9 +128,7 @@ class Supervision:
         self.abandoned.add(rank)
 
     def on_lost(self, rank: int) -> None:
-        """Note that the process of `rank` has ended and an elastic job goes on; what it had reported counts as no
-        failure.
-        """
+        """Note that `rank`'s process has ended and an elastic job goes on; its earlier report counts as no failure."""
         self.reports.pop(rank, None)
 
     def on_retired(self, rank: int) -> None:

@@ -44,9 +44,7 @@ class Target:
 
 
 def find_local_rank_flag(target: Target) -> str:
-    """Return the option by which `target` reads its local rank, in its own spelling: with an underscore if it knows
-    only that.
-    """
+    """Return the option by which `target` reads its local rank, in its spelling: underscored if that is known alone."""
     source = _read_source(target)
     only_underscore = b"--local_rank" in source and b"--local-rank" not in source
     return "--local_rank" if only_underscore else "--local-rank"
@@ -186,9 +184,7 @@ def _which(name: str, path: str | None = None) -> str | None:
 
 
 def _find_module_problem(name: str, python_path: str) -> str | None:
-    """Return why a module cannot be found; only its top package is looked for, since looking further would import
-    it.
-    """
+    """Return why a module cannot be found; only its top package is sought, since more would import it."""
     if name == "__main__" or not all(part.isidentifier() for part in name.split(".")):
         return f"module {name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
     if name.endswith(".py") and os.path.isfile(name):  # a module's name, too, if it lies in a package

@@ -10,9 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says how a job ended. `failed_rank` is the first cause, -1 without one; `text` has the agent's words
-    for a user.
-    """
+    """A `Verdict` says how a job ended. `failed_rank` is the first cause, or -1; `text` has the agent's words."""
 
     world_size: int = 0
     failed_rank: int = -1

@@ -128,9 +128,7 @@ def _waits(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int], dict
 
 @dataclass(frozen=True)
 class Slow:
-    """A `Slow` process comes last: to how many of the operations, and for which share of the time the others waited for
-    it alone.
-    """
+    """A `Slow` process comes last: to how many operations, and for which share of the time the others waited."""
 
     pid: int
     times: int

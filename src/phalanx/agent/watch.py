@@ -30,9 +30,7 @@ _MAX_STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Accused:
-    """An `Accused` is a rank that keeps the others waiting, and was asked for its stack, which it writes behind
-    `offset`.
-    """
+    """An `Accused` is a rank that keeps the others waiting; asked for its stack, it writes it behind `offset`."""
 
     rank: int
     pid: int
@@ -106,9 +104,7 @@ class Watch:
     def judge(
         self, pids: Mapping[int, int], groups: Sequence[GroupLog], steps_ns: Mapping[int, int], now: float
     ) -> list[Accused]:
-        """Return the accused whose time to answer is over, and which are still silent; they are not accused any
-        more.
-        """
+        """Return the accused whose time to answer is over and which are still silent; they are accused no more."""
         due = [accused for accused in self._accused.values() if now >= accused.due]
         for accused in due:
             del self._accused[accused.rank]

@@ -250,9 +250,7 @@ def _reseed() -> None:
 
 
 def _record_steps() -> None:
-    """Record this process's steps for the run's report, if one is asked for; processes that it starts record
-    nothing.
-    """
+    """Record this process's steps for the run's report, if one is asked for; its children record nothing."""
     folder = os.environ.pop("PHALANX_REPORT", "")
     if folder:
         from phalanx.report.recording import begin_in_rank

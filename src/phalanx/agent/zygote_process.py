@@ -58,9 +58,7 @@ class _ForkedProcess:
 
 
 class ZygoteProcess:
-    """A `ZygoteProcess` is the zygote of this host. No call waits for it, and nothing is sent to a dead one: its end
-    shows on `control`.
-    """
+    """It is this host's zygote. No call waits for it, or sends to a dead one: `control` shows its end."""
 
     def __init__(
         self,
@@ -124,8 +122,7 @@ class ZygoteProcess:
         return self._process.pid
 
     def assign(self, target: Target, folder: str, local_rank_flag: str = "") -> None:
-        """Tell the zygote what the ranks will run, and which temporary folder is the job's; call this once, before
-        `fork`.
+        """Tell the zygote what the ranks will run, and the job's temporary folder; call this once, before `fork`.
 
         `local_rank_flag` is the option, if any, by which the target is told its local rank.
         """
@@ -220,9 +217,7 @@ class ZygoteProcess:
             self.control.put({"command": "warm"})
 
     def let_go_of_lost(self, rank: int) -> None:
-        """Tell the zygote that the job goes on if `rank` is lost: it then kills what is left in the rank's process
-        group.
-        """
+        """Tell the zygote that the job goes on if `rank` is lost: it kills what is left of the rank's process group."""
         self.control.put({"command": "elastic", "rank": rank})
 
     def guard(self, sessions: Sequence[int]) -> None:

@@ -15,9 +15,7 @@ _PAUSE_S = 0.1
 
 
 def own_addresses() -> list[str]:
-    """Return this host's IPv4 addresses: those that lead far come first, those of the loopback interface last. It is
-    never empty.
-    """
+    """Return this host's IPv4 addresses, never none: those that lead far come first, the loopback's last."""
     found = [own.address for own in host_addresses.own_addresses() if ":" not in own.address]
     with contextlib.suppress(OSError):
         found += socket.gethostbyname_ex(socket.gethostname())[2]
@@ -26,9 +24,7 @@ def own_addresses() -> list[str]:
 
 
 def reachable(addresses: Sequence[str], port: int, deadline: Deadline) -> str:
-    """Return the first of `addresses` where `port` takes a connection, asked in turn until time is up; else an empty
-    string.
-    """
+    """Return the first of `addresses` where `port` takes a connection, tried in turn until time is up; else ""."""
     while True:
         for address in addresses:
             with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_TRY_S):

@@ -82,9 +82,7 @@ def carried_on(device: torch.device) -> Iterator[None]:
 
 
 def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tensor:
-    """Return a dense tensor that this call carries, or raise an error that says what it is instead. A `written` tensor
-    receives the result.
-    """
+    """Return a dense tensor that this call carries, or raise what is wrong. A `written` tensor receives the result."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu and tensor.device != _door.device:

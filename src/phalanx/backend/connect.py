@@ -77,9 +77,7 @@ def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure
 def open_gloo(
     group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
 ) -> GlooEngine:
-    """Connect all ranks by Gloo, whatever engine is asked for; errors are `build_engine`'s. `num_threads` carry out
-    collectives.
-    """
+    """Connect all ranks by Gloo, whatever engine is asked for, with `build_engine`'s errors and `num_threads`."""
     rank, infos, name = group.rank, group.infos, group.name
     size = len(infos)
 
@@ -167,9 +165,7 @@ def _timedelta_of(deadline: Deadline) -> timedelta:
 
 
 def _unreachable(error: RuntimeError, group: MetGroup) -> PhalanxError:
-    """Return the error of a rank that Gloo could not connect with all others: it says which ranks it should reach, and
-    where.
-    """
+    """Return the error of a rank that Gloo could not connect with all others: which it should reach, and where."""
     infos = group.infos
     hosts = "\n".join(
         f"  {name_ranks(list(host))}: {infos[host[0]].hostname} at {infos[host[0]].address or 'an unknown address'}"

@@ -117,9 +117,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Add one to the number at `counter`, set the key of `prefix` and that number to `value`, and return the number
-        before.
-        """
+        """Add one to `counter`'s number, set the key of `prefix` and that number to `value`, and return the old one."""
         return self._client.add_item(counter, prefix, value)
 
     @_in_torchs_words

@@ -110,9 +110,7 @@ def _unconnected_group(options: Any, backend_options: Any) -> Any:
 
 
 def open_transport(options: Any, backend_options: Options | None) -> Transport:
-    """Meet the group's other ranks, and return the transport that reaches them. All ranks call it; errors are
-    `create_process_group`'s.
-    """
+    """Meet the group's other ranks, and return the transport to them. Collective; errors: `create_process_group`'s."""
     settings = _with_variables(backend_options if backend_options is not None else Options())
     timeout: timedelta = options.timeout
     if timeout <= timedelta(0):
@@ -194,9 +192,7 @@ def _wrong_interface(infos: Sequence[RankInfo], settings: Options) -> str:
 
 
 def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
-    """Return why tensors must not travel between these ranks by an engine, or "". The answer is the same on every
-    rank.
-    """
+    """Return why tensors must not travel between these ranks by an engine, or "". All ranks get the same answer."""
     if settings.allow_public_address or settings.engine != "gloo":
         return ""
     public = {info.address: info.hostname for info in infos if is_public(info.address)}
@@ -245,8 +241,7 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
 def _my_address(store: Any, settings: Options) -> str:
     """Return the address at which other hosts reach this rank; it is empty for a store in a file.
 
-    It is the address of the interface that is asked for, else the one on the way to the job's store, which every rank
-    has reached.
+    It is the address of the interface asked for, else the one on the way to the job's store, which all have reached.
     """
     if settings.interface and (addresses := interface_addresses().get(settings.interface)):
         return next(filter(is_public, addresses), addresses[0])  # the engine may take any of them
@@ -291,9 +286,7 @@ def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadl
 
 
 def _group_class() -> Any:
-    """Return the class of groups, which looks for tensors of other devices only in processes that can have such
-    tensors.
-    """
+    """Return the class of groups, which looks for tensors of other devices only in processes that can have any."""
     if device_backends.available():
         from phalanx.backend.process_group.devices import RoutedProcessGroup
 
@@ -409,9 +402,7 @@ _exit_reason = ""
 
 
 def leave_at_exit() -> None:
-    """Tell the peers at exit how this process ended without `destroy_process_group`, before MPI, if there is one, waits
-    for all.
-    """
+    """Tell the peers at exit how this process ended without `destroy_process_group`, before MPI waits for all."""
     global _exit_watched
     atexit.unregister(_leave)
     atexit.register(_leave)  # the last function registered is the first to run

@@ -52,9 +52,7 @@ def first_tensor(arguments: Sequence[Any]) -> Tensor | None:
 
 
 def find_device(arguments: Sequence[Any]) -> torch.device | None:
-    """Return the device of the first tensor among a collective's outputs and inputs; None for the CPU, or no tensor at
-    all.
-    """
+    """Return the device of the first tensor among a collective's outputs and inputs; None for the CPU, or none."""
     tensor = first_tensor(arguments)
     return None if tensor is None or tensor.is_cpu else tensor.device
 

@@ -39,8 +39,7 @@ def skipped(function: _Function) -> _Function:
 
 
 def undecorated(function: Any) -> Any:
-    """Return a method of torch's optimizers without the decorators that torch adds for Dynamo; only `untraced` code may
-    call it.
+    """Return a method of torch's optimizers without torch's decorators for Dynamo; only `untraced` code may call it.
 
     Each decorator would import Dynamo at its first call: half a second, and 30 to 70 MB in every process.
     """

@@ -72,9 +72,7 @@ def check_init_file(url: str, deadline: Deadline) -> None:
 
 
 def is_written_by_store(file: int) -> bool:
-    """Return whether an open file holds whole records of a FileStore, or nothing. Cost: it reads the length of each
-    field.
-    """
+    """Return whether an open file holds whole records of a FileStore, or nothing, by the length of each field."""
     size = os.fstat(file).st_size
     position, fields = 0, 0
     while position < size:

@@ -102,9 +102,7 @@ _LISTED = (list, tuple)
 
 @functools.cache
 def plain_form(name: str) -> tuple[int, type]:
-    """Return how many arguments the method `name` has in the form that torch's functions call, and the last one's
-    type.
-    """
+    """Return how many arguments the method `name` has in the form that torch's functions call, and the last type."""
     first = _parsed(name)[0]
     return len(first), _OPTIONS.get(name, int)
 

@@ -175,9 +175,7 @@ def generation() -> int:
 
 
 def is_rehearsing() -> bool:
-    """Return whether this process replaces a rank, and has not met the others: till then its groups are of itself
-    alone.
-    """
+    """Return whether this process replaces a rank, and has not met the others: its groups are of itself alone."""
     return not _rehearsal_over and generation() > 0
 
 
@@ -248,9 +246,7 @@ def _open_coordinator(path: str) -> Any:
 
 
 def _is_memfd(path: str) -> bool:
-    """Return whether the agent's file is what this path leads to: in another pid namespace the number is somebody
-    else's.
-    """
+    """Return whether this path leads to the agent's file: in another pid namespace the number is another's."""
     try:
         status = os.stat(path)
     except OSError:
@@ -320,8 +316,7 @@ def _compare(launch: Launch, environ: Mapping[str, str]) -> None:
 
 
 def _on_one_host(launch: Launch, prefix: str, deadline: Deadline) -> Any:
-    """Return the store of a job on one host: in memory of rank 0, found by the job's name in a folder of this user
-    alone.
+    """Return the store of a job on one host: in rank 0's memory, found by the job's name in the user's own folder.
 
     The name is no secret, and need not be one: nobody else can go there, or take the name first.
     """
@@ -365,9 +360,7 @@ def _around_rank_0(launch: Launch, address: LocalAddress, deadline: Deadline) ->
 
 
 def _at_first_host(launch: Launch, deadline: Deadline) -> Any:
-    """Return the store of a job of Slurm on several hosts: a port of the first host that follows from the job's
-    number.
-    """
+    """Return the store of a job of Slurm on several hosts: a port of the first host from the job's number."""
     host = os.environ.get("MASTER_ADDR") or find_address(launch.first_host)
     port = int(os.environ.get("MASTER_PORT", launch.port))
     here = f"init_process_group under Slurm on rank {launch.rank} of {launch.world_size}"

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
-    """Return whether all ranks of `group` share memory. The backend's name does not tell: they may be on several
-    hosts.
-    """
+    """Return whether all ranks of `group` share memory. The backend's name does not tell: hosts may differ."""
     return sharing_group(group) is not None
 
 
@@ -40,9 +38,7 @@ def ranks_by_host(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
 
 
 def rehearses(group: dist.ProcessGroup) -> bool:
-    """Return whether this process is alone in `group`: it replaces a rank that was lost, and has not met the others
-    yet.
-    """
+    """Return whether this process is alone in `group`: it replaces a lost rank, and has not met the others yet."""
     ours = phalanx_group(group)
     return ours is not None and isinstance(ours.transport, RehearsalTransport)
 

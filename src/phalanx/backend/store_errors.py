@@ -79,9 +79,7 @@ def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
 
 
 def explain_taken(address: StoreAddress, contested: str, torch_error: str) -> str:
-    """Return the message of a rank 0 whose port another process has; `contested` is what the ranks that wait there are
-    told.
-    """
+    """Return the message of a rank 0 whose port another process has; `contested` is what waiting ranks are told."""
     fact = f"\n{contested}" if contested else " It is no start of a group: another program's, or a job that goes on."
     return (
         f"init_process_group on rank 0 of {address.world_size}: port {address.port} is in use by another process of "

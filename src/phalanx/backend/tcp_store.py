@@ -109,9 +109,7 @@ def _is_taken(port: int) -> bool:
 
 
 def _contest(place: StoreAddress, libuv: bool) -> str:
-    """Tell another rank 0 of this job that keeps a store there, and all others, of the contest; return what they are
-    told, or "".
-    """
+    """Tell another rank 0 of this job that keeps a store there, and all others, of the contest; return what, or ""."""
     store, _ = _connect(place, libuv, 2.0)
     if store is None:
         return ""

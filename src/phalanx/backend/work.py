@@ -347,16 +347,13 @@ class SerialExecutor:
         return work
 
     def is_below(self) -> bool:
-        """Return whether what is queued waits for the calling thread, which runs a signal handler in the middle of
-        it.
-        """
+        """Return whether what is queued waits for the calling thread, which runs a signal handler amid it."""
         me = threading.get_ident()
         return (self._busy and self._running_thread == me) or self._postponing == me or self._interrupts()
 
     @contextlib.contextmanager
     def postponing(self) -> Iterator[None]:
-        """Hold back until the end what this thread queues inside, such as what a signal handler queues that interrupts
-        it.
+        """Hold back until the end what this thread queues inside, as what an interrupting signal handler queues.
 
         What was queued before is carried out meanwhile, and so is what other threads queue.
         """

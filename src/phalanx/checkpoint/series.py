@@ -333,9 +333,7 @@ class CheckpointManager:
         return None
 
     def _explain(self, peers: Peers, step: int, error: Exception) -> CheckpointError:
-        """Return the error to raise for one that the save of `step` met, and whether a later save may succeed by its
-        class.
-        """
+        """Return the error to raise for one that the save of `step` met, and whether a later save may succeed."""
         text = explain_unwritten(peers, self.folder, step, error, newest=self._newest and self._newest[1])
         return CheckpointError(text) if is_of_the_state(error) else UnwrittenError(text)
 

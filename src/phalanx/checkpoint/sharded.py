@@ -194,9 +194,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class RecordingFileSystem(FileSystem):
-    """`RecordingFileSystem` is what torch's writer writes through: it synchronises, and records length and checksum of
-    every file.
-    """
+    """`RecordingFileSystem` is what torch's writer writes through: it syncs, and records lengths and checksums."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}

@@ -79,9 +79,7 @@ class Key:
         return self._pair(b"plx-member")
 
     def reach_secret(self) -> bytes:
-        """Return a secret by which a host proves to a visitor who sends a nonce that it belongs to the job; it opens
-        nothing else.
-        """
+        """Return a secret that proves to a visitor with a nonce that a host is of the job; it opens nothing else."""
         return self._derive(b"plx-reach")
 
     def _derive(self, purpose: bytes) -> bytes:

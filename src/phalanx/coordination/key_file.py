@@ -31,8 +31,7 @@ def default_path(environment: Mapping[str, str]) -> Path:
 
 
 def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[str, str] = os.environ) -> Key | None:
-    """Return the job's key: in the file `path`, else PHALANX_KEY_FILE's, else PHALANX_KEY, else the user's own; else
-    None.
+    """Return the job's key: in the file `path`, PHALANX_KEY_FILE's, PHALANX_KEY, or the user's own; else None.
 
     Raises:
         AuthenticationError: a file that was named is not there; others can read it; or what is there is no key.

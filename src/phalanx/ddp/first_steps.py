@@ -186,8 +186,7 @@ def _digest_each(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield, for each tensor that can hold a NaN and be added up, whether its sum is one: that is faster than to look
-    at each element.
+    """Yield, for each tensor that can hold a NaN and be summed, whether its sum is one: faster than each element.
 
     Infinities of both signs in one tensor count as well.
     """

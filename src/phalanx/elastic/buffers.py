@@ -18,9 +18,7 @@ _ALIGN = 64
 
 
 class Buffers:
-    """`Buffers` finds the buffers of `layers` at each step, and plans anew only if one has come, gone or changed its
-    form.
-    """
+    """`Buffers` finds the buffers of `layers` at each step, and plans anew only if one came, left or changed form."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = layers

@@ -67,9 +67,7 @@ def plan_round(
     stations: Mapping[int, Station], source: int, holders: Collection[int], needing: Collection[int],
     refused: Collection[int],
 ) -> list[Move]:  # fmt: skip
-    """Return which ranks get the bytes now, and from whom; it is empty only when no rank needs them. The `refused`
-    could not read.
-    """
+    """Return which ranks get the bytes now, and from whom; empty if none needs them. The `refused` could not read."""
     moves: list[Move] = []
     awaited: set[int] = set()
     for receiver in sorted(needing):
@@ -143,9 +141,7 @@ def _gather(value: Any, group: Any) -> list[Any]:
 
 
 class _Cargo:
-    """`_Cargo` sends large tensors as they lie, and all others as one piece. Both sides know the forms of the
-    tensors.
-    """
+    """`_Cargo` sends large tensors as they lie, all others as one piece. Both sides know the tensors' forms."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         large = [t for t in tensors if t.nbytes >= _SMALL and is_dense(t)]

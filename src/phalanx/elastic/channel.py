@@ -25,9 +25,7 @@ _ASK_EVERY_S = 5.0  # how often the agent is asked whether there will be a gener
 
 
 class AgentChannel:
-    """`AgentChannel` is a `Generations` whose agent decides. It runs in the main thread only; only a recovery waits for
-    it.
-    """
+    """`AgentChannel` is a `Generations` whose agent decides. Only the main thread runs it; only a recovery waits."""
 
     def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:
         name, token = split(agent)

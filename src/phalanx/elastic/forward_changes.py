@@ -62,9 +62,7 @@ class ForwardChanges:
 
     @torch.no_grad()
     def give_back(self) -> list[int]:
-        """Restore the tensors to what they were when the step began; return the positions of changed tensors that have
-        no copy.
-        """
+        """Restore the tensors to what they were when the step began; return the positions of those without a copy."""
         if self._versions is None:
             return []
         changed = self._changed() | (self._changing or set())
@@ -78,9 +76,7 @@ class ForwardChanges:
         return sorted(changed - self._copies.keys())
 
     def _changed(self) -> set[int]:
-        """Return the positions of the tensors whose version has changed; as long as all have copies, compare values as
-        well.
-        """
+        """Return the positions of the tensors whose version has changed; if all have copies, compare values as well."""
         assert self._versions is not None
         changed = {i for i, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v}
         if self._changing is None:

@@ -81,9 +81,7 @@ class Generations(Protocol):
         ...
 
     def newer_than(self, number: int) -> bool:
-        """Return whether a later generation has been announced, or is wanted because other ranks wait to join; this
-        does not wait.
-        """
+        """Return whether a later generation is announced, or wanted because ranks wait to join; this does not wait."""
         ...
 
     def regrouped(self, number: int) -> None:

@@ -78,9 +78,7 @@ def restore(states: tuple[bytes, bytes, bytes, bytes]) -> None:
 
 
 def _python_words() -> Any:
-    """Return the words of Python's generator where they lie in memory, if they do (CPython: after the object's
-    header).
-    """
+    """Return the words of Python's generator where they lie in memory, if they do (CPython: behind the header)."""
     instance: Any = random._inst
     header = object.__basicsize__
     if sys.implementation.name != "cpython" or type(instance).__basicsize__ < header + 4 * (_WORDS + 1):

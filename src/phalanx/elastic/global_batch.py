@@ -81,9 +81,7 @@ class GlobalBatch:
         return self._position.ends_step
 
     def spread(self, rank: int, world_size: int) -> None:
-        """Share the micro-batches among `world_size` ranks; if there are more ranks than micro-batches, each has a
-        share of all.
-        """
+        """Share the micro-batches among `world_size` ranks; if there are more ranks than micro-batches, share each."""
         self._position.sampler.regroup(self.num_micro_batches, rank, num_readers=world_size)
         self._kept.clear()
         self._has_mean = False

@@ -113,9 +113,7 @@ class ElasticGroup:
         return self._ours._timeout_s
 
     def count_collectives(self) -> tuple[int, int]:
-        """Return the number of the default group's collectives, and of its rounds of gradients, which are counted
-        apart.
-        """
+        """Return the number of the default group's collectives, and of its rounds of gradients, counted apart."""
         ours = self._ours
         return ours._get_sequence_number_for_group(), ours.num_gradient_rounds
 
@@ -177,9 +175,7 @@ class ElasticGroup:
         self._membership.finished()
 
     def find_loss(self, error: BaseException) -> BaseException | None:
-        """Return the loss, if it is one, also under an error that came through torch's C++, as an error of its reducer
-        does.
-        """
+        """Return the loss, if it is one, also under an error that came through torch's C++, as by its reducer."""
         if is_loss(error):
             return error
         if type(error) is not RuntimeError:
@@ -197,8 +193,7 @@ class ElasticGroup:
     # -- in a new generation -------------------------------------------------------------------------------------
 
     def enter(self, generation: GenerationNotice) -> None:
-        """Leave the group; return in the group of `generation`, with the state to go on from. All ranks of the new
-        group call it.
+        """Leave the group; return in `generation`'s, with the state to go on from. All ranks of the new group call it.
 
         Raises:
             SupersededError: a later generation has come meanwhile.
@@ -342,9 +337,7 @@ class ElasticGroup:
             )
 
     def _hand_over_sharded(self, agreement: ResumePoint, kept: list[Any] | None) -> None:
-        """Give all ranks their new parts of the sharded optimizers' states: the old parts ended with the old group, on
-        survivors as well.
-        """
+        """Give all ranks their new parts of sharded optimizers' states: the old parts ended with the old group."""
         others = [rank for rank in range(self.process_group.size()) if rank != agreement.source]
         for number, optimizer in enumerate(self._state._objects.sharded):
             part = ShardedPart(optimizer, None if kept is None else kept[number])

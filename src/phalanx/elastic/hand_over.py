@@ -92,8 +92,7 @@ def _word(form: Any) -> str:
 
 
 class OptimizerPart:
-    """`OptimizerPart` hands over an optimizer: its groups, and its state by the parameter's number, or by key if it
-    belongs to none.
+    """`OptimizerPart` hands over an optimizer: its groups, and its state by parameter number, or by key without one.
 
     Tensors are handed over as they are, so that no bit is converted. A group that the loop has added is found by the
     names of `models`' parameters.
@@ -170,9 +169,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class ShardedPart:
-    """`ShardedPart` hands over options and the whole state of a sharded optimizer. `state` is None on a rank that
-    receives.
-    """
+    """`ShardedPart` hands over a sharded optimizer's options and whole state. `state` is None on a receiver."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, state: Any) -> None:
         self._optimizer = optimizer
@@ -209,9 +206,7 @@ def _require_groups(optimizer: ZeroRedundancyOptimizer, groups: Sequence[Any]) -
 
 
 class SlicesPart:
-    """`SlicesPart` hands over options of an optimizer that ranks share, and this rank's slices of its state, cut as
-    they are.
-    """
+    """`SlicesPart` hands over a shared optimizer's options, and this rank's slices of its state, cut as they are."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
@@ -261,8 +256,7 @@ class ValuePart:
 
 
 def hand_over(parts: Sequence[Part], source: int, receivers: Sequence[int], group: Any) -> int:
-    """Replace the parts of the `receivers` by those of `source`; return how many bytes went to each. All ranks of the
-    group call it.
+    """Replace the parts of the `receivers` by `source`'s; return how many bytes went to each. All ranks call it.
 
     Cost: one broadcast of the structure to all; the tensors go to receivers alone (`phalanx.elastic.carry`), on a host
     by one copy. All ranks wait until they have arrived, for as long as so many bytes may take.

@@ -70,9 +70,7 @@ class Objects:
         return itertools.chain(self.pipelines, below)  # a Pipeline's modules are those of the model alone
 
     def named_layers(self) -> dict[str, nn.Module]:
-        """Return all modules, and those inside them, once each by name; a Pipeline's modules are kept with its
-        stages.
-        """
+        """Return all modules, and those inside, once each by name; a Pipeline's modules are kept with its stages."""
         layers: dict[str, nn.Module] = {}
         seen: set[int] = set()
         for thing, module in self.named_modules.items() if not self.pipelines else ():
@@ -156,9 +154,7 @@ class Objects:
         return [part for part in self.parts() if not isinstance(part, StatefulPart) or part.is_large]
 
     def own_parts(self) -> list[Part]:
-        """Return what each rank has for itself if the model is in stages: all of it, so that a rank becomes what it has
-        left.
-        """
+        """Return what each rank has for itself if the model is in stages: all, so that a rank becomes what it lost."""
         parts: list[Part] = []
         models = self.named_modules
         for name, thing in self.things.items():
@@ -175,9 +171,7 @@ class Objects:
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each object but the sampler, under its name. A rank may call it alone, unless there is a
-        Pipeline.
-        """
+        """Return the state of each object but the sampler, by name. A rank may call it alone, without a Pipeline."""
         states: dict[str, Any] = {}
         for name, thing in self.things.items():
             if isinstance(thing, DistributedSampler):

@@ -20,9 +20,7 @@ _BATCHES = BatchSampler.__iter__
 
 @dataclass(frozen=True)
 class Mark:
-    """A `Mark` is this rank's position at a commit; it is cheap to make, and turned into the job's position when that
-    is needed.
-    """
+    """A `Mark` is this rank's position at a commit; cheap to make, and turned into the job's position when needed."""
 
     epoch: int
     partition: Partition | None
@@ -49,8 +47,7 @@ class Mark:
 
 
 class DataPosition:
-    """`DataPosition` counts the batches that the loop got from the latest DataLoader over `sampler`, or its indices
-    without one.
+    """`DataPosition` counts the batches the loop got from the latest DataLoader over `sampler`, or its indices.
 
     `on_iterator` is called when such a loader has begun a pass, with the loader and whether its iterator is a new one.
     """
@@ -107,9 +104,7 @@ class DataPosition:
         self._on_iterator(loader, is_new)
 
     def samples_between(self, last: Mark | None, mark: Mark) -> int:
-        """Return how many samples this rank has used since `last`, if that is in the same pass, or else since the
-        pass's begin.
-        """
+        """Return how many samples this rank has used since `last`, if in the same pass, or since the pass's begin."""
         if mark.partition is None:
             return 0
         before = last.used if last is not None and last.partition is mark.partition else 0
@@ -138,8 +133,7 @@ class DataPosition:
         return self._counted[0] is not None and self._counted[0] is self.sampler._pass
 
     def count(self, samples: int) -> None:
-        """Count so many more samples of this pass as used; from now on it does not matter what the loader has handed
-        out.
+        """Count so many more samples of this pass as used; from now on ignore what the loader has handed out.
 
         Raises:
             ValueError: the loader has not handed out so many, or is in another pass by now.
@@ -181,9 +175,7 @@ class DataPosition:
 
     @property
     def share(self) -> float:
-        """Return which part of its step's samples the loop's latest batch has: 1/ranks if all ranks have equally
-        many.
-        """
+        """Return which part of its step's samples the loop's latest batch has: 1/ranks if all ranks are equal."""
         stream = self.sampler._pass
         if not isinstance(stream, ShareStream):
             return 1.0

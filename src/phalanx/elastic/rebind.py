@@ -29,17 +29,13 @@ def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
 
 
 def _find_group(layer: Any, new: Any) -> Any:
-    """Return the wrapper's own group if it was formed again, else `new`: its default group may be of any earlier
-    generation.
-    """
+    """Return the wrapper's own group if it was formed again, else `new`: its default group may be an earlier one's."""
     own = layer.process_group
     return own if is_listed(own) else new
 
 
 def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
-    """Give PyTorch's wrapper a new reducer, as if it was unpickled: a reducer belongs to one group and cannot be
-    interrupted.
-    """
+    """Give PyTorch's wrapper a new reducer, as if unpickled: a reducer belongs to one group and is uninterruptible."""
     ddp.process_group = new
     hooks, ddp._comm_hooks = ddp._comm_hooks, []
     for parameter in ddp.module.parameters():

@@ -27,9 +27,7 @@ from phalanx.transport.authentication import OVERHEAD_BYTES, PickleStream
 
 NUM_COPIES = 2
 BLOCK = 256
-"""The number of bytes of a record that are sent together if one of them is new; a record's memory consists of such
-blocks.
-"""
+"""The number of bytes of a record sent together if one of them is new; a record's memory is made of such blocks."""
 # the record's number, the number that vouches for it, how many blocks come, two spans of blocks
 _HEAD = struct.Struct("qq5Q")
 _HEAD_BYTES = 64
@@ -101,8 +99,7 @@ class RecordCopies:
         self._number = self._announced = self._sent = -1
 
     def announce(self, number: int, spans: Sequence[Span], *, again: bool = False) -> None:
-        """Send record `number` with the next collective, unless it was announced before; with `again`, send it all the
-        same.
+        """Send record `number` with the next collective, unless announced before; with `again`, send it all the same.
 
         It is sent in the form that it has then. `spans` are the two ranges of bytes of it that are used. All ranks call
         this between the same two collectives.

@@ -80,8 +80,7 @@ class _Slot:
 
 
 class RankRecords:
-    """`RankRecords` keeps the slots of all ranks of this host, and copies of those of other hosts. Building it is
-    collective.
+    """`RankRecords` keeps the slots of this host's ranks, and copies of other hosts' ones. Building it is collective.
 
     `room` is the number of bytes for buffers and for the small state; it is the same on all ranks, and 0 if they know
     of none yet. A rank that needs more than half of it asks for more; what does not fit at all is kept in memory of
@@ -208,9 +207,7 @@ class RankRecords:
         return self._numbers[number % _SLOTS] == number
 
     def write_small(self, number: int, small: Frozen) -> None:
-        """Write the small state of commit `number`; if there is no room, this rank keeps it to itself and asks for
-        more.
-        """
+        """Write the small state of commit `number`; without room, this rank keeps it to itself and asks for more."""
         slot = self._slots[number % _SLOTS]
         self._smalls[number] = small
         self._smalls.pop(number - _SLOTS, None)
@@ -259,17 +256,13 @@ class RankRecords:
 
     @property
     def readable(self) -> tuple[int, ...]:
-        """Return the ranks whose slots, or copies of them, this one can read: those of its host, and those that it
-        keeps.
-        """
+        """Return the ranks whose slots, or copies, this one can read: those of its host, and those that it keeps."""
         return tuple(self._others)
 
     # -- what the ranks read -------------------------------------------------------------------------------------
 
     def meet(self, number: int) -> Said:
-        """Wait until all ranks have written the small state of commit `number`; return their answers. All ranks call
-        it.
-        """
+        """Wait until all ranks wrote the small state of commit `number`; return their answers. All ranks call it."""
         if self._all_are_seen:
             dist.barrier(group=self._group)
             return _summarize(

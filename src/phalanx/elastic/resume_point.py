@@ -31,9 +31,7 @@ class RankState:
     form: str = ""
     """The function that it runs, and the names and kinds of what its State has: one rank could not take another's."""
     progress: tuple[int, bool] = (0, False)
-    """How many updates it has made since that commit, and whether it was in the next one, for a rank with
-    `has_stepped`.
-    """
+    """How many updates it has made since that commit, and whether it was in the next one, if `has_stepped`."""
 
 
 @dataclass(frozen=True)

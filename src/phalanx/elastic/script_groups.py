@@ -26,16 +26,12 @@ Named = tuple[str, tuple[int, ...]]
 
 
 def plan_groups(own: Sequence[Named], told: Sequence[Sequence[Named]]) -> list[bool]:
-    """Return which of a rank's groups are formed again: those that all their members name alike; `told` has their names
-    by rank.
-    """
+    """Return which of a rank's groups are formed again: those that all members name alike, by `told`'s names."""
     return [all(group in told[member] for member in group[1]) for group in own]
 
 
 class ScriptGroups:
-    """`ScriptGroups` keeps the groups of this process other than `world`, the default one, in the order in which they
-    were made.
-    """
+    """`ScriptGroups` keeps the groups of this process other than `world`, the default one, in order of making."""
 
     def __init__(self, world: Any) -> None:
         self._rank, self._size = world.rank(), world.size()
@@ -57,9 +53,7 @@ class ScriptGroups:
             )
 
     def name_all(self, rank: int, size: int) -> tuple[Named, ...]:
-        """Return the groups that may be formed among `size` ranks of which this process is `rank`, with their
-        members.
-        """
+        """Return the groups that may be formed among `size` ranks, of which this is `rank`, with their members."""
         stays = (rank, size) == (self._rank, self._size)
         named = ((kept, self._members(kept, size)) for kept in self._kept)
         return tuple((kept.name, ranks) for kept, ranks in named if stays or self._is_of_all(kept))

@@ -248,8 +248,7 @@ class State:
         self._step.schedulers_and_scalers.keep()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: the state of each object under its name, the plain values, and the data's
-        position.
+        """Return what a checkpoint holds: the state of each object by name, the plain values, and the data's position.
 
         It is that of the latest commit, if this is called right after one. A rank may call it alone, unless there is a
         Pipeline. Keys of models are those of the module inside a wrapper; the state of an optimizer in shards is whole,
@@ -263,9 +262,7 @@ class State:
         return whole if self._global is None else {**whole, "micro_batches": self._global.num_micro_batches}
 
     def data_position(self) -> dict[str, Any] | None:
-        """Return the data's position at the latest commit, in the form of the sampler's `state_dict`; None without a
-        sampler.
-        """
+        """Return the data's position at the latest commit, in the form of the sampler's `state_dict`, or None."""
         if self._position is None:
             return None
         mark = self._mark or self._position.mark()

@@ -57,9 +57,7 @@ class Runner(Protocol):
 
 
 class StepTracker:
-    """`StepTracker` learns by hooks on `objects` how far the loop is in its step. Without a `runner` it does
-    nothing.
-    """
+    """`StepTracker` learns by hooks on `objects` how far the loop is in its step; without a `runner`, nothing."""
 
     def __init__(self, objects: Objects, find_mark: Callable[[], Mark] | None) -> None:
         self._find_mark = find_mark
@@ -93,9 +91,7 @@ class StepTracker:
 
     @property
     def lateness(self) -> tuple[bool, bool, int]:
-        """Return whether a step may be interrupted between update and commit, whether one was, and how many were
-        not.
-        """
+        """Return whether a step may be interrupted between update and commit, whether one was, how many were not."""
         return self._has_late, self._was_late, self._num_quiet
 
     @lateness.setter
@@ -156,8 +152,7 @@ class StepTracker:
         self._open_backward = None
 
     def require_backward(self) -> None:
-        """Refuse to go on in a loop that swallowed the error by which it was told of a loss: what it has done since
-        does not count.
+        """Refuse to go on in a loop that swallowed the error of a loss: what it has done since does not count.
 
         A backward that ended by an error of the loop's own, on all ranks, is the loop's business.
         """
@@ -180,8 +175,7 @@ class StepTracker:
                 self._learn_lateness(waits or self._at_update not in (None, at_commit))
 
     def _learn_lateness(self, is_late: bool) -> None:
-        """Learn whether a step can be interrupted between its update and its commit: then it must be possible to undo
-        it.
+        """Learn whether a step can be interrupted between its update and its commit: then it must be undoable.
 
         A loop may do so in every tenth step only, when it reduces a loss to be shown: the first steps together tell.
         The same holds if the commit itself must wait for the others, because a rank has changed something behind the

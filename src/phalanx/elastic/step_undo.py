@@ -3,8 +3,7 @@
     backward │ optimizer.step │ all_reduce(loss) │ scheduler.step │ commit        one collective is behind the update
     backward │ optimizer.step │ backward │ optimizer.step         │ commit        two optimizers, as of a GAN
 
-A rank that is interrupted there has parameters that are no longer those of the latest commit, and not yet those of the
-next.
+A rank interrupted there has parameters that are no longer the latest commit's, and not yet those of the next.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ _logger = get_logger(__name__)
 
 
 class StepUndo:
-    """`StepUndo` keeps a copy of what `parts` hold. Cost: their memory once more, and a copy in each step that takes
-    one.
-    """
+    """`StepUndo` keeps a copy of what `parts` hold. Cost: their memory, and a copy in each step that takes one."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -70,9 +67,7 @@ class StepUndo:
 
 
 def _count(scheduler: LRScheduler) -> Any:
-    """Return something that differs once a scheduler has stepped; for a ChainedScheduler, also from the ones inside
-    it.
-    """
+    """Return something that differs once a scheduler has stepped; for a ChainedScheduler, also its inner ones'."""
     inner = getattr(scheduler, "_schedulers", ())
     return getattr(scheduler, "last_epoch", None), [_count(one) for one in inner]
 

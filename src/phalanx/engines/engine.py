@@ -34,8 +34,7 @@ class FromAnybody(InTransit, Protocol):
 class Engine(Protocol):
     """It is one rank's end. Messages between two ranks with one tag arrive in the order in which they were sent.
 
-    Tensors are contiguous; a receive is as long as its message, or longer. The caller that starts a message keeps its
-    tensor.
+    Tensors are contiguous; a receive is as long as its message, or longer. The caller keeps a message's tensor.
     """
 
     @property

@@ -135,11 +135,9 @@ class GlooEngine:
                 self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
     def free(self) -> None:
-        """Let the sockets and threads go now, and not when the garbage collector comes; this is the last call, after
-        `close`.
+        """Free the sockets and threads now, not when the garbage collector comes; this is the last call, after `close`.
 
-        Do not call it after `begin`: Gloo's end waits for its own collectives, and one in the middle of a message may
-        never end.
+        Do not call it after `begin`: Gloo's end waits for its collectives, and one in mid-message may never end.
         """
         self._group = _Freed()
         self._device = None
@@ -153,8 +151,7 @@ class _Freed:
 
 
 def local_address(towards: str) -> str:
-    """Return the address under which this host is known on the way to `towards`. It asks the routing table, and sends
-    nothing.
+    """Return the address under which this host is known on the way to `towards`, by the routing table alone.
 
     Raises:
         OSError: there is no route, or no such name.

@@ -125,9 +125,7 @@ def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
 
 
 def _place(descriptor: int, inode: int) -> tuple[str, int] | None:
-    """Return where this socket listens; None if it does not, is not for TCP, or listens on all addresses of the
-    host.
-    """
+    """Return where this socket listens; None if it does not, is not for TCP, or listens on all addresses."""
     try:
         with _socket_of(descriptor, inode) as one:
             if one.family not in (socket.AF_INET, socket.AF_INET6):

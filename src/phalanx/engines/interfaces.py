@@ -29,9 +29,7 @@ def interface_addresses() -> dict[str, tuple[str, ...]]:
 
 
 def is_public(address: str) -> bool:
-    """Return whether an address is one of the internet's; not the loopback's, a private network's or a single
-    link's.
-    """
+    """Return whether an address is one of the internet's, not a loopback, private or link-local one."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_global
     except ValueError:  # it is a name, or empty

@@ -285,9 +285,7 @@ class ControlChannel:
                 time.sleep(_FULL_PAUSE_S)
 
     def _send_batch(self, batch: Sequence[Entry], redirects: int) -> Collection[int] | None:
-        """Try until the batch is sent; return the members whose outboxes had no room, or None if it is not to be sent
-        there any more.
-        """
+        """Try until the batch is sent; return the members whose outboxes had no room, or None if sending is over."""
         while not self._is_closing and redirects == self._redirects:
             try:
                 return self._try_to_send(batch)

@@ -151,9 +151,7 @@ class MasterParameters(SharedBlock):
         self.round(part)
 
     def load(self, part: Slice, values: Tensor | None) -> None:
-        """Set this rank's slice of a master to `values`, or if None to what the parameter has; the parameter has the
-        last word.
-        """
+        """Set this rank's slice of a master to `values`, or if None to the parameter's, which has the last word."""
         self._keep[part.index] = values is not None
         self._notes.pop(part.index, None)
         if values is not None:

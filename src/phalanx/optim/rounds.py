@@ -147,15 +147,11 @@ class Rounds(ABC):
             self._catch_up_without_round(root)
 
     def _catch_up_without_round(self, root: int) -> None:
-        """Make up for the latest round, which some have missed and `root` has done; no rank has stepped since. All
-        ranks call it.
-        """
+        """Make up for the latest round, which some missed and `root` did; no rank has stepped since. Collective."""
         return None
 
     def _find_newest(self, *, is_new: bool) -> tuple[int, int, bool]:
-        """Return the latest round that a rank has done, the first such rank, and whether others have not. All ranks
-        call it.
-        """
+        """Return the latest round that a rank has done, the first such rank, and whether others lack it. Collective."""
         group = self.process_group
         done = torch.zeros(group.size(), dtype=torch.int64, device=self._parameters[0].device)
         done[group.rank()] = -1 if is_new else self.num_rounds

@@ -235,9 +235,7 @@ def _loss_curve(files: Sequence[RankFile]) -> Curve:
 
 
 def _mean_loss(files: Sequence[RankFile]) -> Curve:
-    """Return the mean loss of one attempt. Ranks' records may be of unlike lengths: those that end within the longest
-    go together.
-    """
+    """Return the mean loss of one attempt. Ranks' records may differ in length: those within the longest unite."""
     # of steps that were done again the last counts
     once = [{record.first: record for record in _thin(file.steps)} for file in files]
     records = [record for those in once for record in those.values() if record.num_losses]

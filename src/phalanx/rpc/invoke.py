@@ -149,9 +149,7 @@ def _call(
 
 
 def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
-    """Return a future that is done once the event is in the profile. A future that C++ hands on would take an error for
-    a result.
-    """
+    """Return a future that is done once the event is in the profile. C++'s own would take an error for a result."""
     made: Answer[Any] = Answer()
 
     def settle(_: object) -> None:
@@ -167,9 +165,7 @@ def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
 
 
 def _profiled(key: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any] | None]:
-    """Return the call, and the function that reads its answer, with the events of the callee if this thread's profile
-    gathers them.
-    """
+    """Return the call, and its answer's reader, with the callee's events if this thread's profile gathers them."""
     gathers = profiler.gatherer()
     return (work, None) if gathers is None else gathers.wrap(key, work)
 

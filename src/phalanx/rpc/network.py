@@ -57,9 +57,7 @@ Welcome = Callable[[WorkerAddress], None]
 
 
 class NetworkConnection:
-    """`NetworkConnection` is one direction of a pair of workers: our calls to `peer`, or, with `identity`, our
-    answers.
-    """
+    """`NetworkConnection` is one direction of a pair of workers: calls to `peer`, or, with `identity`, answers."""
 
     reading = None  # the network's thread reads
 
@@ -83,8 +81,7 @@ class NetworkConnection:
 class Network:
     """`Network` has the sockets of one worker, at `address`.
 
-    `arrive(connection, frame)` is told what comes in, `lost(member, why)` who has gone, `welcome(member)` who has
-    connected.
+    It calls `arrive(connection, frame)`, `lost(member, why)` of one that has gone, `welcome(member)` of a new one.
     """
 
     def __init__(self, address: str, key: Key, me: WorkerAddress, arrive: Arrive, lost: Lost, welcome: Welcome) -> None:
@@ -189,9 +186,7 @@ class Network:
         self._context.term()
 
     def _connect_again(self, poller: zmq.Poller) -> bool:
-        """Reconnect the connections that were closed before they were welcome; return whether some are to be
-        reconnected soon.
-        """
+        """Reconnect the connections that closed before their welcome; return whether some will be reconnected soon."""
         now, soon = time.monotonic(), False
         for _, one in self._outgoing.values():
             if one.is_retrying:

@@ -9,9 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RemoteEvent:
-    """`RemoteEvent` happened on some worker, from `start_us` to `end_us` of its profile; `fields` are those of a
-    FunctionEvent.
-    """
+    """`RemoteEvent` happened on some worker, from `start_us` to `end_us` of its profile; `fields`: FunctionEvent's."""
 
     node_id: int
     start_us: float

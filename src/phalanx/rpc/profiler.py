@@ -37,8 +37,7 @@ _PLAIN: dict[str, Any] = {**dict.fromkeys(_FIELDS, 0), "input_shapes": [], "stac
 
 
 class profile(legacy.profile):
-    """`profile` is `torch.autograd.profiler_legacy.profile` with the events of the functions that this thread's calls
-    run.
+    """`profile` is `torch.autograd.profiler_legacy.profile` with the events of functions that its calls run.
 
     A function's events are placed in the middle of its call, because workers do not share a clock. Events of a call
     that is not answered by the end of the profile are missing.

@@ -123,9 +123,7 @@ class References:
             return self._handed_on.pop(fork, None)
 
     def lose(self, uid: int) -> tuple[list[Any], list[Owned]]:
-        """Forget a worker that is lost; return what it held, to be released, and the objects that it was to make and
-        never will.
-        """
+        """Forget a lost worker; return what it held, to be released, and the objects that it will never make."""
         freed: list[Any] = []
         orphans: list[Owned] = []
         with self._lock:

@@ -29,9 +29,7 @@ class MissingFunctionError(PhalanxError, AttributeError):
 
 
 class RemoteTraceback(Exception):
-    """`RemoteTraceback` says where an exception was raised on another worker, as the cause of the one that is raised
-    here.
-    """
+    """`RemoteTraceback` says where another worker raised an exception, as the cause of the one raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"

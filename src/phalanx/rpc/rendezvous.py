@@ -75,9 +75,7 @@ def is_on_network(store: Any) -> bool:
 
 
 def network_address(store: Any) -> str:
-    """Return the address at which other hosts reach this one: the one that the agents have tried, or the one on the way
-    to the store.
-    """
+    """Return the address at which other hosts reach this one: the agents' tried one, or that on the store's way."""
     if told := own_address():
         return told
     host = getattr(base_of(store), "host", "")

@@ -98,8 +98,7 @@ class RRef(Generic[T]):
         return self._confirmed.done() and _succeeded(self._confirmed)
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Return the object: itself on its owner, else a copy, which is fetched now. It waits until the object has been
-        made.
+        """Return the object: itself on its owner, else a copy, fetched now. It waits until the object is made.
 
         Raises:
             Exception: what the function raised that was to make it.
@@ -134,9 +133,7 @@ class RRef(Generic[T]):
         return value
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a stand-in for the object: each of its methods runs on the owner, and returns what it returned
-        there.
-        """
+        """Return a stand-in for the object: each method runs on the owner, and returns what it returned there."""
         return type(self)._stand_in(self, "sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:

@@ -71,9 +71,7 @@ class Lender:
         self._forget: dict[int, Callable[[list[int]], None]] = {}
 
     def join(self, connection: int, forget: Callable[[list[int]], None]) -> None:
-        """Add the process behind `connection`; until it is lost, `forget` tells it which segments will not come
-        again.
-        """
+        """Add the process behind `connection`; until it is lost, `forget` tells it which segments are withdrawn."""
         with self._lock:
             self._forget[connection] = forget
 
@@ -96,8 +94,7 @@ class Lender:
             return segment
 
     def take_back(self, number: int, *, arrived: bool = True) -> None:
-        """Take back a segment that is free again; if there are too many, some are closed, and the processes that map
-        them are told.
+        """Take back a segment that is free again; if there are too many, close some, and tell those that map them.
 
         `arrived` says whether its descriptor has arrived; else it is sent again the next time.
         """
@@ -121,9 +118,7 @@ class Lender:
         self._tell(dropped)
 
     def _tell(self, dropped: Iterable[Segment]) -> None:
-        """Tell every receiver that has mapped these segments to unmap them: else their memory would stay in use
-        there.
-        """
+        """Tell every receiver that has mapped these segments to unmap them: else their memory would stay in use."""
         numbers: dict[int, list[int]] = {}
         for segment in dropped:
             for connection in segment.known_to:
@@ -134,9 +129,7 @@ class Lender:
                 forget(gone)
 
     def lost(self, connection: int) -> None:
-        """Never use the segments again that the process behind `connection` has, since it is gone or may still read
-        them.
-        """
+        """Never reuse the segments that the process behind `connection` has: it is gone or may still read them."""
         with self._lock:
             self._forget.pop(connection, None)
             numbers = [number for number, (_, who) in self._lent.items() if who == connection]
@@ -168,8 +161,7 @@ class Lender:
 class Borrower:
     """`Borrower` has the segments of the process at the other end of a connection, mapped.
 
-    `released` is called with a segment's number when what lay in it has died: anywhere, so it must neither wait nor
-    take a lock.
+    `released` gets a segment's number when what lay in it has died: anywhere, so it must neither wait nor lock.
     """
 
     def __init__(self, released: Callable[[int], None]) -> None:

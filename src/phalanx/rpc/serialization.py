@@ -109,9 +109,7 @@ class Arrived:
 
 
 class _Names:
-    """`_Names` maps functions of modules to their names in a pickle, behind the name's length, as long as they are
-    there.
-    """
+    """`_Names` maps functions of modules to their names in a pickle, behind the name's length, while they live."""
 
     def __init__(self) -> None:
         self._names: dict[FunctionType, bytes] = {}
@@ -313,9 +311,7 @@ def _lay_out(plain: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...] | Non
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return the elements in a row as they lie, and the strides if they are not the usual ones; copies only
-    what has holes.
-    """
+    """Return the elements in a row as they lie, and the strides if unusual; copy only what has holes."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():

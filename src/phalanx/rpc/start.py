@@ -196,9 +196,7 @@ def get_rpc_timeout() -> float:
 
 
 def _close_in_child() -> None:
-    """Close the sockets in a fork of a worker, which is no worker: it must not keep them open, nor answer in the
-    worker's name.
-    """
+    """Close the sockets in a fork of a worker, which must not keep them open, nor answer in the worker's name."""
     if current.is_set():
         agent = current.agent()
         current.set_agent(None)

@@ -54,8 +54,7 @@ class Termination:
         return {by_rank[rank]: one for rank, one in zip(ranks, values, strict=True)}
 
     def gather(self, key: str, value: Any, deadline: Deadline, ranks: Sequence[int] = ()) -> list[Any]:
-        """Return the values of all workers, or of `ranks`, by rank, once all of them have called this with the same
-        `key`.
+        """Return the values of all workers, or of `ranks`, by rank, once all have called this with the same `key`.
 
         Raises:
             PeerLostError, DeadlineError: some worker will not come, or has not in time.

@@ -279,9 +279,7 @@ class UnixConnection:
         return Missed()
 
     def _receive_segments(self, until: int) -> None:
-        """Receive descriptors until that of segment `until` has come: they are sent before the frames that need
-        them.
-        """
+        """Receive descriptors until that of segment `until` has come: they precede the frames that need them."""
         number = 0
         while number != until:
             poll = select.poll()
@@ -336,9 +334,7 @@ class UnixConnection:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Release the memory that it read into at once: it is part of a reference cycle, which would keep it until
-        Python collects.
-        """
+        """Release the memory that it read into at once: a reference cycle would keep it until Python collects it."""
         self._borrower = Borrower(_ignore)
         self._received, self._view = bytearray(), memoryview(b"")
         self._have, self._rest, self.reading = 0, [], None

@@ -32,9 +32,7 @@ Welcome = Callable[[WorkerAddress, socket.socket, socket.socket], None]
 
 
 class Listener:
-    """`Listener` is the listening side. `welcome(member, socket, descriptor socket)` is called for each worker that has
-    come in.
-    """
+    """`Listener` is the listening side. It calls `welcome(member, socket, descriptor socket)` for each worker."""
 
     def __init__(self, welcome: Welcome, serving: Any) -> None:
         self._welcome = welcome
@@ -160,9 +158,7 @@ def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[s
 
 
 def _check_room(number: int) -> None:
-    """Raise OSError unless so many descriptors are free: a connection that fails half way looks lost to the other
-    end.
-    """
+    """Raise OSError unless so many descriptors are free: a half-made connection looks lost to the other end."""
     with contextlib.ExitStack() as stack:
         for _ in range(number):
             stack.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))

@@ -42,11 +42,9 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """`WorkerAddress` is how the others find a worker. `uid` distinguishes it from another one of the same name, before
-    or after it.
+    """`WorkerAddress` is how the others find a worker. `uid` tells it from another of its name, before or after.
 
-    Workers with the same `host` can share memory. `local` is the address at which it listens for those, `network` the
-    one for others.
+    Workers with the same `host` can share memory. `local` is where it listens for those, `network` for the others.
     """
 
     info: WorkerInfo

@@ -39,8 +39,7 @@ class Workers:
     def join(self, me: WorkerAddress, deadline: Deadline, open_network: Callable[[], WorkerAddress]) -> None:
         """Become a member; in a job of fixed size, wait for all others.
 
-        `open_network` is called if some of them are on other hosts; it sets the address at which they reach this
-        worker.
+        `open_network` is called if some are on other hosts; it sets the address at which they reach this worker.
 
         Raises:
             MismatchError: another worker has the name or the number.
@@ -179,9 +178,7 @@ class Workers:
         return next((one for one in self._lost.values() if name in (one.info.name, one.info.id)), None)
 
     def find(self, to: str | int | WorkerInfo) -> WorkerAddress | None:
-        """Return the worker of this name or number; if workers join and leave, the store is asked for one that is not
-        known yet.
-        """
+        """Return the worker of this name or number; if workers join and leave, ask the store for an unknown one."""
         name = to.name if isinstance(to, WorkerInfo) else to
         if isinstance(name, str):
             member = self._by_name.get(name)

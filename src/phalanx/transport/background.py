@@ -23,8 +23,7 @@ T = TypeVar("T")
 
 
 def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
-    """Return what `outcomes.get` returns; when the time is up, wait a moment more, before the caller looks whether a
-    connection is gone.
+    """Return what `outcomes.get` returns; when time is up, wait a moment more, before the caller checks the peer.
 
     To look is to write, and that closes a connection whose other end has left, with all that Gloo's thread has not read
     from it yet. After this process has stood still (stopped, or without a core) both wake up at once.
@@ -174,8 +173,7 @@ class Background:
         look: Callable[[], None],
         interrupted: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """Carry out `operation`, and raise what it raises. `look` is called while the operation takes long, and may
-        raise.
+        """Carry out `operation`, and raise what it raises. `look` is called while it takes long, and may raise.
 
         What a signal handler raises meanwhile is given to `interrupted`. After either, the operation goes on until the
         engine ends it.

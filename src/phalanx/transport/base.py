@@ -141,8 +141,7 @@ class Transport(Collectives):
     """
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Allocate `nbytes` of memory for each rank, and return the tensors of this host's ranks, by rank. All ranks
-        call it.
+        """Allocate `nbytes` for each rank, and return the tensors of this host's ranks, by rank. All ranks call it.
 
         A rank writes its own and reads the others', which are there while it holds its own; what a rank has written
         outlives it. Where ranks share no memory, each has its own alone.
@@ -195,9 +194,7 @@ class Transport(Collectives):
         """Leave the group. All ranks that wait for this one hear it at once."""
 
     def abandon(self) -> None:
-        """Do what `close` does with `closes_in_flight`, at the end of the process: operations inside need not wake
-        up.
-        """
+        """Do what `close` does with `closes_in_flight`, at the process's end: operations inside need not wake up."""
         self.close()
 
     def settle(self, patience_s: float) -> bool:
@@ -208,8 +205,7 @@ class Transport(Collectives):
         return True
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        """End the operation, since a thread that waits for it was interrupted. Transports need this where waits hear no
-        signal.
+        """End the operation, whose waiting thread was interrupted. Transports need this where waits hear no signal.
 
         `what` describes a message with `peer`; if it is empty, the operation is the collective.
         """
@@ -222,9 +218,7 @@ class Transport(Collectives):
         """Return when every rank has come."""
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """Do what `all_reduce` does with SUM, for a contiguous tensor of the real dtype with this code; this call must
-        be fast.
-        """
+        """Do what `all_reduce` does with SUM, for a contiguous tensor of this code's real dtype; this must be fast."""
         self.all_reduce(tensor, SUM, CallContext(timeout_s, self.call_site(place)))
 
     @abstractmethod

@@ -25,8 +25,7 @@ from phalanx.transport.group_reports import GroupReports
 
 
 class EngineSession(GroupReports, Transport):
-    """An engine session is one rank's side of such a group. `names` is what people call each rank's process: 'pid 17 on
-    node3'.
+    """An engine session is one rank's side of such a group. `names` are the ranks' processes: 'pid 17 on node3'.
 
     It runs one collective at a time: the caller of `_running` holds `lock`.
     """
@@ -120,9 +119,7 @@ class EngineSession(GroupReports, Transport):
     # -- what reports tell ---------------------------------------------------------------------------------------
 
     def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
-        """Report that this rank gave up. `answers` says where the others say that they are; `peer` is as for
-        `_reporting`.
-        """
+        """Report that this rank gave up. `answers` has where the others say they are; `peer` is as for `_reporting`."""
         if peer is None:
             missing = self._missing(answers)
         else:

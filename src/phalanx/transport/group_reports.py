@@ -82,9 +82,7 @@ class StoreReports(GroupReports):
         """Wake all that wait here or for this rank: the group is over."""
 
     def _publish_exit_reason(self, reason: str) -> None:
-        """Write `reason` to the store before the connections close: a rank that loses one reads it; the first one
-        stands.
-        """
+        """Write `reason` to the store before the connections close: a rank that loses one reads it; the first stays."""
         if self._report is None and not self._has_said and self.world_size > 1:
             self._has_said = True
             self._failure_store.leave_exit_reason(reason, self._where())

@@ -4,8 +4,7 @@ Random numbers are drawn in this order, so that nn.Dropout of a transposed tenso
 contiguous copy. Optimizers with `fused=True` go through a parameter and its state in this order, and do not look at
 strides: the moments of a parameter in channels_last must be in channels_last again after a load.
 
-A tensor with gaps (a slice) or repetitions (an expanded one) goes without them, in the order that `torch.empty_like`
-gives it.
+A tensor with gaps (a slice) or repetitions (an expanded one) goes without them, in the order of `torch.empty_like`.
 """
 
 from __future__ import annotations

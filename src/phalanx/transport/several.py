@@ -96,8 +96,7 @@ def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
 
 
 def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Return the inputs of steps that each write their `outputs`, with a copy in place of each that an earlier step
-    writes to.
+    """Return the inputs of steps that each write their `outputs`, with copies of those that earlier steps write.
 
     Cost: a copy of those. Without any, sorting as many addresses as there are tensors.
     """

@@ -30,9 +30,7 @@ def all_reduce(transport: Transport, tensors: Sequence[Tensor], ctx: CallContext
 
 
 def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: float | None = None) -> Tensor:
-    """Return the sum over ranks of coalesced tensors, coalesced; each entry is divided by `divisor` before it is
-    added.
-    """
+    """Return the sum over ranks of coalesced tensors, coalesced; divide each entry by `divisor` before adding it."""
     indices, values = mine.indices().t().contiguous(), mine.values()
     counts, gathered = _exchange_packets(transport, _say(mine), indices, values, ctx)
     all_indices, all_values = gathered or _exchange(transport, counts, indices, values, ctx)

@@ -84,15 +84,12 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a contiguous tensor in one dimension of stride 1; the stride of a single element could be
-    anything.
-    """
+    """Return a contiguous tensor's elements in one dimension of stride 1; a single element's could be anything."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a block that holds the elements in the order of the tensor's memory; ranks must have them
-    alike.
+    """Return the strides of a block that holds the elements in the tensor's memory order; ranks must agree.
 
     They are the tensor's own if it is dense, else those of a contiguous one. The stride of a dimension of 1 does not
     matter, and is 1 here.
@@ -104,7 +101,5 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def same_order(one: Tensor, other: Tensor) -> bool:
-    """Return whether two dense tensors of one shape have the same element at the same place; dimensions of 1 do not
-    matter.
-    """
+    """Return whether two dense tensors of one shape have each element at the same place; sizes of 1 are free."""
     return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size != 1)

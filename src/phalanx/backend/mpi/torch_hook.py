@@ -35,8 +35,7 @@ from phalanx.transport.mpi.operations import MpiTransport
 def new_process_group(
     original: Callable[..., Any], offer: Callable[[Callable[[Any], Any]], None], *args: Any, **kwargs: Any
 ) -> Any:
-    """Do what torch's `_new_process_group_helper` does, for backend "mpi"; `offer` shows torch the function that makes
-    the group.
+    """Do as torch's `_new_process_group_helper`, for backend "mpi"; `offer` shows torch the function of the group.
 
     Raises:
         PhalanxError: there is no MPI, or the ranks are not in one MPI job; the same on every rank.

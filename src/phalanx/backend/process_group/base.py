@@ -358,9 +358,7 @@ class ProcessGroupBase(BackendInterface):
         return executor.put(action, work)
 
     def find_failure(self) -> BaseException | None:
-        """Return the error of an operation that ran in the background, which torch's C++ may have given another
-        name.
-        """
+        """Return the error of an operation that ran in the background, which torch's C++ may have renamed."""
         return next((error for work in reversed(self._recent) if (error := work.exception()) is not None), None)
 
     # -- the end -------------------------------------------------------------------------------------------------

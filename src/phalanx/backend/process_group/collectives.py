@@ -133,8 +133,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         return self._carry_out(lambda ctx: sparse.all_reduce(self.transport, tensors, ctx), opts, tensors)
 
     def sparse_mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay as they are. It
-        waits.
+        """Return the mean over ranks of a coalesced sparse CPU tensor, on every rank; keep the inputs. It waits.
 
         It is an all_reduce with AVG, which sparse tensors lack, without c10d's way there and a copy of the result.
         """
@@ -418,8 +417,7 @@ class ProcessGroupCollectives(ProcessGroupBase):
         return self._carry_out(lambda ctx: self.transport.barrier(ctx), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, and name those that did not come, as every error of this backend does; the words are
-        Gloo's.
+        """Wait for all ranks, and name those that did not come, as all errors of this backend do, in Gloo's words.
 
         `wait_all_ranks` says whether the first line names all missing ranks or the first; what follows names all.
         """

@@ -122,9 +122,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         return None if self._is_staged(device.type) else self._group_inside(device.type)
 
     def _route_message(self, device: torch.device, operation: str, args: tuple[Any, ...]) -> Any:
-        """Do what `_route` does, for a message: the two ranks may not have taken part in a collective of that device
-        yet.
-        """
+        """Do what `_route` does, for a message: the two ranks may not have been in a collective of that device yet."""
         self._device_backend(device, operation)
         asks = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
         # NCCL has no receive from anybody, so a message that is awaited so goes through the host.
@@ -177,9 +175,7 @@ class RoutedProcessGroup(StagedProcessGroup):
             self._staged.add(device.type)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        """Return a work that is over when every rank has come; with a device (`device_ids`) also what is queued on
-        it.
-        """
+        """Return a work that is over when every rank has come; with `device_ids` also what is queued on the device."""
         (opts,) = first_form("barrier", args, kwargs)
         device = getattr(opts, "device", None)
         if device is None or torch.device(device).type not in self._device_backends:

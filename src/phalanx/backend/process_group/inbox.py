@@ -75,9 +75,7 @@ class Inbox:
         self._thread: threading.Thread | None = None
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | DoneWork:
-        """Post a receive into `tensor` of the next message from `src` (if below zero, any rank) with `tag`. It never
-        waits.
-        """
+        """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`, at once."""
         receive = self._memory.post(tensor, src, tag, ctx, handed_over=True)
         if self._works:
             self._reap()  # the messages that came may have ended other receives

@@ -130,9 +130,7 @@ class ProcessGroupMessages(ProcessGroupBase):
         return self._channels[key]
 
     def _end_receives(self, tag: int) -> Callable[[], None]:
-        """Return the first action of the executor for receives from any rank: it waits until all receives before it are
-        over.
-        """
+        """Return the executor's first action for receives from any rank: it waits until earlier receives are over."""
         keys = [key for key in self._channels if (key[0], key[2]) == ("recv", tag)]
         executors = [self._channels.pop(key) for key in keys]
         return lambda: _close_all(executors, self._timeout_s)

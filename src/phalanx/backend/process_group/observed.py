@@ -77,9 +77,7 @@ _EVENTS = {
 
 
 def is_recorded() -> bool:
-    """Return whether PyTorch's tools have been told of the call, or none looks on in this thread; then it is carried
-    out.
-    """
+    """Return whether PyTorch's tools know of the call, or none looks on in this thread; then it is carried out."""
     if getattr(_this_thread, "is_recorded", False):
         _this_thread.is_recorded = False  # it holds for this call alone
         return True
@@ -245,9 +243,7 @@ def _unboxed(boxed: Any) -> Any:
 def _lists(
     method: str, kind: Callable[[], Any], *names: str, returns: str = ""
 ) -> Callable[[Any, dict[str, Any]], Any]:
-    """Return what an operator does: call the group's `method` with these arguments, and answer with `returns` and the
-    work.
-    """
+    """Return what an operator does: call the group's `method` with these arguments; answer `returns` and the work."""
 
     def carry_out(group: Any, given: dict[str, Any]) -> Any:
         work = _boxed(group, getattr(group, method)(*(given[name] for name in names), _options(kind, given)))

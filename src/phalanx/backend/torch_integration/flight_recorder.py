@@ -77,9 +77,7 @@ def _answering(original: _Original, ours: _Original) -> _Original:
 
 
 def _names_backends(dump: Any) -> bool:
-    """Return whether this function of torch's takes a backend's name (2.15); older analysers refuse names new to
-    them.
-    """
+    """Return whether this function of torch's takes a backend's name (2.15); older analysers refuse new names."""
     return "backend" in (getattr(dump, "__doc__", "") or "")
 
 

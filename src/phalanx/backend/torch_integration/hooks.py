@@ -199,7 +199,5 @@ def _attach(name: str, theirs: Callable[..., Any], group: Any, *args: Any, loses
 
 
 def _has_backend(group: Any) -> bool:
-    """Return whether torch's C++ finds our group behind its own: the way that an operation takes through the
-    dispatcher.
-    """
+    """Return whether torch's C++ finds our group behind its own: the way of operations through the dispatcher."""
     return getattr(group, "_inner_backend", None) is not None

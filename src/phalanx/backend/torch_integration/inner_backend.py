@@ -38,9 +38,7 @@ _NEEDS = (
 
 @functools.cache
 def can_attach() -> bool:
-    """Return whether this torch lets Python make a `Backend` and put it behind a group; up to 2.13 none has a
-    constructor.
-    """
+    """Return whether this torch lets Python make a `Backend` behind a group; up to 2.13 none has a constructor."""
     if any(map(describe_missing, _NEEDS)):
         return False
     try:
@@ -93,9 +91,7 @@ def _inner_class() -> type[Any]:
 
         @property
         def options(self) -> Any:
-            """Return the group's timeout as torch's own class; the inherited method calls itself without end (2.14,
-            2.15).
-            """
+            """Return the group's timeout as torch's own class; the inherited method recurses endlessly (2.14, 2.15)."""
             group = self._group()
             timeout = timedelta() if group is None else group.options._timeout
             return base.Options(self.getBackendName(), timeout)

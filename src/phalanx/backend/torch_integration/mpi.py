@@ -18,9 +18,7 @@ from phalanx.backend.torch_integration.patch import distributed_c10d, patch
     loses="backend 'mpi' is not there, as this torch was built without MPI",
 )
 def serve_mpi() -> None:
-    """Let backend "mpi" work through mpi4py; `is_mpi_available()` says so only from then on, since libraries choose by
-    it.
-    """
+    """Let backend "mpi" work through mpi4py; only now does `is_mpi_available()` say so, as libraries choose by it."""
     c10d = distributed_c10d()
     helper = c10d._new_process_group_helper
     signature = inspect.signature(helper)

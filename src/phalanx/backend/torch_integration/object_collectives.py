@@ -79,8 +79,7 @@ def authenticate_object_collectives() -> None:
     loses=_REPLAYED,
 )
 def number_object_collectives() -> None:
-    """Let each call of an object collective be known where its pickles are made and read; ends when torch authenticates
-    them.
+    """Let each call of an object collective be known where its pickles are made and read, until torch authenticates.
 
     The functions are wrapped inside of torch's own wrapper around each, so that whoever has imported them by name,
     before this, calls the same.

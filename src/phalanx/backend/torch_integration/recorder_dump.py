@@ -161,9 +161,7 @@ def _peers(group: RecordedGroup, record: Record) -> str:
 
 
 def _sizes(group: RecordedGroup, record: Record) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the shapes that went in and came out. We record one shape: the input's, or the output's of what is
-    scattered.
-    """
+    """Return the shapes that went in and came out. We record one: the input's, or the output's if it is scattered."""
     one = [list(record.shape)]
     each = [list(record.shape) for _ in group.global_ranks]
     whole = [[len(group.global_ranks), *record.shape]]

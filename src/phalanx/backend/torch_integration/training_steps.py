@@ -34,9 +34,7 @@ def begin_to_observe() -> None:
 
 
 def _hook_optimizers() -> None:
-    """Let torch call the log itself as the optimizers' hooks: a function of ours in between costs more than its work
-    does.
-    """
+    """Let torch call the log itself as the optimizers' hooks: a function of ours in between would cost more."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     log = _recorders[0].log
@@ -51,9 +49,7 @@ def _hook_optimizers() -> None:
     loses="a run report does not hear of a DataLoader's batches",
 )
 def _observe_batches() -> None:
-    """Tell the report of batches, in few lines: each line runs with cold caches, beside a step that streams its
-    parameters through them.
-    """
+    """Tell the report of batches, in few lines: each runs with cold caches, beside a step that fills them."""
     import torch
     from torch.utils.data import dataloader
 

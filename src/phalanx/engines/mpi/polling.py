@@ -11,8 +11,7 @@ _PAUSE_S = 50e-6
 
 
 def wait_until(is_done: Callable[[], bool], look_around: Callable[[], None], timeout_s: float) -> bool:
-    """Return whether `is_done` came true within `timeout_s`. It is asked at least twice, so that a timeout of 0 takes
-    what is there.
+    """Return whether `is_done` came true within `timeout_s`. It is asked twice at least, so 0 takes what is there.
 
     MPI moves bytes only while it is asked, so pauses stay short. `look_around` is called during long waits and may
     raise to end them.

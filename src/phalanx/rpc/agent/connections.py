@@ -53,9 +53,7 @@ class Connections:
         take_answer: Callable[[Any, Frame, Any, bool], Any],
         on_lost: Callable[[Callee], None],
     ) -> None:
-        """Make the connections. `take_answer` hands out an answer in the thread that reads for it; the leader calls
-        `on_lost`.
-        """
+        """Make the connections. `take_answer` hands out an answer in its reading thread; the leader calls `on_lost`."""
         self._options = options
         self._serving = serving
         self._take_answer = take_answer
@@ -202,9 +200,7 @@ class Connections:
         self.lose_after_reading(member, "its process has ended.")
 
     def lose_after_reading(self, member: WorkerAddress, why: str) -> None:
-        """Remove a worker that is gone, after its last answers were handed out, whoever has read them. The leader calls
-        this.
-        """
+        """Remove a worker that is gone, after its last answers were handed out by any reader. The leader calls it."""
         connection = self.peer(member).connection
         if isinstance(connection, UnixConnection) and not connection.closed:
             if connection.reading is not None:

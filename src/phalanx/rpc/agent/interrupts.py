@@ -26,9 +26,7 @@ _handler_of: Callable[[int], Any] = _signal.getsignal
 
 
 class _Deferral:
-    """`_Deferral` belongs to the main thread. `depth` is how many nested parts the thread is in that must not be
-    interrupted.
-    """
+    """`_Deferral` belongs to the main thread. `depth` is how many nested uninterruptible parts the thread is in."""
 
     __slots__ = ("depth", "is_pending")
 
@@ -72,9 +70,7 @@ def may_raise() -> bool:
 
 
 def reset() -> None:
-    """Reset the state in a fork: its only thread is its main one, which is in none of the parts that its parent was
-    in.
-    """
+    """Reset the state in a fork: its only thread is its main one, which is in none of its parent's parts."""
     global _main, _state
     _main, _state = get_ident(), _Deferral()
 

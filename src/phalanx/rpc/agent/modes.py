@@ -13,7 +13,5 @@ _find_transform: Any = find("torch._C._functorch.maybe_current_level", loses=_LO
 
 
 def is_in_mode() -> bool:
-    """Return whether this thread is in a mode of the dispatcher or of functions, as a default device is one, or in a
-    transform of torch.func.
-    """
+    """Return whether this thread is in a dispatcher's or functions' mode, as a default device is, or in torch.func."""
     return bool(_num_function_modes() or _num_dispatch_modes() or _find_transform() is not None)

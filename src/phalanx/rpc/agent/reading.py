@@ -56,9 +56,7 @@ class Answer(Future[T]):
     is_claimed = False  # a thread other than the leader is setting it
 
     def done(self) -> bool:
-        """Return whether the answer is there. A thread that asks again and again waits for it: then the leader
-        reads.
-        """
+        """Return whether the answer is there. A thread that asks repeatedly waits for it: then the leader reads."""
         if _Future.done(self):
             return True
         if self.reading is not None:
@@ -94,18 +92,14 @@ class Answer(Future[T]):
         super().add_done_callback(callback)
 
     def claim(self) -> bool:
-        """Return whether this thread, which is not the leader, may set the answer at once: not if a callback waits for
-        it.
-        """
+        """Return whether this thread, not the leader, may set the answer at once: not if a callback waits for it."""
         self.is_claimed = True
         if self.has_callbacks:
             self.is_claimed = False
         return self.is_claimed
 
     def needs_leader(self) -> None:
-        """Have the leader set the answer, because a callback is about to be added: it must not run in a thread that
-        reads for itself.
-        """
+        """Have the leader set the answer, as a callback is about to be added: it must not run in a reading thread."""
         self.has_callbacks = True
         while self.is_claimed and not _Future.done(self):  # too late: it will be done, or unclaimed, at once
             time.sleep(_CLAIM_S)
@@ -121,9 +115,7 @@ class Answer(Future[T]):
 
 
 def wait_interruptibly(future: Any) -> Any:
-    """Wait for the future and return its value; in the main thread, unlike torch's `Future.wait`, signals are handled
-    meanwhile.
-    """
+    """Wait for the future and return its value; in the main thread, unlike torch's `Future.wait`, handle signals."""
     if not _Future.done(future) and threading.current_thread() is threading.main_thread():
         gate = threading.Lock()
         gate.acquire()
@@ -133,9 +125,7 @@ def wait_interruptibly(future: Any) -> Any:
 
 
 def _pass(gate: threading.Lock, future: Any) -> None:
-    """Wait until the gate is open; callbacks that came before may want a lock that this thread holds, and keep it
-    closed.
-    """
+    """Wait until the gate is open; earlier callbacks may want a lock that this thread holds, and keep it closed."""
     while not gate.acquire(timeout=_LOOK_S if getattr(future, "has_callbacks", True) else 3600.0):
         if _Future.done(future):
             return
@@ -241,9 +231,7 @@ class Reading:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def _begin(self, awaited: Awaited, most_others: int) -> _Turn | None:
-        """Return the turn of this thread; None if another thread has it, or several wait: then the leader reads for
-        all.
-        """
+        """Return the turn of this thread; None if another thread has it, or several wait: the leader reads for all."""
         outer = self._turn
         if outer is not None:
             if outer.thread != threading.get_ident():
@@ -299,8 +287,7 @@ class Reading:
         """Return the frame that this thread hands out next, and the call that it answers; None if there is no more, or
         if the thread has lost its turn.
 
-        Both are taken at once: a frame that a thread has read is its own to hand out, or the leader's, and never
-        nobody's.
+        Both are taken at once: a frame that a thread has read is its own to hand out, or the leader's, never nobody's.
         """
         with self._lock:
             while self._turn is turn and self._pending:
@@ -359,9 +346,7 @@ class Reading:
         self._connection.mute(False)
 
     def relieve(self, now: float) -> None:
-        """Take a stuck thread's turn away, and give connections that no thread reads back to the leader. The clock
-        calls this.
-        """
+        """Take a stuck thread's turn away, and give connections without readers to the leader. The clock calls this."""
         turn = self._turn
         if turn is not None:
             if turn.busy_since and now - turn.busy_since > LATE_S:
@@ -380,8 +365,7 @@ class Reading:
             self.unmute()
 
     def finish(self, timeout_s: float = 1.0) -> None:
-        """Let only the leader read from now on; frames that were read and not handed out are in its queue when this
-        returns.
+        """Let only the leader read from now on; frames read and not handed out are in its queue on return.
 
         A thread that hands out what it has read goes on with the one answer that it has taken, and leaves the rest.
         """

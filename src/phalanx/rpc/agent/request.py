@@ -52,9 +52,7 @@ class Worker(Protocol):
 
 
 class Request:
-    """`Request` is one call. The leader makes requests in the order in which they came, and registers objects that the
-    worker will own.
-    """
+    """`Request` is one call. The leader makes requests in order of arrival, and registers the worker's objects."""
 
     __slots__ = (
         "_agent",
@@ -202,9 +200,7 @@ def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the key under which the duration of a call is kept: the function, or the method of a reference's
-    object.
-    """
+    """Return the key under which a call's duration is kept: the function, or a reference's object's method."""
     code = getattr(function, "__code__", None)
     if code is None:
         return getattr(function, "__qualname__", None) or type(function)
@@ -214,9 +210,7 @@ def _key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _is_of_pickle(error: AttributeError) -> bool:
-    """Return whether pickle itself raised an error, or a module that was asked for a name; not the code that rebuilds
-    an object.
-    """
+    """Return whether pickle itself raised an error, or a module asked for a name; not code that rebuilds an object."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -82,8 +82,7 @@ class Relieved(Protocol):
 class Lead:
     """`Lead` is the lead of one thread, until another one has it. `busy_since` is when it went into user code, or 0.
 
-    It can be taken away only while the thread is in user code: frames that the thread reads and hands out stay in
-    order.
+    It can be taken away only while the thread is in user code: what the thread reads and hands out stays in order.
     """
 
     busy_since: float = 0.0

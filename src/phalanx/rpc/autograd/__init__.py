@@ -37,8 +37,7 @@ __all__ = ["BackwardError", "backward", "context", "get_gradients"]
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Record what the calls of this thread compute, and the calls that those make in turn; yield the context's number
-    for `backward`.
+    """Record what this thread's calls, and theirs in turn, compute; yield the context's number for `backward`.
 
     At the end all workers release what they recorded, gradients as well.
 

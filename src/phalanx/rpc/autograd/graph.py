@@ -72,9 +72,7 @@ current = _Current()
 
 
 class SendRpc(torch.autograd.Function):
-    """`SendRpc` is where a tensor leaves. Its output stands for the tensor, without its memory; in the backward, its
-    gradient comes back.
-    """
+    """`SendRpc` is where a tensor leaves. Its output stands for it; in the backward, its gradient comes back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -89,9 +87,7 @@ class SendRpc(torch.autograd.Function):
 
 
 class RecvRpc(torch.autograd.Function):
-    """`RecvRpc` is where tensors arrive, and become its outputs in place. In the backward, the gradients go to their
-    sender.
-    """
+    """`RecvRpc` is where tensors arrive, as its outputs, in place. In the backward, gradients go to the sender."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Any:
@@ -327,8 +323,7 @@ def run_engine(
     reached: Iterable[Reached],
     retain_graph: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Run autograd from `outputs` to where it ends, in this thread; return the leaves' gradients that `run` has not
-    gathered.
+    """Run autograd from `outputs` to where it ends, in this thread; return leaves' gradients that `run` did not take.
 
     No `.grad` is touched but while hooks for it run, and hooks of the nodes that would add to it are called as if they
     did. But where hooks need gradients in `.grad` to the end (DistributedDataParallel's do, and combine them there),
@@ -349,13 +344,11 @@ def run_engine(
 def run_engine_from(
     run: Gradients, send: Send, arrived: Sequence[Tensor | None], retain_graph: bool
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[MessageId, Sequence[Tensor | None]]]]:
-    """Run the engine from one message alone; return the leaves' gradients, and by message those that go on to other
-    workers.
+    """Run the engine from one message alone; return the leaves' gradients, and by message those for other workers.
 
     No gradient in `arrived` may be None.
 
-    The gradients are sent when the engine has run, and not while it does; but none of the graph's joints has to run in
-    Python.
+    The gradients are sent when the engine has run, not while it runs; but no joint of the graph runs in Python.
     """
     leaves, received = send.reached.leaves, send.reached.received
     outputs: list[Any] = []

@@ -15,8 +15,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 
 class AutogradHook:
-    """`AutogradHook` notes (context, uid of the worker that opened it, the message's number or None, tensors'
-    ancestors).
+    """`AutogradHook` notes (context, uid of the opening worker, the message's number or None, tensors' ancestors).
 
     A caller that records nothing (`no_grad`) notes None for the ancestors: its answer comes without a graph, too.
     """

@@ -92,8 +92,7 @@ class _Leaf:
 
 
 class LeafHooks:
-    """`LeafHooks` has the hooks of one run of the engine, for the leaves in `nodes`; it does nothing if no node has
-    any.
+    """`LeafHooks` has the hooks of one run of the engine, for the leaves in `nodes`; without any it is idle.
 
     `gather` is called with a leaf and its gradient, and everything is called in the context manager `inside()`.
     """

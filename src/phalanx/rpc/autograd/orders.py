@@ -42,9 +42,7 @@ _as_kinds: dict[bytes, Kinds] = {}
 
 
 class Said(NamedTuple):
-    """`Said` is about a pass. `plan` means: take part, with these messages. `gradients` are those of `message`, if they
-    came.
-    """
+    """`Said` is about a pass. `plan`: take part, with these messages. `gradients` are those of `message`, if any."""
 
     context_id: int
     pass_id: PassId

@@ -283,9 +283,7 @@ class Pass:
         return [self.context.sends[message].part(mask) for message, mask in plan]
 
     def _can_start_at(self, send: Send) -> bool:
-        """Return whether the engine can begin with the gradients that have come: it cannot with None, nor through
-        `.grad`.
-        """
+        """Return whether the engine can begin with the gradients that came: not with None, nor through `.grad`."""
         arrived = self._arrived[send.message]
         nodes: list[Any] = [stub.grad_fn for stub in send.stubs]
         return all(arrived[node.number] is not None for node in nodes) and not send.reached.has_hooks()

@@ -64,9 +64,7 @@ class AutogradWorker:
     # -- one pass, of who begins it ------------------------------------------------------------------------------------
 
     def backward(self, context: Context, roots: Sequence[Tensor], reached: Reached, retain_graph: bool) -> None:
-        """Run the pass, with all that was `reached` from the roots. The first error is raised after all parts have
-        ended.
-        """
+        """Run the pass, with all that the roots `reached`. The first error is raised after all parts have ended."""
         run = self._pass(context, (self.me.uid, next(self._numbers)))
         plans: dict[int, list[tuple[MessageId, int]]] = {}
         for planned in sorted(reached.ancestors(context.id).items(), reverse=True):

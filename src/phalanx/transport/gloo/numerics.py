@@ -37,9 +37,7 @@ def operation_of(redop: int, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
 
 
 def is_reducible(redop: int, dtype: torch.dtype) -> bool:
-    """Return whether Gloo has this reduction: it takes complex numbers as pairs of real ones, which can be added, not
-    multiplied.
-    """
+    """Return whether Gloo has this reduction: it takes complex numbers as pairs of real ones, which only add."""
     return not dtype.is_complex or _OP[redop] != dist.ReduceOp.PRODUCT
 
 

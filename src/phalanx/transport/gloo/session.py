@@ -170,9 +170,7 @@ class GlooSession(StoreReports, EngineSession):
         self._background.run(carry_out, look, self.interrupted)
 
     def _wait_for(self, messages: Sequence[InTransit], peer: int, num_bytes: int, deadline: Deadline) -> None:
-        """Wait for what is under way with `peer`; where a message may be half there, another thread waits, as in
-        `_run`.
-        """
+        """Wait for what is under way with `peer`; if a message may be half there, in another thread, as in `_run`."""
 
         def wait() -> None:
             with talking():

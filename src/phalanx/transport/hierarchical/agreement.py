@@ -72,8 +72,7 @@ class Agreement(HierarchicalSession):
     def _give_to_leader(
         self, ctx: CallContext, deadline: Deadline, mine: Piece = (0, 0), sizes: Sequence[int] | int = 0
     ) -> Sequence[int]:
-        """Bring what this rank has to the leader of its host. sizes[i] bytes come from local rank i; a number is every
-        rank's size.
+        """Bring what this rank has to its host's leader, sizes[i] bytes from local rank i; a number: from each.
 
         On the leader it returns where the local ranks' bytes lie until the next operation.
         """
@@ -111,9 +110,7 @@ class Agreement(HierarchicalSession):
         return self._payloads
 
     def _report_mismatch_of_sizes(self, deadline: Deadline) -> None:
-        """Report that ranks of this host bring different sizes: they called different things, and their records say
-        what.
-        """
+        """Report that this host's ranks bring different sizes: they called different things, as their records say."""
         called = self._called_here()
         self._heads = [self._head, *(foreign_head(called[r]) for r in self.layout.local_ranks[1:])]
         try:
@@ -125,9 +122,7 @@ class Agreement(HierarchicalSession):
     # -- 2 -------------------------------------------------------------------------------------------------------
 
     def _send_heads(self, deadline: Deadline, payloads: Mapping[int, Sequence[Piece]] = _NOTHING) -> None:
-        """Tell the other leaders what the ranks of this host call, and host h what payloads[h] holds; only leaders call
-        this.
-        """
+        """Tell the other leaders what this host's ranks call, and host h what payloads[h] holds; leaders call it."""
         if self._leaders is not None:
             self._leaders.send(self._heads, payloads, deadline)
 

@@ -30,9 +30,7 @@ class HierarchicalCollectives(DirectCollectives):
         self._small_barrier(Call("barrier", place=self._place(ctx)), ctx)
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Allocate memory as `Transport` says: each host does so in its own memory, all at one place of their
-        sequence.
-        """
+        """Allocate memory as `Transport` says: each host in its own memory, all at one place of their sequence."""
         found: dict[int, Tensor] = {}
         call = Call("barrier", count=nbytes, place=self._place(ctx))
         self._interruptible(call, ctx, lambda: found.update(self._allocate_on_host(nbytes, call, ctx)))

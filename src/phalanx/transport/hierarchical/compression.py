@@ -72,9 +72,7 @@ class Compression:
         return residual.values.zero_()
 
     def _keep(self, name: tuple[int, int], buffer: Tensor) -> _Residual | None:
-        """Make room for one more residual, in the place of those that have not come for long; return None if there is
-        none.
-        """
+        """Make room for one more residual, instead of those long unused; return None if there is none."""
         nbytes = buffer.numel() * buffer.element_size()
         while self._residuals and self._num_bytes + nbytes > self._most_bytes:
             oldest, residual = next(iter(self._residuals.items()))

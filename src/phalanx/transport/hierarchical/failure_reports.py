@@ -114,8 +114,7 @@ class FailureReports(StoreReports):
         return calls
 
     def _server_lost(self, timeout_s: float, deadline: Deadline) -> FailureReport | None:
-        """Return the report of the rank whose process serves the store, if the store is silent because that process is
-        gone or hangs.
+        """Return the report of the rank that serves the store, if the store is silent because that is gone or hangs.
 
         Its neighbours heard of it first and closed their connections, without being able to say why: ranks that lost
         those connections would blame them.
@@ -158,8 +157,7 @@ class FailureReports(StoreReports):
         return late(missing, self._names, answers, self.rank, timeout_s, is_collective=peer is None, remarks=remarks)
 
     def _with_this_host(self, answers: Mapping[int, Position], late_here: Collection[int]) -> dict[int, Position]:
-        """Add to `answers` where the ranks of this host are that have come but found no time to answer; its memory
-        tells.
+        """Add to `answers` where this host's ranks are that found no time to answer; its memory tells.
 
         On a busy host a rank may take longer than it is given. A rank that is stopped is left out: it hangs.
         """
@@ -184,8 +182,7 @@ class FailureReports(StoreReports):
 def decide_missing(
     others: Sequence[int], answers: Mapping[int, Position], seq: int, late_here: Collection[int], leader: int
 ) -> list[int]:
-    """Return those of `others` for which a rank in collective `seq` waits. `answers` says where the ranks are that
-    answered.
+    """Return those of `others` for which a rank in collective `seq` waits. `answers` says where others are.
 
     `late_here` are the ranks of this host that are behind in its memory; `leader` is its first. A rank that is in the
     same collective is behind because it waits for other hosts: it is named only if nobody else is to blame. The leader,

@@ -101,8 +101,7 @@ class Inboxes:
     def _sees(self, inbox: Buffer) -> bool:
         """Return whether a message begins to arrive within a moment, in which other threads may have this core.
 
-        Where they do take it, looking only keeps the engine's thread from its work: then the next messages are not
-        looked for.
+        Where they do take it, looking only hinders the engine's thread: then the next messages are not looked for.
         """
         if self._without_looks > 0:
             self._without_looks -= 1

@@ -74,8 +74,7 @@ class HierarchicalMessages(HierarchicalSession):
         return source
 
     def _wait_for(self, messages: Sequence[Message], peer: int, num_bytes: int) -> None:
-        """Wait for what is under way with `peer`, and hear that its connection is gone even while a message is half
-        there.
+        """Wait for what is under way with `peer`, and notice its closed connection even amid a message.
 
         Gloo tells that only of a message that has not begun to come; so another thread waits for a long one.
         """

@@ -31,9 +31,7 @@ Action = Callable[[Deadline], None]
 
 
 class PrecedingMessages:
-    """`PrecedingMessages` is one rank's end of such messages. `send` and `receive` alternate with those of the others,
-    message by message.
-    """
+    """`PrecedingMessages` is one rank's end of such messages. `send` and `receive` alternate with the others'."""
 
     def __init__(self, engine: Engine, tag: int, max_bytes: int, senders: Sequence[int]) -> None:
         self._engine = engine

@@ -84,9 +84,7 @@ class SegmentedCollectives(Agreement):
             result[:0].zero_()  # what was added up through addresses counts as a change, as a copy does
 
     def _agree_in_time(self, deadline: Deadline) -> None:
-        """Agree with the other hosts now: from here on their data is awaited, and soon what the user sees is
-        written.
-        """
+        """Agree with the other hosts now: from here on their data is awaited, and soon the user's is written."""
         self._agree(deadline)
         self._used()
 
@@ -143,8 +141,7 @@ class SegmentedCollectives(Agreement):
         *,
         before_others: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open each segment (post its receives), start it, play its steps and finish it, in the order of `ticks`; see
-        `Ticks`.
+        """Open each segment (post its receives), start it, play its steps and finish it, in the order of `ticks`.
 
         `before_others` is called once, before anything of another host is waited for; where leaders forward each
         other's messages, before anything is sent, behind which those would have to wait.
@@ -285,9 +282,7 @@ class SegmentedCollectives(Agreement):
     def _reduce_scatter_in_segments(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, deadline: Deadline
     ) -> None:
-        """Write the reduction over ranks of inputs[rank] to `output`, in the order of the hosts; both are in sum
-        types.
-        """
+        """Write the reduction over ranks of inputs[rank] to `output`, in the hosts' order; both are in sum types."""
         layout, rank = self.layout, self.rank
         hosts, i = layout.topology.hosts, layout.local_rank
         item = output.element_size()

@@ -65,9 +65,7 @@ class Ticks:
         return min(self.num_segments, tick + self.depth + 1)
 
     def stepping(self, tick: int) -> list[int]:
-        """Return the segments that begin a step (or end their last) in `tick`, the newest first: the link has work at
-        once.
-        """
+        """Return the segments that begin a step (or end their last) in `tick`, newest first: the link works at once."""
         newest, oldest = min(tick, self.num_segments - 1), max(0, tick - self.depth)
         return [s for s in range(newest, oldest - 1, -1) if (tick - s) % self.per_step == 0]
 

@@ -302,8 +302,7 @@ class HierarchicalSession(FailureReports):
         self._background.run(operation, look, self.interrupted)
 
     def _running(self, call: Call, ctx: CallContext) -> Running:
-        """Return a context for one collective, with its place in the sequence; a failure inside becomes the error that
-        all ranks tell.
+        """Return a context for one collective, with its place in the sequence; a failure becomes all ranks' error.
 
         Raises:
             MismatchError: some rank called something else; no tensor was changed.

@@ -35,9 +35,7 @@ class SmallCollectives(Agreement):
         return size * (self.layout.num_hosts - 1) <= SMALL_BYTES
 
     def _is_small_sum(self, dtype: torch.dtype, count: int) -> bool:
-        """Return whether a sum of so many elements is sent at once, as in `_is_small`, unless the options say how it
-        travels.
-        """
+        """Return whether a sum of so many elements is sent at once, as in `_is_small`, unless options forbid it."""
         size = count * (torch.float32 if dtype in HALF else dtype).itemsize
         if self._options.algorithm is not None or self._compression.rounds(torch.float32 if dtype in HALF else dtype):
             return size <= ALWAYS_SMALL_BYTES

@@ -45,9 +45,7 @@ _BY_SIZE: Mapping[int, str] = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "U
 
 
 def summand(tensor: Tensor) -> Tensor:
-    """Return `tensor` in a type that MPI can reduce: half types become float32 (a copy), a bool becomes a byte (in
-    place).
-    """
+    """Return `tensor` in a type that MPI reduces: half types become float32 (a copy), bools bytes (in place)."""
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
@@ -65,7 +63,5 @@ def operation_of(mpi: Any, redop: int, dtype: torch.dtype) -> Any:
 
 
 def element_of(mpi: Any, dtype: torch.dtype) -> Any:
-    """Return a type as large as `dtype`, for elements that are only moved: in some MPIs counts of bytes end at 2
-    GiB.
-    """
+    """Return a type as large as `dtype`, for elements that only move: some MPIs' byte counts end at 2 GiB."""
     return getattr(mpi, _BY_SIZE[dtype.itemsize])

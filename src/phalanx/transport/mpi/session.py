@@ -34,8 +34,7 @@ _COLLECT_S = 0.5
 
 
 class MpiSession(EngineSession):
-    """An `MpiSession` is one rank's side of a group over MPI. `names` is what people call each rank's process: 'pid 17
-    on node3'.
+    """An `MpiSession` is one rank's side of a group over MPI. `names` are the ranks' processes: 'pid 17 on node3'.
 
     It runs one collective at a time, and holds `lock` meanwhile.
     """

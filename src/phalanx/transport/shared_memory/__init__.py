@@ -17,8 +17,7 @@ __all__ = ["SharedMemoryTransport"]
 class SharedMemoryTransport(SharedMemoryCollectives, SharedMemoryMessages, Transport):
     """It carries a group whose ranks are all on this host.
 
-    It runs one collective at a time, and holds `lock` while the core does it. Point to point needs no lock across
-    channels.
+    It runs one collective at a time, and holds `lock` while the core does it. Messages need no lock across channels.
     """
 
     ranks_share_memory = True

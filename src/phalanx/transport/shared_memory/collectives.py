@@ -29,9 +29,7 @@ class SharedMemoryCollectives(SharedMemorySession):
         self._collective(ctx, lambda: self.core.barrier(ctx.timeout_ns, ctx.call_site, ()))
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """Do what `all_reduce` does with SUM, for a contiguous tensor of a real dtype: this is the shortest way to the
-        core.
-        """
+        """Do what `all_reduce` does with SUM, for a contiguous tensor of a real dtype: the shortest way to the core."""
         if self.symm_mem.one_memory:
             self._refuse_one_memory(tensor)
         call_site = self._sites.get(place)
@@ -147,9 +145,7 @@ class SharedMemoryCollectives(SharedMemorySession):
             write_back(tensor, data)
 
     def _two_areas(self, size: int, ctx: CallContext) -> list[Buffer]:
-        """Return two places of `size` bytes in this rank's heap, for use in turn. All ranks call it where they are
-        new.
-        """
+        """Return two places of `size` bytes in this rank's heap, for use in turn. All ranks call it if they are new."""
         areas = self._areas.get(size)
         if areas is None:
             with self.exclusive(ctx.timeout_s):
@@ -321,9 +317,7 @@ class SharedMemoryCollectives(SharedMemorySession):
     def allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, ctx: CallContext, *, owner: int | None = None
     ) -> Tensor:
-        """Return an uninitialised tensor, at one place of all ranks' heaps, or in `owner`'s alone. All ranks call
-        it.
-        """
+        """Return an uninitialised tensor, at one place of all ranks' heaps, or in `owner`'s. All ranks call it."""
         buffer = self._allocate(math.prod(shape) * dtype.itemsize, ctx, owner)
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
 

@@ -58,8 +58,7 @@ class PostedReceive:
         return self.handle.source
 
     def conclude(self) -> None:
-        """Give the tensor its message, or raise what went wrong. It is called once, when the receive is not pending any
-        more.
+        """Give the tensor its message, or raise what went wrong. Called once, when the receive no longer pends.
 
         The tensor is let go: a group keeps its last few thousand receives (see PhalanxWork.settle).
         """
@@ -85,9 +84,7 @@ class SharedMemoryMessages(SharedMemorySession):
         )
 
     def send_now(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> bool:
-        """Do what `send` does if that needs no waiting, and return True; else return False, and nothing has
-        happened.
-        """
+        """Do what `send` does if that needs no waiting, and return True; else do nothing and return False."""
         data = dense(tensor)
         code = dtype_of(data.dtype).code
         status = self.core.send_now(
@@ -98,8 +95,7 @@ class SharedMemoryMessages(SharedMemorySession):
         return status is not None
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext, *, handed_over: bool = False) -> PostedReceive:
-        """Post a receive into `tensor` of the next message from `src` (if below zero, any rank) with `tag`. It never
-        waits.
+        """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`, at once.
 
         With `handed_over` the core's `take_ended` will have its handle, if it is pending now.
         """

@@ -80,9 +80,7 @@ class SharedMemorySession:
         return self.core.settle(timeout_ns(patience_s))
 
     def close(self) -> None:
-        """Leave the group. All ranks that wait for this one hear it at once, and so do threads that are in operations
-        here.
-        """
+        """Leave the group. Ranks that wait for this one hear it at once, and so do threads in operations here."""
         if not self.symm_mem.closed:
             tell_end(self)
         self.symm_mem.close()
@@ -116,9 +114,7 @@ class SharedMemorySession:
         return self._places.get(number, "")
 
     def idle(self, waited_s: float) -> None:
-        """Say which ranks are missing, and after as long again which are missing then; the core calls this while it
-        waits.
-        """
+        """Say which ranks are missing, and after as long again which still are; the core calls this while it waits."""
         if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
             return
         with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it
@@ -142,9 +138,7 @@ class SharedMemorySession:
         _logger.warning("%s", describe_wait(last.label, self.group, self.symm_mem.rank, missing, waited_s, where))
 
     def check(self, status: int, ctx: CallContext, *, kind: int = 0, peer: int = -1) -> None:
-        """Raise the error that `status` stands for, if it is one. `kind` and `peer` describe a message, if it was
-        one.
-        """
+        """Raise the error that `status` stands for, if any. `kind` and `peer` describe a message, if it was one."""
         if status:
             try:
                 error = failures.failure(status, self.symm_mem, self.group, ctx.timeout_s, kind=kind, peer=peer)

@@ -30,9 +30,7 @@ def staging_bytes(heap_bytes: int) -> int:
 
 
 def block_bytes(nbytes: int) -> int:
-    """Return how many bytes are taken for a tensor of `nbytes`: a power of two in whole pages, so that blocks serve
-    again.
-    """
+    """Return how many bytes a tensor of `nbytes` takes: a power of two in whole pages, so that blocks serve again."""
     return max(_PAGE, 1 << (nbytes - 1).bit_length())
 
 

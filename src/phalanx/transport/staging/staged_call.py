@@ -54,9 +54,7 @@ class StagedCall:
         return [tensor for tensor, _ in self._written]
 
     def stage(self, tensor: Tensor, *, read: bool, written: bool) -> Tensor:
-        """Return the host's tensor for `tensor`. If it is `read`, it holds the elements once `await_inputs` has
-        returned.
-        """
+        """Return the host's tensor for `tensor`; if `read`, it holds the elements once `await_inputs` returns."""
         if tensor.layout is not torch.strided:  # its sizes are only known once the device has come there
             host = tensor.detach().cpu()
         elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)) and written:
@@ -92,9 +90,7 @@ class StagedCall:
         self._arriving.clear()
 
     def abandon(self) -> None:
-        """Give up a call that was refused: its memory serves others once the device has written to it what it was told
-        to.
-        """
+        """Give up a refused call: its memory serves others once the device has written to it what it was told."""
         arriving, self._arriving, self._written = self._arriving, [], []
         if arriving:
             self._in_flight.hold(self._read_mark, arriving)
