@@ -4,7 +4,6 @@
 #   make test ARGS=--slow                      run the slow tests, too
 #   make test ARGS="tests/ddp -k bucket"       hand arguments to pytest (or to the demo, or to each benchmark)
 #   make test WORKERS=0                        one test after another, in one process (ARGS="-x --pdb" wants that)
-#   make freeze TEST=tests/rpc N=10 SEED=7     ten times, with the seeds 7 to 16
 #   make test TORCH=2.15.0 PYTHON=python3.13   with this PyTorch, in an environment of its own under .venvs/
 #   make matrix                                every pair of Python and PyTorch that tests/compatibility/run.py lists,
 #                                              and write docs/reference/compatibility.md; ARGS="python3.12=2.15.0" runs one, ARGS="--help" says the rest
@@ -19,11 +18,6 @@ TORCH_INDEX ?=
 ARGS ?=
 # Tests wait more than they compute: three for each two cores, side by side.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(16, len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) * 3 // 2))')
-
-# What `make freeze` runs, how often, and from which seed on.
-TEST ?= tests
-N ?= 1
-SEED ?= 0
 
 PYTHON_VERSION = $(shell $(PYTHON) -c 'import platform; print(platform.python_version())' 2>/dev/null)
 VENV := $(if $(TORCH),.venvs/python$(PYTHON_VERSION)-torch$(TORCH),.venv)
@@ -49,7 +43,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/run.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test freeze matrix docs wheels lint bench sanitize clean same-python
+.PHONY: help setup demo test matrix docs wheels lint bench sanitize clean same-python
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,10 +53,6 @@ demo: same-python $(VENV)/package.stamp ## Train a small network on two ranks, e
 
 test: setup ## Run the tests but the slow ones (ARGS=--slow: all)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
-
-freeze: setup ## Run the tests in TEST N times while their processes freeze for moments (as root)
-	@$(BIN)/python -m tests.freezing.run --runs $(N) --seed $(SEED) -- \
-	    $(BIN)/python -m pytest -p no:cacheprovider -n 1 $(TEST) $(ARGS)
 
 matrix: ## Run all tests with each pair of Python and PyTorch, and write docs/reference/compatibility.md
 	@$(PYTHON) -m tests.compatibility.run --make $(MAKE) $(ARGS)

@@ -26,22 +26,22 @@ def by_torch(state):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("machines", ["one-machine", "several-machines"])
-def test_random_states_come_back_as_from_torch_save(tmp_path, trees, monkeypatch, machines):
+def test_random_states_come_back_as_from_torch_save(tmp_path, effort, seed, monkeypatch, machines):
     if machines == "several-machines":
         monkeypatch.setattr(Peers, "see_one_file", lambda self, file: False)
 
     def save(rank, world_size):
         managers = [CheckpointManager(tmp_path / str(kind), sharded=kind) for kind in (False, True)]
         problems = []
-        for seed in range(trees):
-            torch.manual_seed(seed)
-            state = random_state(random.Random(seed))
+        for number in range(seed, seed + 10 * effort):
+            torch.manual_seed(number)
+            state = random_state(random.Random(number))
             expected = by_torch(state)
             for manager in managers:
-                manager.async_save(seed, state)
+                manager.async_save(number, state)
                 found = manager.load().state
                 if text := difference(expected, found):
-                    problems.append(f"seed {seed}, sharded={manager.sharded}: {text}")
+                    problems.append(f"seed {number}, sharded={manager.sharded}: {text}")
         return problems
 
     for world_size in (1, 2):
@@ -61,19 +61,19 @@ def test_memory_that_is_shared_in_the_state_is_shared_in_what_is_loaded(tmp_path
             assert state["row"].eq(7).all(), "a view of a part, too, in one file"
 
 
-def test_nothing_that_changes_later_gets_into_a_copy(trees):
+def test_nothing_that_changes_later_gets_into_a_copy(effort, seed):
     """Sets and bytearrays were kept by reference: the checkpoint of step 1 had an element that was added in step 2."""
-    for seed in range(trees):
-        torch.manual_seed(seed)
-        state = random_state(random.Random(seed))
-        torch.manual_seed(seed)
-        expected = random_state(random.Random(seed))
+    for number in range(seed, seed + 10 * effort):
+        torch.manual_seed(number)
+        state = random_state(random.Random(number))
+        torch.manual_seed(number)
+        expected = random_state(random.Random(number))
         state["more"] = {"queue": deque([{1}]), "lists": defaultdict(list, {0: [bytearray(b"a")]}), "set": {1}}
         expected["more"] = {"queue": deque([{1}]), "lists": defaultdict(list, {0: [bytearray(b"a")]}), "set": {1}}
         copy = copy_tree(state, SnapshotMemory())
         state["more"]["queue"][0].add(2)
         change(state)
-        assert not difference(expected, copy), f"seed {seed}"
+        assert not difference(expected, copy), f"seed {number}"
 
 
 def test_a_set_that_changes_while_a_checkpoint_is_written_is_saved_as_it_was(tmp_path, monkeypatch):

@@ -263,12 +263,12 @@ def test_what_is_asked_again_takes_nobody_with_it_who_came_meanwhile(host):
     assert host.answers[1, 2] == (Status.OK, [b"1"])
 
 
-def test_any_calls_are_answered_as_without_others_that_ask_the_same(num_frames):
+def test_any_calls_are_answered_as_without_others_that_ask_the_same(effort, seed):
     """Ranks of three hosts, in random order with random delays, beside a list of what the coordinator did."""
-    rng = random.Random(num_frames)
+    rng = random.Random(seed)
     host = Host()
     row, number = [], 0
-    for _ in range(min(num_frames, 10_000) // 20):
+    for _ in range(200 * min(effort, 3)):
         calls = {}
         for _ in range(rng.randrange(1, 6)):
             number += 1
@@ -295,10 +295,10 @@ def test_any_calls_are_answered_as_without_others_that_ask_the_same(num_frames):
     assert sorted(row) == list(range(len(row)))
 
 
-def test_no_frame_of_a_rank_or_of_whoever_takes_the_coordinators_place_raises_another_error(num_frames):
-    rng = random.Random(num_frames + 1)
+def test_no_frame_of_a_rank_or_of_whoever_takes_the_coordinators_place_raises_another_error(effort, seed):
+    rng = random.Random(seed)
     requests, now = HostRequests(), 0.0
-    for _ in range(num_frames // 5):
+    for _ in range(1000 * effort):
         now += 0.01
         requests.take(b"%d" % rng.randrange(4), random_frame(rng))
         own = pack(rng.choice([*Status]), rng.randrange(60), *[b"7"] * rng.randrange(3))

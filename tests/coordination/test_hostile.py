@@ -1,7 +1,4 @@
-"""Strangers, rubbish and floods: nobody gets in, and members go on working.
-
-By hand, for longer:  pytest tests/coordination/test_hostile.py --frames 1000000 --strangers 10000 --timeout 0
-"""
+"""Strangers, rubbish and floods: nobody gets in, and members go on working."""
 
 import contextlib
 import random
@@ -65,8 +62,9 @@ def random_frame(rng):
     return bytes(frame)
 
 
-def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(num_frames):
-    rng = random.Random(num_frames)
+def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(effort, seed):
+    num_frames = 5_000 * effort
+    rng = random.Random(seed)
     coordinator = Coordinator(max_bytes=1 << 20)
     coordinator.handle("member", pack(Op.JOIN, 1, b'{"host": "anna"}', b"all"), 0.0)
     coordinator.handle("member", pack(Op.SET, 2, b"mine", b"kept"), 0.0)
@@ -179,7 +177,8 @@ def test_a_member_that_takes_no_events_is_lost_before_they_fill_the_memory():
     assert len(coordinator.members) == 0
 
 
-def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(num_frames):
+def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(effort, seed):
+    num_frames = 5_000 * effort
     rng = random.Random(7)
     said = []
     with Service("127.0.0.1:0", KEY, say=said.append) as service:
@@ -225,9 +224,10 @@ def rubbish(rng):
     )
 
 
-def test_strangers_do_not_get_in_and_members_go_on(num_strangers):
+def test_strangers_do_not_get_in_and_members_go_on(effort, seed):
+    num_strangers = 200 * effort
     """No key, another key, half a handshake, silence, HTTP, noise; some hang up, some reset, most stay."""
-    rng = random.Random(num_strangers)
+    rng = random.Random(seed)
     said = []
     with Service("127.0.0.1:0", KEY, say=said.append) as service:
         work = Work(service)
@@ -267,9 +267,10 @@ def test_strangers_do_not_get_in_and_members_go_on(num_strangers):
     assert len(said) <= 21 + num_strangers // 500  # a few lines, not one for each
 
 
-def test_what_strangers_say_in_the_handshake_ends_nothing_and_members_go_on(num_frames):
+def test_what_strangers_say_in_the_handshake_ends_nothing_and_members_go_on(effort, seed):
+    num_frames = 5_000 * effort
     """Random parts of ZeroMQ's handshake, as tests/system/strangers sends them to a whole job for longer."""
-    rng = random.Random(num_frames)
+    rng = random.Random(seed)
     said = []
     with Service("127.0.0.1:0", KEY, say=said.append) as service:
         work = Work(service)

@@ -22,19 +22,12 @@ from phalanx.data import Stream
 from phalanx.data.open_shards import IteratedShard
 from phalanx.errors import CheckpointError, DataError
 
-_SHARES = 5
-
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("share", range(_SHARES))
-def test_jobs_that_stop_and_go_on_with_other_ranks_and_workers_use_each_sample_once(
-    share: int, pytestconfig: pytest.Config
-) -> None:
-    """By hand, a thousand: `pytest tests/data/test_stream.py --streams 1000 --first-stream 0`."""
-    first = pytestconfig.getoption("--first-stream")
-    for seed in range(first + share, first + pytestconfig.getoption("--streams"), _SHARES):
-        check_case(seed)
+def test_jobs_that_stop_and_go_on_with_other_ranks_and_workers_use_each_sample_once(effort: int, seed: int) -> None:
+    for number in range(seed, seed + 20 * effort):
+        check_case(number)
 
 
 def check_case(seed: int) -> None:

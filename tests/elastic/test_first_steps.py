@@ -64,14 +64,6 @@ def _check(strikes: tuple[Strike, ...], folder: Path, wrapper: str, workers: int
         assert_equal(mine, theirs)
 
 
-@pytest.mark.slow(but=("1-1",))
-@pytest.mark.parametrize("step", [0, 1, 2, 3])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_torchs_wrapper_goes_on_after_a_loss_in_the_first_steps(rank: int, step: int, tmp_path: Path) -> None:
-    """Rank 0 asked the store of the generation that was over for the batches of the lost rank, and waited for ever."""
-    _check((Strike(rank, "forward", step),), tmp_path, "torch", 0, freezes=False)
-
-
 @pytest.mark.slow(but=("0-0",))
 @pytest.mark.parametrize("step", [0, 1, 6])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -80,12 +72,6 @@ def test_workers_that_last_over_a_loss_leave_the_random_states_as_they_would_be(
 ) -> None:
     """A survivor went back to before its loader had drawn a seed, and the loader, which lasts, drew none again."""
     _check((Strike(rank, "forward", step),), tmp_path, "phalanx", 1, freezes=False)
-
-
-@pytest.mark.slow
-def test_both_ranks_may_be_lost_one_after_the_other(tmp_path: Path) -> None:
-    strikes = (Strike(0, "forward", 0), Strike(1, "forward", 1))
-    _check(strikes, tmp_path, "phalanx", 1, freezes=False)
 
 
 @pytest.mark.slow(but=("1-7",))

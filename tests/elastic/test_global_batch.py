@@ -74,31 +74,6 @@ def test_with_fewer_ranks_each_step_has_the_samples_that_it_had_and_ends_in_the_
         torch.testing.assert_close(mine["weights"], theirs["weights"], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_ranks_that_come_back_take_their_batches_back(tmp_path: Path) -> None:
-    job = dataclasses.replace(PLAIN, samples=240, optimizer="momentum")
-
-    def welcome_another(agent: SmallAgent) -> None:
-        if agent.generation == 1 and len(list((tmp_path / "disturbed").glob("waits-*"))) == 2:
-            agent.regroup(add=1)
-            (tmp_path / "disturbed" / "come").touch()
-
-    ended = []
-    for name in ("undisturbed", "disturbed"):
-        (tmp_path / name).mkdir()
-        strikes = (Strike(1, "backward", 3),) if name == "disturbed" else ()
-        wait_at = 8 if strikes else -1
-        mine = dataclasses.replace(job, folder=str(tmp_path / name), strikes=strikes, wait_at=wait_at)
-        agent = SmallAgent(
-            train_job, 3, mine, folder=tmp_path / name, replace=False, on_turn=welcome_another if strikes else None
-        )
-        ended.append(agent.run())
-    assert (ended[1].generations, len(ended[1].results)) == (2, 3)
-    assert samples_of_steps(tmp_path / "disturbed") == samples_of_steps(tmp_path / "undisturbed")
-    for mine, theirs in zip(ended[1].results, ended[0].results, strict=True):
-        torch.testing.assert_close(mine["weights"], theirs["weights"], rtol=1e-3, atol=1e-5)
-
-
 GROWING = {
     # ranks, how many come at which step, job: the last steps of an epoch have fewer samples than ranks
     "2 to 3": (2, 1, 4, dataclasses.replace(PLAIN, samples=101, workers=2)),

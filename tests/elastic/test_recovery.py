@@ -69,15 +69,6 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_costs_no_bit_and_no_sample(
     check(Job("", (Strike(rank, place, 5),)), 2, tmp_path, undisturbed, losses=1)
 
 
-@pytest.mark.slow(but=("finish",))
-@pytest.mark.parametrize("place", ["forward", "finish", "commit"])
-def test_the_last_step_the_first_and_the_very_end_are_steps_like_others(
-    place: str, tmp_path: Path, undisturbed: Any
-) -> None:
-    step = {"forward": 0, "finish": 16, "commit": 15}[place]
-    check(Job("", (Strike(1, place, step),)), 2, tmp_path, undisturbed, losses=1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_what_workers_have_read_ahead_is_neither_lost_nor_seen_twice(
@@ -85,16 +76,6 @@ def test_what_workers_have_read_ahead_is_neither_lost_nor_seen_twice(
 ) -> None:
     strikes = (Strike(1, "backward", 2), Strike(0, "forward", 11))
     check(Job("", strikes, workers=2, persistent=persistent), 2, tmp_path, undisturbed, losses=2)
-
-
-@pytest.mark.slow
-def test_a_replacement_at_the_beginning_of_an_epoch_draws_no_seed_that_lasting_workers_have(
-    tmp_path: Path, undisturbed: Any
-) -> None:
-    """Its loader, a new one, drew a seed for its workers, where the undisturbed one went on with those of the first
-    epoch: all its dropout from there on was another. Inside an epoch the state had been put back after that draw.
-    """
-    check(Job("", (Strike(1, "batch", 8),), workers=2, persistent=True), 2, tmp_path, undisturbed, losses=1)
 
 
 @pytest.mark.slow(but=("rebind",))
@@ -157,16 +138,6 @@ def test_an_update_in_shards_that_all_have_made_is_taken_back_where_none_has_com
     """
     again = (Strike(2, point, -1),) if point else ()
     check(Job("", (Strike(1, "done", 5), *again), optimizer="zero", samples=96), 3, tmp_path, undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["zero", "offload"])
-def test_an_update_in_shards_is_taken_back_after_a_loss_in_a_later_collective_of_its_step(
-    optimizer: str, tmp_path: Path, undisturbed: Any
-) -> None:
-    strikes = (Strike(1, "late", 0), Strike(0, "late", 5), Strike(1, "late", 15))
-    job = Job("", strikes, optimizer=optimizer, late_collective=True, scheduler=True)
-    check(job, 2, tmp_path, undisturbed, losses=3)
 
 
 @pytest.mark.slow

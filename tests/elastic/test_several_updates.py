@@ -172,36 +172,6 @@ def test_a_commit_of_several_updates_is_done_again_as_a_whole(rank: int, place: 
     _check(loop, (Strike(rank, place, 3),), tmp_path)
 
 
-@pytest.mark.slow
-def test_generated_loops_of_several_updates_end_with_the_bits_of_undisturbed_ones(
-    num_elastic_kills: int, tmp_path: Path
-) -> None:
-    """More of them run by hand: pytest -k generated_loops --elastic-kills 200 --timeout 0."""
-    for seed in range(max(1, num_elastic_kills // 2)):
-        draw = random.Random(f"several updates {seed}")
-        updates, world_size = draw.choice([1, 2, 3]), draw.choice([2, 2, 3])
-        samples = world_size * 4 * 6  # six updates an epoch
-        loop = Loop(
-            updates=updates,
-            wrapper=draw.choice(["phalanx", "torch"]),
-            optimizer=draw.choice(["adam", "sgd"]),
-            schedules=draw.choice(["update", "commit"]),
-            validates=draw.choice([0, 1, 2]),
-            reduces=draw.random() < 0.5,
-            draws=draw.random() < 0.5,
-            averages=draw.random() < 0.5,
-            norm=draw.random() < 0.5,
-            samples=samples,
-        )
-        place = draw.choice(["batch", "forward", "backward", "updated", "drawn", "validate", "commit"])
-        number, step = 0 if place == "commit" else draw.randrange(updates), draw.randrange(12 // updates)
-        if place == "validate" and (not loop.validates or step % loop.validates != loop.validates - 1):
-            place = "drawn"
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        _check(loop, (Strike(draw.randrange(world_size), f"{place} {number}", step),), folder, world_size)
-
-
 @pytest.mark.slow(but=("forward 1",))
 @pytest.mark.parametrize("place", ["forward 1", "updated 0"])
 def test_a_commit_that_counts_after_its_first_update_does_not_use_the_batch_of_the_second(

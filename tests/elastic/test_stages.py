@@ -199,23 +199,10 @@ def test_a_replacement_that_loads_a_checkpoint_first_takes_the_stage_that_was_lo
     check(strikes, 4 if mesh else 2, tmp_path, undisturbed, "1f1b", "auto", mesh, True)
 
 
-@pytest.mark.slow(but=("rebind",))
-@pytest.mark.parametrize("point", ["meet", "agree", "rebind", "hand over", "restore"])
-def test_another_stage_is_lost_while_the_first_is_handed_over(point: str, tmp_path: Path, undisturbed: Any) -> None:
-    check((Strike(2, "backward", 2), Strike(1, point, -1)), 3, tmp_path, undisturbed)
-
-
 def test_all_who_have_stages_are_lost(tmp_path: Path) -> None:
     """What a stage has left is in the memory of the others; without them the job ends, and says so."""
     text = fails_with(tmp_path, strikes=(Strike(1, "backward", 3), Strike(0, "agree", -1)))
     assert "no rank is left that has what the pipeline's stages were" in text
-
-
-@pytest.mark.slow
-def test_stages_are_lost_one_after_the_other_and_two_at_once(tmp_path: Path, undisturbed: Any) -> None:
-    """In three ranks of two stages each; also in the first step, and at the end of an epoch."""
-    strikes = (Strike(1, "forward", 0), Strike(0, "commit", 4), Strike(2, "commit", 4), Strike(2, "update", 7))
-    check(strikes, 3, tmp_path, undisturbed, "interleaved")
 
 
 def draw_cells(schedule: str, world_size: int, kills: int, seed: int) -> tuple[Strike, ...]:
@@ -227,18 +214,6 @@ def draw_cells(schedule: str, world_size: int, kills: int, seed: int) -> tuple[S
     actions = [draw.choice(orders[rank]) for rank in ranks]
     cells = [f"cell {action.kind}{action.stage}.{action.micro_batch}" for action in actions]
     return tuple(Strike(rank, cell, step) for rank, cell, step in zip(ranks, cells, steps, strict=True))
-
-
-@pytest.mark.slow
-def test_stages_are_lost_in_any_cells_of_the_schedule(
-    tmp_path: Path, undisturbed: Any, pytestconfig: pytest.Config
-) -> None:
-    """By hand with --stage-kills 200."""
-    for number in range(-(-pytestconfig.getoption("--stage-kills") // 3)):
-        schedule = ("zero_bubble", "interleaved", "1f1b", "gpipe")[number % 4]
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        check(draw_cells(schedule, 2 + number % 2, 3, number), 2 + number % 2, folder, undisturbed, schedule)
 
 
 def fails_with(folder: Path, *args: Any, replace: bool = True, strikes: tuple[Strike, ...] = ()) -> str:

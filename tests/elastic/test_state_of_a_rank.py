@@ -91,17 +91,6 @@ def test_what_a_rank_first_draws_or_counts_behind_the_backward_is_kept_from_the_
     check(Program(does=(does,), trial=trial), tmp_path, undisturbed, *strikes)
 
 
-@pytest.mark.slow(but=("2-backward",))
-@pytest.mark.parametrize("place", ["forward", "backward", "commit"])
-@pytest.mark.parametrize("trial", [2, 100])
-def test_a_buffer_that_grows_far_beyond_the_room_of_the_records_is_kept(
-    trial: int, place: str, tmp_path: Path, undisturbed: Any
-) -> None:
-    """The step in which it grew had no record, and nobody said so."""
-    strikes = (Strike(1, place, 4), Strike(0, "backward", 5))
-    check(Program(("norm", "bursting"), trial=trial), tmp_path, undisturbed, *strikes)
-
-
 @pytest.mark.slow
 def test_state_of_an_optimizer_that_hangs_on_no_parameter_is_kept(tmp_path: Path, undisturbed: Any) -> None:
     """`state["global"]` was not handed over: only what had a parameter was."""
@@ -194,16 +183,6 @@ def test_state_of_no_parameter_in_a_sharded_optimizer_is_refused_by_name(tmp_pat
     """It was left out of what is kept, and of checkpoints, in silence."""
     with pytest.raises(RuntimeError, match=r"GlobalSGD keeps state\['global'\], which belongs to no parameter"):
         SmallAgent(_train_sharded, 2, folder=tmp_path).run()
-
-
-@pytest.mark.slow
-def test_buffers_that_wrappers_bring_in_line_before_a_forward_are_so_after_a_loss_in_validation(
-    tmp_path: Path, undisturbed: Any
-) -> None:
-    """PyTorch's wrapper does not broadcast them in the forward after one of an evaluation: the survivor, which had
-    begun to validate, did not, and the replacement did. The job ended by a MismatchError.
-    """
-    check(Program(does=("validation",), wrapper="torch"), tmp_path, undisturbed, Strike(0, "validation", 4))
 
 
 @pytest.mark.slow

@@ -58,26 +58,6 @@ def _accumulate(job: Job, wrapper: str) -> dict[str, Tensor]:
         return {**copy_state(ddp), "means": torch.tensor(state.means)}
 
 
-def _freeze(job: Job, wrapper: str) -> dict[str, Tensor]:
-    with phalanx.init(timeout=60.0):
-        net, ddp, state, loader = _build(wrapper)
-
-        @elastic.run(state)
-        def train(state: Any) -> None:
-            for _ in state.epochs(2):
-                for (x,) in loader:
-                    if state.step == 1:
-                        net[2].eval()
-                    ddp(x).square().mean().backward()
-                    job.strike("backward", state.step)
-                    state.optimizer.step()
-                    state.optimizer.zero_grad()
-                    state.commit()
-
-        train(state)
-        return copy_state(ddp)
-
-
 def _check(body: Body, wrapper: str, strike: Strike, folder: Path) -> None:
     ends = []
     for name, strikes in (("lost", (strike,)), ("quiet", ())):
@@ -96,9 +76,3 @@ def test_buffers_are_sent_after_a_loss_only_where_they_would_have_been(wrapper: 
     them.
     """
     _check(_accumulate, wrapper, Strike(rank, "epoch", 1), tmp_path)
-
-
-@pytest.mark.slow
-def test_a_layer_that_stops_to_train_inside_an_epoch_does_not_begin_again_after_a_loss(tmp_path: Path) -> None:
-    """Layers were set as they had been at the epoch's first commit."""
-    _check(_freeze, "phalanx", Strike(1, "backward", 3), tmp_path)

@@ -1,7 +1,4 @@
-"""Random models, optimizers and settings, trained apart on real ranks, against the papers' formulas in one process.
-
-By hand: pytest tests/optim/test_generated_averaging.py --averagings 100 --timeout 0
-"""
+"""Random models, optimizers and settings, trained apart on real ranks, against the papers' formulas in one process."""
 
 import io
 import itertools
@@ -147,11 +144,9 @@ def generate(kind, world_size, number, task=None):
 @pytest.mark.parametrize(
     ("world_size", "backend"), [(1, "phalanx"), (2, "gloo"), (3, "phalanx"), (4, "phalanx"), (5, "gloo")]
 )
-def test_what_is_trained_apart_is_what_the_papers_say_and_goes_on_from_what_was_saved(
-    world_size, backend, num_averagings
-):
+def test_what_is_trained_apart_is_what_the_papers_say_and_goes_on_from_what_was_saved(world_size, backend, effort):
     """To rounding the former, bit for bit the latter, and what all have at the end."""
-    cases = [generate(kind, world_size, number) for number in range(num_averagings) for kind in KINDS]
+    cases = [generate(kind, world_size, number) for number in range(effort) for kind in KINDS]
 
     def train(case, rank, model, inner, steps):
         for step in steps:
@@ -182,7 +177,7 @@ def test_what_is_trained_apart_is_what_the_papers_say_and_goes_on_from_what_was_
             assert_equal(floats(model), results[-1], case)
         return results
 
-    ended = run_ranks(fn, world_size, backend=backend, timeout=60 + 20 * num_averagings)
+    ended = run_ranks(fn, world_size, backend=backend, timeout=60 + 20 * effort)
     for number, case in enumerate(cases):
         for values in ended:
             assert_equal(values[number], ended[0][number], case)
@@ -233,11 +228,11 @@ class Optimized:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "phalanx"), (3, "gloo")])
-def test_every_optimizer_trains_apart_as_the_papers_say(world_size, backend, num_averagings):
+def test_every_optimizer_trains_apart_as_the_papers_say(world_size, backend, effort):
     """With groups that come later, schedulers and closures, as plain optimizers in one process, one for each rank."""
     cases = [
         generate(kind, world_size, number, Optimized(optimizer_class, f"{kind} {world_size} {number}"))
-        for number in range(num_averagings)
+        for number in range(effort)
         for index, (optimizer_class, kind) in enumerate(itertools.product(OPTIMIZERS, KINDS))
         if world_size == 2 or index % 3 == number % 3  # some of all kinds and of all optimizers
     ]
@@ -252,7 +247,7 @@ def test_every_optimizer_trains_apart_as_the_papers_say(world_size, backend, num
             results.append(floats(model))
         return results
 
-    ended = run_ranks(fn, world_size, backend=backend, timeout=60 + 40 * num_averagings)
+    ended = run_ranks(fn, world_size, backend=backend, timeout=60 + 40 * effort)
     problems = []
     for number, case in enumerate(cases):
         for values in ended:

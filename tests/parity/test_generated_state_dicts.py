@@ -4,7 +4,6 @@ What is expected is the state of the plain module that one process has trained o
 order, bits, dtypes, strides, `requires_grad`, which tensors are one memory, what is no tensor. A load is right if the
 next step of training is, too, to the bit.
 
-`--models N` draws N / 5 models in place of the number that is right for a test run.
 """
 
 import copy
@@ -372,9 +371,9 @@ def run_cases(rank, world_size, seeds, folder):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.slow
-def test_the_state_of_random_modules_is_that_of_plain_pytorch(models, tmp_path):
+def test_the_state_of_random_modules_is_that_of_plain_pytorch(effort, seed, tmp_path):
     """Versions did not reach modules in wrappers, and moments in channels_last came back contiguous."""
-    seeds = range(max(models // 5, 1))
+    seeds = range(seed, seed + 10 * effort)
     compiled(nn.Identity())  # imports much: once here, and not once in each rank
     found = run_ranks(run_cases, 2, seeds, str(tmp_path), timeout=60 + 5 * len(seeds))
     assert not any(found), "\n".join(problem[:500] for problems in found for problem in problems)

@@ -7,7 +7,6 @@ every gradient upstream was wrong, by up to a third, and nothing said so. 2,500 
 chains of layers whose weights are multiplied, not added, and their batches had several samples, so that the gradient of
 what is added is a sum, in new memory.
 
-`--models N` draws N models in place of the number that is right for a test run.
 """
 
 import contextlib
@@ -239,7 +238,8 @@ def train(rank, world_size, first, count, tolerance):
 
 
 @pytest.mark.slow
-def test_random_models_train_as_in_pytorch(models):
+def test_random_models_train_as_in_pytorch(effort):
+    models = 40 * effort
     # With two ranks a sum has one order: the bits are the same.
     wrong, *_ = run_ranks(train, 2, 0, models, 0.0, timeout=60 + 5 * models)
     assert not wrong
@@ -247,8 +247,9 @@ def test_random_models_train_as_in_pytorch(models):
 
 @pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_random_models_train_as_in_pytorch_up_to_rounding(world_size, models):
-    wrong, *_ = run_ranks(train, world_size, 100000, max(models // 10, 1), 1e-4, timeout=60 + 5 * models)
+def test_random_models_train_as_in_pytorch_up_to_rounding(world_size, effort):
+    models = 4 * effort
+    wrong, *_ = run_ranks(train, world_size, 100000, models, 1e-4, timeout=60 + 5 * models)
     assert not wrong
 
 

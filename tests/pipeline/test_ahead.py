@@ -221,14 +221,14 @@ def _fail_in(rank, world_size, cells, micro_batches, steps):
 
 @pytest.mark.slow(but=("2-0",))
 @pytest.mark.parametrize(("world_size", "steps"), [(2, 0), (2, 1), (3, 1)])
-def test_over_gloo_a_failure_in_any_cell_is_told_on_every_rank_and_leaves_no_receive(world_size, steps, models):
+def test_over_gloo_a_failure_in_any_cell_is_told_on_every_rank_and_leaves_no_receive(world_size, steps, effort):
     """Who had done its part waited until its messages were received, before it heard that the receiver had failed in
     its last backward: both waited until the timeout, which ended the group. A receive that is left in Gloo when its
-    memory goes stops the whole connection. By hand in all cells: --models 2000.
+    memory goes stops the whole connection.
     """
     every = list(_cells(world_size, 3))
     last = [cell for cell in every if cell[2:] == (0, True, 2)]  # the last backward of the first stage
-    cells = last + random.Random(world_size + steps).sample(every, min(len(every), models // 12))
+    cells = last + random.Random(world_size + steps).sample(every, min(len(every), 4 * effort))
     told = run_ranks(_fail_in, world_size, cells, 3, steps, backend="gloo", timeout=110)
     for wrong, losses in told:
         assert not wrong, f"{len(wrong)} of the cells: {wrong[:3]}"

@@ -1,6 +1,6 @@
 """Models that were drawn, with all that a model may have, train in a pipeline as they do in one process.
 
-By hand with --models 2000; a case that differs is told by its number: `draw_case(number, ranks)` makes it again.
+A case that differs is told by its number: `draw_case(number, ranks)` makes it again.
 """
 
 import random
@@ -134,8 +134,8 @@ def differences(case, ranks):
 
 @pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_drawn_models_train_as_in_one_process(world_size, models):
-    count = max(models // 20, 1)
+def test_drawn_models_train_as_in_one_process(world_size, effort):
+    count = 3 * effort
     wrong, refused = {}, 0
     for begin in range(0, count, 40):
         cases = [draw_case(seed, world_size) for seed in range(begin, min(begin + 40, count))]

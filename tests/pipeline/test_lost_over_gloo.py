@@ -135,10 +135,9 @@ def _cells(world_size):
 
 
 @pytest.mark.slow
-def test_a_rank_lost_anywhere_is_heard_by_all_who_live_on(models, tmp_path):
-    """By hand everywhere, for 3 and 4 ranks: --models 2000."""
+def test_a_rank_lost_anywhere_is_heard_by_all_who_live_on(effort, seed, tmp_path):
     every = [*_cells(3), *_cells(4)]
-    for world_size, lost, schedule, place in random.Random(4).sample(every, min(len(every), models // 30)):
+    for world_size, lost, schedule, place in random.Random(4 + seed).sample(every, min(len(every), 2 * effort)):
         _check(world_size, lost, schedule, place, tmp_path)
 
 

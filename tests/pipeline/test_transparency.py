@@ -52,8 +52,8 @@ def train(rank, world_size, cases):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "phalanx"), (2, "gloo"), (3, "phalanx"), (4, "phalanx")])
-def test_random_models_train_as_in_one_process(world_size, backend, models):
-    cases = draw_cases(world_size, world_size, max(models // 5, 1) if backend == "phalanx" else 6)
+def test_random_models_train_as_in_one_process(world_size, backend, effort):
+    cases = draw_cases(world_size, world_size, 10 * effort if backend == "phalanx" else 6)
     ranks = run_ranks(train, world_size, cases, backend=backend, timeout=100)
     for number, case in enumerate(cases):
         losses, output, gradients, state = train_unsplit(case[0], case[2], STEPS)

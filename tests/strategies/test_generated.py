@@ -1,7 +1,4 @@
-"""Generated loops train under every strategy as in one process, where the mathematics is the same.
-
-A few here; `--loops 60` draws more, by hand.
-"""
+"""Generated loops train under every strategy as in one process, where the mathematics is the same."""
 
 import random
 from dataclasses import dataclass
@@ -136,16 +133,15 @@ class Loop:
 
 @pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_generated_loops_train_under_each_strategy_as_in_one_process(world_size, request):
-    num_loops = request.config.getoption("loops")
-    loops = [Loop.draw(1000 * world_size + number, world_size) for number in range(num_loops)]
+def test_generated_loops_train_under_each_strategy_as_in_one_process(world_size, effort, seed):
+    loops = [Loop.draw(1000 * world_size + seed + number, world_size) for number in range(effort)]
     alone = [loop.train("single_device", {}) for loop in loops]
 
     def fn(rank, world_size):
         torch.set_num_threads(1)
         return [{str(word): loop.train(*word) for word in loop.words(world_size)} for loop in loops]
 
-    for seen in run_ranks(fn, world_size, timeout=60 + 10 * num_loops):
+    for seen in run_ranks(fn, world_size, timeout=60 + 10 * effort):
         for loop, expected, by_word in zip(loops, alone, seen, strict=True):
             tolerance = 2e-4 if loop.precision == "32-true" else 2e-2
             for word, losses in by_word.items():

@@ -4,7 +4,6 @@ import os
 import re
 import select
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from tests.system.phalanx_command import Finished, Running, run, said_by, start, write_script
 
 SCRIPT = str(Path(__file__).with_name("elastic_rank.py"))
-ANOTHER = r"(another one is started|its spare takes its place)"
 
 
 class Job:
@@ -158,44 +156,9 @@ def test_what_all_ranks_raise_fails_the_job_at_once(tmp_path: Path) -> None:
     assert "ValueError: the sample is bad" in finished.err
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_the_job_while_a_rank_is_stopped_and_another_was_replaced(tmp_path: Path) -> None:
-    with elastic_job(tmp_path, "--shutdown-timeout", "2") as job:
-        job.order("stop-2")
-        job.kill(1)
-        job.wait_joined(1, 1)
-        job.running.process.send_signal(signal.SIGINT)
-        finished = job.running.finish()
-        assert job.running.survivors() == []
-    assert finished.code == 130
-
-
 def find_zygote(job: Job, rank: int = 0) -> int:
     with open(f"/proc/{job.pids[rank]}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[1])
-
-
-@pytest.mark.slow
-def test_the_zygote_is_killed_the_ranks_go_on_and_a_new_one_forks_replacements(tmp_path: Path) -> None:
-    with elastic_job(tmp_path) as job:
-        zygote = find_zygote(job)
-        os.kill(zygote, signal.SIGKILL)
-        job.kill(1)  # told by nobody but the kernel
-        job.wait_joined(1, 1)
-        job.wait_generation(1, 3)
-        job.kill(0)
-        job.wait_joined(2, 0)
-        job.wait_generation(2, 3)
-        again = find_zygote(job)
-        os.kill(again, signal.SIGKILL)
-        job.kill(2)
-        job.wait_joined(3, 2)
-        job.wait_generation(3, 3)
-        finished = job.finish()
-    assert finished.code == 0, finished.err
-    assert f"the zygote (pid {zygote}), from which the ranks are forked, ended: SIGKILL" in finished.err
-    assert f"the zygote (pid {again})" in finished.err
-    assert len(re.findall(rf"The ranks go on; {ANOTHER}", finished.err)) == 2
 
 
 def wait_spare(zygote: int) -> int:
@@ -227,39 +190,6 @@ def test_a_zygote_that_is_killed_together_with_a_rank_has_a_spare_which_imports_
         finished = job.finish()
     assert finished.code == 0, finished.err
     assert finished.err.count("The ranks go on; its spare takes its place") == 2
-
-
-@pytest.mark.slow
-def test_where_the_spare_is_killed_too_another_zygote_is_started(tmp_path: Path) -> None:
-    with elastic_job(tmp_path) as job:
-        zygote = find_zygote(job)
-        for pid in (wait_spare(zygote), zygote, job.pids[1]):
-            os.kill(pid, signal.SIGKILL)
-        job.wait_joined(1, 1)
-        job.wait_generation(1, 3)
-        finished = job.finish()
-    assert finished.code == 0, finished.err
-    assert re.search(rf"The ranks go on; {ANOTHER}", finished.err)
-
-
-@pytest.mark.slow
-def test_a_zygote_that_is_killed_while_a_failed_rank_takes_its_time_to_end_is_replaced(tmp_path: Path) -> None:
-    """A lost rank, of which nothing was decided yet, was taken for one that was never started: all were killed."""
-    with elastic_job(tmp_path, env={"LINGER": "1"}) as job:
-        zygote = find_zygote(job)
-        job.order("raise-0")
-        job.wait("lingering 0")
-        lost = job.kill(1)
-        while os.path.exists(f"/proc/{lost}"):  # it is reaped when its end was told
-            time.sleep(0.01)
-        os.kill(zygote, signal.SIGKILL)
-        wait_gone(zygote)
-        job.order("let-go")
-        job.wait_joined(1, 0, 1)
-        job.wait_generation(1, 3)
-        finished = job.finish()
-    assert finished.code == 0, finished.err
-    assert re.search(rf"The ranks go on; {ANOTHER}", finished.err)
 
 
 def wait_gone(pid: int) -> None:
@@ -348,23 +278,6 @@ def test_a_rank_that_waits_for_itself_is_killed_and_told_with_its_stack(tmp_path
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_before_all_have_come_makes_all_begin_again(tmp_path: Path) -> None:
-    (tmp_path / "early-1").touch()
-    words = ("run", "--no-preload", "--nproc-per-node", "2", SCRIPT, str(tmp_path))
-    with start(*words) as running:
-        job = Job(running, tmp_path)
-        job.wait_joined(0, 0)
-        job.order("die")
-        job.wait("joined 0 as 0", 2)  # once more
-        job.wait_joined(0, 0, 1)
-        job.kill(0)
-        job.wait_joined(1, 0)
-        finished = job.finish()
-    assert finished.code == 0, finished.err
-    assert "starting all 2 ranks again (a rank was lost before all had begun to train)" in finished.err
-
-
-@pytest.mark.slow
 def test_a_loss_after_training_is_a_failure_that_lets_the_others_save(tmp_path: Path) -> None:
     (tmp_path / "save").touch()
     with elastic_job(tmp_path) as job:
@@ -374,112 +287,3 @@ def test_a_loss_after_training_is_a_failure_that_lets_the_others_save(tmp_path: 
     assert finished.code == 128 + signal.SIGKILL
     assert sum(len(said_by(line)) for line in finished.out.splitlines() if "saved" in line) == 2
     assert "First failure: rank 1 of 3" in finished.err
-
-
-@pytest.mark.slow
-def test_a_training_that_loses_ranks_and_its_zygote_ends_with_the_bits_of_one_that_was_left_alone(
-    tmp_path: Path,
-) -> None:
-    """The launcher and `phalanx.elastic`: ranks are killed, the zygote, and a rank as it gets the state."""
-    script = str(Path(__file__).with_name("elastic_strikes.py"))
-    told = {}
-    for how in ("disturbed", "left alone"):
-        folder = tmp_path / how
-        folder.mkdir()
-        finished = run("--nproc-per-node", "3", script, str(folder), how)
-        assert finished.code == 0, finished.err
-        told[how] = sorted(line.partition("] ")[2] for line in finished.lines if "] rank" in line or "sample" in line)
-        assert len(told[how]) == 4, finished.out
-        assert len(list(folder.glob("struck-*"))) == (3 if how == "disturbed" else 0)
-        assert bool(re.search(ANOTHER, finished.err)) == (how == "disturbed")
-    assert told["disturbed"] == told["left alone"]
-    assert told["disturbed"][0] == "every sample once: [True, True]"
-
-
-DISAGREEING = """
-import sys
-import torch
-import torch.distributed as dist
-import phalanx
-from phalanx import elastic
-
-with phalanx.init():
-    model = torch.nn.Linear(2, 1)
-    things = {}
-    if sys.argv[1] == "DDP":
-        model = phalanx.DistributedDataParallel(model, check=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if sys.argv[1] == "LocalSGD":
-        things["rounds"] = phalanx.LocalSGD(model, optimizer, sync_every=2)
-    state = elastic.State(model=model, optimizer=optimizer, **things)
-
-    @elastic.run(state)
-    def train(state):
-        while state.step < 8:
-            if state.step >= 3 and dist.get_rank() == 1:
-                dist.broadcast(torch.ones(1), src=0)
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            state.commit()
-
-    train(state)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["DDP", "LocalSGD"])
-def test_ranks_that_disagree_whenever_their_group_is_formed_fail_and_say_how(kind: str, tmp_path: Path) -> None:
-    """All lived, and 21 times formed their group again; then all waited for another, until one was killed for it.
-
-    The job ended with `First failure: rank 1: SIGKILL (out of memory?)`.
-    """
-    finished = run("--nproc-per-node", "2", write_script(tmp_path, DISAGREEING), kind)
-    assert finished.code == 1
-    assert "the ranks have disagreed 3 times at the same step: MismatchError: " in finished.err
-    assert "SIGKILL" not in finished.err
-    assert "First failure: rank " in finished.err
-    assert "rank 1: broadcast(src=0) of float32 (1,) at " in finished.err.partition("First failure")[2]
-
-
-TORCH_DDP = """
-import os, signal, sys
-import torch
-from torch import nn
-import phalanx
-
-job = phalanx.init()
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-state = phalanx.elastic.State(model=model, optimizer=optimizer)
-
-@phalanx.elastic.run(state)
-def train(state):
-    for _ in state.epochs(1):
-        while state.step < 12:
-            marker = sys.argv[1]
-            if marker and state.step == 1 and job.rank == 1 and not os.path.exists(marker):
-                open(marker, "w").close()
-                os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            draw = torch.Generator().manual_seed(state.step * 2 + job.rank)
-            model(torch.randn(3, 4, generator=draw)).square().mean().backward()
-            optimizer.step()
-            state.commit()
-
-train(state)
-print("ends with", model.module.weight.tolist())
-"""
-
-
-@pytest.mark.slow
-def test_torchs_wrapper_goes_on_after_a_loss_in_its_first_steps(tmp_path: Path) -> None:
-    """Rank 0 asked the store of the generation that was over for the batches of the lost rank, and waited for ever."""
-    script = write_script(tmp_path, TORCH_DDP)
-    said = []
-    for marker in ("", str(tmp_path / "killed")):
-        finished = run("--nproc-per-node", "2", script, marker)
-        assert finished.code == 0, finished
-        said.append(sorted(re.findall(r"ends with (.*)", finished.out)))
-    assert said[0] == said[1]
-    assert said[0]

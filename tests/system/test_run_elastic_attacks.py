@@ -129,22 +129,3 @@ def test_another_user_is_not_heard(tmp_path: Path) -> None:
         finished = job.finish()
     assert finished.code == 0
     assert f"a process of user {NOBODY} (pid {pid}) has connected to the job of another user" in finished.err
-
-
-@pytest.mark.slow
-def test_who_is_no_rank_is_not_taken_for_one_though_it_has_the_token_and_hears_why(tmp_path: Path) -> None:
-    """What a rank has started knows the token, and said whose connection it was: that of the rank was closed."""
-    with elastic_job(tmp_path, env={"TELL": "1"}) as job:
-        name, _, token = job.wait(r"agent (\S+)")[0][1].rpartition(":")
-        with closing(Channel(connect(name))) as channel:
-            channel.send({"kind": "elastic", "pid": job.pids[1], "rank": 1, "token": token, "generation": 0})
-            answer = channel.receive()
-            assert answer is not None
-            assert answer.content["kind"] == "refused"
-            assert channel.receive() is None
-        job.kill(2)
-        job.wait_joined(1, 2)
-        job.wait_generation(1, 3)  # all three have heard it
-        finished = job.finish()
-    assert finished.code == 0, finished.err
-    assert f"phalanx run has started itself, and pid {os.getpid()} is none of them" in finished.err

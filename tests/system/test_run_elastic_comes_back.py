@@ -100,25 +100,6 @@ def test_hosts_that_wait_at_the_address_of_the_first_are_sent_on_when_that_is_ba
 
 
 @pytest.mark.slow
-def test_with_numbers_given_by_hand_the_first_host_comes_back_too(tmp_path: Path) -> None:
-    with (
-        hosts(3, both_ways=True) as machines,
-        contextlib.closing(Cluster(machines, tmp_path, "3", WAITS, by_hand=True)) as made,
-    ):
-        for number in range(3):
-            made.start(number, 1)
-        made.first.wait_joined(0, 0, 1, 2)
-        await_standbys(made, 0)
-        made.kill(0)
-        leader = find_leader(made, 1, 2)
-        made.wait_for(leader, "wait up to 600 s")
-        made.start(0, 1)
-        made.wait_for(0, JOINS)
-        made.jobs[leader].wait(r"generation 1 as \d of 3 ", 3)
-        finish(made, leader, 0, 3 - leader)
-
-
-@pytest.mark.slow
 def test_another_command_at_the_address_where_a_job_began_begins_a_job_of_its_own_and_says_so(tmp_path: Path) -> None:
     another = tmp_path / "another.py"
     another.write_text("print('another job')")

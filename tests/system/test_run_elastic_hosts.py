@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # an optimizer imports it in its first step, and it sets a variable
-from tests.system import elastic_pipeline, elastic_training
+from tests.system import elastic_training
 from tests.system.phalanx_command import Finished, Running, start
 from tests.system.test_run_elastic import SCRIPT, Job
 from torch import Tensor, nn
@@ -349,57 +349,6 @@ def test_training_loses_a_rank_and_a_link_and_ends_with_the_bits_of_an_undisturb
     descriptors = {path.name: int(path.read_text()) for path in tmp_path.glob("open-*")}
     assert max(descriptors.values()) - min(descriptors.values()) < 8, descriptors  # a connection is 12
     assert samples_of_epochs(tmp_path) == [list(range(elastic_training.SAMPLES))] * elastic_training.EPOCHS
-
-
-@pytest.mark.slow
-def test_a_stage_that_is_lost_on_another_host_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    """Nothing of it is on the first host; nor does the first wait for ever, or go on with half of a model."""
-    with hosts(2) as machines:
-        made = Cluster(machines, tmp_path, "2", {"OMP_NUM_THREADS": "1"}, ())
-        try:
-            for number in range(2):
-                made.start(number, 1, elastic_pipeline.__file__)
-            first, second = made.ended(0, 1)
-        finally:
-            made.close()
-    assert first.code == 75, first.out
-    assert second.code != 0
-    assert "stage 1 (rank 1) was lost, and its ranks are on several hosts, where a stage without a replica" in (
-        first.out + second.out
-    )
-    assert "Start again, with a new Pipeline and the last checkpoint" in first.out + second.out
-
-
-@pytest.mark.slow
-def test_a_host_with_a_stage_is_lost_and_a_spare_gets_the_stage_from_the_next_host(tmp_path: Path) -> None:
-    with hosts(3) as machines:
-        made = Cluster(machines, tmp_path, "2", {"OMP_NUM_THREADS": "1"}, ())
-        try:
-            for number in range(2):
-                made.start(number, 1, elastic_pipeline.__file__, "neighbour")
-            wait_for_files(made.first, [tmp_path / "waits"])
-            made.start(2, 1, elastic_pipeline.__file__, "neighbour")
-            made.kill(1)
-            first, spare = made.ended(0, 2)
-        finally:
-            made.close()
-    assert (first.code, spare.code) == (0, 0), first.out
-    losses = [float(word) for word in (tmp_path / "losses").read_text().split()]
-    assert losses == pytest.approx(train_the_whole_model(), rel=1e-5)
-
-
-def train_the_whole_model() -> list[float]:
-    """Return the losses of the pipeline's model in one process."""
-    model = elastic_pipeline.make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for _ in range(elastic_pipeline.STEPS):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(torch.ones(8, 8)), torch.ones(8, 8))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def wait_for_files(job: Job, paths: list[Path]) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.system import elastic_trainer
 from tests.system.phalanx_command import Finished, run
-from tests.system.test_run_elastic_first_host import await_ended, await_standbys, find_leader
+from tests.system.test_run_elastic_first_host import await_standbys, find_leader
 from tests.system.test_run_elastic_hosts import Cluster
 
 from phalanx import CheckpointManager
@@ -152,16 +152,6 @@ def test_its_report_tells_the_whole_time_and_says_what_went_with_the_host(lost: 
     assert "elastic_trainer.py: killed" in lost.rest
 
 
-def test_its_report_has_begun_as_it_took_the_lead(lost: Lost) -> None:
-    """It was written at the end only: `phalanx report` of a job that ran, or was killed, knew nothing of the job."""
-    first = JobRecord.read(str(lost.at(0) / "report"))
-    assert first is not None
-    assert (lost.begun.end, lost.begun.host, lost.begun.pid) == (
-        "running", f"node-{lost.leader}", lost.agents[lost.leader],
-    )  # fmt: skip
-    assert lost.begun.run == first.run
-
-
 def test_all_ranks_lines_are_shown_and_kept_in_each_hosts_files(lost: Lost) -> None:
     shown = [line for number in (0, lost.leader) for line in lost.ends[number].out.splitlines()]
     steps = range(elastic_trainer.PRINT_EVERY, lost.last_step + 1, elastic_trainer.PRINT_EVERY)
@@ -250,32 +240,3 @@ def test_progress_and_loggers_go_on(lost: Lost) -> None:
     curve = [point.step for point in read.Scalars("train/loss") if point.step <= lost.last_step]
     assert sorted(curve) == sorted(set(curve))
     assert len(curve) >= lost.last_step - 1
-
-
-def test_it_gets_the_records_of_a_host_whose_ranks_had_finished(tmp_path: Path) -> None:
-    """That host had sent them to the first one, and sent nothing to the next."""
-    (tmp_path / "wait-1").touch()
-    (tmp_path / "over").touch()
-    options = ("--report", "report", "--log-dir", "logs")
-    with hosts(3) as machines:
-        made = HostsApart(machines, tmp_path, "1:3", {"OMP_NUM_THREADS": "1"}, options)
-        try:
-            for number in range(3):
-                made.start(number, 1, SCRIPT)
-                if number:
-                    made.wait_connected(number)
-            for found in made.first.wait(r"stopped at 1 as (\d) of 3 pid (\d+)", 3):
-                made.first.pids[int(found[1])] = int(found[2])
-            await_standbys(made, 0)
-            await_ended(made.first, 0, 2)
-            made.kill(0)
-            made.jobs.pop(0)
-            made.wait_for(1, "this host leads the job now")
-            (tmp_path / "wait-1").unlink()
-            ends = made.ended(1, 2)
-        finally:
-            made.close()
-    assert [end.code for end in ends] == [0, 0], ends[0].out
-    told = Measurements.from_json((tmp_path / "node-1" / "report" / "report.json").read_text())
-    assert [rank.host for rank in told.ranks] == ["node-1", "node-2"]
-    assert set(told.copy_bytes_per_s) == {"node-1", "node-2"}

@@ -1,7 +1,4 @@
-"""A job that was ended anywhere, and started again, ends as one that was left alone: generated cases.
-
-A few each time; `pytest tests/trainer/test_resumption.py --resumptions 300 --resumptions-seed 1000` runs more of them.
-"""
+"""A job that was ended anywhere, and started again, ends as one that was left alone: generated cases."""
 
 import contextlib
 
@@ -22,20 +19,25 @@ def _end(rank, world_size, case, folder):
     end(case, folder, rank)
 
 
+def _numbers(effort, seed):
+    """Which cases: some that differ much, or the next ones from `seed` on."""
+    return (25, 57, 102) if (effort, seed) == (1, 0) else range(seed, seed + 3 * effort)
+
+
 @pytest.mark.slow
-def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, resumptions):
+def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, effort, seed):
     """What validation had measured was forgotten, callbacks of ranks that train apart got the state of rank 0's, and
     TensorBoard showed each point twice that had been written behind the checkpoint.
     """
-    for number in resumptions:
+    for number in _numbers(effort, seed):
         check_case(number, draw_case(number), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
 @pytest.mark.parametrize("data", DATA[1:])
 @pytest.mark.slow
-def test_so_does_a_run_over_streams_what_has_no_length_and_several_loaders(tmp_path, resumptions, data):
-    for number in [*resumptions, 3]:
+def test_so_does_a_run_over_streams_what_has_no_length_and_several_loaders(tmp_path, effort, seed, data):
+    for number in [*_numbers(effort, seed), 3]:
         case = draw_case(number, data)
         if data == "function" and case.strategy == "pipeline":
             continue
