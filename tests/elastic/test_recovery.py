@@ -231,7 +231,7 @@ def test_with_too_few_ranks_the_state_is_saved_and_another_job_goes_on(
     agent = SmallAgent(train_job, 2, job, folder=first, end_on_loss=True)
     agent.run()
     assert len(agent.ends) == 2
-    assert "SystemExit: 75" in agent.ends[1]
+    assert "JobEndedExit: 75" in agent.ends[1]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["last.pt"]
     assert load_checkpoint(saved)["values"]["step"] == 5
     again = dataclasses.replace(job, strikes=(), checkpoint="", resume=str(saved))

@@ -220,7 +220,7 @@ def fails_with(folder: Path, *args: Any, replace: bool = True, strikes: tuple[St
     """What the ranks that are left say when they end."""
     job = Job(str(folder), strikes or (Strike(1, "backward", 3),))
     agent = SmallAgent(train_pipeline, 2, job, *args, folder=folder, replace=replace)
-    with pytest.raises(RuntimeError, match="SystemExit: 75"):
+    with pytest.raises(RuntimeError, match="JobEndedExit: 75"):
         agent.run()
     return "\n".join(path.read_text() for path in folder.glob("log-*"))
 

@@ -81,7 +81,7 @@ def test_a_stage_whose_replicas_are_on_one_host_is_lost_with_it_and_named(tmp_pa
 
 
 def _fails_with(folder: Path, sizes: tuple[int, ...], strikes: tuple[Strike, ...], *args: Any) -> str:
-    with hosts(len(sizes) + _SPARE) as machines, pytest.raises(RuntimeError, match="SystemExit: 75"):
+    with hosts(len(sizes) + _SPARE) as machines, pytest.raises(RuntimeError, match="JobEndedExit: 75"):
         run_on(machines, sizes, Job(str(folder / "lost"), strikes), *args)
     return "\n".join(path.read_text() for path in (folder / "lost").glob("log-*"))
 
