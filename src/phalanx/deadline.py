@@ -40,7 +40,6 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Return whether the time has come."""
         return self.clock() >= self.at
 
     def wait_until(

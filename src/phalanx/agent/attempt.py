@@ -227,7 +227,6 @@ class Attempt:
             self.on_report(report)
 
     def on_started(self, rank: int, pid: int) -> None:
-        """Note that the process of a rank exists."""
         self.state.on_started(rank)
         self.elastic.on_started(rank, pid)
         self.link.on_started(rank, pid)
@@ -330,7 +329,6 @@ class Attempt:
         self.do(actions)
 
     def do(self, actions: list[Action]) -> None:
-        """Do what was decided about the ranks."""
         for action in actions:
             if isinstance(action, Kill):
                 if not self.ranks.has_started:  # the zygote is still importing and cannot answer

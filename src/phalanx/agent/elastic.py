@@ -100,7 +100,6 @@ class Elastic:
         return self._repetition.best_step
 
     def on_step(self, step: int) -> None:
-        """Note that a rank has completed this step."""
         self._repetition.on_step(step)
 
     def rank_of(self, seat: int) -> int:

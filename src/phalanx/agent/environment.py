@@ -43,7 +43,6 @@ class Place:
 
     @property
     def ranks(self) -> range:
-        """Return the ranks that are on this host."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
 

@@ -113,7 +113,6 @@ class Failure:
 
     @property
     def pid(self) -> int:
-        """Return the number of the rank's process."""
         known = self.exit or self.report
         assert known is not None
         return known.pid

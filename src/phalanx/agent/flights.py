@@ -55,7 +55,6 @@ class Flights:
         return [*self._ended, *(log for observer in self._observed if (log := _read(observer)) is not None)]
 
     def close(self) -> None:
-        """Close the memory of all groups."""
         for observer in self._observed:
             observer.close()
         self._observed.clear()

@@ -37,7 +37,6 @@ class HostSeats:
 
     @property
     def seats(self) -> range:
-        """Return all seats of the host, occupied or not."""
         return range(self.first_seat, self.first_seat + self.num_seats)
 
     @property
@@ -66,7 +65,6 @@ class HostPart:
     place: Place
 
     def rank_of(self, seat: int) -> int:
-        """Return the rank of a seat of this host."""
         return self.place.first_rank + self.seats.index(seat)
 
 
@@ -84,7 +82,6 @@ class Generation:
 
     @property
     def world_size(self) -> int:
-        """Return how many ranks there are."""
         return len(self.seats)
 
     @property
@@ -121,7 +118,6 @@ class Seating:
 
     @classmethod
     def begin(cls, hosts: Sequence[HostSeats]) -> Seating:
-        """Return the seats of the first generation."""
         return cls(tuple(hosts))
 
     @property

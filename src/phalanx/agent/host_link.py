@@ -59,7 +59,6 @@ class HostLink:
         return Elastic(Seating.begin([self.own_seats()]), self._plan.settings.max_restarts)
 
     def own_seats(self) -> HostSeats:
-        """Return the seats of this host."""
         place = self.place
         return HostSeats(self.member, place.first_rank, place.num_ranks, frozenset(place.ranks))
 
@@ -147,7 +146,6 @@ class HostLink:
         return {}
 
     def name_host(self, rank: int) -> str:
-        """Return the name of a rank's host, for people."""
         return socket.gethostname()
 
     def begin(self) -> None:

@@ -332,7 +332,6 @@ class HostRanks:
                 self._listener.on_ended(rank, pid, os.waitstatus_to_exitcode(status), time.monotonic())
 
     def close(self) -> None:
-        """Close the files and sockets."""
         self.processes.close()
         self.reports.close()
         self._rank_reports.close()

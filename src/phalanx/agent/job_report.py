@@ -91,7 +91,6 @@ class JobReport:
             self._add(_when(failure), "stopped" if failure.stopped else kind, summarise(failure), failure.rank, detail)
 
     def add_restart(self, why: str) -> None:
-        """Note that all ranks are started again."""
         self._add(time.monotonic(), "restart", f"all ranks are started again ({why})")
 
     def write(self, code: int) -> str:

@@ -51,5 +51,4 @@ class Metrics:
         return Page(CONTENT_TYPE, as_prometheus(self._watch.look()).encode())
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.close()

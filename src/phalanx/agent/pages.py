@@ -47,7 +47,6 @@ class Pages:
             os.close(fd)
 
     def close(self) -> None:
-        """Close all descriptors."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()

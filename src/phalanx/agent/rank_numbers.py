@@ -93,7 +93,6 @@ class RankNumbers:
             os.close(self._old_stores.pop(number))
 
     def close(self) -> None:
-        """Close all stores."""
         for fd in (*self._old_stores.values(), *([] if self.store is None else [self.store])):
             os.close(fd)
         self._old_stores.clear()

@@ -62,6 +62,5 @@ class RankProcesses:
         self.lost_ns[exit.pid] = int(exit.at * 1e9)
 
     def close(self) -> None:
-        """Close the files."""
         for fd in (*self._dumps.values(), *self.stacks.values()):
             os.close(fd)

@@ -22,7 +22,6 @@ class Repetition:
         self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # by exception and step: how often it was raised
 
     def on_step(self, step: int) -> None:
-        """Note that a rank has completed this step."""
         if step > self.best_step:
             self.best_step = step
             self._losses = self._disagreements = 0

@@ -107,7 +107,6 @@ class Supervision:
 
     @property
     def finished(self) -> bool:
-        """Return whether no rank is left."""
         return not self.has_running
 
     @property
@@ -120,7 +119,6 @@ class Supervision:
         return self.interrupted is not None and not {"KeyboardInterrupt", "PeerLostError"}.isdisjoint(report.types)
 
     def on_started(self, rank: int) -> None:
-        """Note that the process of `rank` exists."""
         self.started.add(rank)
 
     def on_abandoned(self, rank: int) -> None:

@@ -103,7 +103,6 @@ def _has_come(records: Sequence[Record], counted: str, seq: int, waiters: Sequen
 
 
 def _running(groups: Sequence[GroupLog]) -> set[int]:
-    """Return the processes that are in an operation."""
     return {rank.pid for group in groups for rank in group.ranks if any(r.leave_ns == 0 for r in rank.records)}
 
 

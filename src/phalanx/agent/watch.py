@@ -62,7 +62,6 @@ class Watch:
         return min([self._next_look, *(accused.due for accused in self._accused.values())])
 
     def is_due(self, now: float) -> bool:
-        """Return whether it is time to look."""
         return now >= self._next_look
 
     def look(

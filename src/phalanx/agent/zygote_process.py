@@ -118,7 +118,6 @@ class ZygoteProcess:
 
     @property
     def pid(self) -> int:
-        """Return the number of the zygote's process."""
         return self._process.pid
 
     def assign(self, target: Target, folder: str, local_rank_flag: str = "") -> None:
@@ -225,7 +224,6 @@ class ZygoteProcess:
         self.control.put({"command": "guard", "sessions": list(sessions)})
 
     def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
-        """Have the zygote send `signum` to `ranks`."""
         self.control.put({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
 
     def relay(self, signum: int, ranks: Sequence[int], *, group: bool, hold_s: float) -> None:

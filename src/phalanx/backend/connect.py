@@ -42,11 +42,9 @@ class MetGroup:
 
     @property
     def rank(self) -> int:
-        """Return the rank of this process."""
         return self.layout.rank
 
     def prefixed(self, what: str) -> PrefixStore:
-        """Return the part of the store in which `what` connects the group."""
         return PrefixStore(f"{what}/{self.key}", self.store)
 
 

@@ -102,7 +102,6 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def set(self, key: str, value: str | bytes) -> None:
-        """Set the value of `key`."""
         self._client.set(key, value)
 
     @_in_torchs_words
@@ -112,7 +111,6 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def add(self, key: str, value: int) -> int:
-        """Add to the number at `key`, and return the sum."""
         return self._client.add(key, value)
 
     @_in_torchs_words
@@ -127,7 +125,6 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of `keys` are there."""
         if (asked := getattr(self._asked, "keys", None)) is not None:
             asked += keys
             return False
@@ -135,7 +132,6 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of `keys` are there."""
         self._client.wait(keys, self.timeout if timeout is None else timeout)
 
     @_in_torchs_words
@@ -145,12 +141,10 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def append(self, key: str, value: str | bytes) -> None:
-        """Append `value` to the value of `key`."""
         self._client.append(key, value)
 
     @_in_torchs_words
     def delete_key(self, key: str) -> bool:
-        """Delete `key`, and return whether it was there."""
         return self._client.delete_key(key)
 
     @_in_torchs_words
@@ -165,7 +159,6 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def num_keys(self) -> int:
-        """Return how many keys there are."""
         return self._client.num_keys()
 
     @_in_torchs_words
@@ -175,14 +168,12 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set the value of each key."""
         if len(keys) != len(values):
             raise dist.DistStoreError(f"multi_set: {len(keys)} keys, and {len(values)} values")
         self._client.multi_set(keys, values)
 
     @_in_torchs_words
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Append to the queue `key`."""
         self._client.queue_push(key, value)
 
     @_in_torchs_words

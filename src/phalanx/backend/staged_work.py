@@ -54,7 +54,6 @@ class StagedDone(DoneWork):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that is done."""
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self._call.stream.future_devices)
         with self._call.stream.queueing():
             future.set_result(list(self._outputs))
@@ -105,7 +104,6 @@ class StagedReceive(dist.Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Return the rank that sent."""
         rank: int = self._work.source_rank()
         return rank
 

@@ -144,7 +144,6 @@ class PhalanxWork(dist.Work):
         return self._error
 
     def result(self) -> list[Any]:
-        """Return the output tensors."""
         self.wait()
         return list(self._values())
 
@@ -231,19 +230,15 @@ class DoneWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """Return True."""
         return True
 
     def result(self) -> list[Any]:
-        """Return the output tensors."""
         return list(self._outputs)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that is done."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(list(self._outputs))
         return future

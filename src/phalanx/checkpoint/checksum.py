@@ -20,7 +20,6 @@ class Crc32:
         self.value = 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Add `data`."""
         self.value = zlib.crc32(data, self.value)
 
     def extend(self, crc32: int, nbytes: int) -> None:

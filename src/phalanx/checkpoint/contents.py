@@ -65,7 +65,6 @@ class Contents:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the contents as plain data."""
         return asdict(self)
 
 

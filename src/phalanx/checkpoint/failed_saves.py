@@ -22,7 +22,6 @@ class FailedSaves:
         self._last: str | None = None  # why the last save failed, if it did
 
     def reset(self) -> None:
-        """Note that a save succeeded."""
         self._count, self._last = 0, None
 
     def report(self, error: CheckpointError) -> None:

@@ -128,7 +128,6 @@ class Draft:
         self.close()
 
     def close(self) -> None:
-        """Release the lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -160,16 +159,13 @@ class History:
         return sorted(found, reverse=True)
 
     def shown(self, name: str) -> Path:
-        """Return the path of a checkpoint."""
         return self.folder / name
 
     def exists(self, name: str) -> bool:
-        """Return whether a checkpoint exists."""
         return os.path.exists(self.folder / name)
 
     @contextlib.contextmanager
     def opened(self, peers: object, name: str) -> Iterator[Path]:
-        """Yield the folder that has a checkpoint's files."""
         yield self.folder / name
 
     def join(self, name: str) -> Draft:
@@ -177,7 +173,6 @@ class History:
         return Draft(self, self.folder / name)
 
     def next_number(self) -> int:
-        """Return the number of the next save."""
         entries = self.entries()
         return entries[0].number + 1 if entries else 1
 

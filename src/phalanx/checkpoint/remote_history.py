@@ -115,7 +115,6 @@ class RemoteHistory:
         self._remote = RemoteFolder(address, retry_s)
 
     def shown(self, name: str) -> str:
-        """Return the address of a checkpoint."""
         return self._remote.shown(name)
 
     def entries(self) -> list[Entry]:
@@ -132,7 +131,6 @@ class RemoteHistory:
         return sorted(found, reverse=True)
 
     def exists(self, name: str) -> bool:
-        """Return whether a checkpoint exists."""
         return self._remote.exists(f"{name}/{MANIFEST}")
 
     def draft(self, step: int) -> RemoteDraft:

@@ -210,7 +210,6 @@ class RecordingFileSystem(FileSystem):
             self.records[Path(path).name] = FileRecord(stream.nbytes, stream.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file, and its record."""
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
@@ -223,12 +222,10 @@ class Part:
     pieces: Sequence[tuple[str, Sequence[int] | None, int | None, str, int, int]] = ()
 
     def encode(self) -> str:
-        """Return the part as text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> Part:
-        """Return the part that `encode` wrote."""
         content = json.loads(text)
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         return cls(files, [tuple(piece) for piece in content["pieces"]])

@@ -37,7 +37,6 @@ class Pieces:
         self._metadata = metadata
 
     def names(self) -> list[str]:
-        """Return the names of all tensors."""
         kinds = self._metadata.state_dict_metadata
         return [name for name, kind in kinds.items() if isinstance(kind, TensorStorageMetadata)]
 

@@ -27,7 +27,6 @@ class DiskStream:
         self.nbytes = 0
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self.nbytes += len(view)
@@ -44,7 +43,6 @@ class DiskStream:
         return self.nbytes
 
     def flush(self) -> None:
-        """Flush the file."""
         self._file.flush()
 
     def fileno(self) -> int:
@@ -120,11 +118,9 @@ class FileRange(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:

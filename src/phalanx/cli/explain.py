@@ -115,8 +115,6 @@ def _topology(algorithm: Algorithm, world_size: int | None, hosts: Topology | No
 
 
 def _explanation_of(algorithm: Algorithm) -> click.Command:
-    """Return the command that tells and draws one algorithm."""
-
     def explain(
         operation: Operation,
         world_size: int | None,

@@ -39,7 +39,6 @@ class _OneOf(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[click.shell_completion.CompletionItem]:
-        """Offer the words."""
         return [click.shell_completion.CompletionItem(word) for word in self.words if word.startswith(incomplete)]
 
 

@@ -53,7 +53,6 @@ class Fold:
         return self.world_size if self.chunk_per_rank else self.actors
 
     def rank(self, actor: int) -> int:
-        """Return the rank that acts as `actor`."""
         return 2 * actor if actor < self.folded else actor + self.folded
 
     def actor(self, rank: int) -> int | None:

@@ -39,7 +39,6 @@ class _Slices:
         return max(len(host) for host in self.topology.hosts)
 
     def driver(self, host: int, piece: int) -> int:
-        """Return the rank of `host` that drives slice `piece`."""
         ranks = self.topology.hosts[host]
         return ranks[piece * len(ranks) // self.count]
 

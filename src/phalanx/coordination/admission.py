@@ -65,7 +65,6 @@ class Admission:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self, now: float) -> None:
-        """Answer what has been asked."""
         while True:
             try:
                 version, request, _, peer, _, mechanism, *credentials = self.socket.recv_multipart(zmq.NOBLOCK)

@@ -143,7 +143,6 @@ class Arrivals:
         return self.known
 
     def missing(self) -> list[int]:
-        """Return the ranks of which none has come."""
         came = {one.rank for one in self.read_all().values()}
         return [r for r in range(self.me.world_size) if r not in came]
 

@@ -26,7 +26,6 @@ class CallRoom:
             return True
 
     def give_back(self, number: int = 1) -> None:
-        """Give back the room of so many calls."""
         with self._changed:
             self._num_free += number
             self._changed.notify_all()

@@ -38,7 +38,6 @@ class Client(MemberConnection):
     # Keys and values, as c10d's Store has them.
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set the value of `key`."""
         self._call(Op.SET, _name(key), _bytes(value))
 
     def get(self, key: str, timeout: Timeout = None) -> bytes:
@@ -91,25 +90,20 @@ class Client(MemberConnection):
         return calls
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append `value` to the value of `key`."""
         self._call(Op.APPEND, _name(key), _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of `keys` are there."""
         return all(self._call(Op.CHECK, *part)[0] == b"1" for part in _parts([_name(key) for key in keys], 1))
 
     def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
-        """Wait until all of `keys` are there."""
         deadline = self._deadline(timeout)
         for part in _parts([_name(key) for key in keys], 1):
             self._call(Op.WAIT, *part, deadline=deadline, waits_for=keys)
 
     def delete_key(self, key: str) -> bool:
-        """Delete `key`, and return whether it was there."""
         return self._call(Op.DELETE, _name(key))[0] == b"1"
 
     def num_keys(self) -> int:
-        """Return how many keys there are."""
         return int(self._call(Op.NUM_KEYS)[0])
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
@@ -124,7 +118,6 @@ class Client(MemberConnection):
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set the value of each key."""
         if len(keys) != len(values):
             raise ValueError(f"multi_set: {len(keys)} keys, and {len(values)} values")
         fields = [part for key, value in zip(keys, values, strict=True) for part in (_name(key), _bytes(value))]
@@ -137,7 +130,6 @@ class Client(MemberConnection):
         self._call(Op.BARRIER, _name(key), pack_number(size), deadline=deadline, waits_for=(key,))
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Append to the queue `key`."""
         self._call(Op.QUEUE_PUSH, _name(key), _bytes(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes | None:
@@ -153,7 +145,6 @@ class Client(MemberConnection):
         return int(self._call(Op.QUEUE_LEN, _name(key))[0])
 
     def list_keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that start with `prefix`."""
         return [key.decode() for key in self._call(Op.LIST_KEYS, _name(prefix))]
 
     def delete_prefix(self, prefix: str) -> int:

@@ -196,7 +196,6 @@ class Connection:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether `close` was called."""
         return self._is_closed
 
     @property

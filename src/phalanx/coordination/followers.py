@@ -113,11 +113,9 @@ class Followers:
 
     @property
     def is_followed(self) -> bool:
-        """Return whether there is a standby."""
         return bool(self._streams)
 
     def follows(self, session: Session) -> bool:
-        """Return whether this client is a standby."""
         return any(stream.session is session for stream in self._streams.values())
 
     @property

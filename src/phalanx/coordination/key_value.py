@@ -63,7 +63,6 @@ class KeyValueStore:
         return all(key in self._values for key in keys)
 
     def set(self, key: bytes, value: bytes) -> list[Waiter]:
-        """Set the value of `key`."""
         old = self._values.get(key)
         if old is None:
             self._room(key, len(value), len(key) + len(value) + _OVERHEAD_BYTES)
@@ -123,7 +122,6 @@ class KeyValueStore:
         return desired, self.set(key, desired)
 
     def append(self, key: bytes, value: bytes) -> list[Waiter]:
-        """Append `value` to the value of `key`."""
         old = self._values.get(key)
         if old is None:
             return self.set(key, value)
@@ -134,7 +132,6 @@ class KeyValueStore:
         return []
 
     def delete(self, key: bytes) -> bool:
-        """Delete a key, and return whether it was there."""
         value = self._values.pop(key, None)
         if value is not None:
             self.num_bytes -= len(key) + len(value) + _OVERHEAD_BYTES

@@ -77,7 +77,6 @@ class Member:
 
     @property
     def last(self) -> int:
-        """Return the number of the last event."""
         return self._last
 
     def waiting(self) -> list[tuple[int, bytes]]:
@@ -147,7 +146,6 @@ class Membership:
         return member
 
     def hear(self, member: Member, now: float) -> None:
-        """Note that a member has said something."""
         member.heard_at = now
         if member.id in self._heard:
             self._heard.move_to_end(member.id)
@@ -195,7 +193,6 @@ class Membership:
         self._next = number
 
     def restore_gone(self, member: int, why: str) -> None:
-        """Restore why a member has gone."""
         self._gone[member] = why
 
     def restore(self, member: Member, last: int) -> Member:
@@ -242,7 +239,6 @@ class Membership:
             member.heard_at = min(now, member.heard_at + pause_s)
 
     def post(self, sender: int, to: Member, detail: bytes) -> None:
-        """Post a message from one member to another."""
         to.put(b"message", sender, detail)
         self._grown.add(to.id)
 

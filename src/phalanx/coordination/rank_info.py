@@ -62,7 +62,6 @@ class RankInfo:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankInfo:
-        """Read what `to_json` wrote."""
         return cls(
             data["host"],
             data["hostname"],
@@ -147,7 +146,6 @@ class Arrival:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Arrival:
-        """Read what `to_json` wrote."""
         own = {name: data[name] for name in ("rank", "world_size", "at", "protocol", "is_contested")}
         return cls(info=RankInfo.from_json(data["rank_info"]), **own)
 

@@ -216,7 +216,6 @@ class Relay:
 
 
 def _received(source: zmq.Socket[bytes]) -> Iterator[bytes]:
-    """Yield each message that has come."""
     with contextlib.suppress(zmq.Again):
         while True:
             yield b"".join(source.recv_multipart(_NOBLOCK))

@@ -16,17 +16,13 @@ class Store(Protocol):
         """Wait until the value is there, and return it."""
         ...
 
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are there."""
-        ...
+    def check(self, keys: list[str], /) -> bool: ...
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """Return the values of several keys, which are there."""
         ...
 
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Wait until all keys are there."""
-        ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a number, which begins at zero, and return the sum."""
@@ -36,9 +32,7 @@ class Store(Protocol):
         """Store `desired` if the value is `expected` (empty: there is none), and return the value afterwards."""
         ...
 
-    def delete_key(self, key: str, /) -> bool:
-        """Delete a value."""
-        ...
+    def delete_key(self, key: str, /) -> bool: ...
 
 
 def base_of(store: Any) -> Any:

@@ -52,7 +52,6 @@ class IndexStream:
             yield self._block
 
     def compute(self, first: int, size: int) -> Indices:
-        """Return the `size` indices from the `first` on."""
         partition = self.partition
         return _take(partition.start + first * partition.step, partition.step, size, partition.length, self._order)
 

@@ -73,11 +73,9 @@ class Lines(Iterator[bytes]):
         return next(self._lines)
 
     def skip(self, count: int) -> None:
-        """Skip `count` lines."""
         next(itertools.islice(self._lines, count - 1, None), None)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

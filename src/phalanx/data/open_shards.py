@@ -42,13 +42,11 @@ class IndexedShard:
         self._get_several = getattr(samples, "__getitems__", None)
 
     def get(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the samples of these numbers."""
         if self._get_several is not None:
             return list(self._get_several(list(numbers)))
         return [self._samples[number] for number in numbers]
 
     def close(self) -> None:
-        """Close what the shard holds."""
         _close(self._samples)
 
 
@@ -70,7 +68,6 @@ class IteratedShard:
         self._next = 0
 
     def get(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the samples of these numbers."""
         found = {number: self._get(number) for number in sorted(set(numbers))}
         return [found[number] for number in numbers]
 
@@ -121,7 +118,6 @@ class IteratedShard:
         return self._next == self._length and not self._kept
 
     def close(self) -> None:
-        """Close what the iterator holds."""
         self._kept.clear()
         _close(self._iterator)
         _close(self._source)

@@ -29,7 +29,6 @@ class Partition:
 
     @property
     def start(self) -> int:
-        """Return this rank's first position."""
         return self.consumed + self.rank
 
     @property

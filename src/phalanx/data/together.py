@@ -70,7 +70,6 @@ class Together(OrderedDataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, list[Any]]]:
-        """Return several units."""
         units: list[dict[str, list[Any]]] = [{} for _ in indices]
         for name in self.members:
             numbers = [self._numbers(name, index) for index in indices]
@@ -125,7 +124,6 @@ class Together(OrderedDataset):
         return _Units(epoch * self._length)
 
     def describe_order(self) -> dict[str, Any]:
-        """Return what makes the order of all members."""
         digest = hashlib.blake2b(digest_size=8)
         for name, one in self.members.items():
             own = one.dataset.describe_order() if isinstance(one.dataset, OrderedDataset) else {}
@@ -140,6 +138,5 @@ class _Units:
         self._first = np.uint64(first)
 
     def take(self, positions: Indices) -> Indices:
-        """Return the numbers of units through all epochs."""
         indices: Indices = positions + self._first
         return indices

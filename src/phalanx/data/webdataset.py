@@ -93,7 +93,6 @@ class IndexedTar:
         return data
 
     def close(self) -> None:
-        """Close the file."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -358,7 +358,6 @@ class DenseBucket:
             self._published[position] = weakref.ref(grad)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the bucket's content by `factor`."""
         (self.buffer if self.in_place is None else self.in_place).mul_(factor)
 
     weigh = rescale

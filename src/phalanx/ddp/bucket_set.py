@@ -54,7 +54,6 @@ class BucketSet:
 
     @property
     def has_own_exchange(self) -> bool:
-        """Return whether the exchange is a user's hook."""
         return self._own_exchange is not None
 
     def use_exchange(self, exchange: Exchange) -> None:

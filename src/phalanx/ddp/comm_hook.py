@@ -59,7 +59,6 @@ class GradBucket:
         return list(self._bucket.parameters)
 
     def is_last(self) -> bool:
-        """Return whether no bucket follows in this backward."""
         return self._is_last
 
 

@@ -102,7 +102,6 @@ class FirstSteps:
 
     @invisible
     def on_gradient(self, index: int) -> None:
-        """Look at this rank's own gradient of a parameter."""
         gradient = self._parameters[index].grad
         if gradient is not None and not self._scaled:
             for nan in _nans([gradient]):
@@ -143,7 +142,6 @@ class FirstSteps:
         return [*(settled or ([] if self._doubted else differing)), *rest]
 
     def close(self) -> None:
-        """Look at no more steps."""
         self._optimizers.close()
 
     @invisible
@@ -233,7 +231,6 @@ class OptimizerWatch:
         return stepped
 
     def close(self) -> None:
-        """See no more steps."""
         _watches.discard(self)
 
     @invisible

@@ -122,7 +122,6 @@ class JoinShadow(JoinHook):
         self._end = end
 
     def main_hook(self) -> None:
-        """Shadow one forward and backward."""
         self._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -50,7 +50,6 @@ class LocalBucket:
         """Do nothing: the gradient stays where it is."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradients by `factor`."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)

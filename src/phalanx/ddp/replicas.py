@@ -85,7 +85,6 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def _parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors of which a tensor consists."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return [tensor.indices(), tensor.values()]

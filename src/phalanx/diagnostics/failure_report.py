@@ -97,7 +97,6 @@ class FailureReport:
         return f"{operation}: " + "\n".join(filter(None, sentences[self.kind]())) + f" {OVER}"
 
     def error(self, operation: Operation) -> PhalanxError:
-        """Return the error for the rank that was in `operation`."""
         message = self.message(operation)
         error: PhalanxError
         if self.kind == "mismatch":
@@ -196,7 +195,6 @@ class FailureReport:
 
     @classmethod
     def from_json(cls, text: str) -> FailureReport:
-        """Read what `to_json` wrote."""
         data: dict[str, Any] = json.loads(text)
         data["ranks"], data["remarks"] = tuple(data["ranks"]), tuple(data["remarks"])
         data["processes"] = {int(rank): process for rank, process in data["processes"].items()}

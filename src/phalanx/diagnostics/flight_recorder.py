@@ -77,12 +77,10 @@ class Record:
 
     @property
     def name(self) -> str:
-        """Return the operation's name."""
         return KIND_NAMES.get(self.kind, f"operation {self.kind}")
 
     @property
     def dtype_name(self) -> str:
-        """Return the type of the elements."""
         return DTYPE_NAMES.get(self.dtype, f"dtype {self.dtype}")
 
     @property

@@ -88,12 +88,10 @@ class ProgressPage:
 
     @property
     def generation(self) -> int:
-        """Return the generation that was set last."""
         return self._words[1]
 
     @property
     def state_step(self) -> int:
-        """Return the step that was committed last."""
         return self._words[_STATE]
 
     def set_generation(self, generation: int) -> None:

@@ -27,7 +27,6 @@ def count_samples(batch: Any) -> float | None:
 
 
 def _parts(batch: Any, depth: int) -> Iterator[Any]:
-    """Yield the batch, and all that is in it."""
     yield batch
     if depth >= _DEEPEST:
         return

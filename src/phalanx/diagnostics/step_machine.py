@@ -80,7 +80,6 @@ class StepMachine:
         )  # fmt: skip
 
     def feed(self, kind: float, now: float, value: float) -> None:
-        """Take one event."""
         event = int(kind)
         if event >= WORKERS:
             self.num_workers, event = divmod(event, WORKERS)
@@ -103,7 +102,6 @@ class StepMachine:
 
     @classmethod
     def resume(cls, state: Mapping[str, Any], on_step: Callable[[FinishedStep], None]) -> StepMachine:
-        """Return the machine that was in this state."""
         machine = cls(0.0, on_step)
         vars(machine).update({name: value for name, value in state.items() if name in vars(machine)})
         machine._stepped = set(machine._stepped)
@@ -223,7 +221,6 @@ class StepMachine:
         return len(self._open) == 1
 
     def _leaves(self) -> bool:
-        """Return whether this ends a phase."""
         if not self._open:
             return False
         self._open.pop()

@@ -206,7 +206,6 @@ class StepRecorder:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Return what is known of the rank."""
         return self._facts
 
     @property

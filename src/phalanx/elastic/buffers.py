@@ -75,7 +75,6 @@ class Buffers:
         return sum(-(-t.nbytes // _ALIGN) * _ALIGN for t in self.tensors)
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """Return a view of `memory` for each of the tensors."""
         return views_of([(t.shape, t.dtype) for t in self.tensors], memory)
 
     @staticmethod
@@ -85,7 +84,6 @@ class Buffers:
         return views_of([forms[number] for number in range(len(forms))], memory)
 
     def save(self, views: Sequence[Tensor]) -> None:
-        """Copy the tensors into `views`."""
         if self.tensors:
             copy_all(list(views), [t.detach() for t in self.tensors])
 

@@ -116,7 +116,6 @@ class AgentChannel:
         self._send(kind="finished")
 
     def close(self) -> None:
-        """Close the connection."""
         self._channel.close()
 
     # -- what it hears -------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ class GenerationNotice:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> GenerationNotice:
-        """Read a generation from the launcher's message."""
         return cls(int(message["generation"]), dict(message["environment"]))
 
 
@@ -96,6 +95,4 @@ class Generations(Protocol):
         """Report that the training is over on this rank, and on all others."""
         ...
 
-    def close(self) -> None:
-        """Close the connection."""
-        ...
+    def close(self) -> None: ...

@@ -93,7 +93,6 @@ class GlobalBatch:
             wrapper._reducer.rescale, wrapper._reducer.weight = self.scale, 1.0
 
     def end_step(self) -> None:
-        """Count a step that is done."""
         self._has_mean = False
 
     # -- in each micro-batch -------------------------------------------------------------------------------------

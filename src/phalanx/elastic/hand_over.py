@@ -30,9 +30,7 @@ class Part(Protocol):
         """Return what the part holds: tensors, and what can be pickled, in dicts, lists and tuples."""
         ...
 
-    def take(self, value: Any) -> None:
-        """Replace what the part holds by `value`."""
-        ...
+    def take(self, value: Any) -> None: ...
 
 
 class ModulePart:
@@ -232,7 +230,6 @@ class StatefulPart:
         self.is_large = is_large
 
     def show(self) -> Any:
-        """Return the owner's state."""
         return self._owner.state_dict()
 
     def take(self, value: Any) -> None:
@@ -247,11 +244,9 @@ class ValuePart:
         self._get, self._put = get, put
 
     def show(self) -> Any:
-        """Return the value."""
         return self._get()
 
     def take(self, value: Any) -> None:
-        """Set the value."""
         self._put(value)
 
 

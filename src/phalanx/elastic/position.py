@@ -113,7 +113,6 @@ class DataPosition:
         return (mark.used - before) * self.sampler.num_parts
 
     def mark(self) -> Mark:
-        """Return this rank's position."""
         sampler = self.sampler
         stream = sampler._pass
         if stream is None:

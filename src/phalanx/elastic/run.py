@@ -135,7 +135,6 @@ class ElasticJob:
         self._membership = membership
 
     def run(self, train: Train[_Result]) -> _Result:
-        """Call `train` until it has returned on all ranks."""
         world: Any = dist.group.WORLD if dist.is_initialized() else None
         if phalanx_group(world) is None:
             return train(self._state)

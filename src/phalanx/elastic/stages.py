@@ -47,7 +47,6 @@ class OwnPart:
         return [part.show() for part in self._parts] if self._value is None else self._value
 
     def take(self, value: Any) -> None:
-        """Replace what the parts hold by `value`."""
         for part, one in zip(self._parts, value, strict=True):
             part.take(one)
 

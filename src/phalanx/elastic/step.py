@@ -39,9 +39,7 @@ class Runner(Protocol):
         """
         ...
 
-    def after_commit(self) -> None:
-        """Note that the commit is made."""
-        ...
+    def after_commit(self) -> None: ...
 
     def count_collectives(self) -> tuple[int, int]:
         """Return a number that differs if the ranks have waited for each other."""

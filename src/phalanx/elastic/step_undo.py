@@ -59,7 +59,6 @@ class StepUndo:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Restore what was kept."""
         values = join(self._structure, self._copies)
         for part, value in zip(self._parts, values, strict=True):
             part.take(value)

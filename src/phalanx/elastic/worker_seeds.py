@@ -39,7 +39,6 @@ class _SeedBatches:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch that the loader is in."""
         return int(self._epoch.value)
 
     @epoch.setter

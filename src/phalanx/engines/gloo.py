@@ -90,7 +90,6 @@ class GlooEngine:
         self.world_size = world_size
 
     def send(self, dst: int, tensor: Tensor, tag: int) -> InTransit:
-        """Start to send a contiguous tensor."""
         pending: InTransit = self._group.send([tensor], dst, tag)
         return pending
 

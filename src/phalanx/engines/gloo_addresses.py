@@ -47,7 +47,6 @@ class GlooAddresses(Store):
         self._found: dict[str, bytes] | None = None  # by Gloo's own keys, as `compress` leaves them
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Let all ranks know this rank's value."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         text = json.dumps([key, b64encode(compress(data)).decode()])
         base = base_of(self._store)

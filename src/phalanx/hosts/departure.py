@@ -79,7 +79,6 @@ class Departure:
         return self._stage == "asked"
 
     def go_on(self, attempt: Attempt) -> None:
-        """Do what is due."""
         if self._stage == "asked":
             is_told_everywhere = all(node.facts.member in self._told for node in self._peers.present)
             if is_told_everywhere or (self.due is not None and time.monotonic() >= self.due):

@@ -110,7 +110,6 @@ class ElasticHosts(Elastic):
             super().on_started(seat, pid)
 
     def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
-        """Hear what a rank says."""
         arrival = self._arrival_of(seat)
         kind = message.get("kind")
         if arrival is None:

@@ -94,13 +94,11 @@ class FollowerSupervision(Supervision):
         self._tell("abandoned", rank=rank)
 
     def on_exit(self, exit: Exit) -> list[Action]:
-        """Tell the first host."""
         self.exits[exit.rank] = exit
         self._tell("exit", rank=exit.rank, pid=exit.pid, status=exit.status, at=exit.at, dump=exit.dump)
         return []
 
     def on_report(self, report: Report, now: float) -> list[Action]:
-        """Tell the first host."""
         self.reports.setdefault(report.rank, report)
         self._tell("report", report=asdict(report))
         return []
@@ -215,7 +213,6 @@ class FollowerLink(HostLink):
         self._is_led_by_another = False  # the host that led the job has left it, and another one is to lead
 
     def attach(self, attempt: Attempt) -> None:
-        """Learn whose link this is."""
         self._attempt = attempt
 
     def make_supervision(self) -> FollowerSupervision:
@@ -223,7 +220,6 @@ class FollowerLink(HostLink):
         return self.supervision
 
     def make_elastic(self) -> ObservedElastic:
-        """Return who notes what elastic ranks say."""
         elastic = ObservedElastic(Seating.begin([self.own_seats()]), self._plan.settings.max_restarts)
         elastic.given_up = True
         return elastic

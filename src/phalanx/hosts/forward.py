@@ -20,7 +20,6 @@ class Forward:
         self._shown: dict[tuple[int, int], bytes] = {}
 
     def connect(self, channel: ControlChannel) -> None:
-        """Note that there is a way from now on."""
         self._channel = channel
 
     @property
@@ -62,7 +61,6 @@ class Forward:
             self._items.append([rank, stream, encode_lines(lines), encode_lines([status])[0], False])
 
     def say_once(self, what: str, text: str) -> None:
-        """Have the first host say it."""
         if self._display is not None:
             self._display.say_once(what, text)
         elif self._channel is not None:
@@ -76,7 +74,6 @@ class Forward:
                 display.show(rank, stream, decode_lines(lines), b"")
 
     def flush(self) -> None:
-        """Send what there is."""
         if self._display is not None:
             self._display.flush()
         elif self._items and self._channel is not None:

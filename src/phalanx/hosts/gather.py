@@ -176,7 +176,6 @@ class Gathering:
         )  # fmt: skip
 
     def _gather(self) -> list[Node]:
-        """Wait for hosts."""
         rendezvous = self._rendezvous
         end = time.monotonic() + rendezvous.join_timeout_s
         last_call: float | None = None

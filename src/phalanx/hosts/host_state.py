@@ -25,7 +25,6 @@ class HostState:
 
     @classmethod
     def of(cls, attempt: Attempt) -> HostState:
-        """Return the state of this host's ranks."""
         elastic, state = attempt.elastic, attempt.state
         seats = attempt.numbers.part.seats
         ended = tuple(exit for seat, exit in state.exits.items() if seat in seats and exit.status == 0)
@@ -34,7 +33,6 @@ class HostState:
         return cls(ranks, forking, ended, elastic.finished, elastic.has_trained)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
         return {
             "ranks": [asdict(replace(rank, report=None)) for rank in self.ranks],
             "forking": list(self.forking),

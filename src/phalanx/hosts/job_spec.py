@@ -83,7 +83,6 @@ class JobSpec:
         )  # fmt: skip
 
     def to_bytes(self) -> bytes:
-        """Return it as bytes for the store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod

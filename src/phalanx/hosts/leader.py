@@ -316,7 +316,6 @@ class LeaderLink(HostLink):
         return self._records.ended_ns
 
     def name_host(self, rank: int) -> str:
-        """Return the name and address of a rank's host."""
         node = find_node(self._peers.nodes, [rank])
         return node.where if node is not None else super().name_host(rank)
 

@@ -59,7 +59,6 @@ class LeaderState:
         )  # fmt: skip
 
     def to_bytes(self) -> bytes:
-        """Return it as bytes for the store."""
         fields = {
             "attempt": self.attempt,
             "run_id": self.run_id,

@@ -22,7 +22,6 @@ class Elected:
     master_port: int  # MASTER_PORT of the ranks
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
         return {
             "member": self.member,
             "address": self.address,
@@ -32,7 +31,6 @@ class Elected:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Elected:
-        """Read what `to_json` wrote."""
         epoch = bytes.fromhex(fields["epoch"])
         return cls(int(fields["member"]), str(fields["address"]), epoch, int(fields["master_port"]))
 

@@ -44,7 +44,6 @@ class PeerHosts:
 
     @property
     def present(self) -> list[Node]:
-        """Return the other hosts that are still there."""
         return [node for member, node in self.others.items() if member not in self.lost]
 
     def has_finished(self, member: int, exits: Mapping[int, Exit]) -> bool:

@@ -49,7 +49,6 @@ class SendQueue:
         return [*self._sending, *self._waiting]
 
     def put(self, member: int, data: bytes) -> None:
-        """Append an entry."""
         self._waiting.append(Entry(member, data))
         self.num_bytes += len(data)
 

@@ -45,7 +45,6 @@ class StacksRequests:
         self.answer()
 
     def hear(self, number: int, member: int, text: str) -> None:
-        """Take what a host has said to a request."""
         pending = self._pending.get(number)
         if pending is not None:
             pending.waiting.discard(member)

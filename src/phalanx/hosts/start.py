@@ -142,7 +142,6 @@ def _fetch_outcomes(service: Service, verdict: str, code: int) -> None:
 def _first_member(
     plan: JobPlan, rendezvous: Rendezvous, service: Service, notices: Notices, endpoints: tuple[str, ...] = ()
 ) -> Iterator[ControlChannel]:
-    """Make this agent the first member at its coordinator."""
     if rendezvous.announce is not None:
         rendezvous.announce(service.local)
     client = Client(service.local)

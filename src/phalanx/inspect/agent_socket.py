@@ -106,7 +106,6 @@ class AgentSocket:
         return notices
 
     def close(self) -> None:
-        """Close the socket and all connections."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()

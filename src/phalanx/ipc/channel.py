@@ -40,7 +40,6 @@ class Message(NamedTuple):
     fds: tuple[int, ...] = ()
 
     def close(self) -> None:
-        """Close the descriptors."""
         for fd in self.fds:
             os.close(fd)
 

@@ -47,7 +47,6 @@ class LocalAddress:
 
     @classmethod
     def parse(cls, text: str) -> LocalAddress:
-        """Read what `str` has written."""
         token, _, path = text.partition("@")
         return cls(token, path)
 

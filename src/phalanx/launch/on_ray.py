@@ -83,7 +83,6 @@ class NodeAgent:
         yield 0, str(agent.wait()).encode()
 
     def signal(self, signum: int) -> None:
-        """Send `signum` to the agent."""
         if self._agent is not None and self._agent.poll() is None:
             self._agent.send_signal(signum)
 
@@ -93,7 +92,6 @@ class NodeAgent:
         return {name: Path(self._folder, name).read_bytes() for name in names if not name.endswith(".draft")}
 
     def close(self) -> None:
-        """Remove the folder."""
         self._open.close()
 
 

@@ -26,7 +26,6 @@ class GuardedLoggers:
         self._told: set[int] = set()
 
     def __bool__(self) -> bool:
-        """Return whether there is a logger."""
         return bool(self._loggers)
 
     def begin(self, again_from: int | None, params: Params) -> None:
@@ -35,11 +34,9 @@ class GuardedLoggers:
         self._call("log_hyperparams", dict(params))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the values of these metrics at a step."""
         self._call("log_metrics", dict(metrics), step)
 
     def log_file(self, path: str) -> None:
-        """Hand a file to the loggers that keep files."""
         self._call("log_file", path)
 
     def flush(self) -> None:

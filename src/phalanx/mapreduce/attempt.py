@@ -56,7 +56,6 @@ class Held:
         self.done = Spool(memory // 8, folder)
 
     def close(self) -> None:
-        """Let go of all of it."""
         self.buckets.close()
         self.done.close()
 
@@ -258,7 +257,6 @@ def _tell(error: BaseException) -> str:
 
 
 def _raise_problem(team: Team, problem: tuple[int, str, str] | None, cause: BaseException | None = None) -> None:
-    """Raise on all ranks what one has said."""
     if problem is None:
         return
     rank, kind, text = problem

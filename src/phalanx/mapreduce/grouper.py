@@ -37,7 +37,6 @@ class Stored:
         self._extent = extent
 
     def packed(self) -> bytes:
-        """Return the entry as it lies there."""
         return self._spool.read(*self._extent)
 
     def __iter__(self) -> Iterator[Any]:

@@ -52,7 +52,6 @@ class Spool:
         return extent
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return the `length` bytes that lie at `offset`."""
         if not length:
             return b""
         if self._fd >= 0:
@@ -79,7 +78,6 @@ class Spool:
         self.size = size
 
     def close(self) -> None:
-        """Forget everything."""
         if self._fd >= 0:
             self._close_file()
         self._parts, self._starts = [], []

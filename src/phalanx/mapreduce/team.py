@@ -46,7 +46,6 @@ class Person:
 
     @classmethod
     def of_self(cls) -> Person:
-        """Return this process."""
         return cls(host_identity(), ProcessId.of_self())
 
 
@@ -76,12 +75,10 @@ class Team:
 
     @property
     def rank(self) -> int:
-        """Return this rank."""
         return 0 if self.group is None else self.group.rank()
 
     @property
     def size(self) -> int:
-        """Return how many ranks there are."""
         return 1 if self.group is None else self.group.size()
 
     @property

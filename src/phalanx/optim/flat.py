@@ -45,7 +45,6 @@ class Flat:
             self.views.append(memory[kind][start : used[kind]].view(tensor.shape))
 
     def take(self) -> None:
-        """Copy the tensors in."""
         _copy(self.views, self._find())
 
     def give(self) -> None:

@@ -182,7 +182,6 @@ class Offload:
         return [gradient for gradient in slices if gradient is not None]
 
     def scale_gradients(self, factor: Tensor, parameters: Sequence[Tensor], foreach: bool | None) -> None:
-        """Multiply all gradients by `factor`."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:

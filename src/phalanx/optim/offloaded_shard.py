@@ -31,7 +31,6 @@ class OffloadedShard:
 
     @property
     def count(self) -> int:
-        """Return the number of elements of the slice."""
         return self.part.stop - self.part.start
 
     def copy_gradient(self, host: Tensor) -> None:

@@ -81,7 +81,6 @@ class OuterParameters:
         self._flat.take()
 
     def by_name(self) -> dict[str, Tensor]:
-        """Return the copies themselves by name."""
         return dict(zip(self._names, self._flat.views, strict=True))
 
     def subtract(self, views: Sequence[Tensor]) -> None:

@@ -29,7 +29,6 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its elements."""
         return self.numel * self.itemsize
 
     @property

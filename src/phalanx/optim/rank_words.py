@@ -27,19 +27,16 @@ class RankWords:
         dist.barrier(group=group)
 
     def store(self, word: int) -> None:
-        """Write this rank's word."""
         from phalanx import _core  # without it no memory is shared
 
         _core.store_word(self._address(self._rank), word)
 
     def load(self, rank: int) -> int:
-        """Return the word of a rank."""
         from phalanx import _core
 
         return _core.load_word(self._address(rank))
 
     def load_common(self) -> int:
-        """Return the word for all."""
         return self.load(self._world_size)
 
     def exchange_common(self, before: int, word: int) -> None:

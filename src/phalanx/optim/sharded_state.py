@@ -47,7 +47,6 @@ class ShardedState(Optimizer):
 
     @property
     def optim(self) -> Optimizer:
-        """Return this rank's optimizer, over its shards."""
         assert self._local is not None  # construction adds at least one group
         return self._local
 

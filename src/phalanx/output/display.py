@@ -109,7 +109,6 @@ class Display:
             )
 
     def flush(self) -> None:
-        """Queue all lines."""
         self._show_lines(float("inf"))
 
     def say(self, text: str) -> None:

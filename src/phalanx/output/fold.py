@@ -58,7 +58,6 @@ class Folder:
         self._order = 0
 
     def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
-        """Add the line `text` that `rank` printed."""
         twins = self._waiting.get((stream, text))
         if twins is None:
             twins = self._waiting[stream, text] = _Twins()
@@ -98,7 +97,6 @@ class Folder:
         return released
 
     def flush(self) -> list[Folded]:
-        """Return all lines that are left."""
         return self.release(float("inf"))
 
     @property

@@ -119,6 +119,5 @@ class Logs:
         return said
 
     def close(self) -> None:
-        """Close all files."""
         for log in (*self._by_rank.values(), *self._by_stream.values()):
             log.close()

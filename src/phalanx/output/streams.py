@@ -13,7 +13,6 @@ class Streams:
     by_rank: tuple[tuple[int, int], ...] = ()
 
     def of(self, local_rank: int) -> int:
-        """Return the streams of one rank."""
         return dict(self.by_rank).get(local_rank, self.all)
 
 

@@ -34,7 +34,6 @@ class Clip:
         return joined
 
     def factor(self, total: Tensor) -> Tensor:
-        """Return the factor by which each gradient is multiplied."""
         return torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
 
     def scale(self, gradients: Iterable[Tensor], total: Tensor) -> None:

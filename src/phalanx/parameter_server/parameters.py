@@ -22,7 +22,6 @@ class Parameters:
         self.tables = tables
 
     def of_kind(self, kind: str) -> dict[str, Tensor]:
-        """Return the tensors of a kind of groups."""
         return self.dense if kind == "dense" else self.tables
 
     def check_names(self, dense: Sequence[str], rows: Mapping[str, Tensor]) -> None:

@@ -279,7 +279,6 @@ class Shard:
 
     @classmethod
     def from_snapshot(cls, snapshot: tuple[Any, ...]) -> Shard:
-        """Make a shard of what `snapshot` returned."""
         spec, state, load_number, clocks, left, pending, (said, added, norms, workers) = snapshot
         shard = cls(spec, state, load_number)
         shard.clocks, shard.left, shard._pending = clocks, left, pending

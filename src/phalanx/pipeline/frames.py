@@ -39,7 +39,6 @@ class Frames:
         self._needed.clear()
 
     def length_of(self, edge: Edge) -> int:
-        """Return the bytes of each frame on this edge."""
         return self._lengths.get((edge, self._grad), HEADER_BYTES)
 
     def note(self, edge: Edge, needed: int) -> None:

@@ -27,20 +27,17 @@ class MicroBatchRandom:
         return int(torch.randint(2**62, ()).item())
 
     def seed(self, seed: int) -> None:
-        """Begin anew with `seed`."""
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def get(self) -> Tensor:
-        """Return the state of the generators."""
         state = torch.get_rng_state()
         if self._device.type == "cuda":
             state = torch.cat([state, torch.cuda.get_rng_state(self._device)])
         return state
 
     def set(self, state: Tensor) -> None:
-        """Go on from `state`."""
         size = len(torch.default_generator.get_state()) if self._device.type == "cuda" else len(state)
         # A copy: torch 2.13 reads what is at the beginning of a tensor's memory, wherever in it the tensor begins.
         torch.set_rng_state(state[:size].clone())

@@ -21,7 +21,6 @@ class MeshPlacement:
         self.group, self.data_group = _find_groups(mesh, process_group)
 
     def pipeline_rank(self, rank: int) -> int:
-        """Return the rank in its pipeline of a rank of the job."""
         if self._mesh is None:
             return rank
         axis = (self._mesh.mesh_dim_names or ()).index("pipeline")

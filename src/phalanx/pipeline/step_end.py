@@ -23,7 +23,6 @@ class StepEnd:
         self.failed = ""
 
     def fail(self, error: BaseException) -> None:
-        """Note why a step has failed."""
         self.failed = summary_of(error).splitlines()[0]
 
     @contextlib.contextmanager

@@ -69,7 +69,6 @@ class TiedGradients:
             parameter.grad = None
 
     def forget(self) -> None:
-        """Forget the gradients of a step that failed."""
         self._before = []
 
     def add(self) -> None:

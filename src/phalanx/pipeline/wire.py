@@ -106,7 +106,6 @@ class Wire:
 
     @property
     def meeting_tag(self) -> int:
-        """Return a tag that no message here has."""
         return self._tags + _EDGE_TAGS - 2
 
     def regroup(self, group: dist.ProcessGroup) -> None:
@@ -422,7 +421,6 @@ class _Parts:
         self._at = HEADER_BYTES
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
-        """Return the next part."""
         if self._frame is None:
             tensor = torch.empty(shape, dtype=dtype, device=device)
             return self._wire.receive(tensor, self.src, self._tag) if tensor.numel() else tensor
@@ -431,7 +429,6 @@ class _Parts:
         return tensor
 
     def take_bytes(self, count: int) -> bytes:
-        """Return the next part, which has `count` bytes."""
         return self.take((count,), torch.uint8).numpy().tobytes()
 
 

@@ -68,7 +68,6 @@ class LivePage:
 
     @property
     def pages(self) -> Pages:
-        """Return what is at which path."""
         return {"/": self._page, "/now": self._now, "/json": self._json}
 
     def _page(self) -> Page:

@@ -137,7 +137,6 @@ class Measurements:
 
     @property
     def newest(self) -> tuple[RankRun, ...]:
-        """Return all processes of the newest attempt."""
         newest = max((rank.attempt for rank in self.ranks), default=0)
         return tuple(rank for rank in self.ranks if rank.attempt == newest)
 

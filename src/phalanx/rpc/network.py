@@ -321,7 +321,6 @@ def _parse(pieces: Sequence[bytes]) -> Frame:
 
 
 def _take(pieces: Iterator[bytes], nbytes: int) -> list[bytes]:
-    """Join the pieces of a part of `nbytes`."""
     found = list(itertools.islice(pieces, max(1, -(-nbytes // _PIECE_BYTES))))
     if sum(map(len, found)) != nbytes:
         raise PhalanxError(f"{sum(map(len, found))} bytes came where the head of a frame announces {nbytes}")

@@ -89,7 +89,6 @@ class Connection:
         return self.is_welcome
 
     def close(self, linger_ms: int | None = None) -> None:
-        """Close the sockets."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(linger_ms)
@@ -124,7 +123,6 @@ class Outgoing:
 
     @property
     def sources(self) -> tuple[zmq.Socket[bytes], ...]:
-        """Return the sockets to poll."""
         return (self.frames.socket, self.frames.monitor, self.pulse.monitor)
 
     def send(self, pieces: list[Any], *, copy: bool) -> None:
@@ -143,7 +141,6 @@ class Outgoing:
                 self.send(pieces, copy=copy)
 
     def due(self, now: float) -> list[Connection]:
-        """Return the connections that are to be reconnected now."""
         return [one for one in (self.frames, self.pulse) if one.retry_at is not None and one.retry_at <= now]
 
     @property
@@ -152,6 +149,5 @@ class Outgoing:
         return self.frames.retry_at is not None or self.pulse.retry_at is not None
 
     def close(self) -> None:
-        """Close both connections."""
         self.frames.close()
         self.pulse.close(0)

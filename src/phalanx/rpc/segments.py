@@ -143,12 +143,10 @@ class Lender:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all segments together."""
         with self._lock:
             return self._free_bytes + sum(segment.nbytes for segment, _ in self._lent.values())
 
     def close(self) -> None:
-        """Close all segments."""
         with self._lock:
             for free in self._free.values():
                 for segment in free:
@@ -170,7 +168,6 @@ class Borrower:
         self._released = released
 
     def knows(self, number: int) -> bool:
-        """Return whether the segment's descriptor has come."""
         return number in self._maps
 
     def add(self, number: int, fd: int) -> None:

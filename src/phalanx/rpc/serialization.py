@@ -130,7 +130,6 @@ class _Names:
         return name
 
     def find(self, name: bytes) -> FunctionType:
-        """Return the function with this name."""
         function = self._functions.get(name)
         if function is None or not _is_there(function):
             function = pickle.loads(memoryview(name)[_NBYTES.size :])
@@ -370,7 +369,6 @@ def _rebuild(code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None, 
 
 
 def _take(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Note that a tensor has arrived."""
     arrived = arriving()
     if requires_grad:
         if arrived.without_grad:

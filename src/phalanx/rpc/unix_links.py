@@ -43,7 +43,6 @@ class Listener:
 
     @property
     def token(self) -> str:
-        """Return the token that a worker brings."""
         return self._listener.address.token
 
     @property
@@ -52,7 +51,6 @@ class Listener:
         return str(self._listener.address)
 
     def start(self) -> None:
-        """Start to accept workers."""
         self._serving.watch(self._listener.sockets[0].fileno(), self)
 
     def open_to_containers(self) -> None:

@@ -58,12 +58,10 @@ class WorkerAddress:
 
     @classmethod
     def of_self(cls, name: str, number: int, host: str, **addresses: str) -> WorkerAddress:
-        """Return the address of this process as the worker `name`."""
         uid = int.from_bytes(os.urandom(6), "little")
         return cls(WorkerInfo(name, number), uid, host, socket.gethostname(), ProcessId.of_self(), **addresses)
 
     def to_json(self) -> str:
-        """Return the address as JSON, for the store."""
         process = self.process
         return json.dumps(
             {
@@ -81,7 +79,6 @@ class WorkerAddress:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WorkerAddress:
-        """Read what `to_json` wrote."""
         told: dict[str, Any] = json.loads(text)
         process = ProcessId(*told.pop("process"))
         return cls(WorkerInfo(told.pop("name"), told.pop("id")), process=process, **told)

@@ -33,7 +33,6 @@ class Workers:
 
     @property
     def is_static(self) -> bool:
-        """Return whether all workers were there from the start."""
         return self.world_size is not None
 
     def join(self, me: WorkerAddress, deadline: Deadline, open_network: Callable[[], WorkerAddress]) -> None:
@@ -151,7 +150,6 @@ class Workers:
                 self._lost[member.info.name] = member
 
     def leave(self, me: WorkerAddress) -> None:
-        """Leave the members."""
         if not self.is_static:
             key = f"name/{me.info.name}"
             self._store.compare_set(key, me.to_json(), _NOBODY)

@@ -30,7 +30,6 @@ class EachRank:
         return {"ranks": everyone} if everyone else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with this rank's state."""
         if "ranks" not in state_dict:  # a checkpoint of before each rank had its own
             self._held["rounds"].load_state_dict(state_dict)
             return

@@ -55,7 +55,6 @@ class IterableLoader(DataLoader[Any]):
 
     @property
     def source(self) -> Any:
-        """Return the dataset that is divided."""
         return self._parts.source
 
     @property

@@ -39,19 +39,16 @@ class ReplicatedStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Return the number of ranks in the job."""
         group = world()
         return 1 if group is None else group.size()
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """Return the number of this rank."""
         group = world()
         return 0 if group is None else group.rank()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Return the group of all ranks."""
         return world()
 
     def _check_place(self, job: Job, wanted: int | None) -> None:

@@ -145,16 +145,13 @@ class SymmetricMemory:
 
     @property
     def heap_bytes(self) -> int:
-        """Return the size of each rank's heap."""
         return self._heap_bytes
 
     @property
     def closed(self) -> bool:
-        """Return whether this rank has left."""
         return self._closed
 
     def process_of(self, rank: int) -> ProcessId:
-        """Return the process of that rank."""
         return self._members[rank].process
 
     def rank_of(self, process: ProcessId) -> int | None:
@@ -355,7 +352,6 @@ def _processes(members: Sequence[LocalRank]) -> list[ProcessId]:
 
 
 def _watchers(liveness_pipes: Sequence[int], members: Sequence[LocalRank], rank: int) -> Pidfds | LivenessPipes:
-    """Return what tells that a member is gone."""
     return LivenessPipes(liveness_pipes, rank) if liveness_pipes else Pidfds(_processes(members), rank)
 
 

@@ -78,7 +78,6 @@ class SharedPool:
         return nbytes in self._sizes
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's memory is a block of the pool."""
         return tensor.data_ptr() in self._range
 
     def empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:

@@ -35,7 +35,6 @@ class ProcessId:
 
     @classmethod
     def of_self(cls) -> ProcessId:
-        """Return this process."""
         pid = os.getpid()
         ticks = read_start_ticks(pid)
         return cls(pid, ticks or 0, _namespace() if ticks is not None else "", _has_pidfds())

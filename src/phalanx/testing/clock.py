@@ -10,7 +10,6 @@ class ManualClock:
         self._now = now
 
     def __call__(self) -> float:
-        """Return the seconds that it shows."""
         return self._now
 
     def turn(self, seconds: float) -> None:

@@ -21,7 +21,6 @@ class CallbackCalls:
         self._random = generator_states.GeneratorStates()
 
     def has_any(self, callbacks: Sequence[Callback], point: str) -> bool:
-        """Return whether a callback overrides the point."""
         return any(_overrides(one, point) for one in callbacks)
 
     def call(self, callbacks: Sequence[Callback], point: str, *args: Any) -> None:

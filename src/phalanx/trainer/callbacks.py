@@ -159,11 +159,9 @@ class CallbackStates:
                 self._callbacks[f"{kind} {number}"] = one
 
     def __bool__(self) -> bool:
-        """Return whether a callback has a state."""
         return bool(self._callbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each callback."""
         return {name: one.state_dict() for name, one in self._callbacks.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

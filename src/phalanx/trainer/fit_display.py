@@ -37,7 +37,6 @@ class FitDisplay:
         self._has_warned = False
 
     def say(self, line: str) -> None:
-        """Show a line."""
         if self._show and _is_first():
             print(line, flush=True)
 

@@ -70,7 +70,6 @@ class Sums:
         self._num_samples = 0
 
     def add_batch(self, count: int) -> None:
-        """Count `count` more samples."""
         self._num_samples += count
 
     def add_mean(self, name: str, value: Any, count: int) -> None:

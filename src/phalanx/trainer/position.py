@@ -16,7 +16,6 @@ class Position:
         self._state, self._scalars = state, scalars
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the run."""
         state = self._state
         where = {"epoch": state.epoch, "step": state.step, "data": state.data_position()}
         return where | {
@@ -28,7 +27,6 @@ class Position:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the position of a run."""
         state = self._state
         state.epoch, state.step = state.saved = state_dict["epoch"], state_dict["step"]
         state.batches = state_dict.get("batches", 0)

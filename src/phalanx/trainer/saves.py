@@ -41,11 +41,9 @@ class Saves:
         )
 
     def is_due_at_step(self, step: int) -> bool:
-        """Return whether a save follows this update."""
         return self.steps is not None and step % self.steps == 0
 
     def is_due_at_epoch(self, epoch: int) -> bool:
-        """Return whether a save follows this epoch."""
         return self.epochs is not None and epoch % self.epochs == 0
 
     def judge(self, kept: tuple[float, ...], metrics: dict[str, float]) -> tuple[tuple[float, ...], bool]:

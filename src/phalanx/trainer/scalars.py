@@ -17,7 +17,6 @@ class Scalars:
         self._latest: dict[str, float] = {}  # the values of that step
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """Add one point to each curve."""
         here = self._latest if step == self._step else {}
         new = {name: value for name, value in values.items() if name not in here}  # a step may be done again
         self._latest, self._step = {**here, **new}, step
@@ -34,7 +33,6 @@ class Scalars:
             self.loggers.log_metrics(self._latest, self._step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the curves."""
         return {"step": self._step, "latest": dict(self._latest), "loggers": self.loggers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

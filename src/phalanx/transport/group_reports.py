@@ -35,7 +35,6 @@ class GroupReports(ABC):
         """Return where this rank is."""
 
     def _where(self) -> Position:
-        """Return where this rank is now."""
         position = self._position
         return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
 

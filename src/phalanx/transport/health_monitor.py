@@ -61,7 +61,6 @@ class HealthMonitor:
                 self._over(None)
 
     def close(self) -> None:
-        """Stop listening."""
         self._listener.remove(self)
         if self._looking.acquire(timeout=_JOIN_S):
             self._is_closed = True

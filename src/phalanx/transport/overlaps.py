@@ -97,7 +97,6 @@ def _find_in_cluster(parts: list[_Part]) -> tuple[int, int] | None:
 
 
 def _is_filled(steps: list[tuple[int, int]]) -> bool:
-    """Return whether a part has no gaps."""
     expected = 1
     for stride, size in reversed(steps):
         if stride != expected:

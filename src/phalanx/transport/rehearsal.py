@@ -32,7 +32,6 @@ class RehearsalTransport(Transport):
 
     @property
     def closed(self) -> bool:
-        """Return whether this process has left."""
         return self._closed
 
     @property
@@ -51,7 +50,6 @@ class RehearsalTransport(Transport):
         """Do nothing: no operation is running."""
 
     def close(self) -> None:
-        """Leave the group."""
         self._closed = True
 
     def barrier(self, ctx: CallContext) -> None:

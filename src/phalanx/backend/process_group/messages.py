@@ -145,7 +145,6 @@ def _close_all(executors: Sequence[SerialExecutor], timeout_s: float) -> None:
 
 
 def _failed(error: PhalanxError, outputs: list[Tensor]) -> dist.Work:
-    """Return a work that is over and has failed."""
     work = PhalanxWork(outputs)
     work.settle(error)
     work.release()

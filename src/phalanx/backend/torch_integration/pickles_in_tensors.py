@@ -140,7 +140,6 @@ class _Transfer:
     src_rank: int
 
     def verify(self, data: bytes) -> bytes:
-        """Return the pickle in the message that has come."""
         stream = PickleStream("PGTransport", self.src_rank, self.rank)
         number = _RANK.unpack_from(data)[0] if len(data) >= _RANK.size else 0
         end = _RANK.size + number * _HEAD_BYTES

@@ -154,7 +154,6 @@ def _observe_scaler() -> None:
 
 
 def _observe_scale(kind: Any) -> None:
-    """Observe the `scale` that this class has itself."""
     import torch
 
     theirs = vars(kind).get("scale")

@@ -116,7 +116,6 @@ class _Page:
                 self.value(x + 1, y, chunk, value, written=(rank, chunk) in written)
 
     def value(self, x: float, y: float, chunk: int, value: Value | None, *, written: bool) -> None:
-        """Draw one box."""
         width = self.box - 2
         if value is None:
             self.drawing.rect(x, y, width, _BOX_HEIGHT, fill=PAPER, stroke=RULE, radius=4, dashed=True)

@@ -36,7 +36,6 @@ class Candidate:
         return self.term[1] == self.known.primary or self.term[1] in self.known.standbys
 
     def hear(self, reply: Reply) -> Candidate:
-        """Process a voter's reply."""
         if isinstance(reply, Refused):
             return replace(self, refused_by=reply.term) if reply.term > self.term else self
         if reply.term != self.term:

@@ -41,7 +41,6 @@ class Config:
 
     @classmethod
     def begin(cls, primary: int) -> Config:
-        """Return the config of a job on one host."""
         return cls((1, primary), 0, primary, (), (Electorate(frozenset([primary]), primary),))
 
     @property
@@ -51,7 +50,6 @@ class Config:
 
     @property
     def voters(self) -> frozenset[int]:
-        """Return all members of its electorates."""
         return frozenset().union(*(each.voters for each in self.electorates))
 
     @property
@@ -75,7 +73,6 @@ class Config:
         return replace(self, version=self.version + 1, standbys=standbys, electorates=electorates)
 
     def final(self) -> Config:
-        """Return the config that follows a joint one."""
         return replace(self, version=self.version + 1, electorates=self.electorates[-1:])
 
     def taken_over(self, term: Term) -> Config:

@@ -52,7 +52,6 @@ class Primary:
         return replace(self, proposed=config, accepted_by=frozenset())
 
     def hear(self, reply: Reply) -> Primary:
-        """Process a voter's reply."""
         if isinstance(reply, Refused) and reply.term > self.committed.term:
             return replace(self, deposed_by=max(reply.term, self.deposed_by or reply.term))
         proposed = self.proposed

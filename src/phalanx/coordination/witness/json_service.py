@@ -96,7 +96,6 @@ class _Received:
         self._received = received
 
     def makefile(self, mode: str) -> io.BytesIO:
-        """Return that as a file."""
         return io.BytesIO(self._received)
 
 

@@ -49,7 +49,6 @@ class JobSnapshot:
     report: str = ""  # the folder for which its ranks record
 
     def to_bytes(self) -> bytes:
-        """Return the snapshot as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod

@@ -54,7 +54,6 @@ class Looker:
         return self._found.take()
 
     def close(self) -> None:
-        """Look no more."""
         self._end.set()
 
     def _run(self) -> None:

@@ -128,7 +128,6 @@ class Answering:
     def answer_order(
         self, connection: Any, number: int, data: bytes, buffers: Sequence[Any], error: BaseException | None
     ) -> None:
-        """Answer an order with bytes, or with its error."""
         if error is not None:
             self.answer(connection, number, error=error)
         else:

@@ -45,7 +45,6 @@ class Call:
 
     @property
     def described(self) -> tuple[str, str, float]:
-        """Return what an error says of the call."""
         return self.what, self.name, self.timeout_s
 
 

@@ -38,7 +38,6 @@ class _Collection:
             one.add_done_callback(self._hear)
 
     def _hear(self, done: Any) -> None:
-        """Note that one of the futures is done."""
         try:
             done.value()
         except BaseException:

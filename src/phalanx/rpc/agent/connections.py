@@ -72,7 +72,6 @@ class Connections:
         self._watched: dict[int, WorkerAddress] = {}
 
     def start(self, membership: Workers) -> None:
-        """Start to accept workers of this host."""
         self.membership = membership
         self.listener.start()
 
@@ -272,7 +271,6 @@ class Connections:
         self._closed = True
 
     def close(self) -> None:
-        """Close all connections."""
         if self.network is not None:
             self.network.close()
         self.listener.close()
@@ -305,7 +303,6 @@ class _EndedProcess:
         self._fd = fd
 
     def ready(self, events: int) -> None:
-        """Note that the process has ended."""
         self._connections.ended(self._member, self._fd)
 
 

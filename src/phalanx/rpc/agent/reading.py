@@ -64,7 +64,6 @@ class Answer(Future[T]):
         return False
 
     def wait(self) -> T:
-        """Wait for the answer, and return it."""
         reading = self.reading
         if reading is not None and not _Future.done(self):
             reading.read_until(self, self._wait)

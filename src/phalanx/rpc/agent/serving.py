@@ -154,7 +154,6 @@ class Serving:
         self.watch(self._wakeup.fileno(), _Woken(self._wakeup))
 
     def start(self) -> None:
-        """Start the threads."""
         self._start_thread("clock", self._be_clock)
         with self._lock:
             self._appoint()
@@ -202,7 +201,6 @@ class Serving:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this thread leads."""
         lead = getattr(self._inside, "lead", None)
         return lead is not None and lead is self._leader
 
@@ -384,5 +382,4 @@ class _Woken:
         self._wakeup = wakeup
 
     def ready(self, events: int) -> None:
-        """Drain the wakeup."""
         self._wakeup.drain()

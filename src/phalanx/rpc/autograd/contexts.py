@@ -105,11 +105,9 @@ class Contexts:
 
     @property
     def current(self) -> Context | None:
-        """Return the context that this thread is in."""
         return getattr(self._thread, "context", None)
 
     def open(self) -> Context:
-        """Return a new context."""
         context = Context(self._first + next(self._numbers), self._uid)
         with self._lock:
             self._by_id[context.id] = context
@@ -167,7 +165,6 @@ class Contexts:
         return context
 
     def all(self) -> list[Context]:
-        """Return all contexts."""
         return list(self._by_id.values())
 
 

@@ -98,7 +98,6 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Send the gradients."""
         run = _current_pass()
         check_context(ctx, run.context_id)
         run.send(ctx.message, gradients)

@@ -53,7 +53,6 @@ class AutogradHook:
             return self._note(context, to, payload)
 
     def receive_reply(self, note: Any, arrived: Arrived, callee: WorkerAddress) -> None:
-        """Receive the result of a call."""
         _attach(self._contexts.get(note[0]), note, arrived)
 
     def _note(self, context: Context, to: WorkerAddress, payload: Payload) -> Any:

@@ -45,12 +45,10 @@ class Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor) -> Tensor:
-        """Return a root for the run."""
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Report the number."""
         ctx.heard(_backward_number())
         return None
 

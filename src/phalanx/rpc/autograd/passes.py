@@ -51,7 +51,6 @@ class _Change:
         self._has_come = has_come
 
     def has_come(self) -> bool:
-        """Return whether it is there."""
         return self._run.error is not None or self._has_come()
 
     def wait(self) -> None:

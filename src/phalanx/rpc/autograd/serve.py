@@ -163,7 +163,6 @@ class AutogradWorker:
                 self._pass(context, said.pass_id).put(said.message, said.gradients)
 
     def send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
-        """Send the gradients to the worker that the message came from."""
         uid = message[1]
         if uid == self.me.uid:
             run.put(message, gradients)

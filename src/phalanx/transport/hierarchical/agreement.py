@@ -40,11 +40,9 @@ class _Envelope:
 
     @property
     def head(self) -> bytes:
-        """Return the head that lies there."""
         return bytes(self._head)
 
     def pack(self, head: bytes, piece: Piece) -> None:
-        """Put a head and a piece there."""
         self._head[:] = head
         address, nbytes = piece
         if nbytes:

@@ -49,7 +49,6 @@ class HierarchicalCollectives(DirectCollectives):
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """Do what `all_reduce` does with SUM."""
         ctx = CallContext(timeout_s, self.call_site(place))
         ctx.awaited = True
         self.all_reduce(tensor, SUM, ctx)

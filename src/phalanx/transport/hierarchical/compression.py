@@ -50,7 +50,6 @@ class Compression:
         self._residuals: OrderedDict[tuple[int, int], _Residual] = OrderedDict()  # the one met last is at the end
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Return whether tensors of `dtype` are shortened."""
         return self._dtype is not None and dtype == torch.float32
 
     def begin(self, buffer: Tensor, *, key: int) -> Tensor | None:

@@ -122,7 +122,6 @@ class DirectExchange(LeaderExchange):
     def send(
         self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
     ) -> None:
-        """Do as `LeaderExchange.send` says."""
         distinct = list(dict.fromkeys(heads))
         for host, peer in self._peers.items():
             outbox = self._free_outbox(host, peer, deadline)
@@ -131,7 +130,6 @@ class DirectExchange(LeaderExchange):
                 outbox.pending = self._engine.send(peer, outbox.first(end), FINGERPRINT)
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
-        """Do as `LeaderExchange.receive` says."""
         return {
             host: read_message(self._inboxes.receive(host, deadline), 0, self._sizes[host])[0] for host in self._peers
         }

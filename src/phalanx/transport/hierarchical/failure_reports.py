@@ -106,7 +106,6 @@ class FailureReports(StoreReports):
         return report
 
     def _called_here(self) -> dict[int, RankCall]:
-        """Return what the ranks of this host called last."""
         calls = {}
         for local, r in enumerate(self.layout.local_ranks):
             collectives = [record for record in read(self._core, local) if record.is_collective]

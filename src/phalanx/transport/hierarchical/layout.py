@@ -32,7 +32,6 @@ class Layout:
 
     @cached_property
     def host(self) -> int:
-        """Return this rank's host."""
         return self.topology.host_of[self.rank]
 
     @cached_property

@@ -213,5 +213,4 @@ class PendingSend:
         self._tensor = tensor
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait until the send is over."""
         self._pending.wait(timeout)

@@ -57,7 +57,6 @@ class Ticks:
 
     @property
     def count(self) -> int:
-        """Return the number of all ticks."""
         return self.num_segments + self.depth
 
     def opened(self, tick: int) -> int:

@@ -177,7 +177,6 @@ class SmallCollectives(Agreement):
 
 
 def _typed(data: Tensor, like: Tensor) -> Tensor:
-    """Return bytes as a tensor like `like`."""
     if not data.numel():
         return torch.empty(like.shape, dtype=like.dtype)
     if data.storage_offset() % like.element_size():

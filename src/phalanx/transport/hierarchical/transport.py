@@ -17,7 +17,6 @@ class HierarchicalTransport(HierarchicalCollectives, HierarchicalMessages, Trans
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks on each host."""
         return self.layout.topology.hosts
 
     def open_preceding(self, max_bytes: int, senders: Sequence[int]) -> PrecedingMessages:

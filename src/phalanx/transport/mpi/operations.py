@@ -214,7 +214,6 @@ class MpiTransport(MpiSession):
         return source
 
     def begin_send(self, data: Tensor, dst: int, tag: int) -> Underway:
-        """Start to send a dense tensor."""
         self._check_tag(tag, self._engine.num_tags)
         return self._engine.send(dst, data, tag)
 

@@ -51,7 +51,6 @@ class MpiSession(EngineSession):
 
     @property
     def closed(self) -> bool:
-        """Return whether this process has left."""
         return (self._engine.is_closed and self._report is None) or self._engine.runtime.is_over
 
     def set_exit_reason(self, exit_reason: str) -> None:

@@ -97,7 +97,6 @@ class SharedMemoryCollectives(SharedMemorySession):
             )
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
-        """Overwrite `tensor` on every rank with root's."""
         data = dense(tensor)
         self._collective(
             ctx,
@@ -310,7 +309,6 @@ class SharedMemoryCollectives(SharedMemorySession):
     # -- symmetric tensors ----------------------------------------------------------------------------------------
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
-        """Allocate memory as `Transport` says."""
         pieces = self.symm_mem.pieces(self._allocate(nbytes, ctx))
         return {rank: torch.frombuffer(piece, dtype=torch.uint8) for rank, piece in enumerate(pieces)}
 

@@ -49,7 +49,6 @@ class SharedMemorySession:
 
     @property
     def closed(self) -> bool:
-        """Return whether this process has left."""
         return self.symm_mem.closed
 
     @property

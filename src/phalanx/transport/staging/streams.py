@@ -101,7 +101,6 @@ class DeviceStream:
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
-        """Return this device."""
         return [self._device]
 
     def follow_caller(self) -> None:
