@@ -4,8 +4,8 @@ Algorithms are data that is executed, proved, printed and drawn from the same so
 """
 
 from phalanx.collectives.algorithms import ALGORITHMS, build
-from phalanx.collectives.execute import execute, play
 from phalanx.collectives.network import Link, Topology
+from phalanx.collectives.play import play
 from phalanx.collectives.schedule import Schedule, Transfer
 from phalanx.collectives.symbolic import check
 
@@ -17,6 +17,5 @@ __all__ = [
     "Transfer",
     "build",
     "check",
-    "execute",
     "play",
 ]

@@ -3,7 +3,7 @@
     Schedule ── Phase ("scatter-reduce") ── step 0, 1, …  ── Transfer (src → dst, chunks [start, stop), reduce | copy)
 
 The buffer of every rank is cut into the same chunks (`chunk_bounds`). Within a step every transfer reads what its
-source held *before* the step; what arrives takes effect after it. The same object is executed (`execute`), proved
+source held *before* the step; what arrives takes effect after it. The same object is executed (`play`), proved
 (`symbolic`), drawn (`drawing`) and priced (`cost`), so what is explained is what runs.
 
 Nothing is stored per step: a phase computes its transfers when asked, because a ring of 65,536 ranks has 8.6 billion.

@@ -109,7 +109,8 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
     ) -> list[Message]:
         """Start to send sends[r] to and receive receives[r] from each rank r of other hosts; None is skipped."""
         messages = []
-        # Receives first: see `phalanx.collectives.execute`.
+        # Receives first: an engine that asks the receiver before it sends, as Gloo does, would otherwise put a rank's
+        # consent behind what that rank itself sends, and a link would carry one direction at a time.
         for start, tensors in ((self._engine.recv, receives), (self._engine.send, sends)):
             for r, tensor in enumerate(tensors):
                 if r not in self.layout.local_ranks and tensor is not None and tensor.numel():

@@ -37,46 +37,6 @@ class Buffer(Protocol):
 B = TypeVar("B", bound=Buffer)
 
 
-def execute(
-    schedule: Schedule,
-    rank: int,
-    buffer: B,
-    *,
-    send: Callable[[int, B], Handle | None],
-    recv: Callable[[int, B], Handle | None],
-    combine: Callable[[B, B, B], object],
-    scratch: Callable[[int], B],
-    bounds: Sequence[int] | None = None,
-) -> None:
-    """Play `rank`'s part of `schedule` on `buffer`, in place; the other ranks must play theirs.
-
-    `send(dst, view)` and `recv(src, view)` start and return a handle, or None if there is nothing to wait for. Neither
-    may wait for what the peer does: in each step all receives are started first, then all sends, then all are waited
-    for. (An engine that asks the receiver before it sends, as Gloo does, would otherwise put a rank's consent behind
-    what that rank itself sends, and a link would carry one direction at a time.) Messages between two ranks arrive in
-    the order they were sent. `combine(into, first, second)` stores the combination of `first` and `second`, of which
-    `first` came from the lower rank, in `into`, which is one of them; `scratch(n)` gives an uninitialised buffer of n
-    elements, at most S once per call for the schedules of this package. `bounds` are the chunks' bounds where they are
-    not even (num_chunks + 1 numbers from 0 to the length).
-
-    Empty chunks are not sent. Memory: what arrives to be combined is staged, what arrives to be copied is not.
-    Numerics: see `Schedule.order`; bitwise equal on all ranks.
-
-    Raises:
-        ValueError: `bounds` do not fit the schedule or the buffer.
-        Exception: whatever `send`, `recv`, `combine` or a handle raises; the buffer then holds undefined values.
-    """
-    bounds = chunk_bounds(len(buffer), schedule.num_chunks) if bounds is None else bounds
-    _require_bounds(bounds, schedule.num_chunks, len(buffer))
-    staging = scratch(0)
-    for step in schedule.for_rank(rank):
-        needed = _staged(step, bounds)
-        if needed > len(staging):
-            staging = scratch(needed)
-        arrivals = _receive(step, buffer, staging, bounds, recv)
-        _finish(_send(step, buffer, bounds, send), arrivals, combine)
-
-
 def play(
     schedule: Schedule,
     rank: int,
@@ -88,15 +48,26 @@ def play(
     scratch: Callable[[int], B],
     bounds: Sequence[int] | None = None,
 ) -> Iterator[None]:
-    """Play as `execute` does, with the receives of all steps started first, and with 1 + `schedule.num_steps` pauses.
+    """Play `rank`'s part of `schedule` on `buffer`, in place; the other ranks must play theirs.
 
-    At the first pause all receives are started, so that no sender waits for this rank; `buffer` may still be written.
-    At each of the others a step is started, an idle one too. Going on waits for the step and starts the next. Several
-    plays may be carried out in turns, so that the messages of one are under way while another computes, if all ranks
-    take the same turns and messages of different plays are told apart.
+    It pauses 1 + `schedule.num_steps` times. At the first pause all receives are started, so that no sender waits for
+    this rank; `buffer` may still be written. At each of the others a step is started, an idle one too. Going on waits
+    for the step and starts the next. Several plays may be carried out in turns, so that the messages of one are under
+    way while another computes, if all ranks take the same turns and messages of different plays are told apart.
 
-    What arrives early lies in scratch, or overwrites a chunk whose last value has left this rank: a result that is
-    handed to a rank contains what that rank has sent. Memory: the scratch of all steps together.
+    `send(dst, view)` and `recv(src, view)` start and return a handle, or None if there is nothing to wait for. Neither
+    may wait for what the peer does. Messages between two ranks arrive in the order they were sent.
+    `combine(into, first, second)` stores the combination of `first` and `second`, of which `first` came from the lower
+    rank, in `into`, which is one of them; `scratch(n)` gives an uninitialised buffer of n elements. `bounds` are the
+    chunks' bounds where they are not even (num_chunks + 1 numbers from 0 to the length).
+
+    Empty chunks are not sent. What arrives early lies in scratch, or overwrites a chunk whose last value has left this
+    rank: a result that is handed to a rank contains what that rank has sent. Memory: what arrives to be combined is
+    staged, for all steps together. Numerics: see `Schedule.order`; bitwise equal on all ranks.
+
+    Raises:
+        ValueError: `bounds` do not fit the schedule or the buffer.
+        Exception: whatever `send`, `recv`, `combine` or a handle raises; the buffer then holds undefined values.
     """
     bounds = chunk_bounds(len(buffer), schedule.num_chunks) if bounds is None else bounds
     _require_bounds(bounds, schedule.num_chunks, len(buffer))
