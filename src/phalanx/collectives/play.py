@@ -19,7 +19,6 @@ class Handle(Protocol):
 
     def wait(self) -> object:
         """Wait until it is done; raise if it failed."""
-        ...
 
 
 class Buffer(Protocol):
@@ -27,11 +26,9 @@ class Buffer(Protocol):
 
     def __len__(self) -> int:
         """Return the number of elements."""
-        ...
 
     def __getitem__(self: B, part: slice, /) -> B:
         """Return a view of a part, not a copy."""
-        ...
 
 
 B = TypeVar("B", bound=Buffer)

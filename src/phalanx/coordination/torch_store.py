@@ -14,23 +14,19 @@ class Store(Protocol):
 
     def get(self, key: str, /) -> bytes:
         """Wait until the value is there, and return it."""
-        ...
 
     def check(self, keys: list[str], /) -> bool: ...
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """Return the values of several keys, which are there."""
-        ...
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a number, which begins at zero, and return the sum."""
-        ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Store `desired` if the value is `expected` (empty: there is none), and return the value afterwards."""
-        ...
 
     def delete_key(self, key: str, /) -> bool: ...
 

@@ -30,7 +30,6 @@ class AwaitedValue(Protocol):
         Raises:
             RuntimeError: the connection is gone.
         """
-        ...
 
     def cancel(self) -> None:
         """Wait for the key no more."""
@@ -42,7 +41,6 @@ class NotifyingStore(Protocol):
 
     def begin_get(self, key: str) -> AwaitedValue:
         """Ask for a key that may come later."""
-        ...
 
 
 class FailureSignals:

@@ -66,7 +66,6 @@ class Generations(Protocol):
 
     def report(self, loss: RankLoss) -> None:
         """Report that this rank has lost a peer and waits."""
-        ...
 
     def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
         """Wait for a generation later than `after`, as long as the deciding process says that there may be one.
@@ -77,22 +76,17 @@ class Generations(Protocol):
             NoGenerationError: there will be none, and the loss that was reported is this rank's failure.
             DeadlineError: nothing was heard of the deciding process for `timeout_s`.
         """
-        ...
 
     def newer_than(self, number: int) -> bool:
         """Return whether a later generation is announced, or wanted because ranks wait to join; this does not wait."""
-        ...
 
     def regrouped(self, number: int) -> None:
         """Report that this rank is in the group of that generation."""
-        ...
 
     def failed(self, step: int, error: str) -> None:
         """Report that an exception of the user's own is about to end this rank."""
-        ...
 
     def finished(self) -> None:
         """Report that the training is over on this rank, and on all others."""
-        ...
 
     def close(self) -> None: ...

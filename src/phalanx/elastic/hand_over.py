@@ -28,7 +28,6 @@ class Part(Protocol):
 
     def show(self) -> Any:
         """Return what the part holds: tensors, and what can be pickled, in dicts, lists and tuples."""
-        ...
 
     def take(self, value: Any) -> None: ...
 

@@ -37,21 +37,17 @@ class Runner(Protocol):
         """Prepare commit `number`, with its small state; `counted` collectives came before it. Return whether the ranks
         wait for each other there, as they do in each commit like this one.
         """
-        ...
 
     def after_commit(self) -> None: ...
 
     def count_collectives(self) -> tuple[int, int]:
         """Return a number that differs if the ranks have waited for each other."""
-        ...
 
     def require_group(self) -> None:
         """Raise if the group is over, because a rank is lost. All ranks call it."""
-        ...
 
     def before_backward(self) -> None:
         """Note that what this rank draws for the step, and what its forward changes, is done; gradients follow."""
-        ...
 
 
 class StepTracker:

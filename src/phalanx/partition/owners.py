@@ -21,33 +21,26 @@ class PartOwner(Protocol):
     @property
     def state_names(self) -> list[str]:
         """Return the keys of the whole model's state."""
-        ...
 
     def own_state_dict(self) -> dict[str, Any]:
         """Return the entries of this rank, under the whole model's keys. A rank may call it alone."""
-        ...
 
     def gather_state_dict(self) -> dict[str, Any]:
         """Return the whole on the first rank, and on others their own part. All ranks call it."""
-        ...
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the state that one optimizer of the whole model would have. All ranks call it."""
-        ...
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return this rank's entries of that state; with "layout", those of `shard_state_dict`. All ranks call it."""
-        ...
 
     def optimizer_layout(self, optimizer: torch.optim.Optimizer) -> Layout:
         """Return the groups that such an optimizer would have. All ranks call it."""
-        ...
 
     def fit_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
     ) -> tuple[dict[str, Any], list[str]]:
         """Return what of a whole state is this optimizer's, and what of it does not fit, in words. Change nothing."""
-        ...
 
 
 class _Entry(NamedTuple):
