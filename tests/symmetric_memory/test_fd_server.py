@@ -15,6 +15,7 @@ import pytest
 from phalanx.deadline import Deadline
 from phalanx.errors import DeadlineError, PhalanxError
 from phalanx.ipc import private
+from phalanx.ipc.channel import Channel
 from phalanx.ipc.local_listener import LocalAddress, new_token
 from phalanx.symmetric_memory import fd_server
 from phalanx.symmetric_memory.fd_server import FdServer, receive_fds
@@ -105,12 +106,14 @@ def test_a_process_that_may_open_no_more_files_says_so():
 def test_a_connection_without_the_token_gets_nothing_and_holds_nobody_up():
     with memory("test", 4096) as fd, Leader([1], [fd]) as leader:
         with connect(leader.address) as other:
-            other.sendall(struct.pack("16sI", bytes(16), 1))
+            Channel(other).send({"token": new_token(), "rank": 1})
+            other.settimeout(30)
             assert other.recv(10) == b""
         with connect(leader.address) as hasty:
             hasty.sendall(b"short")
         with connect(leader.address) as unknown:  # knows the token, but is not expected
-            unknown.sendall(struct.pack("16sI", bytes.fromhex(leader.token), 7))
+            Channel(unknown).send({"token": leader.token, "rank": 7})
+            unknown.settimeout(30)
             assert unknown.recv(10) == b""
         (mine,) = receive_fds(leader.address, 1, 1, Deadline.after(10))
         os.close(mine)
@@ -139,7 +142,7 @@ def test_a_silent_connection_does_not_hold_the_leader_beyond_its_deadline():
 def test_a_rank_that_asks_and_dies_counts_as_missing():
     with memory("test", 4096) as fd, Leader([1], [fd], timeout=0.3) as leader:
         connection = connect(leader.address)
-        connection.sendall(struct.pack("16sI", bytes.fromhex(leader.token), 1))
+        Channel(connection).send({"token": leader.token, "rank": 1})
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
     assert leader.missing in (None, (1,))  # the descriptors may have been on their way already

@@ -69,6 +69,7 @@ class Channel:
         self.broken = False  # the other end takes nothing any more; what it said before can still be read
         self.gone = False  # nothing more will come
         self.is_garbled = False  # something came that is no message
+        self.has_lost_fds = False  # the kernel dropped descriptors: this process may have no more
 
     def fileno(self) -> int:
         """Return what to wait on: for messages, and while `waiting` for room."""
@@ -221,7 +222,8 @@ class Channel:
 
     def _read(self, size: int) -> tuple[bytes, list[int]]:
         room = socket.CMSG_SPACE(self._max_fds * array.array("i").itemsize)
-        data, ancillary, _, _ = self._sock.recvmsg(size, room, _CLOEXEC)
+        data, ancillary, flags, _ = self._sock.recvmsg(size, room, _CLOEXEC)
+        self.has_lost_fds = self.has_lost_fds or bool(flags & socket.MSG_CTRUNC)
         numbers = array.array("i")
         for level, kind, passed in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

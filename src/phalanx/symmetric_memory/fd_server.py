@@ -1,29 +1,28 @@
 """Hand file descriptors to the other ranks of a host, who come in at a `LocalListener`.
 
-They begin with its token and their rank. A connection that sends nothing does not hold up the others.
+They begin with a message that has its token and their rank. A connection that sends nothing does not hold up the
+others.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import os
 import resource
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from phalanx.deadline import Deadline
 from phalanx.descriptors import wait_readable
 from phalanx.errors import DeadlineError, PhalanxError
+from phalanx.ipc.channel import Channel, Message
 from phalanx.ipc.local_listener import MOST_PENDING, LocalAddress, LocalListener, connect
 
 _SLICE_S = 0.5
-_HELLO_TIMEOUT_S = 5.0  # a connection has so long to send its token and rank
-_HELLO = struct.Struct("16sI")
+_HELLO_TIMEOUT_S, _HELLO_BYTES = 5.0, 256  # a connection has so long to send its token and rank, in so many bytes
 
 Notice = Callable[[set[int]], None]
 
@@ -58,8 +57,11 @@ class FdServer(LocalListener):
         try:
             while missing:
                 is_late = deadline.passed  # but read once more from who has connected
-                sockets: list[socket.socket] = [*self.sockets, *(v.socket for v in connections.values())]
-                ready = wait_readable(sockets, min(_SLICE_S, deadline.left_s))
+                sources: list[socket.socket | Channel] = [
+                    *self.sockets,
+                    *(connection.channel for connection in connections.values()),
+                ]
+                ready = wait_readable(sources, min(_SLICE_S, deadline.left_s))
                 for listener in self.sockets:
                     if listener in ready:
                         self._admit(listener, connections)
@@ -67,10 +69,11 @@ class FdServer(LocalListener):
                     rank = connection.read_rank(self.address.token)
                     if rank in missing:
                         with contextlib.suppress(OSError):  # it gave up, or died, while it waited
-                            socket.send_fds(connection.socket, [b"ok"], [*fds, *([own[rank]] if rank in own else [])])
-                            missing.discard(rank)
+                            connection.channel.put({}, [*fds, *([own[rank]] if rank in own else [])])
+                            if not connection.channel.broken and not connection.channel.waiting:
+                                missing.discard(rank)
                     if connection.is_done:
-                        connections.pop(fd).socket.close()
+                        connections.pop(fd).channel.close()
                 if missing and is_late:
                     late = tuple(sorted(missing))
                     raise DeadlineError(f"no answer from {', '.join(f'rank {r}' for r in late)}", missing=late)
@@ -81,7 +84,7 @@ class FdServer(LocalListener):
                     notice(missing)
         finally:
             for connection in connections.values():
-                connection.socket.close()
+                connection.channel.close()
 
     def _admit(self, listener: socket.socket, connections: dict[int, _Connection]) -> None:
         admitted = 0
@@ -90,40 +93,29 @@ class FdServer(LocalListener):
                 admitted += 1
                 connections[sock.fileno()] = _Connection(sock)
                 if len(connections) > MOST_PENDING:
-                    connections.pop(next(iter(connections))).socket.close()
+                    connections.pop(next(iter(connections))).channel.close()
         except OSError:  # there are no more descriptors
             if not admitted and not connections:
                 raise
             if not admitted:
-                connections.pop(next(iter(connections))).socket.close()
+                connections.pop(next(iter(connections))).channel.close()
 
 
 class _Connection:
     """It is a connection of this user that has yet to send the token and its rank."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
+        self.channel = Channel(sock, max_bytes=_HELLO_BYTES, max_fds=0)
         self.is_done = False
-        self._received = b""
         self._deadline = Deadline.after(_HELLO_TIMEOUT_S)
 
     def read_rank(self, token: str) -> int | None:
         """Return the rank, once it and the right token have arrived; `is_done` is set when nothing more will arrive."""
-        try:
-            data = self.socket.recv(_HELLO.size - len(self._received))
-        except BlockingIOError:
-            self.is_done = self._deadline.passed
-            return None
-        except OSError:
-            data = b""
-        self._received += data
-        if data and len(self._received) < _HELLO.size:
-            return None
-        self.is_done = True
-        if len(self._received) != _HELLO.size:
-            return None
-        token_bytes, rank = _HELLO.unpack(self._received)
-        return int(rank) if secrets.compare_digest(token_bytes, bytes.fromhex(token)) else None
+        messages = self.channel.take(1)
+        self.is_done = bool(messages) or self.channel.is_garbled or self.channel.gone or self._deadline.passed
+        hello = messages[0].content if messages else {}
+        rank, theirs = hello.get("rank"), str(hello.get("token")).encode()
+        return rank if isinstance(rank, int) and secrets.compare_digest(theirs, token.encode()) else None
 
 
 def receive_fds(
@@ -146,22 +138,19 @@ def receive_fds(
         DeadlineError: it did not answer in time.
     """
     try:
-        with contextlib.closing(_connect(address, deadline, wait_for_leader, look_around)) as s:
-            s.settimeout(min(deadline.left_s, 3600.0) or 0.001)
-            s.sendall(_HELLO.pack(bytes.fromhex(address.token), rank))
-            while not wait_readable([s], min(_SLICE_S, deadline.left_s)):
-                if deadline.passed:
-                    raise TimeoutError
-                look_around()
-            fds, cut_short = _receive(s, count)
+        sock = _connect(address, deadline, wait_for_leader, look_around)
+        with contextlib.closing(Channel(sock, max_fds=count)) as channel:
+            channel.send({"token": address.token, "rank": rank})
+            message = _receive(channel, deadline, look_around)
     except TimeoutError:
         raise DeadlineError("local rank 0 of this host did not hand over the shared memory in time") from None
     except OSError as error:
         raise PhalanxError(f"local rank 0 of this host cannot be reached: {error}") from None
+    fds = [] if message is None else list(message.fds)
     if len(fds) != count:
         for fd in fds:
             os.close(fd)
-        if cut_short:  # by the kernel: no descriptor was free
+        if channel.has_lost_fds:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise PhalanxError(
                 f"this process may have {soft} open files, and {count} more are needed for the memory of this host "
@@ -186,11 +175,11 @@ def _connect(address: LocalAddress, deadline: Deadline, wait: bool, look_around:
     return connect(address.for_containers, deadline, whose, keep_trying=True, look_around=look_around)
 
 
-def _receive(s: socket.socket, count: int) -> tuple[list[int], bool]:
-    """Return the descriptors that came, and whether the kernel held some back."""
-    numbers = array.array("i")
-    _, ancillary, flags, _ = s.recvmsg(2, socket.CMSG_SPACE(count * numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-    return list(numbers), bool(flags & socket.MSG_CTRUNC)
+def _receive(channel: Channel, deadline: Deadline, look_around: Callable[[], None]) -> Message | None:
+    while True:
+        try:
+            return channel.receive(Deadline.after(min(_SLICE_S, deadline.left_s)))
+        except TimeoutError:
+            if deadline.passed:
+                raise
+            look_around()
