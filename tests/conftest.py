@@ -73,7 +73,7 @@ def is_slow(item: pytest.Item) -> bool:
     return mark is not None and called not in mark.kwargs.get("but", ())
 
 
-@pytest.fixture(params=["gloo", "phalanx"])
+@pytest.fixture(params=[pytest.param("gloo", marks=pytest.mark.slow), "phalanx"])
 def backend(request: pytest.FixtureRequest) -> str:
     """The backends over which what stands on collectives must do the same."""
     name: str = request.param

@@ -91,7 +91,7 @@ def test_conjugate_and_negative_views_mean_what_they_say(world_size):
     run_ranks(check, world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_tensors_without_dimensions(world_size):
     def check(rank, world_size):
         tensor = torch.tensor(float(rank))

@@ -18,7 +18,7 @@ from phalanx.testing import run_ranks
 BYTES = (0, 1, 64, 65, 65_535, 65_537, 262_144, 262_145, 1_000_003)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_messages_of_every_size_arrive_whole(world_size):
     def check(rank, world_size):
         right, left = (rank + 1) % world_size, (rank - 1) % world_size
@@ -110,7 +110,7 @@ def test_a_receive_from_anybody_may_follow_one_that_still_waits():
     run_ranks(check, 2, timeout=30)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_batches_of_sends_and_receives_in_any_order(world_size):
     def check(rank, world_size):
         peers = [r for r in range(world_size) if r != rank]

@@ -7,7 +7,7 @@ from tests.backend.inputs import EVERY_DTYPE, assert_same, tensor_of
 
 from phalanx.testing import run_ranks
 
-WORLD_SIZES = (1, 2, 3, 4)
+WORLD_SIZES = (1, 2, 3)
 # Bytes: none, one, a line and a bit, around a stage's part for 4 ranks, a stage, and several with a rest.
 BYTES = (0, 1, 65, 32_767, 32_769, 131_071, 131_072, 131_073, 300_007)
 
@@ -101,7 +101,7 @@ def test_all_to_all_gives_each_rank_what_each_had_for_it(world_size):
     run_ranks(check, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_one_rank_may_give_split_sizes_where_another_does_not_need_any(world_size):
     def check(rank, world_size):
         tensor = torch.arange(2.0 * world_size) + 10 * rank

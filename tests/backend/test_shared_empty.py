@@ -18,7 +18,7 @@ def total_of(world_size, size, dtype=torch.float32):
     return sum(tensors[1:], tensors[0].clone())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_shared_tensors_are_reduced_in_place_at_every_size(world_size):
     def check(rank, world_size):
         for size in (1, 1023, 1024, 1025, 16_385, 100_003):

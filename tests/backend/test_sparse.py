@@ -21,7 +21,7 @@ def _entries(rank, n, dtype, row):
     return torch.sparse_coo_tensor(indices, values, (5, 5, *row), check_invariants=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_sum_of_few_and_of_many_entries(world_size):
     def fn(rank, world_size):
         for dtype in (torch.float16, torch.float32, torch.float64, torch.int64):

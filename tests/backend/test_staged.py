@@ -66,7 +66,7 @@ def _everything(rank, world_size, path):
     return plain, staged, group.transport.seq - before, large[0].item(), sorted(group._staged), group._inside
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_every_collective_leaves_the_same_on_a_device_without_an_engine_as_on_the_cpu(path, world_size) -> None:
     for plain, staged, collectives, total, kinds, inside in run_ranks(_everything, world_size, path, init=False):
         assert plain == staged

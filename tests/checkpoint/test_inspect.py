@@ -63,33 +63,30 @@ def test_a_file_of_torch_save_is_shown(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("kind", "shown"),
-    [
-        ("quantized", "w\tqint8\t3 × 4\t12 B"),  # noqa: RUF001
-        ("nested", "w\tfloat32\t2 × ? × 3\t72 B"),  # noqa: RUF001
-        ("jagged", "w\tfloat32\t2 × ? × 3\t72 B"),  # noqa: RUF001
-        ("sparse_coo", "w\tfloat32\t500 × 500\t20 B"),  # noqa: RUF001
-        ("sparse_csr", "w\tfloat32\t500 × 500\t4.02 kB"),  # noqa: RUF001
-        ("sparse_bsc", "w\tfloat32\t500 × 500\t2.03 kB"),  # noqa: RUF001
-    ],
-)
-def test_a_tensor_that_is_not_strided_is_shown_in_a_new_process(kind, shown, tmp_path, monkeypatch):
+def test_tensors_that_are_not_strided_are_shown_in_a_new_process(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # jagged tensors import what sets it
     corner = torch.zeros(500, 500).index_put_((torch.tensor(3), torch.tensor(4)), torch.tensor(1.0))
     rows = [torch.ones(2, 3), torch.ones(4, 3)]
-    tensor = {
-        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 3, torch.qint8),
-        "nested": lambda: torch.nested.nested_tensor(rows),
-        "jagged": lambda: torch.nested.nested_tensor(rows, layout=torch.jagged),
-        "sparse_coo": corner.to_sparse,
-        "sparse_csr": corner.to_sparse_csr,
-        "sparse_bsc": lambda: corner.to_sparse_bsc((2, 2)),
-    }[kind]()
-    torch.save({"w": tensor}, tmp_path / "odd.pt")
+    tensors = {
+        "quantized": torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 3, torch.qint8),
+        "nested": torch.nested.nested_tensor(rows),
+        "jagged": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "sparse_coo": corner.to_sparse(),
+        "sparse_csr": corner.to_sparse_csr(),
+        "sparse_bsc": corner.to_sparse_bsc((2, 2)),
+    }
+    torch.save(tensors, tmp_path / "odd.pt")
     command = [sys.executable, "-m", "phalanx", "checkpoint", "inspect", str(tmp_path / "odd.pt")]
     told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert shown in told.stdout.splitlines(), (told.stdout, told.stderr)
+    shown = {
+        "quantized\tqint8\t3 × 4\t12 B",  # noqa: RUF001
+        "nested\tfloat32\t2 × ? × 3\t72 B",  # noqa: RUF001
+        "jagged\tfloat32\t2 × ? × 3\t72 B",  # noqa: RUF001
+        "sparse_coo\tfloat32\t500 × 500\t20 B",  # noqa: RUF001
+        "sparse_csr\tfloat32\t500 × 500\t4.02 kB",  # noqa: RUF001
+        "sparse_bsc\tfloat32\t500 × 500\t2.03 kB",  # noqa: RUF001
+    }
+    assert shown <= set(told.stdout.splitlines()), (told.stdout, told.stderr)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

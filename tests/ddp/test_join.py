@@ -38,8 +38,7 @@ def _compare(ours, theirs):
     assert_same_on_all_ranks(ours)
 
 
-@pytest.mark.parametrize("by_all", [True, False])
-@pytest.mark.parametrize("counts", [[2, 1], [0, 2], [1, 3, 2], [2, 0, 4, 1]])
+@pytest.mark.parametrize(("counts", "by_all"), [([0, 2], True), ([1, 3, 2], False), ([2, 0, 4, 1], True)])
 def test_weights_are_those_of_pytorch(backend, counts, by_all):
     def fn(rank, world_size, wrap):
         ddp = wrap(small_model(), bucket_cap_mb=0.0001)

@@ -46,7 +46,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("options", [{}], ids=str)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_newcomer_is_named_at_the_next_forward_on_every_rank(backend, change, options):
     def fn(rank, world_size):

@@ -21,7 +21,7 @@ def _message(fn):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_equal_replicas_pass(backend, world_size):
     run_ranks(lambda rank, world_size: check_replicas(_model()), world_size, backend=backend)
 

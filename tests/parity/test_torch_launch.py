@@ -59,7 +59,7 @@ def test_torchrun_starts_again_after_a_start_that_failed(tmp_path):
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["phalanx 2 3.0"] * 2
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("how", ["env", "tcp", "file", "store"])
 def test_ranks_meet_through_every_kind_of_address(tmp_path, how, world_size):
     port = _free_port()

@@ -63,7 +63,7 @@ def _refusals(rank, world_size):
     return told
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_values_are_gloos(world_size):
     theirs, ours = (run_ranks(_gathers, world_size, name == "phalanx", backend=name) for name in ("gloo", "phalanx"))
     assert ours == theirs

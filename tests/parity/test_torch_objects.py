@@ -24,7 +24,7 @@ def _object(rank):
     return {"rank": rank, "text": "x" * (100 * rank), "parcel": Parcel(rank), "nothing": None}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_object_collectives_deliver_what_gloo_delivers(world_size):
     def exchange(rank, world_size):
         everybody = [None] * world_size
@@ -56,7 +56,7 @@ def test_lists_of_objects_travel_between_two_ranks():
     assert assert_same_as_gloo(exchange, 2)[1] == [_object(4), [1, 2], "end"]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_batch_of_sends_and_receives_moves_round_the_ring(world_size):
     def exchange(rank, world_size):
         after, before = (rank + 1) % world_size, (rank - 1) % world_size

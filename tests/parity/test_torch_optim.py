@@ -18,8 +18,7 @@ with warnings.catch_warnings():
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 
-@pytest.mark.parametrize("as_buckets", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "as_buckets"), [(2, True), (3, False)])
 def test_zero_redundancy_optimizer_ends_with_the_weights_of_gloo(world_size, as_buckets):
     def fn(rank, world_size):
         model = DistributedDataParallel(mlp())

@@ -32,7 +32,7 @@ def _step(schedule, rank, world_size, last):
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2])
 def test_a_pipeline_gives_the_gradients_of_the_whole_model(schedule, world_size):
     def train(rank, world_size):
         layers, share = _layers(), 4 // world_size

@@ -198,8 +198,7 @@ def test_a_rank_that_dies_while_others_wait_for_its_message_is_named():
     assert "recv from rank 1 in group '0' on rank 0: rank 1 (pid " in message
 
 
-@pytest.mark.parametrize("odd", [1, 3])
-@pytest.mark.parametrize("how", ["operation", "size", "dtype", "root"])
+@pytest.mark.parametrize(("how", "odd"), [("operation", 1), ("size", 3), ("dtype", 3), ("root", 3)])
 def test_a_disagreement_names_every_ranks_call_and_changes_no_tensor(how, odd):
     def call(tensor, rank, world_size):
         if how == "operation" and rank == odd:
