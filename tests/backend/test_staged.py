@@ -8,49 +8,18 @@ real device (memory that the host must not touch, streams) is in tests/gpu.
 import pytest
 import torch
 import torch.distributed as dist
-from tests.backend.default_group import join_by_file
+from tests.backend.staged import CPU, _join
 from tests.comparisons import assert_equal
 from tests.gpu.collectives import all_collectives
 from tests.small_models import batch_of
 from tests.training import train
 
 import phalanx
-from phalanx.backend import device_backends
-from phalanx.backend.device_backends import DeviceBackend
 from phalanx.backend.job import decide_device, find_cuda_backend
-from phalanx.engines.nccl import find_shared_gpu
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import RankFailed, run_ranks
 
-CPU = torch.device("cpu")
 LARGE = 100_003  # in the ranks' symmetric memory
-
-
-def _of_float64(arguments):
-    for argument in arguments[:2]:
-        while isinstance(argument, (list, tuple)) and argument:
-            argument = argument[0]
-        if isinstance(argument, torch.Tensor):
-            return CPU if argument.dtype == torch.float64 else None
-    return None
-
-
-@pytest.fixture
-def path(tmp_path):
-    """Where the ranks meet."""
-    return str(tmp_path / "store")
-
-
-def _join(rank, world_size, path, timeout_s=60.0):
-    """A group whose float64 tensors no engine carries."""
-    from phalanx.backend.process_group import devices
-
-    opened = None if world_size == 1 else lambda *_: pytest.fail("NCCL was asked")
-    device_backends.DEVICE_BACKENDS["cpu"] = DeviceBackend(
-        "NCCL", lambda: True, opened, lambda device: "GPU-7", find_shared_gpu
-    )
-    devices.find_device = _of_float64
-    join_by_file(rank, world_size, path, timeout_s)
 
 
 def _everything(rank, world_size, path):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
-from tests.checkpoint.test_kills import assert_whole, die_after, state_of
+from tests.checkpoint.killed import assert_whole, die_after, state_of
 
 import phalanx.checkpoint.sharded
 from phalanx.checkpoint import CheckpointManager, inspect, load_checkpoint, save_checkpoint

@@ -7,27 +7,12 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from tests.checkpoint.killed import assert_whole, die_after, state_of
 
 import phalanx.checkpoint.sharded
 from phalanx.checkpoint import CheckpointManager
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.testing import run_ranks
-
-
-def die_after(seconds):
-    """By the kernel's hand, wherever the process is then: a timer whose signal nobody handles."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def state_of(step, size):
-    return {"w": torch.full((size,), step), "v": [torch.full((size,), -step)], "step": step}
-
-
-def assert_whole(restored):
-    assert restored.state["step"] == restored.step
-    assert restored.state["w"].eq(restored.step).all()
-    assert restored.state["v"][0].eq(-restored.step).all()
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])

@@ -6,7 +6,7 @@ import contextlib
 import random
 
 import pytest
-from tests.coordination.test_hostile import random_frame
+from tests.coordination.random_frames import random_frame
 
 from phalanx.coordination.coordinator import UNPARKED_AFTER_S, Coordinator
 from phalanx.coordination.host_requests import KEPT_S, OWN, HostRequests

@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+from tests.diagnostics.loops import EVENTS, FIELDS, LOOP, Clock
 
 from phalanx.diagnostics import interruptions, operation_sampler, step_file, step_machine, step_recorder, step_tally
 from phalanx.diagnostics.interruptions import is_interruption
@@ -20,8 +21,6 @@ from phalanx.diagnostics.step_machine import (
 )
 from phalanx.diagnostics.step_reader import read_folder
 from phalanx.diagnostics.step_recorder import StepRecorder
-
-from .test_step_records import EVENTS, FIELDS, LOOP, Clock
 
 OURS = {
     module.__file__ for module in (interruptions, operation_sampler, step_file, step_machine, step_recorder, step_tally)

@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 import torch
+from tests.diagnostics.loops import EVENTS, FIELDS, LOOP, Clock
 
 from phalanx.diagnostics import progress_page, step_notes
 from phalanx.diagnostics.step_file import FILE_BYTES, WINDOW, StepFile, StepRecord
@@ -16,27 +17,12 @@ from phalanx.diagnostics.step_machine import (
     END_BACKWARD,
     END_BACKWARD_WITH_LOSS,
     END_DATA,
-    END_PHASE,
     END_UPDATE,
     END_WAIT,
-    FORWARD,
     NO_DATA,
-    NO_LOSS,
-    OWN_LOSS,
-    SAMPLES,
-    STEP,
 )
 from phalanx.diagnostics.step_reader import read_folder, read_rank_file
 from phalanx.diagnostics.step_recorder import StepRecorder
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
@@ -263,26 +249,6 @@ def test_a_rank_that_is_killed_at_any_moment_leaves_what_it_has_done(tmp_path, r
             assert not file.ended
     recorder.mark(BEGIN_DATA)
     assert written(tmp_path).phase == "data"
-
-
-EVENTS = [
-    (BEGIN_DATA, 0), (END_DATA, 8), (NO_DATA, 0), (BEGIN_BACKWARD, 0), (END_BACKWARD, 0), (END_BACKWARD_WITH_LOSS, 2.5),
-    (BEGIN_UPDATE, 1), (BEGIN_UPDATE, 2), (END_UPDATE, 0), (END_PHASE, FORWARD), (SAMPLES, 3), (OWN_LOSS, 1),
-    (NO_LOSS, 0), (STEP, 0), (END_WAIT, 0.004),
-]  # fmt: skip
-LOOP = [
-    (BEGIN_DATA, 0),
-    (END_DATA, 8),
-    (BEGIN_BACKWARD, 0),
-    (END_BACKWARD_WITH_LOSS, 1),
-    (BEGIN_UPDATE, 1),
-    (END_UPDATE, 0),
-]
-
-
-FIELDS = (
-    "steps", "steps_done", "phase", "phase_since", "num_workers", "first_broken", "last_finite", "reached",
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(8))

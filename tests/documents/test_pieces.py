@@ -13,7 +13,7 @@ import sys
 
 import pytest
 from tests.documents.blocks import ROOT, RUN_IN, blocks, documents
-from tests.documents.test_tutorials import PAGES as FOLLOWED
+from tests.documents.followed import PAGES as FOLLOWED
 
 # Pages all of whose blocks a test of their own runs.
 ELSEWHERE = {

@@ -12,8 +12,8 @@ import sysconfig
 
 import pytest
 from tests.documents.blocks import ROOT, as_pattern, blocks, commands
+from tests.documents.followed import PAGES
 
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 PAGES += [
     ROOT / "docs" / "how-to" / f"{name}.md"
     for name in (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.elastic.test_hand_over import Held, value_of
+from tests.elastic.held import Held, value_of
 from tests.seccomp import forbid, why_no_seccomp
 
 from phalanx.elastic import carry

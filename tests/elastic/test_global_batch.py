@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.elastic.jobs import Job, Strike, train_job
+from tests.elastic.jobs import Strike, train_job
 from tests.elastic.small_agent import Ended, SmallAgent
+from tests.elastic.steps import PLAIN, samples_of_steps
 from tests.training import copy_parameters
 from torch import nn
 from torch.utils.data import DataLoader
@@ -21,18 +21,6 @@ from phalanx import elastic
 from phalanx.data import DistributedSampler
 from phalanx.testing import run_ranks
 
-
-def samples_of_steps(folder: Path) -> dict[int, list[int]]:
-    """What each step used the last time that it was done, by all ranks."""
-    of_generation: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for path in folder.glob("samples-*"):
-        for line in path.read_text().splitlines():
-            generation, step, _, _, samples = line.split()
-            of_generation[int(step)][int(generation)] += map(int, samples.split(","))
-    return {step: sorted(by[max(by)]) for step, by in of_generation.items()}
-
-
-PLAIN = Job("", batch_of="global", draws=False, layer_norm=True)
 KINDS = {
     # ranks, kills, job: its samples leave a last step of each epoch with fewer
     "3 to 2": (3, (Strike(1, "backward", 3),), dataclasses.replace(PLAIN, samples=101, workers=2)),

@@ -7,39 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.elastic.held import Held, value_of
 from torch import Tensor
 
 from phalanx.backend.skeleton import Leaf
 from phalanx.elastic.hand_over import _places, devices_here, hand_over
 from phalanx.testing import run_ranks
-
-MIB = 1 << 18  # float32 values
-
-
-class Held:
-    """A part that is whatever it was given."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def show(self) -> Any:
-        return self.value
-
-    def take(self, value: Any) -> None:
-        self.value = value
-
-
-def value_of(seed: int) -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(seed)
-    large = torch.randn(5 * MIB + 3, generator=draw)
-    return {
-        "huge": large,  # two huge pages and more, which are asked for where it is new
-        "turned": torch.randn(600, 700, generator=draw).t(),
-        "every second": torch.randn(2 * MIB, generator=draw)[::2],
-        "small": [torch.randn(7, generator=draw), torch.tensor(float(seed)), torch.empty(0)],
-        "bytes": torch.randint(0, 255, (70_001,), generator=draw, dtype=torch.uint8),
-        "number": seed,
-    }
 
 
 def tensors_in(value: Any) -> list[Tensor]:

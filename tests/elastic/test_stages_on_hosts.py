@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.comparisons import assert_equal
 from tests.elastic.jobs import Job, Strike
+from tests.elastic.pipelines import train_pipeline
 from tests.elastic.small_agent import Ended, SmallAgent
-from tests.elastic.test_stages import train_pipeline
 
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts

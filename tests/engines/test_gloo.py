@@ -5,25 +5,14 @@ import multiprocessing
 import socket
 import sys
 import threading
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.engines.gloo_engines import WAIT, engine_of
 
-from phalanx.engines.gloo import GlooEngine, local_address
+from phalanx.engines.gloo import local_address
 from phalanx.testing import run_ranks
-
-WAIT = timedelta(seconds=20)
-
-
-def engine_of(rank, world_size, name="engine"):
-    store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
-    engine = GlooEngine(store, rank, world_size, WAIT, address="127.0.0.1")
-    # A rank may close its engine at once, while another is still connecting to it, and that one's start fails.
-    store.set(f"connected/{rank}", "")
-    store.wait([f"connected/{r}" for r in range(world_size)], WAIT)
-    return engine
 
 
 def test_messages_with_one_tag_arrive_in_order():

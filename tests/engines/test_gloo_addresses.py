@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from tests.engines.test_gloo import WAIT, engine_of
+from tests.engines.gloo_engines import WAIT, engine_of
 from tests.threads import map_in_threads
 from torch.distributed import DistStoreError, HashStore, PrefixStore
 

@@ -2,33 +2,14 @@
 
 import os
 import re
-import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
+from tests.examples.commands import ALONE, EXAMPLES, PHALANX_RUN, SCRIPTS, run
 
 from phalanx.checkpoint import load_checkpoint
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = Path(sysconfig.get_path("scripts"))
-ALONE = [sys.executable]
-PHALANX_RUN = [str(SCRIPTS / "phalanx"), "run", "--nproc-per-node", "2"]
 TORCHRUN = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-
-
-def run(folder, launcher, script, *arguments):
-    done = subprocess.run(
-        [*launcher, str(EXAMPLES / script), *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def accuracy(output):

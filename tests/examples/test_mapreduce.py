@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from tests.examples.test_examples import ALONE, PHALANX_RUN, run
+from tests.examples.commands import ALONE, PHALANX_RUN, run
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from tests.examples.test_examples import PHALANX_RUN, run
+from tests.examples.commands import PHALANX_RUN, run
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Each logger, written to and read back by its own package; and what becomes of one that fails."""
 
-import csv
 import importlib.util
 import json
 import logging
@@ -10,35 +9,13 @@ import subprocess
 import sys
 
 import pytest
+from tests.loggers.logged_runs import log_a_run, rows_of
 
 from phalanx.loggers import CSVLogger, MLflowLogger, TensorBoardLogger, WandbLogger
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.mlflow_logger import plan_names
 from phalanx.loggers.resolve import resolve
 from phalanx.testing import run_ranks
-
-
-def rows_of(folder, name="metrics.csv"):
-    with open(folder / name, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def page(folder):
-    folder.mkdir(exist_ok=True)
-    path = folder / "report.html"
-    path.write_text("<!doctype html><title>The report</title>")
-    return str(path)
-
-
-def log_a_run(logger, folder):
-    """What a Trainer has a logger do, in its order."""
-    loggers = GuardedLoggers([logger], lambda: True)
-    loggers.begin(None, {"lr": 0.5, "model": "Linear", "betas": (0.9, 0.999)})
-    for step in range(1, 4):
-        loggers.log_metrics({"train/loss": 1.0 / step}, step)
-    loggers.log_metrics({"val/accuracy": 0.75}, 3)
-    loggers.log_file(page(folder))
-    loggers.finalize("success")
 
 
 def test_a_table_has_a_row_for_each_call_and_a_column_for_each_metric(tmp_path):
@@ -122,7 +99,7 @@ def test_mlflow_reads_metrics_parameters_the_report_and_the_end(tmp_path, monkey
 WANDB = """
 import sys
 from phalanx.loggers import WandbLogger
-from tests.loggers.test_loggers import log_a_run
+from tests.loggers.logged_runs import log_a_run
 from pathlib import Path
 
 folder = Path(sys.argv[1])

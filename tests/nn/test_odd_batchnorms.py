@@ -2,7 +2,7 @@
 
 import pytest
 import torch.distributed as dist
-from tests.nn.test_sync_batchnorm import CHANNELS, _batch, _check, _randomized, _slopes, _steps
+from tests.nn.batchnorms import CHANNELS, _batch, _check, _randomized, _slopes, _steps
 from torch import nn
 from torch.nn.utils import parametrize
 

@@ -10,17 +10,12 @@ import pytest
 import torch
 from tests.comparisons import assert_equal
 from tests.optim import averaging
+from tests.optim.averaging import KINDS
 from tests.optim.random_training import OPTIMIZERS, SCHEDULERS, Play, Training
 from tests.optim.replicas import floats
 from torch import nn
 
-import phalanx
 from phalanx.testing import run_ranks
-
-KINDS = {
-    "local": lambda model, inner, outer, **options: phalanx.LocalSGD(model, inner, **options),
-    "diloco": phalanx.DiLoCo,
-}
 
 
 class Network(nn.Module):

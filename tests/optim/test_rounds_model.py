@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from tests.comparisons import assert_equal
-from tests.optim.test_generated_averaging import KINDS
+from tests.optim.averaging import KINDS
 from torch import nn
 
 import phalanx

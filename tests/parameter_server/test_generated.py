@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # every optimizer loads it: once here, and not once in each worker
 import torch.distributed as dist
-from tests.parameter_server.test_parameter_server import _counting, _ones, check_equal_states, join, meet
+from tests.parameter_server.trainers import _counting, _ones, check_equal_states, join, meet
 from tests.rpc.workers import pid, run_workers
 
 import phalanx

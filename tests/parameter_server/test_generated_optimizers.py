@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # every optimizer loads it: once here, and not once in each worker
 from tests.optim.random_training import OPTIMIZERS, Training, find_difference, reload_plain
 from tests.parameter_server.served import serve
-from tests.parameter_server.test_parameter_server import join, meet
+from tests.parameter_server.trainers import join, meet
 from tests.rpc.workers import pid, run_workers
 
 from phalanx import rpc

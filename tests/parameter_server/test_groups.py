@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo  # every optimizer loads it: once here, and not once in each worker
-from tests.parameter_server.test_parameter_server import TRAINERS, join, meet
+from tests.parameter_server.trainers import TRAINERS, join, meet
 from tests.rpc.workers import run_workers
 
 import phalanx

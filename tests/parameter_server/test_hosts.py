@@ -4,16 +4,9 @@ import os
 import signal
 
 import pytest
-from tests.parameter_server.test_parameter_server import (
-    CASES,
-    Model,
-    check_equal,
-    make_server,
-    meet,
-    train,
-    train_alone,
-)
-from tests.rpc.test_hosts import on_hosts
+from tests.parameter_server.models import CASES, Model, check_equal, make_server, train, train_alone
+from tests.parameter_server.trainers import meet
+from tests.rpc.on_hosts import on_hosts
 from tests.rpc.workers import pid
 
 from phalanx import rpc

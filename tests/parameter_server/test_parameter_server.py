@@ -1,6 +1,5 @@
 """Parameters on servers: equal to one process, bounded in staleness, restored, and alive after a server's loss."""
 
-import contextlib
 import os
 import signal
 import warnings
@@ -9,7 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo  # every optimizer loads it: once here, and not once in each worker
-from tests.comparisons import assert_equal
+from tests.parameter_server.models import CASES, Model, check_equal, make_server, train, train_alone
+from tests.parameter_server.trainers import TRAINERS, _counting, _ones, check_equal_states, join, meet
 from tests.rpc.workers import event, pid, run_workers, set_event, wait_event
 
 import phalanx
@@ -18,117 +18,9 @@ from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.rpc import current
 
 SERVERS = ["s0", "s1", "s2"]
-TRAINERS = ["t0", "t1"]
-
-
-@contextlib.contextmanager
-def join(name, rank, world_size, folder, *, loses=False):
-    """This process as a worker until all have come to the end; with `loses` some of them never do."""
-    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
-    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
-    try:
-        yield
-    except BaseException:
-        rpc.shutdown(graceful=False)
-        raise
-    if loses:
-        with pytest.raises(PeerLostError):
-            rpc.shutdown()
-    else:
-        rpc.shutdown()
-
-
-def meet(me, key):
-    """Both trainers have come here."""
-    for one in TRAINERS:
-        rpc.rpc_sync(one, set_event, (f"{key} {me}",))
-    for one in TRAINERS:
-        wait_event(f"{key} {one}")
 
 
 # -- synchronous -------------------------------------------------------------------------------------------------------
-
-CASES = [
-    (torch.optim.SGD, torch.optim.SGD, {"lr": 0.1}, {"lr": 0.5}),
-    (partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01), torch.optim.SparseAdam, {"lr": 0.1}, {"lr": 0.05}),
-    (torch.optim.Adam, torch.optim.SparseAdam, {"lr": 0.01}, {"lr": 0.01}),
-    (torch.optim.AdamW, torch.optim.Adagrad, {"lr": 0.01}, {"lr": 0.1}),
-    (torch.optim.Adafactor, partial(torch.optim.SGD, momentum=0.5), {"lr": 0.01}, {"lr": 0.1}),
-]
-
-
-class Model(torch.nn.Module):
-    """Two tables, and a network over rows of them."""
-
-    def __init__(self, seed):
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            dim, hidden = 1 + seed % 5, 3 + seed % 4
-            self.one = torch.nn.Embedding(5 + 7 * seed % 11, dim, sparse=True)
-            self.other = torch.nn.Embedding(2 + seed, dim, sparse=True)
-            self.net = torch.nn.Sequential(
-                torch.nn.Linear(2 * dim, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1)
-            )
-
-    def batch(self, seed):
-        """Ids with repeats, and what to learn."""
-        generator = torch.Generator().manual_seed(seed)
-        ids = [torch.randint(len(table.weight), (8,), generator=generator) for table in (self.one, self.other)]
-        return *ids, torch.randn(8, 1, generator=generator)
-
-
-def loss_of(net, one, other, target):
-    return (net(torch.cat([one, other], 1)) - target).square().mean()
-
-
-def train_alone(model, case, steps):
-    """One process that adds the gradients of the trainers' parts, in their order."""
-    make, make_rows, options, row_options = case
-    tables = [model.one.weight, model.other.weight]
-    optimizers = [make(model.net.parameters(), **options), make_rows(tables, **row_options)]
-    for step in steps:
-        totals = [None] * len(list(model.parameters()))
-        for trainer in range(2):
-            one, other, target = model.batch(2 * step + trainer)
-            loss = loss_of(model.net, model.one(one), model.other(other), target)
-            grads = torch.autograd.grad(loss, list(model.parameters()))
-            grads = [g.coalesce() if g.is_sparse else g for g in grads]
-            totals = [g if t is None else t + g for t, g in zip(totals, grads, strict=True)]
-        for parameter, total in zip(model.parameters(), totals, strict=True):
-            parameter.grad = total / 2
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def make_server(model, case, servers, **options):
-    make, make_rows, dense_options, row_options = case
-    return phalanx.ParameterServer(
-        servers,
-        TRAINERS,
-        dense=dict(model.net.named_parameters()),
-        tables={"one": model.one.weight, "other": model.other.weight},
-        optimizer=partial(make, **dense_options),
-        row_optimizer=partial(make_rows, **row_options),
-        **options,
-    )
-
-
-def train(server, model, number, steps):
-    names = [name for name, _ in model.net.named_parameters()]
-    for step in steps:
-        one, other, target = model.batch(2 * step + number)
-        pulled = server.pull({"one": one, "other": other})
-        net = partial(torch.func.functional_call, model.net, {name: pulled[name] for name in names})
-        loss_of(lambda x, net=net: net((x,)), pulled["one"], pulled["other"], target).backward()
-        server.push(pulled)
-
-
-def check_equal(state, model):
-    for name, parameter in model.net.named_parameters():
-        assert torch.equal(state["dense"][name], parameter), name
-    assert torch.equal(state["tables"]["one"], model.one.weight)
-    assert torch.equal(state["tables"]["other"], model.other.weight)
 
 
 def _synchronous(rank, folder):
@@ -162,34 +54,12 @@ def _synchronous(rank, folder):
             check_equal(first_run, model)
 
 
-def check_equal_states(one, other):
-    values, others = ({key: part for key, part in state.items() if key != "groups"} for state in (one, other))
-    assert_equal(values, others)
-    assert one["groups"] == other["groups"]
-
-
 @pytest.mark.slow
 def test_synchronous_training_has_the_bits_of_one_process_also_from_a_checkpoint_on_other_servers():
     run_workers(_synchronous, 5)
 
 
 # -- who dies, who is late, who is wrong -------------------------------------------------------------------------------
-
-
-def _counting(servers, trainers=TRAINERS, **options):
-    """A table and a vector from which every push of ones takes one."""
-    return phalanx.ParameterServer(
-        servers,
-        trainers,
-        dense={"d": torch.zeros(3)},
-        tables={"t": torch.zeros(7, 2)},
-        optimizer=partial(torch.optim.SGD, lr=1.0),
-        **options,
-    )
-
-
-def _ones(ids):
-    return {"d": torch.ones(3)}, {"t": (ids, torch.ones(len(ids), 2))}
 
 
 def _trainer_dies(rank, folder):

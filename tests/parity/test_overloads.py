@@ -8,7 +8,7 @@ torch's own; what Gloo makes of each is what ours must make of it.
 import pytest
 import torch
 import torch.distributed as dist
-from tests.backend.test_staged import _join
+from tests.backend.staged import _join
 from tests.mpi_jobs import mpi_job
 from tests.parity.overload_calls import LEFT_OUT, every_call, overloads
 from tests.system.hosts_jobs import on_hosts

@@ -1,9 +1,7 @@
 """A report's folder is the user's: what others have there stays, two runs never mix, and no report ends a job."""
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.report.left_records import HOST, leave_record
 from tests.system.phalanx_command import run, write_script
 
 from phalanx.diagnostics.step_file import FILE_BYTES, StepFile
@@ -20,8 +19,6 @@ from phalanx.report.job_record import JobRecord
 from phalanx.report.measurements import Measurements
 from phalanx.report.records import find_other_run, is_alive, list_records, remove_old_records
 from phalanx.report.transfer import pack_files, unpack_file
-
-HOST = socket.gethostname()
 
 STEPS = """
 import os, sys, phalanx
@@ -41,17 +38,6 @@ def python(folder, script, *arguments, code=0):
 
 def read(folder):
     return Measurements.from_json((folder / "report.json").read_text())
-
-
-def leave_record(folder, name, *, run="", pid=0, ago_s=0.0, host=HOST):
-    """What a rank leaves that has done one step."""
-    (folder / "ranks").mkdir(exist_ok=True)
-    now = time.monotonic() - ago_s
-    file = StepFile(folder / "ranks" / name, now, time.time() - time.monotonic())
-    file.set_facts({"rank": 0, "host": host, "pid": pid, "run": run})
-    file.set_state(json.dumps({"tally": {"rank": 0, "num_steps": 1}}))
-    file.close()
-    return now
 
 
 @pytest.mark.slow

@@ -4,10 +4,10 @@ import base64
 import zlib
 
 import pytest
+from tests.report.left_records import leave_record
 from tests.report.pages import Page
-from tests.report.test_folders import leave_record
+from tests.system.host_commands import commands, finish, numbered
 from tests.system.phalanx_command import write_script
-from tests.system.test_run_hosts import commands, finish, numbered
 
 from phalanx.diagnostics.step_file import FILE_BYTES
 from phalanx.report.measurements import Measurements

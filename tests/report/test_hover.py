@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.report.chromium import chromium, find_chromium
-from tests.report.test_findings import measured, rank
+from tests.report.measured import measured, rank
 
 from phalanx.report.findings import find
 from phalanx.report.page import render

@@ -7,8 +7,8 @@ import re
 from itertools import pairwise
 
 import pytest
+from tests.report.measured import measured, rank
 from tests.report.pages import Page
-from tests.report.test_findings import measured, rank
 
 from phalanx.report.axes import linear, logarithmic, plain
 from phalanx.report.charts import HEIGHT, WIDTH, Line, line_chart

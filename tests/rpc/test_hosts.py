@@ -6,56 +6,22 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.rpc.on_hosts import _KEYS, _machines, on_hosts
 from tests.rpc.workers import Counter, fail, nothing, pid, same, set_event, until, wait_event
 
 from phalanx import rpc
-from phalanx.coordination.key import Key
 from phalanx.errors import PeerLostError
 from phalanx.processes import read_state
 from phalanx.rpc import current
-from phalanx.testing import RankFailed, hosts, run_ranks
-from phalanx.testing.namespaces import Host, why_no_hosts
+from phalanx.testing import RankFailed
+from phalanx.testing.namespaces import why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts work")
-_machines: list[Host] = []
-_KEYS = [str(Key.generate()) for _ in range(2)]
-
-
-def on_hosts(
-    sizes: list[int], fn: Callable[..., Any], *args: Any, keys: Any = None, lost: Any = (), joining: bool = False
-) -> list[Any]:
-    """`fn(rank, *args)` as a worker of the host it is on; if `joining`, `fn(rank, options)`, which makes the worker."""
-    owner = [host for host, size in enumerate(sizes) for _ in range(size)]
-
-    def main(rank: int, world_size: int, machines: Any) -> Any:
-        machines[owner[rank]].enter()
-        _machines[:] = machines
-        os.environ.pop("PHALANX_KEY_FILE", None)
-        os.environ.update(PHALANX_KEY=(keys or [_KEYS[0]] * len(sizes))[owner[rank]], HOME="/nonexistent")
-        options = rpc.RpcBackendOptions(init_method=f"tcp://{machines[0].address}:29513")
-        if joining:
-            return fn(rank, options, *args)
-        rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-        try:
-            result = fn(rank, *args)
-        except BaseException:
-            rpc.shutdown(graceful=False)
-            raise
-        if lost:
-            with pytest.raises(PeerLostError, match="rank 2"):
-                rpc.shutdown()
-        else:
-            rpc.shutdown()
-        return result
-
-    with hosts(len(sizes), network="10.79.0") as machines:
-        return run_ranks(main, len(owner), machines, init=False, lost=lost, timeout=60)
 
 
 def _calls(rank: int) -> int:

@@ -4,79 +4,11 @@ import os
 import re
 import select
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.system.phalanx_command import Finished, Running, run, said_by, start, write_script
-
-SCRIPT = str(Path(__file__).with_name("elastic_rank.py"))
-
-
-class Job:
-    """A running elastic job of ranks that do nothing but stay together."""
-
-    def __init__(self, running: Running, folder: Path) -> None:
-        self.running = running
-        self.folder = folder
-        self.lines: list[str] = []
-        self.pids: dict[int, int] = {}
-        self.times_told = 0
-
-    def wait(self, pattern: str, times: int = 1) -> list[re.Match[str]]:
-        """Until so many ranks have said it since the beginning: the same line of several is shown once, with all."""
-        while True:
-            found = [(line, match) for line in self.lines if (match := re.search(pattern, line))]
-            if sum(len(said_by(line)) for line, _ in found) >= times:
-                return [match for _, match in found]
-            self.lines.append(self.running.read_until("").rstrip("\n"))
-
-    def wait_joined(self, generation: int, *ranks: int) -> None:
-        """Until these ranks have joined, which were started in that generation; their processes are in `pids`."""
-        for rank in ranks:
-            found = self.wait(rf"joined {generation} as {rank} of \d+ (\d+)")
-            self.pids[rank] = int(found[-1][1])
-
-    def wait_generation(self, number: int, num_ranks: int) -> None:
-        """Until so many ranks are in that generation."""
-        self.wait(rf"generation {number} as \d+ of {num_ranks} ", num_ranks)
-
-    def wait_stderr(self, text: str) -> None:
-        """Until the command itself has said so."""
-        assert self.running.process.stderr is not None
-        while text not in self.running.process.stderr.readline():
-            pass
-
-    def wait_generation_told(self, number: int) -> None:
-        """Until the command has said so often that all go on: it has heard all that they had to say."""
-        for _ in range(number - self.times_told):
-            self.wait_stderr("ranks go on, ")
-        self.times_told = number
-
-    def kill(self, rank: int) -> int:
-        """SIGKILL; returns which process it was."""
-        os.kill(self.pids[rank], signal.SIGKILL)
-        return self.pids[rank]
-
-    def order(self, what: str) -> None:
-        (self.folder / what).touch()
-
-    def finish(self) -> Finished:
-        """Have the ranks end well."""
-        self.order("finish")
-        finished = self.running.finish()
-        assert self.running.survivors() == []
-        return finished
-
-
-@contextmanager
-def elastic_job(folder: Path, *words: str, ranks: int = 3, env: dict[str, str] | None = None) -> Iterator[Job]:
-    count = ("--nproc-per-node", str(ranks))
-    with start("run", "--no-preload", *count, *words, SCRIPT, str(folder), env=env) as running:
-        job = Job(running, folder)
-        job.wait_joined(0, *range(ranks))
-        yield job
+from tests.system.elastic_job import Job, elastic_job
+from tests.system.phalanx_command import run, said_by, write_script
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
-from tests.system.test_run_elastic import elastic_job
+from tests.system.elastic_job import elastic_job
 
 from phalanx.ipc.channel import Channel
 

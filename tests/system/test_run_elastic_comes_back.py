@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.system.test_run_elastic_first_host import WAITS, address_of, await_standbys, find_leader
-from tests.system.test_run_elastic_hosts import Cluster, cluster
+from tests.system.elastic_hosts import Cluster, cluster
+from tests.system.standbys import WAITS, address_of, await_standbys, find_leader
 
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts

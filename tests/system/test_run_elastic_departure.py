@@ -10,9 +10,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.system.elastic_hosts import Cluster, cluster
 from tests.system.phalanx_command import Finished
-from tests.system.test_run_elastic_first_host import WAITS, address_of, await_standbys, find_leader
-from tests.system.test_run_elastic_hosts import Cluster, cluster
+from tests.system.standbys import WAITS, address_of, await_standbys, find_leader
 
 from phalanx.testing import why_no_hosts
 

@@ -13,55 +13,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from tests.system import elastic_map_reduce, elastic_servers, elastic_training
-from tests.system.test_run_elastic import Job
-from tests.system.test_run_elastic_hosts import SCRIPT, Cluster, cluster, samples_of_epochs, wait_for_files
+from tests.system.elastic_hosts import Cluster, cluster, samples_of_epochs, wait_for_files
+from tests.system.elastic_job import SCRIPT
+from tests.system.standbys import ONE_WAY, WAITS, address_of, await_standbys, find_leader
 
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
-WAITS = {"WAIT_S": "600"}
-ONE_WAY: dict[str, Literal["sent", "received"]] = {"heard by nobody": "sent", "deaf to all": "received"}
-
-
-def await_standbys(made: Cluster, leader: int, count: int = 1) -> None:
-    """Until so many hosts may take over."""
-    made.wait_for(leader, "without this host, " if count == 1 else " or vm")
-
-
-def find_leader(made: Cluster, *numbers: int, changes: int = 1) -> int:
-    """Return which of these hosts leads the job after so many changes, as soon as it says so."""
-    for number in numbers:
-        lines = made.jobs[number].lines
-        while len(told := [line for line in lines if "leads the job now" in line]) < changes:
-            lines.append(made.jobs[number].running.read_until("").rstrip("\n"))
-        if "this host leads the job now" in told[-1]:
-            return number
-    raise AssertionError("no host says that it leads the job")
-
-
-def await_ended(job: Job, *ranks: int) -> None:
-    """Until these ranks have ended, and their agents have told the leader, and that one the others that could lead."""
-    for rank in ranks:
-        while os.path.exists(f"/proc/{job.pids[rank]}"):
-            time.sleep(0.02)
-    time.sleep(1.0)
-
 
 def wait_for_path(path: Path) -> None:
     while not path.exists():
         time.sleep(0.02)
-
-
-def address_of(job: Job) -> str:
-    """Return where hosts that come join the job that this host leads."""
-    (address,) = [found[1] for line in job.lines if (found := re.search(r"phalanx join (\S+)$", line))]
-    return address
 
 
 def test_a_job_goes_on_without_its_first_host_and_its_successor_shows_what_all_print(tmp_path: Path) -> None:

@@ -5,154 +5,24 @@ The ranks are those of `elastic_rank.py`, which speak the protocol and do nothin
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import select
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # an optimizer imports it in its first step, and it sets a variable
 from tests.system import elastic_training
-from tests.system.phalanx_command import Finished, Running, start
-from tests.system.test_run_elastic import SCRIPT, Job
+from tests.system.elastic_hosts import Cluster, cluster, samples_of_epochs, wait_for_files
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import phalanx
-from phalanx.coordination.key import Key
 from phalanx.testing import why_no_hosts
-from phalanx.testing.namespaces import Host, hosts
+from phalanx.testing.namespaces import hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
-
-_PORT = "29479"
-
-
-class Cluster:
-    """Hosts, on each of which a command of one elastic job may run; `by_hand`: each is told its number."""
-
-    def __init__(
-        self,
-        machines: list[Host],
-        folder: Path,
-        nnodes: str,
-        env: dict[str, str],
-        options: tuple[str, ...] = ("--no-preload",),
-        *,
-        by_hand: bool = False,
-    ) -> None:
-        self.machines = machines
-        self.jobs: dict[int, Job] = {}
-        self._stack = contextlib.ExitStack()
-        self._folder = folder
-        self.environ = {"PHALANX_KEY": str(Key(bytes(32))), **env}
-        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
-        if by_hand:
-            where = ("--master-addr", machines[0].address, "--master-port", _PORT)
-        self._by_hand = by_hand
-        named = tuple(word for name in env for word in ("--env", name))
-        self._line = (
-            "run", "--nnodes", nnodes, *where, *named, *options,
-        )  # fmt: skip
-
-    def start(self, number: int, ranks: int, script: str = SCRIPT, *words: str) -> Job:
-        """The command on a host, which is to have so many ranks."""
-        rank = ("--node-rank", str(number)) if self._by_hand else ()
-        line = (*self._line, *rank, "--nproc-per-node", str(ranks), script, str(self._folder), *words)
-        at = self.command_on(number)
-        running = self._stack.enter_context(start(*line, env=self.environ, before=at, stderr=subprocess.STDOUT))
-        self.jobs[number] = Job(running, self._folder)
-        return self.jobs[number]
-
-    def join(self, number: int, address: str) -> Job:
-        """The command of a host that comes to the job at an address."""
-        line = ("join", address)
-        at = self.command_on(number)
-        running = self._stack.enter_context(start(*line, env=self.environ, before=at, stderr=subprocess.STDOUT))
-        self.jobs[number] = Job(running, self._folder)
-        return self.jobs[number]
-
-    def command_on(self, number: int) -> tuple[str, ...]:
-        """The words that, before a command, run it on a host."""
-        return self.machines[number].command
-
-    @property
-    def first(self) -> Job:
-        """The first host shows what all ranks print."""
-        return self.jobs[0]
-
-    def kill(self, number: int) -> None:
-        """The command of a host, and with it its ranks."""
-        self.jobs[number].running.process.kill()
-
-    def wait_for(self, number: int, text: str) -> None:
-        """Until the command of a host has said so."""
-        job = self.jobs[number]
-        while not any(text in line for line in job.lines):
-            job.lines.append(job.running.read_until("").rstrip("\n"))
-
-    def wait_connected(self, number: int) -> None:
-        """Until the command of a host has a connection to the first one."""
-        running = self.jobs[number].running
-        connections = Path(f"/proc/{running.process.pid}/net/tcp6")  # ZeroMQ has sockets of IPv6, for IPv4 as well
-        established = re.compile(rf"^ *\d+: \S+ [0-9A-F]+:{int(_PORT):04X} 01 ", re.M)
-        while not established.search(connections.read_text()):
-            assert running.process.poll() is None, running.finish().out
-            select.select([], [], [], 0.02)
-
-    def finish(self, *numbers: int) -> list[Finished]:
-        """Have all ranks end well, and nothing be left anywhere."""
-        self.first.order("finish")
-        return self.ended(*numbers)
-
-    def ended_one(self, number: int) -> Finished:
-        """The command of a host has ended; those of others go on."""
-        job = self.jobs.pop(number)
-        end = self._end(job.running, job)
-        assert job.running.survivors() == []
-        return end
-
-    def ended(self, *numbers: int) -> list[Finished]:
-        finished = [self._end(self.jobs[number].running, self.jobs[number]) for number in numbers]
-        assert [job.running.survivors() for job in self.jobs.values()] == [[] for _ in self.jobs]
-        return finished
-
-    @staticmethod
-    def _end(running: Running, job: Job) -> Finished:
-        end = running.finish()
-        return Finished(end.code, "\n".join([*job.lines, end.out]), end.err)
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-@contextlib.contextmanager
-def cluster(
-    folder: Path,
-    *sizes: int,
-    nnodes: str,
-    spare: int = 0,
-    env: dict[str, str] | None = None,
-    options: tuple[str, ...] = (),
-    rate: str | None = None,
-) -> Iterator[Cluster]:
-    """Hosts with so many ranks each, all of which have joined; and `spare` more without a command."""
-    with hosts(len(sizes) + spare, rate=rate, both_ways=True) as machines:
-        made = Cluster(machines, folder, nnodes, env or {}, ("--no-preload", *options))
-        try:
-            for number, size in enumerate(sizes):
-                made.start(number, size)
-                if number:
-                    made.wait_connected(number)  # they have their ranks in the order in which they come
-            made.first.wait_joined(0, *range(sum(sizes)))
-            yield made
-        finally:
-            made.close()
 
 
 @pytest.mark.slow
@@ -349,27 +219,3 @@ def test_training_loses_a_rank_and_a_link_and_ends_with_the_bits_of_an_undisturb
     descriptors = {path.name: int(path.read_text()) for path in tmp_path.glob("open-*")}
     assert max(descriptors.values()) - min(descriptors.values()) < 8, descriptors  # a connection is 12
     assert samples_of_epochs(tmp_path) == [list(range(elastic_training.SAMPLES))] * elastic_training.EPOCHS
-
-
-def wait_for_files(job: Job, paths: list[Path]) -> None:
-    """Until all are there; the test's own timeout ends the wait."""
-    while not all(path.exists() for path in paths):
-        assert job.running.process.poll() is None, job.running.process.communicate()[0]
-        select.select([], [], [], 0.02)
-
-
-def samples_of_epochs(folder: Path) -> list[list[int]]:
-    """What the steps that counted used: of a step that was done again the last time counts."""
-    lines = [
-        [int(word) for word in line.split()]
-        for path in folder.glob("samples-*")
-        for line in path.read_text().splitlines()
-    ]
-    latest: dict[int, int] = {}
-    for generation, step, *_ in lines:
-        latest[step] = max(latest.get(step, 0), generation)
-    used: list[list[int]] = [[] for _ in range(elastic_training.EPOCHS)]
-    for generation, step, epoch, *samples in lines:
-        if latest[step] == generation:
-            used[epoch] += samples
-    return [sorted(samples) for samples in used]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.elastic.jobs import Job, Strike
 from tests.elastic.programs import Program, differences
-from tests.system.test_run_elastic_hosts import Cluster
+from tests.system.elastic_hosts import Cluster
 
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts

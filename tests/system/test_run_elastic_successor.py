@@ -9,8 +9,6 @@ import csv
 import json
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from tests.system import elastic_trainer
+from tests.system.hosts_apart import HostsApart
 from tests.system.phalanx_command import Finished, run
-from tests.system.test_run_elastic_first_host import await_standbys, find_leader
-from tests.system.test_run_elastic_hosts import Cluster
+from tests.system.standbys import await_standbys, find_leader
 
 from phalanx import CheckpointManager
 from phalanx.report.job_record import JobRecord
@@ -31,36 +29,6 @@ from phalanx.testing.namespaces import hosts
 pytestmark = [pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()), pytest.mark.slow]
 
 SCRIPT = elastic_trainer.__file__
-
-
-class HostsApart(Cluster):
-    """Hosts with names of their own, which run everything in a folder `disk` of their own: it is FOLDER/node-NUMBER."""
-
-    def command_on(self, number: int) -> tuple[str, ...]:
-        name, disk = f"node-{number}", self._folder / "disk"
-        for folder in (disk, self._folder / name):
-            folder.mkdir(exist_ok=True)
-        words = 'hostname "$1"; mount --bind "$2/$1" "$2/disk"; cd "$2/disk"; shift 2; exec "$@"'
-        own = ("unshare", "--uts", "--mount", "sh", "-c", words, "sh", name, str(self._folder))
-        return (*super().command_on(number), *own)
-
-    def ask(self, number: int, *words: str) -> str:
-        """What `phalanx` with these words says on a host."""
-        line = [*self.command_on(number), sys.executable, "-m", "phalanx.cli", *words]
-        return subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
-
-    def scrape(self, number: int) -> str:
-        """What a host's command serves at the address that it has said."""
-        (address,) = [line.split()[-1] for line in self.jobs[number].lines if "metrics at" in line]
-        words = (
-            sys.executable,
-            "-c",
-            f"import urllib.request as r; print(r.urlopen({address!r}, timeout=60).read().decode())",
-        )
-        return subprocess.run([*self.command_on(number), *words], capture_output=True, text=True, check=True).stdout
-
-    def pid(self, number: int) -> int:
-        return self.jobs[number].running.process.pid
 
 
 @dataclass

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from tests.system import elastic_trainer
-from tests.system.test_run_elastic_first_host import await_standbys, find_leader
-from tests.system.test_run_elastic_successor import HostsApart
+from tests.system.hosts_apart import HostsApart
+from tests.system.standbys import await_standbys, find_leader
 
 from phalanx import CheckpointManager
 from phalanx.report.measurements import Measurements

@@ -11,19 +11,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.system.host_commands import _PORT, commands, finish, numbered
 from tests.system.phalanx_command import Finished, Running, start, write_script
 
 from phalanx.coordination.key import Key
 from phalanx.testing import why_no_hosts
-from phalanx.testing.namespaces import Host, hosts
+from phalanx.testing.namespaces import hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
-_PORT = "29477"
 _ADD_UP = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group(sys.argv[1])
@@ -59,35 +58,6 @@ print("running", flush=True)
 while True:
     dist.all_reduce(x)
 """
-
-
-@contextlib.contextmanager
-def commands(machines: list[Host], *lines: tuple[str, ...], key: Key | None = None) -> Iterator[list[Running]]:
-    """One `phalanx` command on each host, all with the job's key; at the end nothing of them is left."""
-    home = str(os.environ.get("TMPDIR", "/tmp"))
-    environ = {"PHALANX_KEY": str(key or Key(bytes(32))), "XDG_CONFIG_HOME": home}
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(start(*line, env=environ, before=machine.command, stderr=subprocess.STDOUT))
-            for machine, line in zip(machines, lines, strict=True)
-        ]
-
-
-def numbered(machines: list[Host], *options: str, script: tuple[str, ...], nproc: str = "2") -> list[tuple[str, ...]]:
-    """The same line on each host, but for its number, as torchrun's static rendezvous has it."""
-    size = str(len(machines))
-    where = ("--master-addr", machines[0].address, "--master-port", _PORT)
-    return [
-        ("run", "--nnodes", size, "--node-rank", str(n), *where, "--nproc-per-node", nproc, *options, *script)
-        for n in range(len(machines))
-    ]
-
-
-def finish(jobs: list[Running]) -> list[Finished]:
-    """How all ended; nothing of them is left on any host."""
-    finished = [job.finish() for job in jobs]
-    assert [job.survivors() for job in jobs] == [[]] * len(jobs)
-    return finished
 
 
 def sums(finished: Finished) -> list[list[str]]:

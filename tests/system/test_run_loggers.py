@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.loggers.test_loggers import rows_of
+from tests.loggers.logged_runs import rows_of
 from tests.system.phalanx_command import run, write_script
 
 TRAINER = """

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.system.host_commands import commands, finish, numbered
 from tests.system.phalanx_command import write_script
-from tests.system.test_run_hosts import commands, finish, numbered
 
 from phalanx.coordination.key import Key
 from phalanx.testing import why_no_hosts

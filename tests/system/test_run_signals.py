@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.system.host_commands import commands, numbered
 from tests.system.phalanx_command import Running, start, write_script
-from tests.system.test_run_hosts import commands, numbered
 
 from phalanx.testing.namespaces import hosts
 

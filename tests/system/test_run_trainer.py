@@ -8,13 +8,13 @@ import re
 import runpy
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # every optimizer imports it at its first step: once here, not once in each rank
+from tests.system.trainer_runs import PHALANX, run
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,14 +26,6 @@ from phalanx.testing import run_ranks
 pytestmark = pytest.mark.timeout(300)  # seconds on an idle machine; whole jobs of several processes on a busy one
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "strategies.py"
-PHALANX = str(Path(sysconfig.get_path("scripts")) / "phalanx")
-
-
-def run(folder, *words, **variables):
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run([*map(str, words)], cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def _mirrored(rank, world_size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.system.test_run_trainer import PHALANX, run
+from tests.system.trainer_runs import PHALANX, run
 
 pytestmark = pytest.mark.timeout(300)  # seconds on an idle machine; whole jobs of several processes on a busy one
 

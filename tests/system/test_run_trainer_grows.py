@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from tests.system.test_run_elastic_hosts import Cluster
+from tests.system.elastic_hosts import Cluster
 
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts

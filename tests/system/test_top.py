@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.system.hanging import _HANG
 from tests.system.phalanx_command import BATCHES, start, write_script
 
 from phalanx.testing import hosts, why_no_hosts
@@ -34,17 +35,6 @@ print("running", flush=True)
 for x in phalanx.progress(batches(), total=1_000_000, live=False) if "progress" in sys.argv else batches():
     model(x).sum().backward()
     time.sleep(0.06 if rank == 1 else 0.001)
-"""
-
-_HANG = """
-import threading, torch, torch.distributed as dist
-dist.init_process_group("phalanx")
-for _ in range(7):
-    dist.all_reduce(torch.ones(1))
-print("running", flush=True)
-if dist.get_rank() == 1:
-    threading.Event().wait()
-dist.all_reduce(torch.ones(1))
 """
 
 
@@ -257,7 +247,7 @@ def test_an_elastic_job_shows_its_steps_its_generation_and_whom_it_has_lost(tmp_
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def test_the_ranks_of_all_hosts_are_shown_on_the_first_and_no_job_is_said(tmp_path: Path) -> None:
-    from tests.system.test_run_hosts import commands, numbered
+    from tests.system.host_commands import commands, numbered
 
     script, over = write_script(tmp_path, _TRAIN), tmp_path / "over"
     with hosts(2) as machines:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from tests.report.chromium import chromium, find_chromium
+from tests.system.hanging import _HANG
 from tests.system.phalanx_command import BATCHES, start, write_script
-from tests.system.test_top import _HANG
 
 pytestmark = pytest.mark.timeout(240)
 

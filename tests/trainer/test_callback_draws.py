@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.shuffling import seed_globals
 from tests.small_models import make_data
-from tests.trainer.test_trainer import make, make_model, weights
+from tests.trainer.trainers import make, make_model, weights
 from torch.utils.data import DataLoader
 
 from phalanx.elastic.generator_states import GeneratorStates

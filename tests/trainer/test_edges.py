@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.small_models import make_data
-from tests.trainer.test_trainer import WithSteps, make, make_model, weights
+from tests.trainer.trainers import WithSteps, make, make_model, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from tests.small_models import make_data
-from tests.trainer.test_trainer import make, make_model
+from tests.trainer.trainers import make, make_model
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset

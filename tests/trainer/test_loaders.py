@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.logs import logged
 from tests.small_models import make_data, mlp
-from tests.trainer.test_trainer import make
+from tests.trainer.trainers import make
 from tests.training import copy_parameters, copy_state, train
 from torch import nn
 from torch.nn import functional as F

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.comparisons import assert_equal
 from tests.small_models import make_data, mlp
-from tests.trainer.test_trainer import weights
+from tests.trainer.trainers import weights
 from tests.training import copy_parameters
 from torch import nn
 from torch.nn import functional as F

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from tests.small_models import make_data
-from tests.trainer.test_trainer import make, weights
+from tests.trainer.trainers import make, weights
 from torch.utils.data import DataLoader
 
 from phalanx.checkpoint import CheckpointManager, inspect

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from tests.small_models import make_data
-from tests.trainer.test_trainer import make, weights
+from tests.trainer.trainers import make, weights
 from torch.utils.data import DataLoader
 
 from phalanx import strategies

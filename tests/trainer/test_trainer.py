@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from tests.small_models import make_data
+from tests.trainer.trainers import WithSteps, make, make_model, weights
 from tests.training import train
 from torch import nn
 from torch.nn import functional as F
@@ -18,22 +19,6 @@ from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 from phalanx.trainer import Callback, EarlyStopping, LambdaCallback
 from phalanx.trainer.metrics import Sums
-
-
-def make_model(dropout=0.0):
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1))
-
-
-def make(model=None, **options):
-    if "strategy" not in options:
-        options["strategy"] = strategies.SingleDeviceStrategy("cpu")
-    options = {"show_progress": False} | options
-    return phalanx.Trainer(model or make_model(), lambda p: torch.optim.AdamW(p, lr=1e-2), F.mse_loss, **options)
-
-
-def weights(trainer):
-    return torch.cat([one.detach().flatten() for one in trainer.strategy.bare_model.state_dict().values()])
 
 
 def test_samples_that_are_batches_already_are_taken_as_they_are():
@@ -276,24 +261,6 @@ def test_a_models_own_forward_stays(tmp_path):
     )
     trainer.fit(DataLoader(make_data(64), 16))
     assert len(calls) == 4
-
-
-class WithSteps(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(6, 1)
-
-    def forward(self, inputs):
-        return self.layer(inputs)
-
-    def training_step(self, batch):
-        inputs, targets = batch
-        return F.mse_loss(self(inputs), targets)
-
-    def validation_step(self, batch):
-        inputs, targets = batch
-        return {"off": (self(inputs) - targets).abs()}
 
 
 def test_the_models_own_steps_are_used_also_inside_of_a_wrapper():

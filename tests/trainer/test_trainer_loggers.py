@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.loggers.test_loggers import rows_of
+from tests.loggers.logged_runs import rows_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.system.host_commands import finish, numbered
 from tests.system.phalanx_command import Finished, Running, start, write_script
 from tests.system.strangers import attacker
-from tests.system.test_run_hosts import finish, numbered
 
 from phalanx.coordination.key import Key
 from phalanx.testing import why_no_hosts

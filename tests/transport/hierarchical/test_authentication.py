@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 from tests.threads import map_in_threads
+from tests.transport.hierarchical.code import Code
 from torch.distributed import recv_object_list, send_object_list  # before ours is asked for
 
 from phalanx.backend.pickles import pickle_authenticator
@@ -21,20 +22,6 @@ from phalanx.testing import why_no_hosts
 from phalanx.transport.authentication import PickleAuthenticator, PickleStream
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
-
-
-class Code:
-    """What runs where its pickle is read: it creates a folder that is named after the process."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return _make_folder, (self.path,)
-
-
-def _make_folder(path):
-    os.makedirs(os.path.join(path, str(os.getpid())))
 
 
 class Shown:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.system.hosts_jobs import on_hosts
-from tests.transport.hierarchical.test_authentication import Code
+from tests.transport.hierarchical.code import Code
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,0 +1,38 @@
+"""A group on a device that has no engine: tensors travel through the host."""
+
+import pytest
+import torch
+from tests.backend.default_group import join_by_file
+
+from phalanx.backend import device_backends
+from phalanx.backend.device_backends import DeviceBackend
+from phalanx.engines.nccl import find_shared_gpu
+
+CPU = torch.device("cpu")
+
+
+def _of_float64(arguments):
+    for argument in arguments[:2]:
+        while isinstance(argument, (list, tuple)) and argument:
+            argument = argument[0]
+        if isinstance(argument, torch.Tensor):
+            return CPU if argument.dtype == torch.float64 else None
+    return None
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where the ranks meet."""
+    return str(tmp_path / "store")
+
+
+def _join(rank, world_size, path, timeout_s=60.0):
+    """A group whose float64 tensors no engine carries."""
+    from phalanx.backend.process_group import devices
+
+    opened = None if world_size == 1 else lambda *_: pytest.fail("NCCL was asked")
+    device_backends.DEVICE_BACKENDS["cpu"] = DeviceBackend(
+        "NCCL", lambda: True, opened, lambda device: "GPU-7", find_shared_gpu
+    )
+    devices.find_device = _of_float64
+    join_by_file(rank, world_size, path, timeout_s)
