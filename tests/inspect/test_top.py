@@ -93,6 +93,19 @@ def test_time_in_an_operation_is_waiting_until_the_last_has_come_and_then_commun
     assert measured.stuck is None
 
 
+def test_the_first_round_of_another_reducer_is_not_the_first_round_of_the_one_before():
+    """Each reducer counts its rounds from 1. A rank that had not come to the second one's first round counted as there,
+    as it had been in the first one's, and the rank that waited for it counted as late.
+    """
+    ours = [all_reduce(1, 1000, 1100, kind=GRADIENTS), all_reduce(1, 2000, 0, kind=GRADIENTS)]
+    theirs = [all_reduce(1, 1050, 1100, kind=GRADIENTS)]
+    measured = measure([host([ours, theirs])], 0)
+    assert measured.stuck is not None
+    assert (measured.stuck.inside, measured.stuck.missing) == (((0, 100),), ((0, 101),))
+    assert measured.lateness == {(0, 101): LatenessOfRank(1, 50 * MS)}
+    assert measured.times[0, 100].waiting_ns == (50 + 3000) * MS
+
+
 def test_overlapping_operations_are_counted_once_and_only_since_the_last_look():
     ours = [all_reduce(1, 1000, 3000), all_reduce(2, 2000, 4000), all_reduce(3, 4500, 0)]
     theirs = [all_reduce(1, 1000, 3000), all_reduce(2, 2000, 4000), all_reduce(3, 4500, 0)]

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from phalanx.core_numbers import BROADCAST, BROADCAST_BUFFERS, GATHER, RECV, REDUCE, SCATTER, SEND
+from phalanx.core_numbers import BROADCAST, BROADCAST_BUFFERS, GATHER, GRADIENTS, RECV, REDUCE, SCATTER, SEND
 from phalanx.inspect.top.look import MAX_OPERATIONS, HostLook, MemberLook, Operation
 
 LONGEST_NS = 10_000_000_000
@@ -175,7 +175,7 @@ def _reaches_back(member: MemberLook) -> int:
 
 def _match(hosts: Sequence[HostLook]) -> list[_Call]:
     """Return the collectives, each with the processes that are known to have called it."""
-    calls: dict[tuple[str, int, int, int, int], _Call] = {}
+    calls: dict[tuple[str, int, int, int, int], list[_Call]] = defaultdict(list)
     for host in hosts:
         # Groups of one name follow each other when the ranks form theirs anew: counted from the newest, hosts agree.
         later: dict[tuple[str, int], int] = defaultdict(int)
@@ -187,12 +187,29 @@ def _match(hosts: Sequence[HostLook]) -> list[_Call]:
                     if operation.kind in (SEND, RECV):
                         continue
                     key = (group.name, group.world_size, number, operation.seq, operation.kind)
-                    call = calls.get(key)
+                    who = (host.node, member.pid)
+                    call = next((call for call in calls[key] if _is_of(operation, who, call)), None)
                     if call is None:
-                        call = calls[key] = _Call(group.name, group.world_size, operation.kind, operation.seq, {}, {})
-                    call.operations[host.node, member.pid] = operation
-                    call.ranks[host.node, member.pid] = member.rank
-    return list(calls.values())
+                        call = _Call(group.name, group.world_size, operation.kind, operation.seq, {}, {})
+                        calls[key].append(call)
+                    call.operations[who] = operation
+                    call.ranks[who] = member.rank
+    return [call for alike in calls.values() for call in alike]
+
+
+def _is_of(operation: Operation, who: HostPid, call: _Call) -> bool:
+    """Return whether a process's operation with the number of `call` belongs to it.
+
+    Each reducer counts its rounds of gradients from 1, and a wrapper makes another reducer after its first step: rounds
+    of one number are the same if no rank had left before another came.
+    """
+    if operation.kind != GRADIENTS:
+        return True
+    return who not in call.operations and all(
+        (not other.leave_ns or operation.enter_ns <= other.leave_ns)
+        and (not operation.leave_ns or other.enter_ns <= operation.leave_ns)
+        for other in call.operations.values()
+    )
 
 
 def _everybody_there(call: _Call) -> int | None:
