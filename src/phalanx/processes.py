@@ -91,8 +91,7 @@ def blocked_signals(numbers: Iterable[int]) -> Iterator[None]:
 
 
 def read_stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat that follow the command's name, the process's state first; none where there
-    is no such process.
+    """Return the fields of /proc/PID/stat behind the command's name, the state first; none if there is no such process.
 
     What proc(5) counts as field N has the index N - 3.
     """

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from phalanx.core_numbers import ALL_REDUCE
+from phalanx.core_numbers import ALL_REDUCE, GRADIENTS
 from phalanx.diagnostics.step_file import OperationRecord
 from phalanx.report.matching import Sampled, match
 
@@ -25,3 +25,25 @@ def test_calls_without_steps_are_all_counted(seed):
     after = draw.randint(0, 100)
     (row,) = match([sampled(rank, [after + seq for seq in kept], 10) for rank in range(2)]).collectives
     assert row.count == pytest.approx(len(kept))
+
+
+def test_rounds_of_two_reducers_with_the_same_numbers_are_different_rounds():
+    """Each reducer counts its rounds. With two wrapped models the first one's round was all waiting, and half
+    of the rounds were not counted.
+    """
+
+    def process(rank):
+        late = 100 * rank
+        operations = [
+            OperationRecord(0, GRADIENTS, seq, 4, at + late, at + 500, 0, 0, 0)
+            for seq in range(1, 11)
+            for at in (seq * 2000, seq * 2000 + 1000)
+        ]
+        return Sampled(rank, [("default", 0, 0)], operations, warm_ns=0.0, end_ns=float("inf"), num_steps=10)
+
+    matched = match([process(0), process(1)])
+    assert matched.num_matched == 20
+    assert matched.collectives[0].count == 20
+    assert sum(matched.splits[0].waiting.values()) == pytest.approx(2 * 100e-9)
+    (late,) = matched.lateness
+    assert (late.rank, late.times, late.lead_s) == (1, 20, pytest.approx(2 * 100e-9))

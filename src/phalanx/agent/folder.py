@@ -122,9 +122,7 @@ def _make(parent: str) -> str:
 
 
 def _lock(path: str) -> int:
-    """Return a descriptor that holds the folder's lock; raise OSError while another process has it, or if the file
-    system has no locks.
-    """
+    """Return a descriptor with the folder's lock; raise OSError if another process has it, or none can be had."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,8 +21,7 @@ from phalanx.agent.environment import Place
 
 @dataclass(frozen=True)
 class HostSeats:
-    """A `HostSeats` is a host of the job: the processes of the seats in `living` live; `refills` says that the others
-    are to be forked.
+    """A `HostSeats` is a host: the processes of the seats in `living` live; `refills`: the others are to be forked.
 
     `name` identifies a host that comes back; `role` is that of its ranks.
     """

@@ -110,8 +110,7 @@ def format_own_lines(error: BaseException) -> str:
 def find_place(error: BaseException) -> str:
     """Return the place of the traceback's innermost line that is the user's own, as `train.py:88`, or "".
 
-    What was raised inside of a library is placed where the user called it: that is the line to look at first, and the
-    traceback shows the rest.
+    What a library raised is placed where the user called it: that line is to be read first; the traceback has the rest.
     """
     if isinstance(error, SyntaxError) and error.filename and os.path.exists(error.filename):
         return f"{os.path.basename(error.filename)}:{error.lineno}"  # the traceback ends at the import of that file

@@ -78,8 +78,7 @@ class ZygoteProcess:
 
         `room` is the number of bytes that the ranks will need for the words that `ps` shows of them.
 
-        `sessions` are those of earlier zygotes, whose ranks live. `spare`: the zygote is this spare, whose own zygote
-        has ended.
+        `sessions` are those of earlier zygotes, whose ranks live. `spare`: the zygote is this spare, its own has ended.
         """
         self.has_forked = False  # whether it has forked, or was told to
         self._environment, self._preload, self._warm, self._room = environment, preload, warm, room

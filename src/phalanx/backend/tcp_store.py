@@ -1,7 +1,6 @@
 """Open the job's store at an address: rank 0 keeps it, all others connect, and nobody waits there for late ranks.
 
-What stands in the way is told as soon as it is known: a port that another process has, or one where something answers
-that is no store.
+Obstacles are reported at once: a port that another process has, or one where something answers that is no store.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ _JAGGED = {"torch.nested", "torch._dynamo"}  # what torch.load wants to be impor
 class Item:
     """`Item` is a leaf of the state: a tensor, or a value as text.
 
-    `shape` has -1 for a dimension in which the parts of a nested tensor differ. `pieces` is the number of pieces in
-    which the ranks wrote it.
+    `shape` has -1 for dimensions in which the parts of a nested tensor differ; the ranks wrote it in `pieces` pieces.
     """
 
     name: str

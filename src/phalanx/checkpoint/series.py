@@ -184,8 +184,7 @@ class CheckpointManager:
             saving.start(lambda error: self._failed.report(self._explain(peers, saving.step, error)))
 
     def wait(self) -> Path | str | None:
-        """Wait until what `async_save` began is on the disk, and return where it is; None if there was nothing to wait
-        for. All ranks call it.
+        """Wait until what `async_save` began is on the disk, and return where; None if nothing was. All ranks call it.
 
         Raises:
             CheckpointError: the last save failed; on every rank.

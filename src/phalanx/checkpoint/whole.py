@@ -59,8 +59,7 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
 
 
 def hand_on(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, BinaryIO | None]:
-    """Return what is wrong with the file at `path`, or else the file: rank 0's own, and the other ranks' copy of it.
-    All ranks call it.
+    """Return what is wrong with the file at `path`, or else the file, a copy on other ranks. All ranks call it.
 
     Cost: where all ranks are on one machine and see that very file, each compares the checksum of its share, and the
     system has the file in memory by then; nothing is sent. Else rank 0 reads it once, and broadcasts it in pieces of

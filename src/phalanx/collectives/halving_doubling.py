@@ -107,9 +107,7 @@ def neighbours(name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Calla
 
 
 def all_reduce(world_size: int) -> Schedule:
-    """Return a schedule that folds, halves, doubles and unfolds: 2 log2 Q steps and 2S(Q-1)/Q bytes, plus 2 steps and S
-    bytes if P is not Q.
-    """
+    """Return a schedule that folds, halves, doubles, unfolds: 2 log2 Q steps and 2S(Q-1)/Q bytes; 2 and S if folded."""
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=False)
     phases = (

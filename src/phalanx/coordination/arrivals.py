@@ -1,7 +1,6 @@
 """`Arrivals` are the ranks that have come to a group's start, in the order in which they came, as a store has them.
 
-The keys of start number `n` begin with `n`; the key `bootstrap` has the number of the start that is going on, and how
-the one before has ended.
+The keys of start number `n` begin with `n`; `bootstrap` has the present start's number, and how the last one ended.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@
     rank ─ GET facts#once ──────▶ GET facts#once   and the value is kept: it never changes
     rank ─ whatever else ───────▶ the same         in the rank's own name
 
-So a start of a group, in which all ranks of a host ask the same, costs the coordinator as much for eight ranks of a
-host as for one.
+So a start of a group, in which all ranks of a host ask the same, costs the coordinator one request a host.
 """
 
 from __future__ import annotations

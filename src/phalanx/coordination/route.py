@@ -39,8 +39,7 @@ class NoRouteError(Exception):
 
 
 def find_route(place: Address, deadline: Deadline) -> Route:
-    """Return the first address of `place` that takes a connection. The addresses are tried in parallel, each a little
-    after the one before.
+    """Return the first address of `place` that takes a connection; they are tried in parallel, each a little later.
 
     Raises:
         NoRouteError: none did within the time (a few seconds for each address, or `deadline`).

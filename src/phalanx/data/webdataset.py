@@ -30,8 +30,7 @@ def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
             address (`pipe:...`) by webdataset.
         options: of `Stream`. Without `lengths`, the headers of files here are read once; others are read whole.
 
-    Cost: a tar file of this machine that is not compressed is read by index: when it is opened, its headers are read.
-    All others are read on.
+    Cost: an uncompressed tar file of this machine is read by index, from its headers. All others are read on.
 
     Raises:
         ModuleNotFoundError: webdataset is not installed.

@@ -58,8 +58,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     supported is refused by name. Gradients are averaged once per backward, not once per forward: two forwards followed
     by their two backwards give the right mean.
 
-    A process that you fork shares `.grad` with this one, because it is not copied on write. Clone before the fork what
-    the child should read.
+    A process that you fork shares `.grad` with this one (no copy on write). Clone before the fork what it should read.
 
     Two arguments are additions of Phalanx. With `sync_batchnorm=True` BatchNorm layers normalize over all ranks'
     batches (`phalanx.SyncBatchNorm`); with "auto" they do so if a rank's first batch has fewer than 16 samples, and the

@@ -62,9 +62,7 @@ def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
 
 
 def put_in_order(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """Return the records with times that never go back: where the clock did (a machine restored from a snapshot), as if
-    it had stood still.
-    """
+    """Return the records with times that never go back; if the clock did (a restored snapshot), it stands still."""
     ordered: list[StepRecord] = []
     for record in records:
         begin = max(record.begin, ordered[-1].end) if ordered else record.begin

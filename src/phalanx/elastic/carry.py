@@ -121,9 +121,7 @@ def carry(tensors: Sequence[Tensor], source: int, receivers: Collection[int], gr
 
 @contextlib.contextmanager
 def own_clock(group: Any, nbytes: int) -> Iterator[None]:
-    """Let operations of `group`, while this is entered, also take as long as moving `nbytes` takes; `nbytes` is the
-    same on all ranks.
-    """
+    """Let operations of `group` also take as long as moving `nbytes` takes; `nbytes` is the same on all ranks."""
     ours = phalanx_group(group)
     assert ours is not None  # elastic.run forms no other groups
     timeout_s = ours._timeout_s

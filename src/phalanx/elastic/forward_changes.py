@@ -14,8 +14,7 @@ from torch import Tensor
 class ForwardChanges:
     """`ForwardChanges` watches `tensors`, which no optimizer updates; the steps show which of them forwards change.
 
-    A change through `.data` changes no version, so that the first step compares values: one that is changed so in later
-    steps only is not found.
+    A change through `.data` changes no version, so the first step compares values: later ones alone are not found.
 
     Cost: a look at the number of changes of each tensor, twice a step; and a copy, before each step, of those that
     forwards change. In the first step all are copied, and compared with the copies.

@@ -66,8 +66,7 @@ def hosts_of(group: Any) -> Sequence[Sequence[int]]:
 class RecordCopies:
     """`RecordCopies` sends this rank's records to its keepers, and keeps those of its wards. Building it is collective.
 
-    `slots` are this rank's, `kept` those into which the records of each ward go. A record is valid only if its first
-    word is its number.
+    `slots` are this rank's, `kept` those for the wards' records. A record is valid only if it begins with its number.
 
     Cost: one message to each of two hosts in a step, with the blocks that differ from the record before (random states
     that were drawn from, buffers that have changed), and as many messages from other hosts.

@@ -58,8 +58,7 @@ _SLOTS = 3
 class Said(NamedTuple):
     """A `Said` is the answers of all ranks in a commit.
 
-    They say whether the ranks' small states differ, whether a rank draws or changes buffers behind its backward, and
-    how much room they ask for.
+    They say whether ranks' small states differ, whether a rank draws or changes buffers unseen, and the room they want.
     """
 
     differ: bool

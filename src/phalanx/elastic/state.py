@@ -269,9 +269,7 @@ class State:
         return {**self._position.sampler.state_dict(), "epoch": mark.epoch, "consumed": mark.consumed}
 
     def load_data_position(self, position: dict[str, Any] | None) -> None:
-        """Set the data's position, before `phalanx.elastic.run`. `load_state_dict` does this; call it if you restore
-        the rest by other means.
-        """
+        """Set the data's position, before `phalanx.elastic.run`. `load_state_dict` does so; else call it."""
         if self._position is not None and position is not None:
             self._position.sampler.load_state_dict(position)
             self._mark = Mark(position["epoch"], None, position["consumed"])

@@ -142,9 +142,7 @@ class JobSpec:
 
 
 def choose_metrics(metrics: tuple[str, int] | None) -> tuple[str, int] | None:
-    """Return where each host serves its numbers, if the first one does at `metrics`; None where that is an address of
-    the first host alone.
-    """
+    """Return where each host serves its numbers, if the first does at `metrics`; None if that is its address alone."""
     return metrics if metrics is not None and metrics[0] in _OF_EVERY_HOST else None
 
 

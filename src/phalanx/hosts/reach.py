@@ -11,8 +11,7 @@ before this host's ranks start.
                ── reach: all ports ──▶ every other one, which tries them ── reached: what came back ──▶
                ── start (or tried, where somebody has gone meanwhile) ──▶ every other one, which closes its port
 
-Any client can have something signed by asking. The signature is made with a key of its own (`Key.reach_secret`), and so
-of no use anywhere else.
+Any client can have something signed. The signing key is its own (`Key.reach_secret`), and of no use elsewhere.
 """
 
 from __future__ import annotations

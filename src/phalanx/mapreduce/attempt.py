@@ -92,8 +92,7 @@ def plan_owners(partitions: Sequence[int], finished: Mapping[int, int], world_si
 
 
 def meet(team: Team, job: MapReduceJob, held: Held) -> tuple[str, dict[int, int], set[int]]:
-    """Agree on the plan; return the prefix of this membership's keys, which rank has finished which partition, and the
-    tasks with an output.
+    """Agree on the plan; return this membership's prefix of keys, who finished which partition, and tasks with output.
 
     Raises:
         ValueError: the ranks have called with different arguments.
@@ -278,8 +277,7 @@ def _shuffle(
 ) -> Iterator[tuple[int, Iterator[bytes]]]:
     """Yield the partitions of this rank, each with its buckets in the order of tasks and runs.
 
-    What a rank has for another is one stream, ordered by partition, task and run; from the reports both know where in
-    it each bucket lies.
+    What a rank has for another is one stream, ordered by partition, task and run; both know where in it buckets lie.
     """
     own = {rank: sorted(p for p, owner in owners.items() if owner == rank) for rank in range(team.size)}
     made = {rank: [task for task in sorted(makers) if makers[task] == rank] for rank in range(team.size)}

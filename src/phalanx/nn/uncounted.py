@@ -13,8 +13,7 @@ _open_marks: list[None] = []
 def uncounted_batch() -> Iterator[None]:
     """Mark the forward and backward inside as those of a batch that is in no mean: its loss is multiplied by zero.
 
-    Layers that span ranks take part in their collectives with no value, so that the other ranks get what they would
-    get without this one.
+    Layers that span ranks take part in their collectives with no value, so that the others get the same as without.
     """
     _open_marks.append(None)
     try:

@@ -82,8 +82,7 @@ class ShardedState(Optimizer):
         }
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on rank `to` of the group that the optimizer was given, where `state_dict` gives it
-        until the next step.
+        """Gather the whole state on rank `to` of the optimizer's group, for `state_dict` there until the next step.
 
         All ranks call it.
         Cost: rank `to` holds the state of all ranks.

@@ -51,9 +51,7 @@ class Pump:
 
     @property
     def pipes(self) -> tuple[int, ...]:
-        """Return the pipes to wait on; there are none while our own output is held up, so that the ranks wait, and our
-        memory does not grow.
-        """
+        """Return the pipes to wait on; none while our own output is held up: the ranks wait, and our memory stays."""
         return () if self.viewer.full else tuple(self._pipes)
 
     def read(self, fd: int, before_it: Callable[[], object] = lambda: None) -> bool:

@@ -226,8 +226,7 @@ class Pipeline(StageModule):
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of a mini-batch, add to the parameters' `grad`, and return the loss on every rank.
 
-        All ranks call it together. The first rank needs the model's arguments, the last the target; others may pass
-        None.
+        All ranks call it together. The first needs the model's arguments, the last the target; others may pass None.
 
         Shape: inputs and targets (N, ...), the loss ().
         Cost: beside the model's own work, a message per micro-batch and cut; where ranks share memory, without the

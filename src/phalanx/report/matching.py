@@ -72,7 +72,8 @@ class _Entry:
 
 def match(processes: Sequence[Sampled]) -> Matched:
     """Match the collectives of processes that were in the same groups."""
-    calls: dict[tuple[tuple[str, int, int], int, int], list[_Entry]] = defaultdict(list)
+    calls: dict[_Key, list[_Entry]] = defaultdict(list)
+    seen: dict[tuple[int, tuple[str, int, int], int, int], int] = defaultdict(int)
     members: dict[tuple[str, int, int], set[int]] = defaultdict(set)
     for number, process in enumerate(processes):
         for op in process.operations:
@@ -91,7 +92,9 @@ def match(processes: Sequence[Sampled]) -> Matched:
                 PHASES[phase] if 0 <= phase < len(PHASES) else "other",
                 op.num_bytes,
             )
-            calls[group, int(op.kind), int(op.seq)].append(entry)
+            kind, seq = int(op.kind), int(op.seq)
+            calls[group, kind, seq, seen[number, group, kind, seq]].append(entry)
+            seen[number, group, kind, seq] += 1  # each reducer counts its rounds of gradients
     whole = {
         key: entries for key, entries in calls.items() if len({e.process for e in entries}) == len(members[key[0]]) > 1
     }
@@ -99,7 +102,7 @@ def match(processes: Sequence[Sampled]) -> Matched:
     late: dict[int, list[float]] = defaultdict(list)
     scales = _scales(calls, whole, [not process.num_steps for process in processes])
     steps = [max(1, process.num_steps) for process in processes]
-    for (group, kind, _), entries in whole.items():
+    for (group, kind, *_), entries in whole.items():
         come = max(entry.enter for entry in entries)
         *_, before, last = sorted(entries, key=lambda entry: entry.enter)
         late[last.process].append((last.enter - before.enter) * scales[group, kind == GRADIENTS, last.process])
@@ -115,7 +118,8 @@ def match(processes: Sequence[Sampled]) -> Matched:
     return Matched(splits, _summarise(whole, scales), lateness, len(whole))
 
 
-_Calls = Mapping[tuple[tuple[str, int, int], int, int], Sequence[_Entry]]
+_Key = tuple[tuple[str, int, int], int, int, int]  # group, kind, number, how many there were before of that number
+_Calls = Mapping[_Key, Sequence[_Entry]]
 _Scales = Mapping[tuple[tuple[str, int, int], bool, int], float]
 
 
@@ -129,10 +133,10 @@ def _scales(calls: _Calls, whole: _Calls, is_from_start: Sequence[bool]) -> _Sca
     """
     seqs: dict[tuple[tuple[str, int, int], bool, int], list[int]] = defaultdict(list)
     known: dict[tuple[tuple[str, int, int], bool], int] = defaultdict(int)
-    for (group, kind, seq), entries in calls.items():
+    for (group, kind, seq, _), entries in calls.items():
         for entry in entries:
             seqs[group, kind == GRADIENTS, entry.process].append(seq)
-    for group, kind, _ in whole:
+    for group, kind, *_ in whole:
         known[group, kind == GRADIENTS] += 1
     return {
         key: max(1.0, (max(of) - (1 if is_from_start[key[2]] else min(of)) + 1) / known[key[:2]])
@@ -143,7 +147,7 @@ def _scales(calls: _Calls, whole: _Calls, is_from_start: Sequence[bool]) -> _Sca
 
 def _summarise(whole: _Calls, scales: _Scales) -> tuple[Collectives, ...]:
     rows: dict[tuple[int, float, int], list[tuple[float, float, float]]] = defaultdict(list)
-    for (group, kind, _), entries in whole.items():
+    for (group, kind, *_), entries in whole.items():
         come, gone = max(e.enter for e in entries), max(e.leave for e in entries)
         waited = sum(min(come, e.leave) - e.enter for e in entries if e.leave > e.enter) / len(entries)
         num_bytes = max(e.num_bytes for e in entries)

@@ -48,8 +48,7 @@ class Strategy(Inputs, ABC):
         for x, y in strategy.loader(dataset, batch_size=64):       # 64 over all replicas
             loss = strategy.step(x, y)
 
-    A replica is a copy of the model that is trained on its part of each global batch: a rank, or several ranks that
-    hold the parts of one copy.
+    A replica is a copy of the model trained on its part of each global batch: a rank, or several with its parts.
     """
 
     name: str
@@ -322,8 +321,7 @@ class Strategy(Inputs, ABC):
         return {"model": self._model, "optimizer": self._optimizer, **({"scaler": self.scaler} if self.scaler else {})}
 
     def finish(self) -> None:
-        """End the training after the last step: replicas that train apart hold their last round, and have one model.
-        All ranks call it.
+        """End the training: replicas that train apart hold their last round, and have one model. All ranks call it.
 
         It does nothing under other strategies. Call it before a last evaluation; `close` does it, too.
         """

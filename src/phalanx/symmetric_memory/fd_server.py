@@ -1,7 +1,6 @@
 """Hand file descriptors to the other ranks of a host, who come in at a `LocalListener`.
 
-They begin with a message that has its token and their rank. A connection that sends nothing does not hold up the
-others.
+They begin with a message of its token and their rank. A connection that sends nothing does not hold up the others.
 """
 
 from __future__ import annotations

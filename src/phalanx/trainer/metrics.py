@@ -32,8 +32,7 @@ def num_samples(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class SummedMetric:
-    """`SummedMetric` is a metric other than a mean over samples: `compute` gets the results of `count`, summed over all
-    batches of all ranks.
+    """`SummedMetric` is no mean over samples: `compute` gets the results of `count`, summed over batches and ranks.
 
         recall = SummedMetric(
             lambda result, target: torch.stack([(result.argmax(1) * target).sum(), target.sum()]),
@@ -60,9 +59,7 @@ def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, 
 
 
 class Sums:
-    """`Sums` are what a validation counts, by name. They are exact with uneven last batches, and with other numbers of
-    batches on each rank.
-    """
+    """`Sums` are what a validation counts, by name, exact with uneven last batches and numbers of batches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -44,9 +44,7 @@ class PickleAuthenticator:
     """It is one rank's side of a group's streams: the key, and the number of messages sent and received in each."""
 
     def __init__(self, secret: str, group: str) -> None:
-        """Derive the key from `secret`, which the ranks of the group share and nobody else knows. `group` is the
-        group's name in messages.
-        """
+        """Derive the key from `secret`, which only the group's ranks know. `group` is its name in messages."""
         self.key = hmac.digest(secret.encode(), b"phalanx pickles between hosts", "sha256")
         self._group = group
         self._lock = threading.Lock()

@@ -91,8 +91,7 @@ def flat(tensor: Tensor) -> Tensor:
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a block that holds the elements in the tensor's memory order; ranks must agree.
 
-    They are the tensor's own if it is dense, else those of a contiguous one. The stride of a dimension of 1 does not
-    matter, and is 1 here.
+    They are the tensor's own if it is dense, else a contiguous one's. The stride of a dimension of 1 is 1.
     """
     if tensor.layout is not torch.strided:
         return ()

@@ -81,8 +81,7 @@ def authenticate_object_collectives() -> None:
 def number_object_collectives() -> None:
     """Let each call of an object collective be known where its pickles are made and read, until torch authenticates.
 
-    The functions are wrapped inside of torch's own wrapper around each, so that whoever has imported them by name,
-    before this, calls the same.
+    The functions are wrapped inside of torch's own wrapper, so that earlier imports by name call the same.
     """
     c10d: Any = distributed_c10d()
     for name in _COLLECTIVES:

@@ -166,8 +166,7 @@ def to_json(host: HostLook) -> str:
 
 
 def from_json(text: str, name: str, offset_ns: int) -> HostLook | str:
-    """Return the look that `to_json` wrote on a host that people call `name` and whose clock is `offset_ns` behind
-    ours; or why there is none.
+    """Return the look that `to_json` wrote on a host called `name`, whose clock is `offset_ns` behind ours, or why not.
 
     Raises:
         ValueError, KeyError, TypeError: the text is no look.

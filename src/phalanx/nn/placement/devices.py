@@ -23,8 +23,7 @@ class Room:
 
 
 def read_rooms(devices: Sequence[DeviceId] | Mapping[DeviceId, int | str]) -> list[Room]:
-    """Return the devices in their order. They come as names, numbers of accelerators and torch.devices; sizes come in
-    bytes or as '10 GiB'.
+    """Return the devices in order. They come as names, numbers or torch.devices; sizes in bytes or as '10 GiB'.
 
     Raises:
         ValueError: there is none, one is no device, or a size is none. All that is wrong is told.

@@ -51,8 +51,7 @@ class GlooFailed(Exception):
 class GlooSession(StoreReports, EngineSession):
     """A `GlooSession` is one rank's side of a group over Gloo.
 
-    `names` is what people call each rank's process, 'pid 17 on node3'; `has_ended` says of a rank whether its process
-    is known to be gone.
+    `names` is what people call each rank's process, 'pid 17 on node3'; `has_ended` says whether a rank's is gone.
     """
 
     is_interruptible = False

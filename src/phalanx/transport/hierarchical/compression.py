@@ -53,9 +53,7 @@ class Compression:
         return self._dtype is not None and dtype == torch.float32
 
     def begin(self, buffer: Tensor, *, key: int) -> Tensor | None:
-        """Add to `buffer` what the last rounding took from the tensor known as `key`; return where to put what this one
-        takes, if it is kept.
-        """
+        """Add to `buffer` what the last rounding took from tensor `key`; return where to put this one's, if kept."""
         if not self._feedback:
             return None
         name = (key, buffer.numel())
