@@ -1,11 +1,9 @@
-"""The same mistake is told in the same words whatever carries the group: shared memory, hosts, Gloo alone, MPI.
+"""The same mistake is told in the same words whatever carries the group: shared memory, hosts, Gloo alone.
 
 There were three wordings: only shared memory said where the ranks diverged, whose timeout to raise, and what a rank
 that was lost had done last.
 """
 
-import os
-import pickle
 import re
 import time
 from datetime import timedelta
@@ -14,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.mpi_jobs import mpi_job
 from tests.system.hosts_jobs import on_hosts
 
 from phalanx.backend import create
@@ -74,30 +71,19 @@ def mistakes(rank, folder):
     return seen
 
 
-def mpi_mistakes():
-    dist.init_process_group("mpi", timeout=timedelta(seconds=20))
-    folder = os.environ["MISTAKES_FOLDER"]
-    seen = mistakes(dist.get_rank(), folder)
-    Path(folder, str(dist.get_rank())).write_bytes(pickle.dumps(seen))
-    dist.barrier()  # the first rank that ends may end the job: some operations never end
-
-
 def told_by(transport, folder, monkeypatch):
     """What each of two ranks is told of each mistake."""
     if transport == "Gloo":
         monkeypatch.setattr(create, "_core", None)  # as without a C compiler
     if transport in ("shared memory", "Gloo"):
         return run_ranks(lambda rank, world_size: mistakes(rank, folder), 2)
-    if transport == "hosts":
-        if reason := why_no_hosts():
-            pytest.skip(reason)
-        return on_hosts((1, 1), lambda rank, world_size, machines: mistakes(rank, folder))
-    mpi_job(mpi_mistakes, 2, variables={"MISTAKES_FOLDER": str(folder)})
-    return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(2)]
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    return on_hosts((1, 1), lambda rank, world_size, machines: mistakes(rank, folder))
 
 
 @pytest.mark.slow(but=("shared memory",))
-@pytest.mark.parametrize("transport", ["shared memory", "hosts", "Gloo", "MPI"])
+@pytest.mark.parametrize("transport", ["shared memory", "hosts", "Gloo"])
 def test_a_mistake_is_told_in_the_same_words(transport, tmp_path, monkeypatch):
     told = told_by(transport, tmp_path, monkeypatch)
     for rank in range(2):

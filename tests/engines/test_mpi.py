@@ -1,8 +1,5 @@
 """The MPI engine under MPICH's and Open MPI's own mpiexec."""
 
-import subprocess
-import sys
-
 import pytest
 from tests.engines.mpi_checks import engine_checks
 from tests.mpi_jobs import mpi_job
@@ -48,18 +45,3 @@ def test_a_wait_ends_at_its_deadline(ranks):
 def test_close_wakes_the_waits_of_this_rank_and_of_its_peers(ranks):
     assert ranks[0]["closing"] == "EngineClosed: this rank has left the group"
     assert [seen["closing"] for seen in ranks[1:]] == ["left by 0"] * 2
-
-
-def start(code, **variables):
-    script = (
-        "import sys\nfrom phalanx.engines.mpi import Launcher, start\nfrom phalanx.errors import PhalanxError\n"
-        f"{code}\ntry:\n    start(launcher)\nexcept PhalanxError as error:\n    print(error)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={"PATH": "/usr/bin", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout + done.stderr

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.staged import _join
-from tests.mpi_jobs import mpi_job
 from tests.parity.overload_calls import LEFT_OUT, every_call, overloads
 from tests.system.hosts_jobs import on_hosts
 
@@ -25,11 +24,6 @@ def _staged(rank, world_size, path):
     _join(rank, world_size, path)
     dist.all_reduce(torch.ones(1, dtype=torch.float64))  # at which the ranks agree how they carry such
     return every_call(rank, world_size, torch.float64)
-
-
-def _over_mpi():
-    dist.init_process_group("mpi")
-    return every_call(dist.get_rank(), dist.get_world_size())
 
 
 _gloos = {}
@@ -88,9 +82,3 @@ def test_every_overload_with_tensors_of_a_device_through_the_host(tmp_path):
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def test_every_overload_between_hosts():
     _assert_as_gloo(on_hosts((1, 1), _every_call, run_s=120), 2)
-
-
-@pytest.mark.slow
-def test_every_overload_over_mpi():
-    outcome = mpi_job(_over_mpi, 2)
-    _assert_as_gloo([outcome.returned[rank] for rank in range(2)], 2)

@@ -344,7 +344,7 @@ def interrupted(rank, world_size):
         assert error.ranks == (1,), error
         assert "interrupted" in str(error), error
     dist.barrier()
-    if rank == 0:  # who comes later hears it too; over MPI at the next call: all had come to the first
+    if rank == 0:  # who comes later hears it too
         error = _raised(PeerLostError, lambda: (dist.barrier(group), dist.barrier(group)))
         assert error.ranks == (1,), error
     dist.barrier()

@@ -55,7 +55,7 @@ def test_a_head_has_one_size_however_long_the_words_are():
 
 
 def test_a_call_that_comes_again_is_described_once():
-    """Gloo and MPI hashed the fingerprint of every call anew, with the words in it."""
+    """Gloo hashed the fingerprint of every call anew, with the words in it."""
     tensor = torch.zeros(3, 4)
     call = describe_call("all_reduce", tensor, "train.py:88", redop=0)
     assert call == CALL

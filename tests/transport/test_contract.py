@@ -5,7 +5,6 @@ import signal
 
 import pytest
 import torch.distributed as dist
-from tests.mpi_jobs import mpi_job
 from tests.system.hosts_jobs import on_hosts
 from tests.transport import contract
 
@@ -46,18 +45,6 @@ def test_gloo_keeps_the_contract(monkeypatch):
 def test_several_hosts_keep_the_contract(monkeypatch, sizes, most_direct):
     monkeypatch.setattr(bruck, "MOST_DIRECT", most_direct)  # of more hosts leaders forward each other's messages
     assert on_hosts(sizes, _all, run_s=100) == ["HierarchicalTransport"] * WORLD
-
-
-def over_mpi():
-    dist.init_process_group("mpi")
-    return _all(dist.get_rank(), dist.get_world_size())
-
-
-@pytest.mark.slow
-def test_mpi_keeps_the_contract():
-    outcome = mpi_job(over_mpi, WORLD)
-    # It ends with MPI_Abort: some operations never ended, as they were to fail.
-    assert outcome.returned == dict.fromkeys(range(WORLD), "MpiTransport"), outcome.output
 
 
 def test_shared_memory_names_a_rank_that_was_killed():

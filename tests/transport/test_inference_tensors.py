@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from tests.mpi_jobs import mpi_job
 from tests.system.hosts_jobs import on_hosts
 
 from phalanx.backend import create
@@ -79,14 +78,3 @@ def test_shared_memory_writes_tensors_of_inference_mode():
 def test_gloo_writes_tensors_of_inference_mode(monkeypatch):
     monkeypatch.setattr(create, "_core", None)
     assert all(run_ranks(_check_all, 2, timeout=100))
-
-
-def over_mpi():
-    dist.init_process_group("mpi")
-    return _check_all(dist.get_rank(), dist.get_world_size())
-
-
-@pytest.mark.slow
-def test_mpi_writes_tensors_of_inference_mode():
-    outcome = mpi_job(over_mpi, 2)
-    assert outcome.returned == {0: True, 1: True}, outcome.output

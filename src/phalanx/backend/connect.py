@@ -57,7 +57,7 @@ def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure
     """
     if settings.engine == "mpi":
         # it is not imported at the top, since it is for those who have mpi4py
-        from phalanx.backend.mpi.start import start_together
+        from phalanx.backend.mpi_start import start_together
         from phalanx.engines.mpi import MpiEngine
 
         rank, size = group.rank, len(group.infos)

@@ -150,7 +150,7 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
         else:
             assert server is not None
             transport = _connect(server, bootstrap, options, settings, deadline)
-    leave_at_exit()
+    _leave_at_exit()
     return transport
 
 
@@ -401,7 +401,7 @@ _exit_watched = False
 _exit_reason = ""
 
 
-def leave_at_exit() -> None:
+def _leave_at_exit() -> None:
     """Tell the peers at exit how this process ended without `destroy_process_group`, before MPI waits for all."""
     global _exit_watched
     atexit.unregister(_leave)

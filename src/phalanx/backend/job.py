@@ -81,7 +81,7 @@ def init(
         refuse_unknown_backend(name, "phalanx.init")
         if rank is not None and world_size is not None:
             _join_as(name, rank, world_size, init_method, limit)
-        elif "RANK" in os.environ or init_method is not None or name == "mpi":  # MPI knows who we are, also alone
+        elif "RANK" in os.environ or init_method is not None or name == "mpi":  # it finds out who we are
             _join_environment(name, init_method, limit)
         elif (launch := find_launch(os.environ)) is not None:
             _join_launch(name, launch, limit)

@@ -21,7 +21,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
-from torch.distributed import FileStore, TCPStore
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.backend import store_errors
@@ -30,7 +31,14 @@ from phalanx.backend.start import launched
 from phalanx.backend.store_errors import explained
 from phalanx.backend.tcp_store import keeps, open_store
 from phalanx.coordination.agent_file import LostHost, read_lost, read_store
-from phalanx.coordination.launchers import COORDINATOR, Launch, find_agents_store, find_launch, mpi_launch
+from phalanx.coordination.launchers import (
+    COORDINATOR,
+    Launch,
+    find_agents_store,
+    find_incomplete_environment,
+    find_launch,
+    mpi_launch,
+)
 from phalanx.coordination.slurm_address import find_address
 from phalanx.deadline import Deadline
 from phalanx.diagnostics.observer import fetch_store
@@ -267,10 +275,15 @@ def _store_of_agent(path: str) -> str:
     return f"/proc/self/fd/{fd}"
 
 
-def mpi_rendezvous(deadline: Deadline) -> StoreAddress | None:
-    """Return where the ranks of an `mpiexec` meet; None in a process that none has started."""
-    launch = mpi_launch(os.environ)
-    return None if launch is None else join(launch, deadline)
+def mpi_rendezvous(timeout: timedelta) -> StoreAddress:
+    """Return where the ranks of backend "mpi" meet, as `env://` says; a process that no launcher started is alone."""
+    is_spawned = multiprocessing.parent_process() is not None
+    is_told = "RANK" in os.environ or find_launch(os.environ) is not None
+    if not is_told and not find_incomplete_environment(os.environ, is_spawned=is_spawned):
+        return HashStore(), 0, 1
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return PrefixStore("default_pg", store), rank, world_size
 
 
 def join(launch: Launch, deadline: Deadline) -> StoreAddress:
@@ -379,7 +392,12 @@ def _at_first_host(launch: Launch, deadline: Deadline) -> Any:
 
 
 def _across_hosts(launch: Launch, deadline: Deadline) -> Any:
-    """Return the store of an MPI job on several hosts: rank 0 keeps it, and says through MPI where it is."""
+    """Return the store of an MPI job on several hosts: rank 0 keeps it, and says through MPI where it is.
+
+    Raises:
+        DeadlineError: rank 0 did not come.
+        PhalanxError: MPI cannot be started, or rank 0 cannot be reached; the message says where it was looked for.
+    """
     here = f"init_process_group under {launch.launcher} on rank {launch.rank}"
     if problem := why_not(launcher()):
         raise PhalanxError(
@@ -387,16 +405,6 @@ def _across_hosts(launch: Launch, deadline: Deadline) -> Any:
             f"hosts need MPI to meet, or an address.\n{problem}\n"
             "Or set MASTER_ADDR to the first host's name and MASTER_PORT to a free port (mpiexec -x or -genv)."
         )
-    return store_through_mpi(here, deadline)
-
-
-def store_through_mpi(here: str, deadline: Deadline) -> Any:
-    """Return a store for all ranks of MPI_COMM_WORLD, at a free port of rank 0's host. All of them call it.
-
-    Raises:
-        DeadlineError: rank 0 did not come.
-        PhalanxError: MPI cannot be started, or rank 0 cannot be reached; the message says where it was looked for.
-    """
     runtime = start(launcher())
     words = b""
     if runtime.rank == 0:

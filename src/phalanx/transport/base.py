@@ -3,7 +3,6 @@
     shared_memory   the ranks of one host                              memory that all of them map
     hierarchical    ranks on several hosts                             memory in each, an engine between
     gloo            ranks that can't share memory, or have no core     torch's Gloo
-    mpi             ranks that MPI started                             MPI's own collectives
 
 **Order.** All ranks call the same collectives of a group in the same order. Every one carries a fingerprint (sequence
 number, operation, dtype, element count, root, reduction), which the ranks compare before a tensor changes. One

@@ -12,18 +12,18 @@ names where torch looks backends up, and the rest is applied at first use: when 
     FileStore's queues                   it has them, being the store of `phalanx run`  in a rank of `phalanx run`
     FileStore's append, delete, errors   they are TCPStore's, as the store is chosen by us  in a rank of `phalanx run`
     PrefixStore's queues, list of keys   it passes them on to a store in Python         as the two above, or for a group
-    env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" is asked for
-    file://                              it refuses a file that no store has written    "phalanx" is asked for
-    monitored_barrier                    it takes our groups, which torch refuses       "phalanx" is asked for
+    env://, tcp://                       they work under mpiexec, and say who is where  "phalanx" or "mpi" is asked for
+    file://                              it refuses a file that no store has written    "phalanx" or "mpi" is asked for
+    monitored_barrier                    it takes our groups, which torch refuses       "phalanx" or "mpi" is asked for
     _object_to_tensor, _tensor_to_object pickles between hosts carry a MAC             "phalanx" or "mpi" is asked for
     all_gather_object and its like       each pickle is valid in one call only         "phalanx" or "mpi" is asked for
     _broadcast_object of torch's ZeRO, PGTransport   their pickles carry a MAC, too    they are imported, after that
     _dist2's table of backends           its new_group("phalanx") works              `_dist2` is imported
-    _dump_fr_trace, _json, _file, reset  torch's flight recorder shows our groups       "phalanx" is asked for
-    NanCheckHook.attach                  it is called at our operations                 a group "phalanx" is made
-    FlightRecorderHook.attach            a group begins where it can't be attached      a group "phalanx" is made
-    DDP's _pre_forward                   we warn of equal batches and epochs             a group "phalanx" is made
-    _new_process_group_helper            "mpi" works through mpi4py                     "mpi" is, and torch has no MPI
+    _dump_fr_trace, _json, _file, reset  torch's flight recorder shows our groups       "phalanx" or "mpi" is asked for
+    NanCheckHook.attach                  it is called at our operations                 a group of ours is made
+    FlightRecorderHook.attach            a group begins where it can't be attached      a group of ours is made
+    DDP's _pre_forward                   we warn of equal batches and epochs             a group of ours is made
+    _new_process_group_helper            "mpi" makes a group of ours                    "mpi" is, and torch has no MPI
     DataLoader.__iter__                  we hear which iterator is at work              our DistributedSampler is made
     _MapDatasetFetcher.fetch             a batch has random numbers of its own          in its DataLoader's workers
     DataLoader's iterators' __next__     we hear when a batch was asked for, and came   a run report is asked for

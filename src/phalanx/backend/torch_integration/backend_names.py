@@ -21,7 +21,7 @@ def offer_backend() -> None:
     # `_serve_our_backend` looks for a GPU: that takes time, and a process that has done it may be unable to fork.
     devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
     backend: Any = dist.Backend
-    backend.register_backend("phalanx", _create, extended_api=True, devices=devices)
+    backend.register_backend("phalanx", create_group, extended_api=True, devices=devices)
     # While any plugin is listed, torch (2.13, `_new_process_group_helper`) does not tell a group "cpu:gloo" that it is
     # Gloo's. So ours is listed only once it is asked for; ends when torch compares names in one case.
     plugins = getattr(backend, "_plugins", {})
@@ -30,7 +30,7 @@ def offer_backend() -> None:
         backend._plugins = _Plugins(plugins, lambda: _serve_our_backend(plugin))
     backend.PHALANX = _Asked("phalanx", lambda: _serve_our_backend(plugin))
     if not dist.is_mpi_available():
-        backend.MPI = _Asked("mpi", _serve_mpi)
+        backend.MPI = _Asked("mpi", lambda: _serve_mpi(plugin))
     if importlib.util.find_spec("torch.distributed._dist2") is not None:  # up to 2.13
         call_once_imported("torch.distributed._dist2", _serve_dist2)
     steps = sys.modules.get("phalanx.backend.torch_integration.training_steps")
@@ -42,7 +42,8 @@ def offer_backend() -> None:
             importlib.import_module("phalanx.backend.torch_integration.launched_rank").serve_launcher()
 
 
-def _create(options: Any, backend_options: Any) -> Any:
+def create_group(options: Any, backend_options: Any) -> Any:
+    """Return the process group that torch asks for, as `create_process_group` does."""
     from phalanx.backend import create_process_group
     from phalanx.backend.torch_integration.hooks import serve_torchs_hooks
     from phalanx.backend.torch_integration.stores import serve_prefixes
@@ -140,6 +141,6 @@ def _authenticate_pickles() -> None:
     pickles_in_tensors.authenticate_pickles_in_tensors()
 
 
-def _serve_mpi() -> None:
+def _serve_mpi(plugin: Any) -> None:
     importlib.import_module("phalanx.backend.torch_integration.mpi").serve_mpi()
-    _authenticate_pickles()
+    _serve_our_backend(plugin)

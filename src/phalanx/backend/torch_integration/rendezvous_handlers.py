@@ -31,7 +31,7 @@ def serve_agents_store() -> None:
 def serve_cluster_launchers() -> None:
     """Let `env://` and `tcp://` work under mpiexec and Slurm, and say who is where; let `file://` refuse foreign files.
 
-    They do so for our backend alone.
+    They do so for our backend alone, under both of its names.
     """
     _extend_scheme("env", "rendezvous.env_rendezvous", ours_only=True)
     _extend_scheme("tcp", "rendezvous.address_rendezvous", ours_only=True)
@@ -44,7 +44,7 @@ def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
     original = rendezvous._rendezvous_handlers[scheme]
 
     def handler(url: str, timeout: Any = rendezvous.default_pg_timeout, **kwargs: Any) -> Any:
-        if ours_only and "phalanx" not in _asking_backend():
+        if ours_only and not any(name in _asking_backend() for name in ("phalanx", "mpi")):
             return original(url, timeout=timeout, **kwargs)
         room, _, function = name.partition(".")
         module = importlib.import_module(f"phalanx.backend.{room}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -32,12 +31,11 @@ class TimedOut(RuntimeError):
 
 
 class PeerLeft(RuntimeError):
-    """`peer`, which is waited for, has said goodbye with `message`."""
+    """`peer`, which is waited for, has left."""
 
-    def __init__(self, peer: int, message: dict[str, Any]) -> None:
+    def __init__(self, peer: int) -> None:
         super().__init__(f"rank {peer} has left the group")
         self.peer = peer
-        self.message = message
 
 
 class Underway:
@@ -104,11 +102,11 @@ class Underway:
             return self.test()
         return True
 
-    def finish(self, timeout_s: float, look_around: Callable[[], None]) -> None:
-        """Wait until the operation is over; `look_around` may raise to end a long wait.
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until the operation is over.
 
         Raises:
-            TimedOut, EngineClosed: it is not over.
+            TimedOut, EngineClosed, PeerLeft: it is not over.
             RuntimeError: as `test`.
         """
 
@@ -117,20 +115,9 @@ class Underway:
                 raise EngineClosed("this rank has left the group")
             return self.test()
 
-        if not wait_until(is_done, look_around, timeout_s):
+        timeout_s = timeout.total_seconds()
+        if not wait_until(is_done, Watch(self._engine, self._peer).look, timeout_s):
             raise TimedOut(f"no answer within {timeout_s:.1f} s")
-
-    def wait(self, timeout: timedelta) -> None:
-        """Wait for a message as `finish` does; this also ends when the message's other end leaves.
-
-        Raises:
-            RuntimeError: what `finish` raises, or PeerLeft.
-        """
-        self.finish(timeout.total_seconds(), self.watch().look)
-
-    def watch(self) -> Watch:
-        """Return what `finish` may call to end when the other end of a message leaves."""
-        return Watch(self._engine, self._peer)
 
     def _source_rank(self) -> int:
         return int(self.status.Get_source())
@@ -150,11 +137,11 @@ class Watch:
         if self._peer >= 0:
             gone = [self._peer] if self._peer in engine.departed else []
         else:
-            gone = list(engine.departed) if len(engine.departed) == engine.world_size - 1 else []
+            gone = sorted(engine.departed) if len(engine.departed) == engine.world_size - 1 else []
         if gone:
             self._left = self._left or Deadline.after(_GRACE_S)
             if self._left.passed:
-                raise PeerLeft(gone[0], engine.departed[gone[0]])
+                raise PeerLeft(gone[0])
 
 
 class MpiEngine:
@@ -177,10 +164,10 @@ class MpiEngine:
         self.runtime = runtime
         self.rank = rank
         self.world_size = len(world_ranks)
-        self.departed: dict[int, dict[str, Any]] = {}
+        self.departed: set[int] = set()
         self.is_closed = False
-        self.on_control_message: Callable[[int, dict[str, Any]], None] = lambda src, message: None
         self._underway: set[Underway] = set()
+        self._unread: list[tuple[Any, bytearray]] = []  # what nobody has received when all had left
         self._guard = threading.RLock()
         everybody = mpi.COMM_WORLD.Get_group()
         group = everybody.Incl(list(world_ranks))
@@ -190,7 +177,7 @@ class MpiEngine:
         everybody.Free()
         # An MPI's tags may have as few as 15 bits, often 20 or 29: half for messages, half for what collectives send.
         self._half = 1 << ((int(self.comm.Get_attr(mpi.TAG_UB)) + 1).bit_length() - 2)
-        self._control_tag = 2 * self._half - 1  # no collective's, whose last twelve bits are never all set
+        self._goodbye_tag = 2 * self._half - 1  # no collective's, whose last twelve bits are never all set
         runtime.add_listener(self.listen)
 
     def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
@@ -224,12 +211,12 @@ class MpiEngine:
     def send(self, dst: int, tensor: Tensor, tag: int) -> Underway:
         """Start to send a contiguous tensor."""
         data = self._bytes(tensor)
-        return self.begin(lambda: self.comm.Isend(data, dst, self._tag(tag)), tensor, dst)
+        return self._begin(lambda: self.comm.Isend(data, dst, self._tag(tag)), tensor, dst)
 
     def recv(self, src: int, tensor: Tensor, tag: int) -> Underway:
         """Start to receive into a contiguous tensor."""
         data = self._bytes(tensor)
-        return self.begin(lambda: self.comm.Irecv(data, src, self._tag(tag)), tensor, src, receives=True)
+        return self._begin(lambda: self.comm.Irecv(data, src, self._tag(tag)), tensor, src, receives=True)
 
     def recv_any(self, tensor: Tensor, tag: int) -> Underway:
         """Start to receive from the first rank that sends; after the wait, `_source_rank()` says which it was.
@@ -243,10 +230,12 @@ class MpiEngine:
             message = self.comm.Improbe(anybody, self._tag(tag))
             return None if message is None else message.Irecv(data)
 
-        return self.begin(start, tensor, receives=True)
+        return self._begin(start, tensor, receives=True)
 
-    def begin(self, start: Callable[[], Any], memory: Any, peer: int = _ANYBODY, *, receives: bool = False) -> Underway:
-        """Begin an operation that uses `memory`, anything that owns it; `start` returns MPI's request for it."""
+    def _begin(
+        self, start: Callable[[], Any], memory: Tensor | None, peer: int = _ANYBODY, *, receives: bool = False
+    ) -> Underway:
+        """Begin an operation on the memory of a tensor; `start` returns MPI's request for it."""
         with self._guard:
             if self.is_closed:
                 raise EngineClosed("this rank has left the group")
@@ -254,16 +243,10 @@ class MpiEngine:
             self._underway.add(operation)
             return operation
 
-    def memory(self, tensor: Tensor) -> Any:
-        """Return a contiguous tensor's bytes, in place, as MPI takes them."""
-        return self.runtime.mpi.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
     def _bytes(self, tensor: Tensor) -> list[Any]:
-        return [self.memory(tensor), self._byte]
-
-    @property
-    def _byte(self) -> Any:
-        return self.runtime.mpi.BYTE
+        """Return a contiguous tensor's bytes, in place, as MPI takes them."""
+        mpi = self.runtime.mpi
+        return [mpi.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size()), mpi.BYTE]
 
     def _tag(self, tag: int) -> int:
         return tag if tag < DATA else self._half | (tag & (self._half - 1))
@@ -274,49 +257,30 @@ class MpiEngine:
     def check(self, peer: int) -> None:
         """Do nothing: a thread that waits hears that a peer has left."""
 
-    # -- control messages --------------------------------------------------------------------------------
-
-    def send_control(self, message: dict[str, Any], peers: Sequence[int] | None = None) -> list[Underway]:
-        """Send a control message to `peers` (all others by default), who receive it while they wait for MPI."""
-        data = bytearray(json.dumps(message).encode())
-        others = [r for r in range(self.world_size) if r != self.rank] if peers is None else peers
-        return [
-            self.begin(lambda r=r: self.comm.Isend([data, self._byte], r, self._control_tag), data, r)  # type: ignore[misc]
-            for r in others
-        ]
+    # -- the end -------------------------------------------------------------------------------------------------
 
     def listen(self) -> bool:
-        """Receive control messages: keep a goodbye, give any other to `on_control_message`. Return False once
-        closed.
-        """
+        """Receive what ranks send that leave, which is empty; return False once this rank has left."""
         with self._guard:
-            if self.is_closed:
-                return False
-            received = self._receive_control()
-        for src, message in received:
-            self.on_control_message(src, message)
-        return True
+            if not self.is_closed:
+                self._receive_goodbyes()
+            return not self.is_closed
 
-    def _receive_control(self) -> list[tuple[int, dict[str, Any]]]:
+    def _receive_goodbyes(self) -> None:
         mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
-        received = []
-        while (probed := self.comm.Improbe(mpi.ANY_SOURCE, self._control_tag, status)) is not None:
-            data = bytearray(status.Get_count(self._byte))
-            probed.Recv([data, self._byte])
-            src, message = int(status.Get_source()), json.loads(data)
-            if message["kind"] == "goodbye":
-                self.departed[src] = message
-            else:
-                received.append((src, message))
-        return received
+        while (probed := self.comm.Improbe(mpi.ANY_SOURCE, self._goodbye_tag, status)) is not None:
+            probed.Recv([None, 0, mpi.BYTE])
+            self.departed.add(int(status.Get_source()))
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    def _say_goodbye(self, peer: int) -> Underway:
+        mpi = self.runtime.mpi
+        return self._begin(lambda: self.comm.Isend([None, 0, mpi.BYTE], peer, self._goodbye_tag), None, peer)
 
     def deliver(self, deadline: Deadline) -> None:
         """Do nothing: MPI delivers what was sent, also after this rank has left."""
 
-    def close(self, **message: Any) -> None:
-        """Leave at once: say goodbye to all others, with `message`, and wake the threads that wait here."""
+    def close(self) -> None:
+        """Leave at once: say goodbye to all others, and wake the threads that wait here."""
         with self._guard:
             if self.is_closed:
                 return
@@ -324,8 +288,8 @@ class MpiEngine:
                 self.is_closed = True
                 return
             with contextlib.suppress(RuntimeError):
-                told = self.send_control({"kind": "goodbye", **message})
-                wait_until(lambda: all([one.test() for one in told]), lambda: None, _GOODBYE_S)
+                goodbyes = [self._say_goodbye(peer) for peer in range(self.world_size) if peer != self.rank]
+                wait_until(lambda: all([one.test() for one in goodbyes]), lambda: None, _GOODBYE_S)
             self.is_closed = True
             unfinished = [one for one in list(self._underway) if not one.give_up()]
             if unfinished:
@@ -338,12 +302,19 @@ class MpiEngine:
         """Do nothing: MPI lets go of a communicator when all others have left it as well: see `close`."""
 
     def _is_free(self) -> bool:
-        """Let the communicator go when all others have left as well, since MPI wants every message received; return
-        whether it went.
+        """Free the communicator once all others have left and every message is received; return whether it is freed.
+
+        MPI gives its number to the next communicator, which would receive what is left: a late rank's last message.
         """
+        mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
         with self._guard:
-            self._receive_control()
+            self._receive_goodbyes()
             if len(self.departed) < self.world_size - 1:
+                return False
+            while (probed := self.comm.Improbe(mpi.ANY_SOURCE, mpi.ANY_TAG, status)) is not None:
+                data = bytearray(status.Get_count(mpi.BYTE))
+                self._unread.append((probed.Irecv([data, mpi.BYTE]), data))
+            if not all([request.Test() for request, _ in self._unread]):
                 return False
             self.comm.Free()
             return True

@@ -1,8 +1,9 @@
 """A `GlooSession` surrounds each operation over Gloo: the ranks agree first, and all tell one report of a failure.
 
 Gloo compares nothing, and says of a peer that is gone or late no more than that its connection broke. So the ranks
-first gather each other's fingerprints; and the rank that sees a failure first finds out whose doing it is, posts the
-report in the job's store and closes its connections, which wakes all others: they tell the same report.
+first gather each other's fingerprints, and data may move if they are equal. The rank that sees a failure first finds
+out whose doing it is, posts the report in the job's store and closes its connections, which wakes all others: they tell
+the same report.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,22 +20,25 @@ import torch
 from torch import Tensor
 
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.call_sites import short
 from phalanx.diagnostics.failure_report import (
     KILLED,
     LEFT,
     LEFT_IN_FLIGHT,
     FailureReport,
     Operation,
+    closed,
+    late,
 )
 from phalanx.diagnostics.failure_store import FailureStore
+from phalanx.diagnostics.flight_recorder import Position
 from phalanx.engines.engine import DELIVERY_S, InTransit
 from phalanx.engines.gloo import GlooEngine
 from phalanx.loss_detection import AFTER_BREAK_S
 from phalanx.transport.background import WHOLE_BYTES, Background, look_at
-from phalanx.transport.base import CallContext
-from phalanx.transport.call import Call, Disagreement
+from phalanx.transport.base import CallContext, Transport
+from phalanx.transport.call import HEAD_BYTES, Call, Disagreement, disagreement, split_heads
 from phalanx.transport.call_lock import take_call_lock
-from phalanx.transport.engine_session import EngineSession
 from phalanx.transport.group_reports import StoreReports
 from phalanx.transport.health_monitor import HealthMonitor
 from phalanx.transport.tensors import alias, flat
@@ -48,10 +52,11 @@ class GlooFailed(Exception):
     """Gloo could not finish: a peer is gone or late, or the connections were closed here."""
 
 
-class GlooSession(StoreReports, EngineSession):
+class GlooSession(StoreReports, Transport):
     """A `GlooSession` is one rank's side of a group over Gloo.
 
     `names` is what people call each rank's process, 'pid 17 on node3'; `has_ended` says whether a rank's is gone.
+    It runs one collective at a time: the caller of `_running` holds `lock`.
     """
 
     is_interruptible = False
@@ -64,7 +69,16 @@ class GlooSession(StoreReports, EngineSession):
         names: Sequence[str],
         has_ended: Callable[[int], bool],
     ) -> None:
-        super().__init__(group, engine.rank, engine.world_size, names)
+        self.group = group
+        self.rank = engine.rank
+        self.world_size = engine.world_size
+        self.lock = threading.Lock()
+        self._names = tuple(names)
+        self._seq = 0
+        self._sites: dict[str, int] = {"": 0}
+        self._places = [""]  # by the number of the call site
+        self._entered_s = 0.0
+        self._at = Position()
         self._engine = engine
         self._failure_store = failure_store
         self._has_ended = has_ended
@@ -77,6 +91,26 @@ class GlooSession(StoreReports, EngineSession):
             self._monitor = HealthMonitor(failure_store, self._where, lambda: False, self._take_report)
 
     # -- what the process group asks -----------------------------------------------------------------------------
+
+    @property
+    def _position(self) -> Position:
+        return self._at
+
+    @property
+    def seq(self) -> int:
+        return self._seq
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        """Return a number for a (file, line)."""
+        text = f"{short(place[0])}:{place[1]}" if place[0] else ""
+        number = self._sites.get(text)
+        if number is None:
+            number = self._sites[text] = len(self._places)
+            self._places.append(text)
+        return number
+
+    def _place(self, ctx: CallContext) -> str:
+        return self._places[ctx.call_site]
 
     @property
     def closed(self) -> bool:
@@ -139,6 +173,34 @@ class GlooSession(StoreReports, EngineSession):
             self._holder = 0
             self.lock.release()
 
+    @contextlib.contextmanager
+    def _running(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
+        """Agree on `call` with all ranks, under `lock`. What fails inside becomes the error that all ranks raise.
+
+        Raises:
+            MismatchError: some rank called something else; no tensor was changed.
+            PeerLostError, DeadlineError: a rank is gone or late.
+        """
+        with torch.no_grad():
+            self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
+            self._seq += 1
+            operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
+            self._entered_s = time.monotonic()
+            self._at = Position(self._seq, operation.place, inside=True)
+            deadline = Deadline.after(ctx.timeout_s)
+            with self._reporting(operation, deadline):
+                self._agree(call, deadline)
+                yield deadline
+            self._at = Position(self._seq, operation.place)
+
+    def _agree(self, call: Call, deadline: Deadline) -> None:
+        if self.world_size == 1:
+            return
+        mine, heads = bytearray(call.head(self._seq)), bytearray(HEAD_BYTES * self.world_size)
+        self._gather_heads(mine, heads, deadline)
+        if calls := disagreement(split_heads(bytes(heads), range(self.world_size)), self._seq):
+            raise Disagreement(calls)
+
     def _gather_heads(self, mine: bytearray, heads: bytearray, deadline: Deadline) -> None:
         into, head = (torch.frombuffer(data, dtype=torch.uint8) for data in (heads, mine))
         self._run("_allgather_base", [into, head], deadline)
@@ -181,10 +243,25 @@ class GlooSession(StoreReports, EngineSession):
         else:
             self._background_messages.run(wait, look_at(self._engine, peer, GlooFailed))
 
+    def _check_open(self, operation: Operation) -> None:
+        if self.closed:
+            raise closed(self.group)
+        if self._report is not None:
+            raise self._report.error(operation)
+
+    def _check_tag(self, tag: int, num_tags: int) -> None:
+        """Raise what is wrong before a message with `tag` is sent or received."""
+        self._check_open(Operation("send and recv", self.group, self.rank))
+        if not 0 <= tag < num_tags:
+            raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1}, got {tag}")
+
     # -- reports -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+        """Turn what fails inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
+        below zero, all if None.
+        """
         try:
             yield
         except (Disagreement, GlooFailed) as cause:
@@ -233,6 +310,16 @@ class GlooSession(StoreReports, EngineSession):
         if report := self._failure_store.report():  # another rank was faster
             return report
         return self._report_late(answers, timeout_s, peer)
+
+    def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
+        """Report that this rank gave up. `answers` says where the others say that they are; `peer` is as for
+        `_reporting`.
+        """
+        if peer is None:
+            missing = self._missing(answers)
+        else:
+            missing = [peer] if peer >= 0 else self._others
+        return late(missing, self._names, answers, self.rank, timeout_s, is_collective=peer is None)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,115 @@
+"""What tests/backend/test_mpi.py runs in the ranks of an MPI job on one host."""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from tests.mpi_jobs import leave_result
+from tests.system.collective_checks import messages, moves, reductions
+from tests.transport import contract
+
+import phalanx
+from phalanx.backend import PhalanxProcessGroup, create
+from phalanx.backend.mpi_start import start_together
+from phalanx.deadline import Deadline
+
+
+def raised(call):
+    """The name and the words of what `call` raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def join():
+    dist.init_process_group("mpi", timeout=timedelta(seconds=60))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def join_as_two_hosts():
+    """Join as if the last rank were on a host of its own: MPI carries what goes there and comes from there."""
+    rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+    size = int(os.environ.get("PMI_SIZE") or os.environ["OMPI_COMM_WORLD_SIZE"])
+    if rank == size - 1:
+        create.host_identity = lambda: "another host"
+    return join()
+
+
+def on_one_host():
+    """All that the backend's name makes of a job on one host."""
+    rank, _ = join()
+    group = dist.group.WORLD
+    seen = {
+        "names": (dist.get_backend(), dist.is_mpi_available(), isinstance(group, PhalanxProcessGroup)),
+        "memory": (group.shares_memory, dist.new_group().shares_memory),
+        "mpi": "mpi4py.MPI" in sys.modules,
+        "joined": raised(lambda: dist.new_group(backend="cpu:mpi,cuda:nccl")),
+        "local": raised(lambda: dist.new_group([rank], backend="mpi", use_local_synchronization=True)),
+        "options": raised(lambda: dist.new_group(backend="mpi", pg_options=object())),
+    }
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+    model(torch.full((1, 3), float(rank))).sum().backward()
+    seen["ddp"] = model.module.weight.grad[0, 0].item()
+    dist.destroy_process_group()
+    seen["again"] = join()
+    with phalanx.init() as job:  # finds the group that is there
+        seen["init"] = (job.rank, job.world_size)
+    return seen
+
+
+def on_two_hosts():
+    """All collectives and messages, in the group of all ranks and in one of two."""
+    rank, world_size = join_as_two_hosts()
+    reductions(rank, world_size)
+    moves(rank, world_size)
+    messages(rank, world_size)
+    pair = dist.new_group([0, 2])
+    tensor = torch.tensor([float(rank)])
+    if rank != 1:
+        dist.broadcast(tensor, src=2, group=pair)
+    for _ in range(20):
+        group = dist.new_group()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    engine = dist.group.WORLD.transport.engine.name
+    dist.destroy_process_group()
+    return dist.get_backend() if dist.is_initialized() else engine, tensor.item()
+
+
+def whole_contract():
+    """What every transport promises."""
+    return contract.whole_contract(*join_as_two_hosts())
+
+
+def exits():
+    """Rank 1 ends by itself; the others wait for it."""
+    rank, _ = join_as_two_hosts()
+    dist.barrier()
+    if rank == 1:
+        sys.exit(3)
+    heard = raised(lambda: dist.all_reduce(torch.ones(1)))
+    leave_result(heard)  # not printed: MPICH's mpiexec may end the job before it has read what its ranks printed
+    sys.exit(4)
+
+
+def killed():
+    """Rank 1 is killed; the launcher ends the job."""
+    rank, _ = join_as_two_hosts()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+
+def start_mpi():
+    """What a group of these ranks says when it starts MPI, as it does once they are on several hosts."""
+    if not dist.is_initialized():
+        dist.init_process_group("phalanx")
+    store = dist.distributed_c10d._get_default_store()
+    return raised(lambda: start_together(store, dist.get_rank(), dist.get_world_size(), "0", Deadline.after(60)))
