@@ -44,6 +44,7 @@ def engine_checks():
         seen["sub-group"] = got.item()
         sub.close()
     seen["closing"] = closing(MpiEngine(runtime, everybody, runtime.rank, WAIT))
+    seen["left over"] = left_over(runtime, everybody)
     for _ in range(50):
         MpiEngine(runtime, everybody, runtime.rank, WAIT).close()
     return seen
@@ -83,6 +84,23 @@ def large(engine):
     for one in pending:
         one.wait(WAIT)
     return got.unique().tolist() == [float(left)]
+
+
+def left_over(runtime, everybody):
+    """Rank 1 sends what rank 0 never receives; what rank 0 then receives in the next group, which may get the number of
+    the first one from MPI.
+    """
+    got = torch.zeros(1)
+    for value in (1.0, 2.0):
+        engine = MpiEngine(runtime, everybody, runtime.rank, WAIT)
+        if engine.rank == 1:
+            engine.send(0, torch.tensor([value]), 7).wait(WAIT)
+        elif engine.rank == 0 and value == 2.0:
+            engine.recv(1, got, 7).wait(WAIT)
+        engine.close()
+        while not runtime.sweep():
+            pass
+    return got.item()
 
 
 def closing(engine):
