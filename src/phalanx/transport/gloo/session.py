@@ -312,9 +312,7 @@ class GlooSession(StoreReports, Transport):
         return self._report_late(answers, timeout_s, peer)
 
     def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
-        """Report that this rank gave up. `answers` says where the others say that they are; `peer` is as for
-        `_reporting`.
-        """
+        """Report that this rank gave up. `answers` has where the others say they are; `peer` is as for `_reporting`."""
         if peer is None:
             missing = self._missing(answers)
         else:
