@@ -32,6 +32,12 @@ def raise_limit(wanted: int) -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
+def describe_limit() -> str:
+    """Return how many open files this process may have, and what to do where these are too few."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"This process may have {soft} open files: raise the limit (ulimit -n)."
+
+
 def find_shortage(needed: int) -> str:
     """Raise the limit so that `needed` more files can be opened; where that can't be, return the words for the user."""
     try:

@@ -475,3 +475,23 @@ def test_a_member_that_goes_while_its_messages_wait_does_not_end_the_coordinator
     member a heartbeat, and an assertion of its own ended the agent of the first host, and the job."""
     done = subprocess.run([sys.executable, "-c", _FLOODED], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "1000"), done.stderr
+
+
+def test_a_member_whose_connection_comes_back_is_heard_at_once(monkeypatch):
+    """The heartbeats that TCP had not delivered were lost: a cut of 4.8 s was 7.2 s of silence, and 9.1 s once."""
+    monkeypatch.setattr(connection_module, "heartbeat_s", lambda *_: 3600.0)
+    monkeypatch.setattr("phalanx.coordination.coordinator.heartbeat_s", lambda *_: 3600.0)
+    with cable() as (service, line):
+        handle, heard = service.coordinator.handle, threading.Semaphore(0)
+
+        def listen(route, frame, now):
+            if frame[KIND] == bytes((Op.HEARTBEAT,)):
+                heard.release()
+            return handle(route, frame, now)
+
+        monkeypatch.setattr(service.coordinator, "handle", listen)
+        with Client(line.address, KEY) as client:
+            client.join({"host": "far"})
+            assert heard.acquire(timeout=30)
+            line.cut()
+            assert heard.acquire(timeout=30)

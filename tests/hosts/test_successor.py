@@ -8,6 +8,7 @@ import pytest
 from phalanx.coordination.client import Client
 from phalanx.coordination.key import Key
 from phalanx.coordination.service import Service
+from phalanx.coordination.succession.config import Electorate
 from phalanx.coordination.succession.message import reply_to_json, term_from_json
 from phalanx.coordination.succession.voter import Refused, Voter
 from phalanx.hosts.control_channel import ControlChannel, ControlMessage
@@ -84,6 +85,26 @@ def test_a_standby_that_alone_has_lost_the_leader_goes_on_with_it(agents):
     agents.run_until(lambda: agents.succession.has_left(2))
     assert not agents.succession.is_deposed
     assert not standby.is_electing
+
+
+def test_hosts_that_cannot_elect_a_leader_say_how_many_would_have_to_be_left(agents):
+    standby, other = agents.successors[1], agents.successors[2]
+    words = "no other host was elected: of the 3 hosts that were in the job together, 2 are needed for that"
+    assert other.describe_lack() == words
+    assert standby.begin_election()
+    while standby.describe_lack() == words:  # until it stands
+        pass
+    assert standby.describe_lack() == f"{words}, and 1 of them is left"
+    assert standby.cancel_election()
+
+
+@pytest.mark.parametrize("size", range(2, 8))
+@pytest.mark.parametrize("member", [0, 1])
+def test_the_fewest_that_decide_are_as_many_as_are_said_to_be_needed(size, member):
+    electorate = Electorate(frozenset(range(size)), 0)
+    living = range(member, size)  # the first host, which has the casting vote, or all others
+    enough = [count for count in range(size + 1) if electorate.is_decided_by(living[:count])]
+    assert electorate.fewest_with(member) == min(enough, default=size)
 
 
 def test_the_same_standby_is_told_again_once_it_can_take_over_again(agents):

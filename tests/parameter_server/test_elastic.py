@@ -116,36 +116,46 @@ def test_a_trainer_that_is_lost_is_replaced_and_nothing_is_pushed_twice(synchron
     assert "dense [-40.0, -40.0, -40.0] rows [-40.0, -40.0, -40.0, 0.0, -20.0, -20.0, 0.0]" in output
 
 
-def _lose_the_only_server_of_a_shard(rank, folder):
+def _lose_all_servers_of_a_shard(rank, folder, replicate):
+    servers = ["s0", "s1", "s2"]
     options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
-    rpc.init_rpc(["t0", "s0", "s1"][rank], rank=rank, rpc_backend_options=options)
+    rpc.init_rpc(["t0", *servers][rank], rank=rank, rpc_backend_options=options)
     if rank:
         event("it is over").wait(60)
         rpc.shutdown(graceful=False)
         return
-    while len(rpc.current.agent().membership.members()) < 3:
+    while len(rpc.current.agent().membership.members()) < 4:
         pass
 
     def make():
-        dense = {"a": torch.zeros(3), "b": torch.zeros(3)}
+        dense = {name: torch.zeros(3) for name in "abc"}
         optimizer = functools.partial(torch.optim.SGD, lr=1.0)
-        return phalanx.ParameterServer(["s0", "s1"], ["t0"], dense=dense, optimizer=optimizer, replicate=False)
+        return phalanx.ParameterServer(servers, ["t0"], dense=dense, optimizer=optimizer, replicate=replicate)
 
     server = make()
     for _ in range(3):
         server.pull()
-        server.push_gradients({"a": torch.ones(3), "b": torch.ones(3)})
-    os.kill(rpc.rpc_sync("s1", pid), signal.SIGKILL)
-    with pytest.raises(PeerLostError, match="shard 1 is lost"):
+        server.push_gradients({name: torch.ones(3) for name in "abc"})
+    killed = servers[1:] if replicate else ["s1"]
+    for number in [rpc.rpc_sync(name, pid) for name in killed]:
+        os.kill(number, signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="shard 1 is lost") as lost:
         server.pull()
     with pytest.raises(PhalanxError, match="'t0' has pushed 3 steps, and shard 1 has 0 of them") as refused:
         make()
     assert not is_loss(refused.value)  # an elastic job went on after it, and came here again, twenty times
-    rpc.rpc_sync("s0", set_event, ("it is over",))
+    assert "from a checkpoint" in str(lost.value)
+    assert "Resume from a checkpoint. " in str(refused.value)
+    assert "replicate=True" not in str(lost.value)
+    assert ("With replicate=True another server has a copy" in str(refused.value)) != replicate
+    assert ("the one with its copy are both lost" in str(refused.value)) == replicate
+    for name in sorted({*servers} - {*killed}):
+        rpc.rpc_sync(name, set_event, ("it is over",))
     rpc.shutdown(graceful=False)
 
 
-def test_a_shard_that_is_lost_without_a_copy_does_not_begin_anew_unnoticed():
+@pytest.mark.parametrize("replicate", [False, True])
+def test_a_shard_that_is_lost_with_any_copy_does_not_begin_anew_unnoticed(replicate):
     """The trainers of an elastic job, which make the ParameterServer again, had it made on another server: its
-    parameters were the first ones, and the job went on from step 0."""
-    run_workers(_lose_the_only_server_of_a_shard, 3, lost=[2])
+    parameters were the first ones, and the job went on from step 0. replicate=True was advised where it was on."""
+    run_workers(_lose_all_servers_of_a_shard, 4, replicate, lost=[2, 3] if replicate else [2])

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import resource
 
 import pytest
 from tests.containers import contained, why_no_containers
@@ -100,3 +101,23 @@ def test_nobody_who_holds_a_memfd_can_change_its_size():
         os.write(growing, b"the job's store grows as it is written")
         with pytest.raises(PermissionError):
             fcntl.fcntl(growing, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)  # nor seal it for the others
+
+
+def _without_descriptors(rank, world_size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull, "rb") as lowest:
+        free = lowest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        return free, obstacle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_without_a_free_descriptor_is_told_its_limit_and_what_to_do():
+    """It was "Too many open files" of memfd_create and of two folders, without advice."""
+    limit, told = run_ranks(_without_descriptors, 1, backend=None)[0]
+    assert told == (
+        f"no memory can be shared: Too many open files. This process may have {limit} open files: raise the limit "
+        "(ulimit -n)."
+    )

@@ -43,7 +43,7 @@ def test_without_replacements_fewer_ranks_go_on_and_below_the_minimum_they_save_
     assert finished.code == 75, finished.err
     assert "2 ranks go on without" in finished.err
     assert "1 of at least 2 ranks, and no replacement can be made (--max-restarts 0 are used up)" in finished.err
-    assert "2 ranks were lost during the run, and the others went on:\n  rank 0 (pid " in finished.err
+    assert "2 ranks were lost during the run:\n  rank 0 (pid " in finished.err
     assert "First failure" not in finished.err
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tests.system.phalanx_command import run, write_script
 
+from phalanx.testing.namespaces import why_no_hosts
+
 WHAT_A_SCRIPT_SEES = """
 import json, os, sys
 import pickle
@@ -386,3 +388,22 @@ def test_every_form_of_a_script_runs_as_python_runs_it(
     finished = run("--no-preload", "--nproc-per-node", "1", *words)
     assert finished.code == 0, finished.err
     assert [line.partition("] ")[2] for line in finished.lines] == plain.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+def test_a_host_that_has_only_the_loopback_of_ipv6_runs_a_job(tmp_path: Path) -> None:
+    """It was a traceback: no port could be found at 127.0.0.1."""
+    script = write_script(
+        tmp_path,
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "total = torch.ones(2)\n"
+        "dist.all_reduce(total)\n"
+        "print(total.tolist())\n"
+        "dist.destroy_process_group()\n",
+    )
+    own = 'ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec "$@"'
+    finished = run("--nproc-per-node", "2", script, before=("unshare", "--net", "sh", "-c", own, "sh"))
+    assert finished.code == 0, finished.err
+    assert finished.by_rank == [(0, "[2.0, 2.0]"), (1, "[2.0, 2.0]")]

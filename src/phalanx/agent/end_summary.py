@@ -24,7 +24,7 @@ def describe_losses(losses: Sequence[LostRank]) -> str:
     if len(lines) > _MAX_LINES:
         half = _MAX_LINES // 2
         lines[half:-half] = [f"  … {len(lines) - 2 * half} more …"]
-    count = f"{len(losses)} rank{'s were' if len(losses) > 1 else ' was'} lost during the run, and the others went on:"
+    count = f"{len(losses)} rank{'s were' if len(losses) > 1 else ' was'} lost during the run:"
     return "\n".join([f"phalanx run: {count}", *lines])
 
 

@@ -13,7 +13,7 @@ from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.inspect.stacks.dump import without_launcher
 from phalanx.loss_detection import SILENT_DEATH_LAG_S
 from phalanx.output.held_tracebacks import without_numbers
-from phalanx.processes import name_signal
+from phalanx.processes import describe_address_space, name_signal
 
 # How much later than its cause a silent death (a signal, os._exit) may be seen: the kernel closes the dying rank's
 # sockets first, so peers can raise because of it before its parent hears of it.
@@ -201,9 +201,20 @@ def describe_failures(
         lines += ["", without_launcher(first.exit.dump)]
     if first.report and first.report.error_file:
         lines += ["", f"Its error file: {first.report.error_file}"]
-    if first.report and first.report.advice:
-        lines += ["", first.report.advice]
+    if advice := first.report.advice if first.report and first.report.advice else _advise_on_memory(first):
+        lines += ["", advice]
     return "\n".join(lines)
+
+
+def _advise_on_memory(failure: Failure) -> str:
+    """Return what to do if the limit on address space, which the ranks have from this command, may be the cause: a
+    library could not be loaded, there was no memory, or the rank could not even report why it ended.
+    """
+    if failure.report is not None:
+        is_likely = failure.report.types[0] in ("ImportError", "MemoryError")
+    else:
+        is_likely = failure.exit is not None and failure.exit.status in (1, -signal.SIGABRT, -signal.SIGSEGV)
+    return describe_address_space() if is_likely else ""
 
 
 def _fold(failures: Sequence[Failure]) -> list[tuple[list[int], str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,10 +11,12 @@ from phalanx.backend.rendezvous import agent_address
 from phalanx.coordination.bootstrap import check_meeting
 from phalanx.coordination.rank_info import RankInfo
 from phalanx.deadline import Deadline
+from phalanx.descriptors import describe_limit
 from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.ipc.local_listener import LocalAddress
 from phalanx.loss_detection import AFTER_BREAK_S
+from phalanx.processes import describe_address_space
 from phalanx.symmetric_memory.fd_server import FdServer
 from phalanx.symmetric_memory.sizes import STAGE_BYTES, STAGE_BYTES_BETWEEN_HOSTS
 
@@ -90,15 +91,10 @@ def _no_memory(error: PhalanxError | OSError | MemoryError, rank: int, local_ran
 
 def advice(number: int | None) -> str:
     """Return what a user may do about the system's refusal of descriptors or memory."""
-    if number == errno.EMFILE:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return (
-            f"This process may have {soft} open files, and a group needs one for each rank of the host, and a few: "
-            "raise the limit (ulimit -n)."
-        )
     return {
+        errno.EMFILE: f"A group needs a file for each rank of the host, and a few. {describe_limit()}",
         errno.ENFILE: "The machine's limit on open files is reached (fs.file-max).",
-        errno.ENOMEM: "Raise the limit on address space (ulimit -v), or free memory.",
+        errno.ENOMEM: describe_address_space() or "Free memory, or raise the limit of the container.",
     }.get(number or 0, "")
 
 

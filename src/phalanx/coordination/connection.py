@@ -321,6 +321,12 @@ class Connection:
         except zmq.Again:  # its queue is full: it will be sent again
             pass
 
+    def _send_heartbeat(self) -> None:
+        if self.member >= 0:
+            beat = (pack_number(self._inbox.last), pack_number(self.member))
+            self._transmit_raw(pack(Op.HEARTBEAT, self._inbox.taken, *beat))
+            self._inbox.told()
+
     def _poll_once(self, limit_s: float) -> None:
         """Wait for something to read, and read it. Only the thread whose turn it is to read."""
         if self._suspect is not None:
@@ -395,6 +401,7 @@ class Connection:
                 for call in list(self._calls.values())[:_MAX_CALLS]:
                     call.num_sent = 0
                     self._transmit(call)
+                self._send_heartbeat()  # those that TCP had not delivered are lost
             self._was_connected, self._cut_at, self._refused_at = True, None, None
         elif event == zmq.EVENT_DISCONNECTED:
             if self._was_connected and self._cut_at is None:

@@ -37,7 +37,7 @@ def open_dealer(
     dealer.sndhwm, dealer.rcvhwm = 1000, 0  # with a limit, heartbeats may end the process: see `Service`
     dealer.ipv6 = True
     dealer.reconnect_ivl, dealer.reconnect_ivl_max = 50, 1000
-    dealer.connect_timeout = 3000
+    dealer.connect_timeout = 1500
     dealer.handshake_ivl = 10000
     # A cut of the network is the kernel's to notice, which costs the coordinator's process nothing; ZeroMQ's heartbeats
     # are for one that hangs, where nothing else tells. The coordinator knows that the kernel waits for some four

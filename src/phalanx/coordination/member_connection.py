@@ -142,12 +142,6 @@ class MemberConnection(Connection):
                 left_s = min(left_s, _REFUSED_EVERY_S)
             self._reader.read_for(left_s, self._poll_once)
 
-    def _send_heartbeat(self) -> None:
-        if self.member >= 0:
-            beat = (pack_number(self._inbox.last), pack_number(self.member))
-            self._transmit_raw(pack(Op.HEARTBEAT, self._inbox.taken, *beat))
-            self._inbox.told()
-
     def _judge(self, now: float) -> None:
         """Say once when the coordinator falls silent, and once when it is back."""
         silent_s = now - self._heard_at

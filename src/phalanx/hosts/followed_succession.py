@@ -131,7 +131,7 @@ class FollowedSuccession:
             self._early = []
             self._successor.end_election()
             if elected is None:
-                self.failed = self._why
+                self.failed = f"{self._why}; {self._successor.describe_lack()}"
             else:
                 self._follow(elected, attempt, early)
         if self._take_over is None or not self._take_over.is_complete or self._successor.office is None:

@@ -120,15 +120,15 @@ class Succession:
 
     def describe_lack(self) -> str:
         """Return what lacks for a majority, in words."""
-        config = self._primary.newest
-        voters = config.electorates[0].voters
+        electorate = self._primary.newest.electorates[0]
+        voters, needed = electorate.voters, electorate.fewest_with(self._channel.member)
         heard = self._primary.accepted_by if self._candidate is None else self._candidate.promised_by
         others = frozenset() if self.is_deposed else heard | (self._present or set())
         agreed = voters & (others | {self._channel.member})
         hosts = f"{len(agreed - {WITNESS})} of the {len(voters - {WITNESS})} hosts that were in the job together"
         if WITNESS not in voters:
-            return hosts
-        return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness"
+            return f"{hosts}, of which {needed} are needed"
+        return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness: of these, {needed} are needed"
 
     def want(self, members: Collection[int]) -> None:
         """Have these hosts vote, and some of them stand by; this one is among them."""

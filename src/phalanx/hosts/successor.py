@@ -89,6 +89,7 @@ class Successor:
         self._has_promised = False  # whether this host has voted, or follows another one, in the newest election
         self.office: Office | None = None  # once this host was elected
         self.is_electing = False
+        self._present: frozenset[int] = frozenset()  # if this host stands: the voters that have lost the leader, too
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `take_result` has something."""
@@ -152,6 +153,21 @@ class Successor:
         config = self._voter.newest
         return config is not None and self._channel.member in config.voters and bool(config.addresses)
 
+    def describe_lack(self) -> str:
+        """Return why the hosts have not elected a leader, in words."""
+        config = self._voter.newest
+        if config is None:
+            return "no other host was elected"
+        electorate = config.electorates[-1]
+        hosts, needed = electorate.voters - {WITNESS}, electorate.fewest_with(self._channel.member)
+        num_left = len(self._present & hosts)
+        left = f", and {num_left} of them {'is' if num_left == 1 else 'are'} left" if num_left else ""
+        witness = " and the witness" if WITNESS in electorate.voters else ""
+        return (
+            f"no other host was elected: of the {len(hosts)} hosts that were in the job together{witness}, "
+            f"{needed} are needed for that{left}"
+        )
+
     # The election.
 
     def begin_election(self, *, stands: bool = True) -> bool:
@@ -159,7 +175,7 @@ class Successor:
         config = self._voter.newest
         if config is None or not self.may_elect or self._channel.is_counted_out or self.is_electing:
             return False
-        self.is_electing, self._has_promised = True, False
+        self.is_electing, self._has_promised, self._present = True, False, frozenset()
         self._over = over = threading.Event()
         end = time.monotonic() + max(_FEWEST_S, 2 * self._host_timeout_s)
         order = [member for member, _ in config.addresses]
@@ -325,6 +341,7 @@ class Successor:
         """Wait until those have come who could decide: they have lost the leader as well."""
         present = {self._channel.member} | ({WITNESS} if self._witness is not None else set())
         while not over.is_set() and not config.is_decided_by(present):
+            self._present = frozenset(present)
             with contextlib.suppress(DeadlineError):
                 present.add(int(client.queue_pop(_PRESENT, timeout=_LOOK_S) or b"-1"))
 

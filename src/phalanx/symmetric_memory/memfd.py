@@ -9,11 +9,13 @@ sealed: no process that holds it can change it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from phalanx.descriptors import describe_limit
 from phalanx.errors import PhalanxError
 
 
@@ -87,6 +89,8 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = T
         try:
             fd = _unnamed_file(folder) if folder else os.memfd_create(name, os.MFD_CLOEXEC | sealable)
         except OSError as error:
+            if error.errno == errno.EMFILE:  # so will the others
+                raise PhalanxError(f"no memory can be shared: {error.strerror}. {describe_limit()}") from None
             problems.append(f"{folder or 'memfd_create'}: {error.strerror}")
             continue
         sparse = Sparse(fd, folder)

@@ -16,6 +16,10 @@ class Electorate:
     voters: frozenset[int]
     casting: int
 
+    def fewest_with(self, member: int) -> int:
+        """Return how many have to agree if `member` does; if it is not `casting`, that one does not."""
+        return (len(self.voters) + (1 if member == self.casting else 2)) // 2
+
     def is_decided_by(self, members: Collection[int]) -> bool:
         """Return whether what these members have agreed on is decided. Any two decisions have a member in common."""
         present = self.voters & frozenset(members)
