@@ -35,6 +35,7 @@ OWNERS = {
     "_ddp_params_and_buffers_to_ignore": "torch.nn.parallel.distributed",
     "_devices": "torch._C._distributed_c10d.ProcessGroupGloo._Options",
     "_dump_fr_trace": "torch._C._distributed_c10d",
+    "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
     "_has_rebuilt_buckets": "torch.nn.parallel.distributed",
     "_in_backward_optimizers": "torch.distributed.optim.apply_optimizer_in_backward",
     "_indices": "torch.Tensor",
@@ -220,9 +221,15 @@ def problem_with(path: str, name: str) -> str:
     return f"has no {name} in {OWNERS[name]}"
 
 
+@pytest.fixture
+def inductor_folder(monkeypatch):
+    """Restore the variable that torch._dynamo sets when it is imported."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+
+
 @pytest.mark.slow
-def test_every_private_name_that_is_used_is_in_this_torch(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which torch._dynamo sets when it is imported
+@pytest.mark.usefixtures("inductor_folder")
+def test_every_private_name_that_is_used_is_in_this_torch():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its modules as they are imported
         problems = {(path, name): problem_with(path, name) for _, path, name in used_names()}
@@ -296,6 +303,7 @@ def run_without(names: list[str], users: list[str]) -> subprocess.CompletedProce
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("inductor_folder")
 def test_without_private_names_what_does_not_need_them_works():
     """A name that was imported at the top of a file, and gone from torch, was the end of `phalanx.init`."""
     users: dict[str, set[str]] = {}

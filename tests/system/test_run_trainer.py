@@ -274,3 +274,42 @@ def test_a_trainer_that_fails_ends_a_job_with_servers(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     assert "the first trainer fails" in done.stdout + done.stderr
+
+
+PREEMPTED = """
+import os, signal, sys, time
+import torch, phalanx
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx.strategies import ParameterServerStrategy
+from phalanx.trainer import LambdaCallback
+
+if os.environ["RANK"] == "2":
+    print(os.getpid(), file=open("draft", "w"))
+    os.rename("draft", "server")
+strategy = ParameterServerStrategy(num_servers=1, timeout=90)
+
+
+def preempt(trainer, loss):
+    if trainer.step == 2 and strategy.replica_id_in_sync_group == 0:
+        os.kill(int(open("server").read()), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+trainer = phalanx.Trainer(
+    nn.Linear(8, 1), lambda p: torch.optim.AdamW(p), F.mse_loss, strategy=strategy, max_epochs=1, checkpoint="runs",
+    show_progress=False, callbacks=[LambdaCallback(on_step_end=preempt)],
+)
+trainer.fit(DataLoader(TensorDataset(torch.randn(960, 8), torch.randn(960, 1)), 16))
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_receives_sigterm_serves_until_its_trainers_have_saved(tmp_path):
+    """It ended at once, and with it the parameters that the trainers were to save."""
+    (tmp_path / "train.py").write_text(PREEMPTED)
+    words = [PHALANX, "run", "--nproc-per-node", "3", "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == os.EX_TEMPFAIL, done.stdout + done.stderr
+    assert list((tmp_path / "runs").iterdir())

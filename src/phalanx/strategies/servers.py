@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import pickle
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,8 +27,9 @@ from phalanx.strategies.strategy import MakeOptimizer, Strategy
 class ParameterServerStrategy(Strategy):
     """Train by `phalanx.ParameterServer`: the last ranks serve, and the others pull parameters and push gradients.
 
-    Serving ranks stay in this constructor until all trainers have ended, and then end as well: only the trainers run
-    the rest of the script. They are the replicas. Buffers (statistics of BatchNorm) are each trainer's own.
+    Serving ranks stay in this constructor until all trainers have ended, and then end as well; meanwhile they ignore
+    SIGTERM. Only the trainers run the rest of the script: they are the replicas. Buffers (statistics of BatchNorm) are
+    each trainer's own.
 
     Arguments:
         num_servers: ranks that serve.
@@ -79,6 +82,7 @@ class ParameterServerStrategy(Strategy):
         group = dist.new_group(list(range(trainers)))
         rpc.init_rpc([*self._trainers, *self._servers][job.rank], rank=job.rank, world_size=job.world_size)
         if job.rank >= trainers:
+            _ignore_sigterm()
             rpc.shutdown()  # waits for the trainers to end; the calls come meanwhile
             sys.exit(0)
         atexit.register(self._close_at_exit)
@@ -249,6 +253,13 @@ class ServedOptimizer(Optimizer):
     def _pull(self) -> None:
         for name, value in self._server.pull().items():
             self._parameters[name].copy_(value)
+
+
+def _ignore_sigterm() -> None:
+    """Let trainers that received SIGTERM, too, save what a server has; a handler of the script's stays."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _require_picklable(recipe: Recipe) -> None:
