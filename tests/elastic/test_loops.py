@@ -20,6 +20,9 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx import elastic
+from phalanx.data import DistributedSampler
+from phalanx.elastic.position import DataPosition
+from phalanx.testing import run_ranks
 
 
 def read_ahead(loader: Any, num_batches: int = 3) -> Iterator[Any]:
@@ -291,3 +294,25 @@ def test_a_loop_that_reads_ahead_and_does_not_say_so_is_told(caplog: pytest.LogC
         for _ in loader:
             state.commit()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_batches", [2, 5])
+def test_a_loop_that_was_left_has_used_what_it_got_not_what_workers_read_ahead(
+    num_workers: int, drop_last: bool, num_batches: int
+) -> None:
+    """The iterator was gone with its count: a commit behind the loop skipped what the workers had prefetched."""
+
+    def leave(rank: int, world_size: int) -> tuple[int, int]:
+        sampler = DistributedSampler(range(34), num_replicas=1, rank=0, shuffle=False)
+        position = DataPosition(sampler, lambda *_: None)
+        loader = DataLoader(range(34), 4, sampler=sampler, num_workers=num_workers, drop_last=drop_last)  # type: ignore[arg-type,var-annotated]
+        for _ in islice(loader, num_batches):
+            pass
+        used = position.mark().used
+        for _ in loader:
+            pass
+        return used, position.mark().used
+
+    assert run_ranks(leave, 1, backend=None) == [(4 * num_batches, 34)]

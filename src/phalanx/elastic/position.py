@@ -166,7 +166,9 @@ class DataPosition:
     def _handed_out(self, stream: Any) -> int:
         iterator = self._iterator()
         if iterator is None:
-            return int(stream.taken)
+            ahead = self.sampler._loader_pass  # of a loop that was left: its loader's workers took more than it got
+            known = ahead is not None and ahead.stream is stream and ahead.batch_size is not None
+            return ahead.samples if ahead is not None and known else int(stream.taken)
         batches = iterator._num_yielded - self._yielded_before
         samples: int = batches // self.sampler.num_parts * self._batch_size
         count: int = stream.partition.count
