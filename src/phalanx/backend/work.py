@@ -10,7 +10,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from phalanx.backend.dynamo import untraced
 from phalanx.deadline import Deadline
+from phalanx.diagnostics.failure_report import nested
 from phalanx.errors import ClosedError, PhalanxError
 
 _SMALL_BYTES = 64
@@ -87,8 +89,9 @@ class PhalanxWork(dist.Work):
         if not self._done.is_set():
             self._check_end_is_near()
             self._bring_about(deadline)
+        wait = partial(self._done.wait, None if deadline is None else deadline.left_s)
         try:
-            over = self._done.wait(None if deadline is None else deadline.left_s)
+            over = wait() if executor is None or self._done.is_set() else executor.run_here(wait)
         except BaseException as error:  # it is Ctrl-C, or a signal handler that raised
             if executor is not None and executor.interrupted is not None:
                 executor.interrupted(error)
@@ -122,10 +125,7 @@ class PhalanxWork(dist.Work):
             )
         executor = self.executor
         if executor is not None and executor.is_below():
-            raise PhalanxError(
-                "wait: this is a signal handler, and the operation can only end after the one that the handler "
-                "interrupted.\nIt goes on behind that one: wait for it when the handler has returned."
-            )
+            raise nested("wait")
 
     def synchronize(self) -> None:
         """Block as `wait` does."""
@@ -262,6 +262,7 @@ class Ledger(Protocol):
 
 
 Action = Callable[[], None]
+Result = TypeVar("Result")
 
 
 class SerialExecutor:
@@ -271,7 +272,6 @@ class SerialExecutor:
     such as `dist.recv`, then never changes threads. With `interrupted` this is not so: actions then wait where no
     signal is heard, so the main thread, which must hear Ctrl-C, never carries one out. It calls `interrupted` with what
     ended its wait, to end the action too. With `linger_s` the thread ends when there was nothing to do for so long.
-    `interrupts` says whether the calling thread, in a signal handler, has interrupted what the actions must wait for.
 
     With `callbacks_first`, what a future's callback calls is carried out within that call, before whatever is queued.
     PowerSGD's callbacks wait for collectives of their own: queued, those would wait for the thread that waits for them;
@@ -285,18 +285,18 @@ class SerialExecutor:
         callbacks_first: bool = False,
         interrupted: Callable[[BaseException], None] | None = None,
         linger_s: float | None = None,
-        interrupts: Callable[[], bool] = lambda: False,
         ledger: Ledger | None = None,
     ) -> None:
         self.name = name
-        self._interrupts = interrupts
-        self._running_thread = -1  # the thread that carries an action out
+        self.callers: set[int] = set()
+        """The threads that carry out an operation, or wait for one; if one of them calls another operation, a signal
+        handler does.
+        """
         self.interrupted = interrupted
         self._ledger = ledger
         self._linger_s = linger_s
         self._callbacks_first = callbacks_first
-        self._postponing = 0  # the thread in the block of `postponing`
-        self._postponed: deque[tuple[Action, PhalanxWork]] = deque()
+        self._is_passed = False  # a thread is in the block of `passing`
         self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the executor meanwhile
         self._items: deque[tuple[Action, PhalanxWork]] = deque()
         self._busy = False
@@ -307,7 +307,7 @@ class SerialExecutor:
     @property
     def idle(self) -> bool:
         """Return whether nothing is queued or running, and what is called now need not wait."""
-        return not (self._busy or self._items or self._postponing)
+        return not (self._busy or self._items or self._is_passed)
 
     @property
     def is_over(self) -> bool:
@@ -320,12 +320,6 @@ class SerialExecutor:
             self._carry_out((action, work), nested=True)
             return work
         work.executor = self
-        if self._postponing == threading.get_ident():
-            self._postponed.append((action, work))
-            return work
-        return self._enqueue(action, work)
-
-    def _enqueue(self, action: Action, work: PhalanxWork) -> PhalanxWork:
         with self._changed:
             if self._closing:  # by another thread, since the caller found the group open
                 work.settle(
@@ -342,27 +336,29 @@ class SerialExecutor:
         return work
 
     def is_below(self) -> bool:
-        """Return whether what is queued waits for the calling thread, which runs a signal handler amid it."""
+        """Return whether the calling thread runs a signal handler that interrupted an operation."""
+        return threading.get_ident() in self.callers
+
+    def run_here(self, operation: Callable[[], Result]) -> Result:
+        """Carry out `operation` in the calling thread, one of the `callers` meanwhile."""
         me = threading.get_ident()
-        return (self._busy and self._running_thread == me) or self._postponing == me or self._interrupts()
+        try:
+            self.callers.add(me)
+            return operation()
+        finally:
+            self.callers.discard(me)
 
     @contextlib.contextmanager
-    def postponing(self) -> Iterator[None]:
-        """Hold back until the end what this thread queues inside, as what an interrupting signal handler queues.
-
-        What was queued before is carried out meanwhile, and so is what other threads queue.
-        """
-        self._postponing = threading.get_ident()
+    def passing(self) -> Iterator[None]:
+        """Let other threads queue what they call, while this one is in an operation that bypasses the queue."""
+        me = threading.get_ident()
         try:
+            self._is_passed = True
+            self.callers.add(me)
             yield
         finally:
-            self._put_postponed()
-            self._postponing = 0
-            self._put_postponed()  # these are what a handler brought in between
-
-    def _put_postponed(self) -> None:
-        while self._postponed:
-            self._enqueue(*self._postponed.popleft())
+            self.callers.discard(me)
+            self._is_passed = False
 
     def help(self, work: PhalanxWork) -> None:
         """Carry out `work` here, if it is next in line and nobody has begun it."""
@@ -393,12 +389,10 @@ class SerialExecutor:
     def _carry_out(self, item: tuple[Action, PhalanxWork], *, nested: bool = False) -> None:
         action, work = item
         error: BaseException | None = None
-        before, self._running_thread = self._running_thread, threading.get_ident()
         try:
-            action()
+            self.run_here(action)
         except BaseException as e:  # whatever it was, the waiter must hear it
             error = e
-        self._running_thread = before
         notify = work.settle(error)
         if notify is not None:
             self._in_callbacks = threading.get_ident()

@@ -235,13 +235,11 @@ def describe_interruption(
     return "\n".join([*lines, OVER])
 
 
-def nested(what: str, group: str, rank: int) -> PhalanxError:
-    """Return the error for an operation of a signal handler that could only end after the one that it interrupted."""
+def nested(what: str) -> PhalanxError:
+    """Return the error for a call in a signal handler that interrupted an operation of the same group."""
     return PhalanxError(
-        f"{what} in group {group!r} on rank {rank}: it was called in a signal handler that interrupted an operation of "
-        "the same group, which goes on when the handler returns: it would wait for itself.\n"
-        "Let the handler set a flag, and look at it between two steps, on every rank; or call with async_op=True in "
-        "the handler, which queues the operation behind the interrupted one, and wait after the handler."
+        f"{what}: called in a signal handler that interrupted an operation of the same group, which cannot finish "
+        "before the handler returns.\nLet the handler set a flag, and check the flag between two steps, on every rank."
     )
 
 

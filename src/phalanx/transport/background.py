@@ -147,7 +147,6 @@ class Background:
     """It runs the operations of one group for which other threads of this process wait."""
 
     def __init__(self) -> None:
-        self.caller = 0  # the thread that is inside `run`
         self._underway: dict[int, queue.SimpleQueue[BaseException | None]] = {}  # keyed by identity of the queue
         self._workers = _workers
         self._workers.enter()
@@ -178,7 +177,6 @@ class Background:
         What a signal handler raises meanwhile is given to `interrupted`. After either, the operation goes on until the
         engine ends it.
         """
-        before, self.caller = self.caller, threading.get_ident()
         outcome = self.start(operation)
         try:
             while True:
@@ -192,8 +190,6 @@ class Background:
         except BaseException as raised:  # it may be Ctrl-C
             interrupted(raised)
             raise
-        finally:
-            self.caller = before
         self.over(outcome)
         if error is not None:
             raise error

@@ -169,11 +169,6 @@ class Transport(Collectives):
         """Return this rank's last operations, oldest first, where a flight recorder keeps them; before `close`."""
         return []
 
-    @property
-    def in_collective(self) -> bool:
-        """Return whether this thread is in a collective already: it runs a signal handler that interrupted it."""
-        return False
-
     @abstractmethod
     def call_site(self, place: tuple[str, int]) -> int:
         """Return a number for a (file, line), as a `CallContext` takes it."""

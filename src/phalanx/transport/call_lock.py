@@ -6,24 +6,19 @@ import threading
 from collections.abc import Callable
 
 from phalanx.deadline import Deadline
-from phalanx.diagnostics.failure_report import nested, occupied
+from phalanx.diagnostics.failure_report import occupied
 from phalanx.loss_detection import LOOK_S
 
 
-def take_call_lock(
-    lock: threading.Lock, group: str, rank: int, timeout_s: float, *, is_nested: bool, check: Callable[[], None]
-) -> None:
+def take_call_lock(lock: threading.Lock, group: str, rank: int, timeout_s: float, check: Callable[[], None]) -> None:
     """Take `lock` for a collective; `check`, which raises where the group is over, is called while others have it.
 
     Raises:
-        PhalanxError: what `check` raises; or this is a signal handler (`is_nested`), and the collective that it
-            interrupted waits for its end.
+        PhalanxError: what `check` raises.
         DeadlineError: the other thread's collective was not over in time.
     """
     if lock.acquire(blocking=False):
         return
-    if is_nested:
-        raise nested("a collective", group, rank)
     deadline = Deadline.after(timeout_s)
     while True:
         check()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -92,7 +92,6 @@ class ProcessGroupBase(BackendInterface):
             f"phalanx-{self._name}",
             callbacks_first=True,
             interrupted=self._interrupted,
-            interrupts=lambda: transport.in_collective,
             ledger=None if self._shared_memory is None else self._shared_memory.core,
         )
         self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
@@ -295,7 +294,7 @@ class ProcessGroupBase(BackendInterface):
         """Return whether a call that is waited for can be carried out without asking any further."""
         executor = self._executor  # this is its `idle`, spelt out
         return (
-            not (executor._busy or executor._items or executor._postponing)
+            not (executor._busy or executor._items or executor._is_passed or executor.callers)
             and not self._closed
             and not self.transport.closed
         )
@@ -305,37 +304,28 @@ class ProcessGroupBase(BackendInterface):
         waits = not getattr(options, "asyncOp", True)
         ctx = self._call_context(options, 4)
         ctx.awaited = waits
+        self.refuse_nested()
         if waits and self._executor.idle:
-            operation(ctx)
+            self._executor.run_here(partial(operation, ctx))
             return self._done
-        if waits:
-            self.refuse_nested()
-        work = self._queue(self._executor, lambda: operation(ctx), outputs)
+        work = self._queue(self._executor, partial(operation, ctx), outputs)
         if waits and self._interrupted is not None:
             work.wait()
         return work
 
     def refuse_nested(self, what: str = "a collective") -> None:
-        """Raise if this is a signal handler, in an operation that must be over before what is called now can begin.
-
-        Raises:
-            PhalanxError: it is.
-        """
+        """Raise a PhalanxError if this is a signal handler that interrupted an operation of this group."""
         if self._executor.is_below():
-            raise nested(what, self._name, self._rank)
-
-    def postponing(self) -> contextlib.AbstractContextManager[None]:
-        """Let a handler's collectives wait for the block, which has its own place among the collectives."""
-        return self._executor.postponing()
+            raise nested(f"{what} in group {self._name!r} on rank {self._rank}")
 
     def in_order(self, operation: Callable[[], Result]) -> Result:
         """Run `operation`, whose collectives go straight to the memory, after all earlier calls; wait for it.
 
         So also what is no collective of c10d's has its place in the order that is the same on all ranks.
         """
-        if self._executor.idle:
-            return operation()
         self.refuse_nested()
+        if self._executor.idle:
+            return self._executor.run_here(operation)
         results: list[Result] = []
         self._queue(self._executor, lambda: results.append(operation()), []).wait()
         return results[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -95,7 +96,12 @@ class ProcessGroupCollectives(ProcessGroupBase):
                 and only.data_ptr()
                 and opts.reduceOp == _SUM
             ):
-                self.transport.sum_in_place(only, real, timeout_of(opts, self._timeout_s), calling_site())
+                callers, me = self._executor.callers, get_ident()
+                try:  # this is `run_here`, spelt out
+                    callers.add(me)
+                    self.transport.sum_in_place(only, real, timeout_of(opts, self._timeout_s), calling_site())
+                finally:
+                    callers.discard(me)
                 return self._done
         tensors, opts = arguments_of_allreduce(tensors, opts, timeout, op, tensor)
         if not tensors:

@@ -82,7 +82,6 @@ class GlooSession(StoreReports, Transport):
         self._engine = engine
         self._failure_store = failure_store
         self._has_ended = has_ended
-        self._holder = 0  # the thread that has `lock`; a signal handler runs in that very thread
         self._background, self._background_messages = Background(), Background()
         self._process = os.getpid()
         self._is_closed = False
@@ -116,10 +115,6 @@ class GlooSession(StoreReports, Transport):
     def closed(self) -> bool:
         """Return whether this process has left, or is a fork of the one that came."""
         return self._is_closed or os.getpid() != self._process
-
-    @property
-    def in_collective(self) -> bool:
-        return self._holder == threading.get_ident()
 
     def set_exit_reason(self, exit_reason: str) -> None:
         self._publish_exit_reason(exit_reason)
@@ -163,14 +158,11 @@ class GlooSession(StoreReports, Transport):
             if self._report is not None:
                 raise self._report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
 
-        is_nested = self.in_collective
-        take_call_lock(self.lock, self.group, self.rank, ctx.timeout_s, is_nested=is_nested, check=check)
-        self._holder = threading.get_ident()
+        take_call_lock(self.lock, self.group, self.rank, ctx.timeout_s, check)
         try:
             with self._running(call, ctx) as deadline:
                 yield deadline
         finally:
-            self._holder = 0
             self.lock.release()
 
     @contextlib.contextmanager

@@ -26,7 +26,6 @@ from phalanx.diagnostics.failure_report import (
     Operation,
     closed,
     describe_wait,
-    nested,
 )
 from phalanx.diagnostics.failure_store import FailureStore
 from phalanx.diagnostics.flight_recorder import Position, Record
@@ -71,7 +70,6 @@ class Running:
     def __enter__(self) -> Deadline:
         session = self._session
         session._acquire_lock(self._call, self._ctx.timeout_s)
-        session._holder = threading.get_ident()
         try:
             self._record = session._begin(self._call, self._ctx)
         except BaseException:
@@ -104,7 +102,6 @@ class Running:
             self._leave()
 
     def _leave(self) -> None:
-        self._session._holder = 0
         self._session.lock.release()
 
 
@@ -139,7 +136,6 @@ class HierarchicalSession(FailureReports):
         self._rail: Rail | None = None
         self._leaders: LeaderExchange | None = None
         self._head = b""  # the head of the call that is under way
-        self._holder = 0  # the thread that has `lock`, or waits for the one that has it; a signal handler runs in it
         self._background, self._background_messages = Background(), Background()
         self._preceding = Preceding()
 
@@ -252,24 +248,17 @@ class HierarchicalSession(FailureReports):
     def _place(self, ctx: CallContext) -> str:
         return self._memory.place(ctx.call_site)
 
-    @property
-    def in_collective(self) -> bool:
-        """Return whether this thread is in a collective already: it runs a signal handler that interrupted it."""
-        me = threading.get_ident()
-        return me in (self._holder, self._background.caller)
-
     def _acquire_lock(self, call: Call, timeout_s: float) -> None:
         """Take `lock`, for `call`.
 
         A thread that has it may be stuck in the engine, while the group is over. Errors are those of `take_call_lock`.
         """
-        is_nested = self.in_collective
 
         def check() -> None:
             if self._report is not None:
                 raise self._report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
 
-        take_call_lock(self.lock, self.group, self.rank, timeout_s, is_nested=is_nested, check=check)
+        take_call_lock(self.lock, self.group, self.rank, timeout_s, check)
 
     def _interruptible(self, call: Call, ctx: CallContext, operation: Callable[[], None]) -> None:
         """Carry out `operation`, which waits in an engine that may hear neither signals nor that a peer is gone.
@@ -281,8 +270,6 @@ class HierarchicalSession(FailureReports):
         if self._engine.is_interruptible or self.closed:
             operation()
             return
-        if self.in_collective:
-            raise nested("a collective", self.group, self.rank)
         if self._report is not None:
             raise self._report.error(self._operation_of(call))
         deadline = Deadline.after(ctx.timeout_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,11 +33,9 @@ class SharedMemoryCollectives(SharedMemorySession):
             self._refuse_one_memory(tensor)
         call_site = self._sites.get(place)
         at = tensor.data_ptr()
-        me = threading.get_ident()
         if self.lock.locked():
             self._await_lock(timeout_s)
         with self.lock:  # this is `exclusive`, spelt out
-            self._holder = me
             try:
                 status = self.core.all_reduce(
                     at,
@@ -54,8 +51,6 @@ class SharedMemoryCollectives(SharedMemorySession):
             except BaseException as error:
                 self._interrupted(error)
                 raise
-            finally:
-                self._holder = 0
         if status:
             self.check(status, CallContext(timeout_s, 0))
 

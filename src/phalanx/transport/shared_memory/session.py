@@ -11,7 +11,7 @@ from phalanx.core_numbers import PEER_LOST
 from phalanx.deadline import timeout_ns
 from phalanx.diagnostics import failures
 from phalanx.diagnostics.call_sites import short
-from phalanx.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, describe_wait, nested, occupied
+from phalanx.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, describe_wait, occupied
 from phalanx.diagnostics.flight_recorder import Record, read
 from phalanx.diagnostics.whereabouts import find_position, late_ranks, remember, tell_end
 from phalanx.errors import ClosedError
@@ -32,7 +32,6 @@ class SharedMemorySession:
     def __init__(self, group: str) -> None:
         self.group = group
         self.lock = threading.Lock()  # held while the core runs a collective
-        self._holder = 0  # the thread that has it; a signal handler runs in that very thread
         self.symm_mem: SymmetricMemory = None  # type: ignore[assignment]  # set by `attach`: it needs our `idle`
         self._sites: dict[tuple[str, int], int] = {}
         self._places: dict[int, str] = {}
@@ -159,27 +158,14 @@ class SharedMemorySession:
         """Hold `lock` for one collective.
 
         Raises:
-            PhalanxError: this is a signal handler, and the collective that it interrupted waits for its end.
             DeadlineError: the other thread's collective was not over in time.
         """
-        me = threading.get_ident()
         if self.lock.locked():
             self._await_lock(timeout_s)
         with self.lock:
-            self._holder = me  # and nothing before it that a signal handler could come after
-            try:
-                yield
-            finally:
-                self._holder = 0
-
-    @property
-    def in_collective(self) -> bool:
-        """Return whether this thread is in a collective already: it runs a signal handler that interrupted it."""
-        return self._holder == threading.get_ident()
+            yield
 
     def _await_lock(self, timeout_s: float) -> None:
-        if self.in_collective:
-            raise nested("a collective", self.group, self.symm_mem.rank)
         if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise occupied(self.group, self.symm_mem.rank, timeout_s)
         self.lock.release()
