@@ -344,7 +344,6 @@ class Attempt:
                 self.send_signal(action.signum, action.ranks, group=action.group, is_relayed=action.is_relayed)
 
     def do_elastic(self, actions: list[ElasticAction]) -> None:
-        """Carry out a decision about an elastic job."""
         now = time.monotonic()
         for action in actions:
             if isinstance(action, BeginGeneration):

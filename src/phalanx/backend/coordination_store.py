@@ -106,7 +106,6 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def get(self, key: str) -> bytes:
-        """Wait until `key` is there, and return its value."""
         return self._client.get(key, self.timeout)
 
     @_in_torchs_words

@@ -41,7 +41,6 @@ class Client(MemberConnection):
         self._call(Op.SET, _name(key), _bytes(value))
 
     def get(self, key: str, timeout: Timeout = None) -> bytes:
-        """Wait until `key` is there, and return its value."""
         return self._call(Op.GET, _name(key), deadline=self._deadline(timeout), waits_for=(key,))[0]
 
     def begin_get(self, key: str) -> PendingGet:

@@ -114,7 +114,6 @@ class IteratedShard:
 
     @property
     def is_used_up(self) -> bool:
-        """Return whether all was read and handed out."""
         return self._next == self._length and not self._kept
 
     def close(self) -> None:

@@ -93,7 +93,6 @@ class AgentChannel:
         return self._channel.peer.pid
 
     def report(self, loss: RankLoss) -> None:
-        """Report that this rank has lost a peer and waits."""
         self._send(
             kind="lost",
             generation=loss.generation,
@@ -108,11 +107,9 @@ class AgentChannel:
         self._send(kind="regrouped", generation=number)
 
     def failed(self, step: int, error: str) -> None:
-        """Report that an exception of the user's own is about to end this rank."""
         self._send(kind="failed", step=step, error=error[:2000])
 
     def finished(self) -> None:
-        """Report that the training is over on this rank, and on all others."""
         self._send(kind="finished")
 
     def close(self) -> None:
@@ -148,7 +145,6 @@ class AgentChannel:
                 self._ask(after)
 
     def newer_than(self, number: int) -> bool:
-        """Return whether a later generation was announced, or other ranks wait to join."""
         now = time.monotonic()
         if now < self._next_poll and not self._arrived:
             return False

@@ -201,7 +201,6 @@ class ElasticHosts(Elastic):
         self._untried.discard(host.member)
 
     def on_time(self, now: float) -> list[ElasticAction]:
-        """Decide what is due when `next_due` has come."""
         actions = super().on_time(now)
         if self._waits_since is not None and self.ended is None and now >= self._waits_since + self.wait_s:
             why = f"{self._waits_for} left, and nobody has come within {self.wait_s:g} s"

@@ -97,11 +97,9 @@ class LeaderLink(HostLink):
         return self._elastic
 
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> bool:
-        """Send a message to an elastic rank, if that is on another host; return whether it is."""
         return self._put_to_host_of(rank, "to rank", message=message)
 
     def tell_generation(self, rank: int) -> bool:
-        """Have an elastic rank told which one it is, if it is on another host; return whether it is."""
         return self._put_to_host_of(rank, "tell generation")
 
     def _put_to_host_of(self, rank: int, kind: str, **body: Any) -> bool:
@@ -148,7 +146,6 @@ class LeaderLink(HostLink):
         self._peers.channel.put_key(LEADER_STATE, state.to_bytes())
 
     def do(self, action: PrepareHost | DropHost) -> None:
-        """Take in a host, or send it away."""
         if isinstance(action, DropHost):
             self._drop(action)
             return
@@ -249,7 +246,6 @@ class LeaderLink(HostLink):
         return create_agent_file(*self._store_location)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
-        """Have a signal sent to those of `ranks` that are on other hosts."""
         wanted = frozenset(ranks)
         for node in self._peers.present:
             theirs = [rank for rank in node.place.ranks if rank in wanted]
@@ -276,7 +272,6 @@ class LeaderLink(HostLink):
         return self._departure.has_left
 
     def sweep(self) -> None:
-        """Have every process of the job on other hosts killed."""
         if self.has_left:
             return
         if self._sweep_limit is None:
@@ -307,12 +302,10 @@ class LeaderLink(HostLink):
         return self._peers
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
-        """Add what the ranks of other hosts have recorded to `logs`, group by group."""
         return self._records.merge_logs(logs)
 
     @property
     def ended_ns(self) -> dict[int, int]:
-        """Return when processes of other hosts ended, by process number, on CLOCK_MONOTONIC of this host."""
         return self._records.ended_ns
 
     def name_host(self, rank: int) -> str:

@@ -95,7 +95,6 @@ class SharedParameters(SharedBlock):
         give_back_freed_memory()
 
     def leave(self, memory: Tensor) -> None:
-        """Take over the values of `memory`, which is laid out as the block, and is this rank's own."""
         super().leave(memory)
         forget_readers(self)
         for number, parameter in enumerate(self.parameters):

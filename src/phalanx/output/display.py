@@ -46,7 +46,6 @@ class Display:
         self._prefixes.clear()
 
     def end(self, rank: int) -> None:
-        """End this rank, which prints nothing more."""
         self._folder.end(rank)
         for stream in (1, 2):
             self._statuses.pop((rank, stream), None)
@@ -118,7 +117,6 @@ class Display:
         self._err.put(encode(text) + b"\n")
 
     def say_once(self, what: str, text: str) -> None:
-        """Say `text`, once for each `what`."""
         if what not in self._told:
             self._told.add(what)
             self.say(text)

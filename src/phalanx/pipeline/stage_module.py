@@ -130,11 +130,9 @@ class StageModule(nn.Module):
 
     @property
     def state_names(self) -> list[str]:
-        """Return the keys of the whole model's state."""
         return list(self._state_names)
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return the entries of this rank, under the keys of the whole model. A rank may call it alone."""
         return self._own_state(keep_vars=False)
 
     def _own_state(self, *, keep_vars: bool) -> dict[str, Any]:
@@ -143,7 +141,6 @@ class StageModule(nn.Module):
         return own
 
     def gather_state_dict(self) -> dict[str, Any]:
-        """Return the whole on the first rank, and on others their own part. All ranks call it."""
         whole: dict[str, Any] = self.state_dict(rank0_only=True)
         return whole
 

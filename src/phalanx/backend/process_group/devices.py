@@ -215,12 +215,10 @@ class RoutedProcessGroup(StagedProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Finish what is queued, then leave the group."""
         self._end(lambda group: group.shutdown())
         super().shutdown()
 
     def abort(self) -> None:
-        """Leave the group at once; threads that wait in it get an error."""
         self._end(lambda group: group.abort())
         super().abort()
 

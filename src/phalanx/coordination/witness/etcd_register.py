@@ -37,12 +37,10 @@ class EtcdRegister:
         self._token = ""
 
     def read(self, name: str) -> bytes:
-        """Return a value; nothing where there is none."""
         found = self._call("range", {"key": _encode(name.encode())}).get("kvs", [])
         return base64.b64decode(found[0]["value"]) if found else b""
 
     def write(self, name: str, expected: bytes, value: bytes) -> bool:
-        """Write a value in place of the expected one (nothing: there is none yet); return whether it was that one."""
         key = _encode(name.encode())
         compare = {"key": key, "target": "VALUE", "result": "EQUAL", "value": _encode(expected)}
         if not expected:
@@ -51,7 +49,6 @@ class EtcdRegister:
         return bool(self._call("txn", {"compare": [compare], "success": [put]}).get("succeeded"))
 
     def delete(self, name: str) -> None:
-        """Delete a value, if there is one."""
         self._call("deleterange", {"key": _encode(name.encode())})
 
     def close(self) -> None:

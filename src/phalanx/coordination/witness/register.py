@@ -40,19 +40,15 @@ class CoordinatorRegister:
         self._client = Client(endpoint, key, timeout=_ANSWER_S)
 
     def read(self, name: str) -> bytes:
-        """Return a value; nothing where there is none."""
         return self._client.get(name, _ANSWER_S) if self._client.check([name]) else b""
 
     def write(self, name: str, expected: bytes, value: bytes) -> bool:
-        """Write a value in place of the expected one; return whether it was that one."""
         return self._client.compare_set(name, expected, value) == value
 
     def delete(self, name: str) -> None:
-        """Delete a value, if there is one."""
         self._client.delete_key(name)
 
     def close(self) -> None:
-        """Let go of the connection."""
         self._client.close()
 
 

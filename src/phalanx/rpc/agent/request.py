@@ -87,7 +87,6 @@ class Request:
                 self._owned = agent.references.make(rref_id, fork, self._caller.uid)
 
     def prepare(self) -> bool:
-        """Read the call; return whether the function is expected to be short."""
         frame = self._frame
         try:
             forks = self._agent.take_forks(self._forks) if self._forks else []

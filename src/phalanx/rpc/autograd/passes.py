@@ -200,7 +200,6 @@ class Pass:
     # -- what the joints of the graph ask; in the engine ---------------------------------------------------------------
 
     def wait(self, message: MessageId) -> None:
-        """Wait until the gradients of a message of ours have come."""
         if message not in self._arrived and self.id[0] == self._worker.me.uid:
             self.begin_others(message)
             self._read_until(self.context.sends[message].to, lambda: message in self._arrived)
@@ -228,7 +227,6 @@ class Pass:
         self.context.accumulate([(variable, gradient)], is_shared=True)
 
     def inside(self) -> AbstractContextManager[Any]:
-        """Return a context manager that puts this thread in the pass's context."""
         return self._worker.contexts.enter(self.context)
 
     # -- running -------------------------------------------------------------------------------------------------------

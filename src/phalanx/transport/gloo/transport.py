@@ -146,7 +146,6 @@ class GlooTransport(GlooSession):
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
-        """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ."""
         outputs = [alias(t) for t in outputs]
         sent, awaited = [nbytes(t) for t in inputs], [nbytes(t) for t in outputs]
         # The sizes differ from rank to rank, and are compared in a round of their own.
