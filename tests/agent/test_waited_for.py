@@ -106,6 +106,15 @@ def test_a_rank_that_comes_last_and_costs_time_is_slower_than_the_others() -> No
     assert "rank 1 (pid 101) is slower than the others: in 148 s it came last to 150 of 150" in describe_slow(slow, 1)
 
 
+def test_the_slow_rank_is_the_one_that_comes_last_to_a_round_and_not_the_one_in_the_next_reducers_round() -> None:
+    """With two models a rank that had come to the second one's round, of the same number, passed for the last one."""
+    late = LatenessCounter()
+    for n in range(60):
+        first = [record(n, n + (0.3 if rank == 1 else 0.0), n + 0.4, kind=GRADIENTS) for rank in range(2)]
+        late.add([group([first[0], record(n, n + 0.6, kind=GRADIENTS)], [first[1]])])
+    assert late._times == {101: 60}
+
+
 def test_nobody_is_slower_where_it_costs_little_or_is_now_one_now_another_or_others_are_elsewhere() -> None:
     numbers = range(100)
     cheap, fair, elsewhere = LatenessCounter(), LatenessCounter(), LatenessCounter()

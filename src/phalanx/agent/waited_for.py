@@ -157,7 +157,8 @@ class LatenessCounter:
             for rank in group.ranks:
                 for record in rank.records:
                     if record.is_collective:
-                        entered[_counter(record), record.seq][rank.pid] = record.enter_ns
+                        # each reducer counts its rounds: the first one's, as not all may be in the second one's yet
+                        entered[_counter(record), record.seq].setdefault(rank.pid, record.enter_ns)
             for (counted, seq), times in sorted(entered.items()):
                 key = (group.name, pids, counted)
                 if len(times) < len(pids) or seq <= self._counted.get(key, -1):
