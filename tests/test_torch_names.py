@@ -281,6 +281,7 @@ dist.destroy_process_group()
 # What can't be taken from torch: methods of a class in C, and what torch itself does not run without.
 NEEDED_BY_TORCH = (
     "torch.Tensor._is_zerotensor",
+    "torch._C._get_tracing_state",
     "torch._C._set_grad_enabled",
     "torch.autograd.Variable._execution_engine",
     "torch.optim.optimizer._global_optimizer_pre_hooks",
