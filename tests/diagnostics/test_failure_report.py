@@ -71,8 +71,8 @@ REPORTS = {
     "lost, because its data ended": (
         FailureReport("lost", (1,), {1: "pid 17"}, {1: Position(41, "all_reduce #41 (train.py:88)")}, reason=QUIET_END),
         PeerLostError,
-        "rank 1 (pid 17) ended its loop at train.py:88 after all_reduce #41; this rank is in all_reduce #42.\n"
-        f"Its data has probably ended. {JOIN_ADVICE}",
+        f"rank 1 (pid 17) is gone: {QUIET_END}, after all_reduce #41, in the line that this rank is in.\n"
+        f"If its data has ended: {JOIN_ADVICE}\nElse read its log first.",
     ),
     "interrupted": (
         FailureReport("interrupted", (1,), {1: "pid 17"}, {1: IN_BARRIER}, reason="KeyboardInterrupt"),

@@ -144,7 +144,7 @@ def test_the_manifest_is_valid_by_the_schema_of_kubernetes(tmp_path, words):
     ("words", "said"),
     [
         (("slurm", "--nodes=2", "--", "--nnodes", "2", "train.py"), "phalanx manifest: --nnodes: leave it out."),
-        (("slurm", "--nodes=2", "--", "--nproc", "2", "train.py"), "phalanx run: --nproc: no such option"),
+        (("slurm", "--nodes=2", "--", "--ranks", "2", "train.py"), "phalanx run: --ranks: no such option"),
         (("slurm", "--nodes=0", "train.py"), "Invalid value for '--nodes'"),
         (("kubernetes", "--nodes=2", "train.py"), "Missing option '--image'"),
         (("kubernetes", "--nodes=2", *IMAGE, "--name=My_Job", "train.py"), "--name 'My_Job': a name of Kubernetes has"),

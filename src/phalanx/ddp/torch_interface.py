@@ -14,6 +14,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from phalanx.ddp.plan import BucketPlan
 from phalanx.ddp.reducer import Reducer
+from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
 
@@ -39,7 +40,6 @@ class TorchInterface(nn.Module):
     if TYPE_CHECKING:
 
         def _synced_buffers(self) -> list[Tensor]: ...
-        def _broadcast_buffers(self, source: int, grad_enabled: bool) -> None: ...
         def _moved(self, values: Any) -> Any: ...
 
     # -- attributes ----------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class TorchInterface(nn.Module):
 
     def _sync_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks now. All ranks call it."""
-        self._broadcast_buffers(0, torch.is_grad_enabled())
+        broadcast_tensors(self._synced_buffers(), self.process_group, 0)
 
     @property
     def require_manual_backward_finalization(self) -> bool:

@@ -154,18 +154,25 @@ class FailureReport:
 
     def _lost(self, operation: Operation | str) -> list[str]:
         position = self.positions.get(self.ranks[0])
-        if position is not None and isinstance(operation, Operation) and self._has_ended_its_loop(position, operation):
-            before, now = position.operation.partition(" (")[0], operation.label
+        if position is not None and isinstance(operation, Operation) and self._was_in_same_line(position, operation):
+            before = position.operation.partition(" (")[0]
+            if before.startswith("gradients"):
+                return [
+                    f"{self._who()} ended its loop at {operation.call_site} after {before}; this rank is in "
+                    f"{operation.label}.",
+                    f"Its data has probably ended. {JOIN_ADVICE}",
+                ]
             return [
-                f"{self._who()} ended its loop at {operation.call_site} after {before}; this rank is in {now}.",
-                f"Its data has probably ended. {JOIN_ADVICE}",
+                f"{self._who()} is gone: {self.reason}, after {before}, in the line that this rank is in.",
+                f"If its data has ended: {JOIN_ADVICE}",
+                "Else read its log first.",
             ]
         last = f"It {position}. " if position is not None else ""
         alone = (*self.remarks, DIVERGENCE_ADVICE) if self.remarks else ()
         return [f"{self._who()} is gone: {self.reason}.", f"{last}Read its log first.", *alone]
 
-    def _has_ended_its_loop(self, position: Position, operation: Operation) -> bool:
-        """Return whether the rank ended well, and its last operation came from the line that this rank repeats."""
+    def _was_in_same_line(self, position: Position, operation: Operation) -> bool:
+        """Return whether the rank ended well, and its last operation came from the line that this rank is in."""
         finished = not (position.inside or position.failed or position.elsewhere)
         same_line = bool(operation.call_site) and position.operation.endswith(f"({operation.call_site})")
         return ended_well(self.reason) and finished and same_line
