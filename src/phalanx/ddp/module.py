@@ -40,6 +40,7 @@ tree_map: Any = find(
 _backward_number: Any = find(
     "torch._C._current_graph_task_id",
     loses="a forward inside of a backward (checkpointing), or after one that failed, is not known to be one",
+    instead=lambda: -1,
 )
 
 _PREFIX = "module."
