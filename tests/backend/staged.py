@@ -20,13 +20,7 @@ def _of_float64(arguments):
     return None
 
 
-@pytest.fixture
-def path(tmp_path):
-    """Where the ranks meet."""
-    return str(tmp_path / "store")
-
-
-def _join(rank, world_size, path, timeout_s=60.0):
+def join_staged(rank, world_size, path, timeout_s=60.0):
     """A group whose float64 tensors no engine carries."""
     from phalanx.backend.process_group import devices
 

@@ -8,7 +8,7 @@ real device (memory that the host must not touch, streams) is in tests/gpu.
 import pytest
 import torch
 import torch.distributed as dist
-from tests.backend.staged import CPU, _join
+from tests.backend.staged import CPU, join_staged
 from tests.comparisons import assert_equal
 from tests.gpu.collectives import all_collectives
 from tests.small_models import batch_of
@@ -22,8 +22,14 @@ from phalanx.testing import RankFailed, run_ranks
 LARGE = 100_003  # in the ranks' symmetric memory
 
 
+@pytest.fixture
+def path(tmp_path):
+    """Where the ranks meet."""
+    return str(tmp_path / "store")
+
+
 def _everything(rank, world_size, path):
-    _join(rank, world_size, path)
+    join_staged(rank, world_size, path)
     # The staged ones first: torch 2.15 asks the group for the backend of the device, which float32 shares here.
     staged, plain = (all_collectives(CPU, dtype, rank, world_size) for dtype in (torch.float64, torch.float32))
     group = dist.group.WORLD
@@ -47,7 +53,7 @@ def test_every_collective_leaves_the_same_on_a_device_without_an_engine_as_on_th
 
 
 def _refused(rank, world_size, path):
-    _join(rank, world_size, path)
+    join_staged(rank, world_size, path)
     messages = []
 
     def refuse(kind, call, *args, **kwargs):
@@ -85,7 +91,7 @@ def test_wrong_calls_are_refused_in_the_cpus_words_and_change_nothing(path) -> N
 
 
 def _one_leaves(rank, world_size, path):
-    _join(rank, world_size, path)
+    join_staged(rank, world_size, path)
     dist.all_reduce(torch.ones(1, dtype=torch.float64))
     if rank == 1:
         raise RuntimeError("out of memory")
@@ -106,7 +112,7 @@ def test_a_rank_that_fails_is_named_to_those_who_wait_for_it(path) -> None:
 
 def _message_first(rank, world_size, path):
     """Two ranks on one device exchanged messages before any collective, so they asked NCCL, which refuses them."""
-    _join(rank, world_size, path)
+    join_staged(rank, world_size, path)
     got = torch.zeros(LARGE, dtype=torch.float64)
     works = [dist.isend(torch.full((LARGE,), rank + 1.0, dtype=torch.float64), 1 - rank), dist.irecv(got, 1 - rank)]
     for work in works:
@@ -129,7 +135,7 @@ def _receive_until_it_gives_up():
 
 
 def _one_is_late(rank, world_size, path):
-    _join(rank, world_size, path, timeout_s=1.0)
+    join_staged(rank, world_size, path, timeout_s=1.0)
     dist.all_reduce(torch.ones(1, dtype=torch.float64))
     if rank == 0:
         with pytest.raises(DeadlineError) as caught:
@@ -149,7 +155,7 @@ def test_a_rank_that_does_not_come_in_time_is_named(path) -> None:
 
 
 def _train(rank, world_size, path):
-    _join(rank, world_size, path)
+    join_staged(rank, world_size, path)
     trained = []
     for wrap in (phalanx.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel):
         torch.manual_seed(0)

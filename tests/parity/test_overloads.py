@@ -8,7 +8,7 @@ torch's own; what Gloo makes of each is what ours must make of it.
 import pytest
 import torch
 import torch.distributed as dist
-from tests.backend.staged import _join
+from tests.backend.staged import join_staged
 from tests.parity.overload_calls import LEFT_OUT, every_call, overloads
 from tests.system.hosts_jobs import on_hosts
 
@@ -21,7 +21,7 @@ def _every_call(rank, world_size, *_):
 
 
 def _staged(rank, world_size, path):
-    _join(rank, world_size, path)
+    join_staged(rank, world_size, path)
     dist.all_reduce(torch.ones(1, dtype=torch.float64))  # at which the ranks agree how they carry such
     return every_call(rank, world_size, torch.float64)
 

@@ -135,9 +135,10 @@ def _of_state(path: Path) -> Iterator[Item]:
 def _load_forms(path: Path) -> Any:
     """Return the state without reading what its tensors hold."""
     try:
-        return torch.load(path, map_location="meta", weights_only=True)
-    except NotImplementedError:  # quantized tensors and nested ones cannot be made on "meta"
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        try:
+            return torch.load(path, map_location="meta", weights_only=True)
+        except NotImplementedError:  # quantized tensors and nested ones cannot be made on "meta"
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         if "torch.nested" not in str(error) or sys.modules.keys() >= _JAGGED:
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import random
 import sys
 from collections.abc import Callable
@@ -20,7 +19,6 @@ def seed_workers(loader: Any, seed: int, epoch: int) -> None:
     It does not depend on what a worker has done before, nor on which rank or worker makes the batch. PyTorch seeds a
     worker once, when it is started: one that is started in the middle of an epoch would draw there what the first had
     drawn at its begin.
-
     """
     if loader.num_workers == 0:
         return
@@ -35,15 +33,15 @@ class _SeedBatches:
     def __init__(self, seed: int, then: Callable[[int], None] | None) -> None:
         self._seed, self._then = seed, then
         # Workers of `persistent_workers` see it change, forked or not.
-        self._epoch = multiprocessing.RawValue("Q", 0)
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def epoch(self) -> int:
-        return int(self._epoch.value)
+        return int(self._epoch)
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch.value = number
+        self._epoch.fill_(number)
 
     def __call__(self, worker: int) -> None:
         if self._then is not None:
