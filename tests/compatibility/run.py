@@ -30,6 +30,7 @@ PAIRS = (
     "python3.10=2.14.1",
     "python3.12=2.15.0",
     "python3.13=2.15.0",
+    "python3.14=2.13.0",
 )
 
 _COLUMNS = ("Python", "PyTorch", "System", "As", "Programs", "Passed", "Failed", "Skipped", "Minutes", "Commit", "Day")
@@ -44,7 +45,9 @@ PyTorch, Phalanx says so once, in the log and in `phalanx doctor`, and goes on.
 
 The column "Programs" counts the tests of `tests/programs` that ended with the right numbers. The column "As" says who
 ran the tests: root, or a user without privileges. A skipped test names its reason: there is no GPU, or a privilege, a
-package or a feature of this PyTorch is missing.
+package or a feature of this PyTorch is missing. A row without counts is of `tests/programs` alone.
+
+`tests/compatibility/sid FOLDER` runs `make demo test`, or another command, in Debian sid, whose Python is the newest.
 
 """
 
