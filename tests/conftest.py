@@ -129,5 +129,5 @@ def effort(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def seed(request: pytest.FixtureRequest) -> int:
-    """By which number cases are drawn."""
+    """Return the number by which cases are drawn."""
     return int(request.config.getoption("seed"))

@@ -1,4 +1,4 @@
-"""What tests/backend/test_mpi.py runs in the ranks of an MPI job on one host."""
+"""Run in the ranks of an MPI job on one host, for tests/backend/test_mpi.py."""
 
 import os
 import signal

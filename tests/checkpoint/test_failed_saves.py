@@ -17,7 +17,7 @@ HOW = pytest.mark.parametrize("how", ["save", "async_save"])
 
 
 class Lines(logging.Handler):
-    """What was logged, and an event for the first line."""
+    """Return what was logged, and an event for the first line."""
 
     def __init__(self):
         super().__init__()

@@ -38,7 +38,7 @@ def describe_overdue(state: Supervision) -> str:
 
 
 def describe_signal_end(state: Supervision, *, traceback: bool = False) -> str:
-    """Return one line on how a job ended that was told to stop; `traceback`: the ranks' stacks were shown before."""
+    """Return one line on how a stopped job ended; `traceback`: the ranks' stacks were shown before."""
     assert state.interrupted is not None
     name = name_signal(state.interrupted)
     if not state.killed:
