@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 class StrayGradients:
     """`StrayGradients` raises when an optimizer is about to step with gradients that were not averaged.
 
-    A method of the wrapped module, called in the place of forward, makes such gradients. Where a round has averaged
+    A method of the wrapped module, called instead of `forward`, makes such gradients. Where a round has averaged
     gradients since the last step, others may be added to them: a penalty on the parameters, for example.
 
     `names` are those of `parameters`, one for one.
