@@ -12,9 +12,9 @@ GLOSSARY = "reference/glossary.md"
 # Where a term might be an ordinary word, it is not linked.
 _ORDINARY = {"attempt", "engine", "member", "phase", "position", "poison", "seat", "shadow", "stage", "sync"}
 _ORDINARY |= {"schedule"}
-# What is no running text: blocks of code, code, links and images, tags, headings, and the paragraph that says for whom.
+# What is not running text: code blocks, inline code, links, images, tags, headings, and the opening paragraph.
 _NOT_TEXT = re.compile(
-    r"^```.*?^```[^\n]*$|^(?: {4}|#|:::).*?$|^This page is for .*?\n\n|`[^`\n]*`|!?\[[^\]]*\]\([^)]*\)|<[^>\n]*>",
+    r"^```.*?^```[^\n]*$|^(?: {4}|#|:::).*?$|\A#[^\n]*\n\n.*?\n\n|`[^`\n]*`|!?\[[^\]]*\]\([^)]*\)|<[^>\n]*>",
     re.M | re.S,
 )
 

@@ -36,7 +36,7 @@ PAIRS = (
 _COLUMNS = ("Python", "PyTorch", "System", "As", "Programs", "Passed", "Failed", "Skipped", "Minutes", "Commit", "Day")
 _HEAD = """# With which Python and which PyTorch Phalanx works
 
-This page is for people who want to know with which Python and PyTorch all tests were run, and what came out.
+The pairs of Python and PyTorch with which all tests ran, and the results.
 
 `make matrix` writes this page. For each pair it makes a fresh environment, runs the small programs of
 `tests/programs` and then the whole suite, and notes what came out. `make test ARGS=--slow TORCH=2.15.0

@@ -28,10 +28,12 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 @each_page
-def test_a_page_says_for_whom_it_is_and_ends_with_where_to_go_on(page):
-    title, _, begin, *_ = page.read_text(encoding="utf-8").split("\n")
+def test_a_page_opens_with_what_it_gives_and_ends_with_where_to_go_on(page):
+    title, begin, *_ = page.read_text(encoding="utf-8").split("\n\n")
     assert re.match(r"# \S", title)
-    assert begin.startswith("This page is for "), "its first paragraph says for whom it is"
+    assert re.match(r"[A-Z`].*[.:]$", begin, re.S), "a sentence, which is what search shows of the page"
+    assert len(begin) < 250
+    assert "this page" not in begin.lower(), "what the page gives, not for whom it is"
     *_, end = re.split(r"^## (.*)$", page.read_text(encoding="utf-8"), flags=re.M)[1:]
     heading = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.M)[-1]
     assert heading == "Where to go on"
