@@ -104,6 +104,22 @@ def test_a_cycle_that_holds_a_descriptor_is_not_a_leak(before, tmp_path):
     assert before.leaks() == []
 
 
+def test_the_programs_that_multiprocessing_keeps_are_no_leak():
+    """The first test whose DataLoader had workers was blamed for the pipe of the forkserver, 3.14's default."""
+    code = (
+        "import multiprocessing\n"
+        "from phalanx.testing import Snapshot\n"
+        "before = Snapshot.take()\n"
+        "process = multiprocessing.get_context('forkserver').Process(target=int)\n"
+        "process.start()\n"
+        "process.join()\n"
+        "process.close()\n"
+        "print(before.leaks())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "[]\n", run.stderr
+
+
 @pytest.mark.slow
 def test_the_police_fails_a_test_that_leaks(tmp_path):
     shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)

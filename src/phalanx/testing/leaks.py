@@ -143,8 +143,7 @@ def _native_threads() -> int:
 def _descriptors() -> dict[int, str]:
     ports: dict[_Inode, str] | None = None
     found = {}
-    tracker = sys.modules.get("multiprocessing.resource_tracker")
-    kept = tracker._resource_tracker._fd if tracker else None  # see _KEPT_PROGRAMS; there is no public way to ask
+    kept = _pipes_of_kept_programs()
     for fd in _list("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
@@ -153,9 +152,19 @@ def _descriptors() -> dict[int, str]:
         if target.startswith("socket:["):
             ports = _listening() if ports is None else ports
             target += ports.get(target[len("socket:[") : -1], "")
-        if int(fd) != kept:
+        if int(fd) not in kept:
             found[int(fd)] = target
     return found
+
+
+def _pipes_of_kept_programs() -> set[int | None]:
+    """Return the descriptors that keep `_KEPT_PROGRAMS` alive. There is no public way to ask."""
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    forkserver = sys.modules.get("multiprocessing.forkserver")
+    return {
+        tracker._resource_tracker._fd if tracker else None,
+        forkserver._forkserver._forkserver_alive_fd if forkserver else None,
+    }
 
 
 def _listening() -> dict[_Inode, str]:
