@@ -1,4 +1,4 @@
-# Every target does its own set-up: it needs Python 3.10 to 3.14, make and a C compiler, and nothing else.
+# Every target does its own set-up: it needs Python 3.10 to 3.15, make and a C compiler, and nothing else.
 #
 #   make demo PYTHON=python3.12                use this Python
 #   make test ARGS=--slow                      run the slow tests, too
@@ -122,9 +122,12 @@ same-python:
 
 $(VENV)/python.stamp:
 	@command -v $(PYTHON) >/dev/null || { \
-	    echo "make: there is no $(PYTHON). Install Python 3.10 to 3.14, or name one: make PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || { \
-	    echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1); 3.10 to 3.14 is needed. Name one: make PYTHON=python3.12" >&2; \
+	    echo "make: there is no $(PYTHON). Install Python 3.10 to 3.15, or name one: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 15))' || { \
+	    echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1); 3.10 to 3.15 is needed. Name one: make PYTHON=python3.12" >&2; \
+	    exit 1; }
+	@$(PYTHON) -c 'import sys, sysconfig; sys.exit(bool(sysconfig.get_config_var("Py_GIL_DISABLED")))' || { \
+	    echo "make: $(PYTHON) is a free-threaded build, which Phalanx does not support. Name another: make PYTHON=python3.14" >&2; \
 	    exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "make: $(PYTHON) cannot make virtual environments. Install its venv package (Debian, Ubuntu:" \

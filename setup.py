@@ -6,8 +6,15 @@ no compiler is found, the package installs without the core and every collective
 
 import os
 import sys
+import sysconfig
 
 from setuptools import Extension, setup
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit(
+        "Phalanx does not support free-threaded Python: its core uses the stable interface, and nobody has tried it."
+        " Use an ordinary build: python3.14, not python3.14t."
+    )
 
 # The core needs futex and memfd: Linux only.
 HAS_CORE = sys.platform == "linux" and os.environ.get("PHALANX_PURE_WHEEL") != "1"

@@ -31,6 +31,7 @@ PAIRS = (
     "python3.12=2.15.0",
     "python3.13=2.15.0",
     "python3.14=2.13.0",
+    "python3.15=2.15.0",
 )
 
 _COLUMNS = ("Python", "PyTorch", "System", "As", "Programs", "Passed", "Failed", "Skipped", "Minutes", "Commit", "Day")
@@ -47,7 +48,7 @@ The column "Programs" counts the tests of `tests/programs` that ended with the r
 ran the tests: root, or a user without privileges. A skipped test names its reason: there is no GPU, or a privilege, a
 package or a feature of this PyTorch is missing. A row without counts is of `tests/programs` alone.
 
-`tests/compatibility/sid FOLDER` runs `make demo test`, or another command, in Debian sid, whose Python is the newest.
+`tests/compatibility/sid FOLDER` runs `make demo test`, or another command, in Debian sid, with Python 3.14 or 3.15.
 
 """
 

@@ -6,6 +6,8 @@
 The heavy ones are not among the development requirements. In an environment of their own they need nothing else:
 
     pip install -c constraints.txt . transformers accelerate deepspeed "ray[train]" torchft
+
+torchft has no wheel for Python 3.14 or newer; Ray has none for 3.15, and Ignite 0.5.5 refuses 3.15.
 """
 
 from __future__ import annotations
