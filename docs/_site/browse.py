@@ -1,7 +1,7 @@
 """Open every page of the built site in headless Chromium: `make docs` does it where a Chromium is installed.
 
 Each page must load without an error, ask no other server for anything, show its heading, fit a telephone, and be light
-or dark as the reader's system says. The search must find pages by words, from the home page.
+or dark as the reader's system says. Copy buttons copy what is typed, and the search finds what readers look for.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
+import re
 import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from playwright.sync_api import Page, sync_playwright
+import console
+from playwright.sync_api import Error, Page, sync_playwright
+from searches import SEARCHES
 
-SEARCHES = {"ZeroRedundancyOptimizer": "optim", "nproc-per-node": "command-line", "hangs": "when-it-hangs"}
+PROMPT = re.compile(r"^([\w-]+)?\$ \S", re.M)
 PHOTOGRAPHED = (
     ("home", ""),
     ("command-line", "reference/command-line/"),
@@ -41,13 +45,15 @@ def main(folder: str, screenshots: str = "") -> int:
     problems: list[str] = []
     with serve(site) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        wide = browser.new_context(viewport=WIDE, color_scheme="light").new_page()
+        reader = browser.new_context(viewport=WIDE, color_scheme="light")
+        reader.grant_permissions(["clipboard-read", "clipboard-write"])
+        wide = reader.new_page()
         narrow = browser.new_context(viewport=NARROW, color_scheme="dark").new_page()
         dark = {"", *(place for _, place in PHOTOGRAPHED)}
         for page in (wide, narrow):
             watch(page, address, problems)
         places = sorted(str(path.parent.relative_to(site)) for path in site.rglob("index.html"))
-        shown = 0
+        shown = copied = 0
         for place in places:
             url = f"{address}/{'' if place == '.' else place + '/'}"
             if is_redirect(site / place / "index.html"):
@@ -57,6 +63,7 @@ def main(folder: str, screenshots: str = "") -> int:
             wide.set_viewport_size(NARROW)
             fit(wide, problems)
             wide.set_viewport_size(WIDE)
+            copied += copy(wide, problems)
             if url.removeprefix(f"{address}/") in dark:  # colours are the theme's, the same on all pages
                 look_at(narrow, url, "slate", problems)
         search(wide, address, problems)
@@ -65,7 +72,10 @@ def main(folder: str, screenshots: str = "") -> int:
         browser.close()
     for problem in problems:
         print(f"make docs: {problem}", file=sys.stderr)
-    print(f"make docs: Chromium opened {shown} pages, wide and narrow, light and dark; {len(problems)} problems.")
+    print(
+        f"make docs: Chromium opened {shown} pages, wide and narrow, light and dark, "
+        f"pressed {copied} copy buttons and typed {len(SEARCHES)} queries; {len(problems)} problems."
+    )
     return 1 if problems else 0
 
 
@@ -129,16 +139,39 @@ def fit(page: Page, problems: list[str]) -> None:
         problems.append(f"{page.url}: it is {width} pixels wide in a window of {window['width']}")
 
 
+def copy(page: Page, problems: list[str]) -> int:
+    """Press the copy button of every console block; return how many there are. Only what is typed may be copied."""
+    blocks = page.locator("article div.highlight").filter(has=page.locator("button[data-md-type=copy]"))
+    consoles = [block for block in blocks.all() if PROMPT.search(block.locator("code").inner_text())]
+    for block in consoles:
+        block.locator("button[data-md-type=copy]").dispatch_event("click")
+        copied = page.evaluate("navigator.clipboard.readText()")
+        if copied != console.commands(block.locator("code").inner_text()):
+            problems.append(f"{page.url}: the copy button of a console block copies {copied!r}")
+    return len(consoles)
+
+
 def search(page: Page, address: str, problems: list[str]) -> None:
-    """Type words into the search, and expect a result that leads to the page."""
-    for words, place in SEARCHES.items():
-        page.goto(f"{address}/", wait_until="load")
-        page.locator("input.md-search__input").click()
-        page.locator("input.md-search__input").fill(words)
+    """Type each query, and expect a page that answers it among the first three results."""
+    page.goto(f"{address}/", wait_until="load")
+    typed = page.locator("input.md-search__input")
+    typed.click()
+    results = page.locator(".md-search-result__item > a")
+    for query, places in SEARCHES.items():
+        typed.fill("")
+        typed.press("Shift")  # the theme reads what is typed when a key comes up
+        results.first.wait_for(state="detached")
+        typed.fill(query)
+        typed.press("Shift")
         try:
-            page.locator(f".md-search-result__link[href*='{place}']").first.wait_for(state="attached", timeout=90000)
-        except Exception:
-            problems.append(f"the search for {words!r} does not find {place}")
+            results.first.wait_for(state="attached")
+        except Error:
+            problems.append(f"the search for {query!r} finds nothing")
+            continue
+        found = [link.get_attribute("href") or "" for link in results.all()[:3]]
+        found = [urlsplit(link).path.removeprefix(urlsplit(address).path).strip("/") for link in found]
+        if not set(found) & set(places.split()):
+            problems.append(f"the search for {query!r} finds first {', '.join(found)}, and not {places}")
 
 
 def photograph(wide: Page, narrow: Page, address: str, folder: Path) -> None:
