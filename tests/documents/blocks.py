@@ -2,13 +2,14 @@
 
 <!-- not run: why -->        the reader cannot run it as it stands, or a test that is named runs it
 <!-- exit code 1 -->         its last command ends so
+<!-- varies: 84 %, 7 of -->  numbers in these words differ from run to run; with an exit code, a semicolon in between
 <!-- with: torch_loop -->    a piece of Python that needs the names of this prelude (tests/documents/preludes.py)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,17 @@ class Block:
     def why_not(self) -> str:
         """The reason for which it is not run, or nothing."""
         return self.comment.removeprefix("not run:").strip() if self.comment.startswith("not run:") else ""
+
+    @property
+    def exit_code(self) -> int:
+        found = re.search(r"\bexit code (\d+)", self.comment)
+        return int(found[1]) if found else 0
+
+    @property
+    def varies(self) -> list[str]:
+        """The words of its output whose numbers differ from run to run."""
+        found = re.search(r"\bvaries: ([^;]+)", self.comment)
+        return found[1].split(", ") if found else []
 
     def __str__(self) -> str:
         return f"{self.document.relative_to(ROOT)}:{self.line}"
@@ -68,11 +80,17 @@ def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
         yield command, shown
 
 
-def as_pattern(line: str) -> re.Pattern[str]:
-    """Return what an output line may look like: other numbers, and anything in the place of an ellipsis."""
-    pieces = re.split(r"(…|\d[\d.,]*)", line.rstrip())
-    return re.compile(
-        "".join(
-            ".*" if piece == "…" else r"\d[\d.,]*" if re.match(r"\d", piece) else re.escape(piece) for piece in pieces
-        )
-    )
+# What no two runs have alike: times, rates and numbers of processes. All else is compared to the digit.
+NUMBER = r"\d[\d.,]*"
+FREE = rf"{NUMBER}(?= ?(?:s|ms|µs|min|seconds?|minutes?|[a-z]+/s)\b)|(?<=\bpid ){NUMBER}"
+
+
+def as_pattern(line: str, varies: Collection[str] = ()) -> re.Pattern[str]:
+    """Return what an output line may look like, with anything for an ellipsis, and other free numbers."""
+    free = "|".join(["…", *map(re.escape, varies), FREE])
+    pieces = re.split(f"({free})", line.rstrip())
+    pieces[1::2] = [
+        ".*" if piece == "…" else NUMBER.join(map(re.escape, re.split(NUMBER, piece))) for piece in pieces[1::2]
+    ]
+    pieces[::2] = map(re.escape, pieces[::2])
+    return re.compile("".join(pieces))

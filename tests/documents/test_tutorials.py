@@ -1,18 +1,15 @@
-"""Each tutorial is followed as its reader would: its files are written, its commands typed, what they print compared.
+"""Each of these pages is followed as its reader would: files are written, commands typed, and their output compared.
 
-Numbers may be others, and an ellipsis stands for anything. On a page, commands run in one folder, in their order.
+Numbers are compared to the digit, but for times and the like. An ellipsis stands for anything; a page without one shows
+all that its commands print. It always shows each warning. On a page, commands run in one folder, in their order.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sysconfig
-
 import pytest
 from tests.documents.blocks import ROOT, as_pattern, blocks, commands
 from tests.documents.followed import PAGES
+from tests.documents.typed import run
 
 PAGES += [
     ROOT / "docs" / "how-to" / f"{name}.md"
@@ -32,20 +29,19 @@ def test_its_commands_print_what_the_page_shows(page, tmp_path):
             (tmp_path / block.title).write_text(block.code, encoding="utf-8")
         if block.language != "console" or block.why_not:
             continue
-        code = re.match(r"exit code (\d+)$", block.comment)
         for command, shown in commands(block):
-            done = subprocess.run(
-                ["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
-            )
-            said = done.stdout + done.stderr
-            assert done.returncode == (int(code[1]) if code else 0), f"{block}: {command}\n{said}"
+            done = run(["bash", "-c", command], tmp_path)
+            assert done.code == block.exit_code, f"{block}: {command}\n{done.output}"
+            matches = []
             for line in shown:
-                pattern = as_pattern(line)
-                matched = any(pattern.fullmatch(one.rstrip()) for one in said.splitlines())
-                matched |= "torchrun" in command and bool(pattern.search(said))  # whose ranks share lines
-                assert matched or line == "…", f"{block}: {command} did not print {line!r}, but:\n{said}"
-
-
-def environment():
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_", "LOCAL_"))}
-    return {**kept, "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+                if line == "…":
+                    continue
+                pattern = as_pattern(line, block.varies)
+                lines = [one for one in done.output.splitlines() if pattern.fullmatch(one.rstrip())]
+                if "torchrun" in command:  # whose ranks share lines
+                    lines += [one for one in done.output.splitlines() if pattern.search(one)]
+                assert lines, f"{block}: {command} did not print {line!r}, but:\n{done.output}"
+                matches += lines
+            others = [one for one in done.output.splitlines() if one.strip() and one not in matches]
+            assert others == [] or "…" in shown, f"{block}: {command} also printed {others}"
+            assert done.unshown(matches) == [], f"{block}: {command} warns, and the page does not show it"
