@@ -4,7 +4,7 @@ from phalanx.inspect.top.prometheus import as_prometheus
 from phalanx.inspect.top.view import JobView, LostView, Pace, RankView, Slowest, StuckView
 
 RANK = RankView(
-    0, 'a"b\\c', 0, 100, "S", Pace("rounds", 7, None, 2.5, 40.0), 0.5, None, 0.25, 0.25, 1 << 20, True, "", 1.5
+    0, 'a"b\\c', 0, 100, "S", Pace("rounds", 7, None, 2.5, 40.0), 0.5, None, None, 0.25, 0.25, 1 << 20, True, "", 1.5
 )
 JOB = JobView(
     7, "train.py", 2, 60.0, 1, 3, 2, 1, (), (LostView(1, 101, 4.0, "SIGKILL"),), Pace("rounds", 7, 17, 2.5, 40.0),

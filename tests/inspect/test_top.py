@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import time
 from dataclasses import replace
 
@@ -22,9 +23,11 @@ from phalanx.inspect.top.look import (
     to_json,
 )
 from phalanx.inspect.top.memory import Memory, MemoryReader
+from phalanx.inspect.top.prometheus import as_prometheus
 from phalanx.inspect.top.table import all_lines, as_text, page, table
 from phalanx.inspect.top.times import LatenessOfRank, Times, add, measure
-from phalanx.inspect.top.view import view
+from phalanx.inspect.top.view import SHARES, view
+from phalanx.report.live_page import LivePage
 
 MS = 1_000_000
 NOW = 5_000 * MS
@@ -148,12 +151,39 @@ def test_outside_of_operations_a_rank_is_idle_for_as_long_as_no_processor_worked
     assert "idle (its DataLoader, a disk, a device?)" in table(view([seen], still), None)[1][1].plain
 
 
-def test_what_processors_did_is_left_out_where_the_recorders_hold_less():
+class Seen:
+    """A watch that has looked."""
+
+    def __init__(self, job):
+        self.look = lambda: job
+
+
+def test_where_the_recorders_hold_less_no_view_tells_computing_from_idle():
+    """`top --web` drew all of that time as "computing"; ranks that slept were among them."""
     busy = [all_reduce(n, 4900 + n, 4901 + n) for n in range(1, MAX_OPERATIONS + 1)]
     seen = host([busy, busy])
     seen = replace(seen, ranks=tuple(replace(rank, processor_ns=5000 * MS) for rank in seen.ranks))
     measured = measure([seen], 1000 * MS, {(0, 100): 0, (0, 101): 0})
-    assert [view([seen], measured).ranks[n].idle for n in range(2)] == [None, None]
+    job = view([seen], measured)
+    for rank in job.ranks:
+        shares = {name: getattr(rank, name) for name in SHARES}
+        assert shares.pop("computing") is shares.pop("idle") is None
+        assert sum(shares.values()) == pytest.approx(1)
+        assert 0 < rank.computing_or_idle < 1
+    share = job.ranks[0].computing_or_idle
+    row = table(job, None)[1][1].plain
+    assert f" ≤{100 * share:.0f}% " in row
+    assert row.endswith("computing or idle")
+    first = json.loads(as_json(job))["ranks"][0]
+    assert (first["computing"], first["idle"], first["computing_or_idle"]) == (None, None, share)
+    assert re.findall(r'rank="0".*part="(\w+)"', as_prometheus(job)) == [
+        "computing_or_idle",
+        "waiting",
+        "communicating",
+    ]
+    page = LivePage(Seen(job)).pages["/now"]().content.decode()
+    assert re.findall(r"</i>([a-z ]+)</li>", page) == ["computing or idle", "waiting", "communicating"]
+    assert re.findall(r"title='([a-z ]+): ", page)[:3] == ["computing or idle", "waiting", "communicating"]
 
 
 def test_recorders_that_hold_a_moment_are_looked_at_for_that_moment():

@@ -22,6 +22,7 @@ import pytest
 from tests.system.hanging import _HANG
 from tests.system.phalanx_command import BATCHES, start, write_script
 
+from phalanx.inspect.top.view import SHARES
 from phalanx.testing import hosts, why_no_hosts
 
 # Rank 1 is the slow one.
@@ -129,7 +130,7 @@ def test_a_job_that_trains_is_seen_in_a_pipe_by_programs_and_on_a_terminal_until
             assert (rank["steps_of"], rank["total_steps"]) == ("phalanx.progress", 1_000_000)
             assert rank["memory_bytes"] > 1 << 20
             assert rank["memory_is_pss"]
-            assert 0.99 < rank["computing"] + (rank["idle"] or 0.0) + rank["waiting"] + rank["communicating"] < 1.01
+            assert 0.99 < sum(rank[share] or 0.0 for share in SHARES) < 1.01
         later = wait_for(script, lambda later: later["step"] > seen["step"])  # by its name, as well
         assert later["pid"] == running.process.pid
 

@@ -16,7 +16,7 @@ from html import escape
 from phalanx.inspect.http_server import Page, Pages
 from phalanx.inspect.top.as_json import as_json
 from phalanx.inspect.top.table import describe_now, summary
-from phalanx.inspect.top.view import JobView, RankView, left_s
+from phalanx.inspect.top.view import SHARES, JobView, RankView, left_s
 from phalanx.inspect.top.watch import Watch
 from phalanx.report.axes import linear
 from phalanx.report.charts import Line, line_chart
@@ -31,7 +31,13 @@ _AGAIN_S = 1.0  # a look is not older than that, and looks are not made more oft
 _REPORT_EVERY_S = 5.0  # reading all that the ranks have written takes longer than a look
 _MOST_POINTS = 600
 _MOST_RANKS = 64  # of more ranks those that wait least are shown
-_SHARES = (("computing", "forward"), ("idle", "other"), ("waiting", "waiting"), ("communicating", "communication"))
+_COLOURS = {
+    "computing": "forward",
+    "idle": "other",
+    "computing_or_idle": "faint",
+    "waiting": "waiting",
+    "communicating": "communication",
+}
 _SCRIPT = """
 const shown = document.getElementById("now"), said = document.getElementById("said");
 async function again() {
@@ -190,13 +196,18 @@ def _ranks(job: JobView) -> str:
         ranks = sorted(least_waiting[:_MOST_RANKS], key=lambda rank: rank.rank)
         left_out = f"<p class=faint>Of {len(job.ranks)} ranks the {_MOST_RANKS} are shown that wait least.</p>"
     several = job.num_hosts > 1
-    legend = "".join(f"<li><i style='background:var(--{colour})'></i>{name}</li>" for name, colour in _SHARES)
+    drawn = [name for name in SHARES if any(getattr(rank, name) is not None for rank in ranks)]
+    legend = "".join(f"<li><i style='background:var(--{_COLOURS[n]})'></i>{_in_words(n)}</li>" for n in drawn)
     head = "".join(f"<th{kind}>{name}</th>" for name, kind in _columns(several))
     rows = "".join(f"<tr>{_row(job, rank, several)}</tr>" for rank in ranks)
     return (
         f"<ul class=legend>{legend}</ul><div class=wide><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
         f"</table></div>{left_out}"
     )
+
+
+def _in_words(share: str) -> str:
+    return share.replace("_", " ")
 
 
 def _columns(several_hosts: bool) -> list[tuple[str, str]]:
@@ -206,8 +217,9 @@ def _columns(several_hosts: bool) -> list[tuple[str, str]]:
 
 def _row(job: JobView, rank: RankView, several_hosts: bool) -> str:
     pieces = "".join(
-        f"<i style='width:{100 * share:.1f}%;background:var(--{colour})' title='{name}: {percent(share)}'></i>"
-        for name, colour in _SHARES
+        f"<i style='width:{100 * share:.1f}%;background:var(--{_COLOURS[name]})' "
+        f"title='{_in_words(name)}: {percent(share)}'></i>"
+        for name in SHARES
         if (share := getattr(rank, name)) is not None
     )
     cells = [

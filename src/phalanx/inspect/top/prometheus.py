@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.inspect.top.view import JobView, RankView, left_s
+from phalanx.inspect.top.view import SHARES, JobView, RankView, left_s
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_SHARES = ("computing", "idle", "waiting", "communicating")
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ def _metrics(job: JobView) -> Iterator[_Metric]:
     yield of_ranks(
         "samples_per_second", "Samples a second.", [(r, {}, r.pace.samples_per_s if r.pace else None) for r in ranks]
     )
-    shares = [(r, {"part": part}, getattr(r, part)) for r in ranks for part in _SHARES]
-    yield of_ranks("time_ratio", "Share of a rank's time, lately: computing, idle, waiting, communicating.", shares)
+    shares = [(r, {"part": part}, getattr(r, part)) for r in ranks for part in SHARES]
+    yield of_ranks("time_ratio", "Share of a rank's time, lately, by what it went into.", shares)
     yield of_ranks("memory_bytes", "Memory of a rank.", [(r, {}, r.memory_bytes) for r in ranks])
     yield of_ranks("inside_seconds", "How long a rank has been in its operation.", [(r, {}, r.inside_s) for r in ranks])
 

@@ -43,7 +43,7 @@ _COLUMNS = (
     _Column("pid", lambda rank: str(rank.pid), 5),
     _Column("step", lambda rank: f"{rank.pace.step:,}" if rank.pace is not None else ""),
     _Column("samples/s", lambda rank: _number(rank.pace.samples_per_s) if rank.pace is not None else "", 3),
-    _Column("comp", lambda rank: _percent(rank.computing), 1),
+    _Column("comp", lambda rank: _computing(rank), 1),
     _Column("idle", lambda rank: _percent(rank.idle), 1),
     _Column("wait", lambda rank: _percent(rank.waiting)),
     _Column("comm", lambda rank: _percent(rank.communicating), 2),
@@ -215,7 +215,9 @@ def describe_now(job: JobView, rank: RankView) -> str:
             return f"after {_without_folder(rank.operation)}"
         if rank.idle is not None and rank.idle > _MOSTLY:
             return "idle (its DataLoader, a disk, a device?)"
-        return "computing" if rank.operation else ""
+        if not rank.operation:
+            return ""
+        return "computing" if rank.idle is not None else "computing or idle"
     return _without_folder(rank.operation) + (f" for {rank.inside_s:.1f} s" if rank.inside_s >= _LONG_S else "")
 
 
@@ -232,6 +234,10 @@ def _least_waiting(rank: RankView) -> tuple[float, int]:
 def _without_folder(text: str) -> str:
     """Return `all_reduce #3 (/data/train.py:88)` and `/data/train.py` without the folders."""
     return _FOLDER.sub("(", text) if "(" in text else text.rpartition("/")[2]
+
+
+def _computing(rank: RankView) -> str:
+    return _percent(rank.computing) if rank.computing_or_idle is None else f"≤{_percent(rank.computing_or_idle)}"
 
 
 def _percent(share: float | None) -> str:

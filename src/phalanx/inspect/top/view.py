@@ -31,9 +31,13 @@ class Pace:
     samples_per_s: float | None
 
 
+# What a rank's time divides into. Outside of operations it is computing or idle, if not known which.
+SHARES = ("computing", "idle", "computing_or_idle", "waiting", "communicating")
+
+
 @dataclass(frozen=True)
 class RankView:
-    """It is a rank; shares are of its time, from 0 to 1, and None where no recorder tells."""
+    """It is a rank; its shares of time are from 0 to 1, None where they are not known, and together 1."""
 
     rank: int
     host: str
@@ -43,6 +47,7 @@ class RankView:
     pace: Pace | None
     computing: float | None
     idle: float | None
+    computing_or_idle: float | None
     waiting: float | None
     communicating: float | None
     memory_bytes: int | None
@@ -147,7 +152,6 @@ def _generation_of(rank: RankLook) -> int:
 def _view_rank(host: HostLook, rank: RankLook, measured: Measured | None) -> RankView:
     operations = [m.operations for group in host.groups for m in group.members if m.pid == rank.pid and m.operations]
     times = measured.times.get((host.node, rank.pid)) if measured is not None else None
-    computing, idle, waiting, communicating = _shares(times)
     position = _position(operations, host.at_ns)
     return RankView(
         rank=rank.rank,
@@ -156,10 +160,7 @@ def _view_rank(host: HostLook, rank: RankLook, measured: Measured | None) -> Ran
         pid=rank.pid,
         state=rank.state,
         pace=_pace(rank, operations, host.at_ns),
-        computing=computing,
-        idle=idle,
-        waiting=waiting,
-        communicating=communicating,
+        **_shares(times),
         memory_bytes=rank.memory.num_bytes if rank.memory is not None else None,
         memory_is_pss=rank.memory is not None and rank.memory.is_pss,
         operation=position.operation,
@@ -167,16 +168,17 @@ def _view_rank(host: HostLook, rank: RankLook, measured: Measured | None) -> Ran
     )
 
 
-def _shares(times: Times | None) -> tuple[float | None, float | None, float | None, float | None]:
-    """Return how much of the time went into computing, idling, waiting and communicating; together they are 1."""
+def _shares(times: Times | None) -> dict[str, float | None]:
+    """Return the part of the time that went into each of `SHARES`."""
+    shares: dict[str, float | None] = dict.fromkeys(SHARES)
     if times is None or times.span_ns <= 0:
-        return None, None, None, None
+        return shares
     waiting, moving = times.waiting_ns / times.span_ns, times.moving_ns / times.span_ns
     outside = max(0.0, 1.0 - waiting - moving)
     if times.outside_ns <= 0:
-        return outside, None, waiting, moving
+        return shares | {"computing_or_idle": outside, "waiting": waiting, "communicating": moving}
     idle = outside * times.idle_ns / times.outside_ns
-    return outside - idle, idle, waiting, moving
+    return shares | {"computing": outside - idle, "idle": idle, "waiting": waiting, "communicating": moving}
 
 
 def _position(operations: Sequence[Sequence[Operation]], now_ns: int) -> Position:
