@@ -55,7 +55,6 @@ OWNERS = {
     "_pg": "torch.distributed.checkpoint._pg_transport",
     "_post_accumulate_grad_hooks": "torch.Tensor",
     "_register_backend": "torch.distributed.ProcessGroup",
-    "_replicate_for_data_parallel": "torch.nn.Module",
     "_schema": "torch._ops",
     "_set_default_backend": "torch.distributed.ProcessGroup",
     "_set_unwrap_func": "torch.futures.Future",

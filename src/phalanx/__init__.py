@@ -19,7 +19,6 @@ _MODULE_OF = {
     "DiLoCo": "phalanx.optim",
     "DistributedSampler": "phalanx.data",
     "SyncBatchNorm": "phalanx.nn",
-    "DataParallel": "phalanx.nn",
     "Pipeline": "phalanx.pipeline",
     "ParameterServer": "phalanx.parameter_server",
     "check_replicas": "phalanx.ddp",
@@ -109,7 +108,6 @@ if TYPE_CHECKING:
     from phalanx.errors import PeerLostError as PeerLostError
     from phalanx.errors import PhalanxError as PhalanxError
     from phalanx.launch import launch as launch
-    from phalanx.nn import DataParallel as DataParallel
     from phalanx.nn import SyncBatchNorm as SyncBatchNorm
     from phalanx.optim import DiLoCo as DiLoCo
     from phalanx.optim import LocalSGD as LocalSGD

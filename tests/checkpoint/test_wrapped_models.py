@@ -45,7 +45,7 @@ WRAPPERS = {
     "torch": nn.parallel.DistributedDataParallel,
     "compiled": lambda model: torch.compile(model, backend="eager"),
     "compiled ddp": lambda model: torch.compile(phalanx.DistributedDataParallel(model), backend="eager"),
-    "threads": phalanx.DataParallel,
+    "data parallel": nn.DataParallel,
 }
 
 

@@ -6,9 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.system.phalanx_command import run
-from torch import nn
-
-import phalanx
 
 pytestmark = pytest.mark.gpu
 
@@ -31,21 +28,6 @@ def _over_nccl(rank, world_size, place):
 
 def test_a_wait_orders_streams_and_does_not_block_the_host(cuda):
     assert cuda.run(_over_nccl, 1) == [(False, 3.0, ["cuda"], set())]
-
-
-def _replicas(rank, world_size, place):
-    device = place.join(rank, world_size)
-    model = nn.Linear(4, 2).to(device)
-    module = phalanx.nn.DataParallel(model, device_ids=[0])
-    out = module(torch.ones(8, 4, device=device))
-    out.sum().backward()
-    return type(module).__module__, out.device.type, model.weight.grad.device.type
-
-
-def test_data_parallel_on_gpus_is_pytorchs(cuda):
-    [(module, out, grad)] = cuda.run(_replicas, 1)
-    assert module.startswith("torch.")
-    assert (out, grad) == ("cuda", "cuda")
 
 
 def _against_gloo(rank, world_size, place):

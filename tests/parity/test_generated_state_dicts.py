@@ -80,7 +80,7 @@ WRAPPERS = {
     "synced": ("", synced),
     "ddp of synced": ("module.", lambda model, alone: ddp(synced(model, alone))),
     "ddp in a container": ("0.module.", lambda model, alone: nn.Sequential(ddp(model))),
-    "threads": ("module.", lambda model, alone: phalanx.DataParallel(model, device_ids=[0])),
+    "data parallel": ("module.", lambda model, alone: nn.DataParallel(model)),
 }
 TAKES_BARE_NAMES = ("ddp", "derived ddp", "ddp of synced", "synced")  # the others' load_state_dict is PyTorch's
 SAVES = ("whole", "sharded", "async", "async sharded", "file")

@@ -1,7 +1,6 @@
-"""This package has layers whose forward or backward spans ranks, and modules that span threads or devices."""
+"""This package has layers whose forward or backward spans ranks, and modules that span devices."""
 
-from phalanx.nn.data_parallel import DataParallel
 from phalanx.nn.placement import Placed, Placement, place
 from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["DataParallel", "Placed", "Placement", "SyncBatchNorm", "place"]
+__all__ = ["Placed", "Placement", "SyncBatchNorm", "place"]
