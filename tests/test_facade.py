@@ -19,7 +19,7 @@ def test_every_public_name_is_found_where_the_facade_says(name):
 
 @pytest.mark.slow
 def test_a_package_that_is_used_by_its_name_is_found_without_an_import():
-    """`phalanx.nn.place`, as the documents have it, was an AttributeError until something had imported phalanx.nn."""
+    """`phalanx.rpc.rpc_sync`, as the documents have it, was an AttributeError until something imported phalanx.rpc."""
     code = "import sys, phalanx\nfor name in phalanx._PACKAGES: print(getattr(phalanx, name).__name__)"
     shown = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True, timeout=120).stdout
     assert shown.split() == [f"phalanx.{name}" for name in phalanx._PACKAGES]

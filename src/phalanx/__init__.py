@@ -45,7 +45,7 @@ _MODULE_OF = {
     "PeerLostError": "phalanx.errors",
 }
 
-# Packages that are used by their own name: `phalanx.elastic.run`, `phalanx.nn.place`.
+# Packages that are used by their own name: `phalanx.elastic.run`, `phalanx.rpc.rpc_sync`.
 _PACKAGES = (
     "checkpoint",
     "collectives",

@@ -89,21 +89,6 @@ def test_remote_calls_carry_tensors_of_the_device(place):
     assert found == ([(kind, 9.0), (kind, 300_000.0)], kind)
 
 
-def _placed(rank, world_size, place):
-    device = place.device()
-    x, y = _batch()
-    plain = mlp(SIZES)
-    placed = phalanx.nn.place(mlp(SIZES), [str(device), "cpu"], (x,))
-    for model in (plain, placed):
-        functional.cross_entropy(model(x).cpu(), y).backward()
-    _close([p.grad for p in placed.parameters()], [p.grad for p in plain.parameters()])
-    return sorted({p.device.type for p in placed.parameters()})
-
-
-def test_a_model_is_placed_on_the_device_and_the_cpu(place):
-    assert place.run(_placed, 1) == [sorted(["cpu", place.kind])]
-
-
 def _saved(rank, world_size, place):
     device = place.join(rank, world_size)
     manager = phalanx.CheckpointManager(os.path.join(place.folder, "saved"))

@@ -34,13 +34,6 @@ def test_among_equal_cuts_the_most_even_is_taken():
     assert balance([4, 1, 1, 1, 1], 3) == [1, 2, 2]
 
 
-def test_a_limit_of_memory_comes_first():
-    assert balance([1, 1, 1, 9], 2, memory=[5, 5, 5, 5], limit=10) == [2, 2]
-    assert balance([1, 1, 1, 9], 2) == [3, 1]
-
-
 def test_a_cut_that_cannot_be_made_is_refused_with_its_numbers():
     with pytest.raises(ValueError, match="2 layers cannot be cut into 3 parts"):
         balance([1, 2], 3)
-    with pytest.raises(ValueError, match=r"no cut into 2 parts keeps each within 9 bytes.*15 in all, the largest 10"):
-        balance([1, 2], 2, memory=[5, 10], limit=9)

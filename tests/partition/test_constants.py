@@ -1,6 +1,5 @@
 """Attributes that forward read while it was traced: a change of one has no effect, and a warning says so."""
 
-import copy
 import functools
 import random
 import warnings
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import phalanx
-from phalanx.partition import list_layers
+from phalanx.partition.layers import list_layers
 from phalanx.testing import run_ranks
 
 VALUES = [0.5, 2, True, "text", None, (1, 2), [1.0, 2.0], {"a": 1, "b": [2]}, float("nan"), 3 + 4j]
@@ -108,16 +107,3 @@ def test_a_pipeline_warns_of_an_attribute_that_is_set_after_it_was_made(change):
         pipe.step(x, target=x)  # it is told once
 
     run_ranks(train, 2)
-
-
-def test_a_placed_model_warns_of_an_attribute_that_is_set_after_it_was_placed():
-    model = phalanx.nn.place(Scaled(), ["cpu", "cpu"], torch.ones(2, 4))
-    before = model(torch.ones(2, 4))
-    for placed in (model, copy.deepcopy(model)):
-        placed.steps = 5  # forward does not read it
-        placed(torch.ones(2, 4))
-        placed.alpha = 0.0
-        words = "phalanx.nn.place: self.alpha has changed since the model was cut, .* with 1.0"
-        with pytest.warns(UserWarning, match=words):
-            assert torch.equal(placed(torch.ones(2, 4)), before)
-        placed(torch.ones(2, 4))  # it is told once

@@ -10,23 +10,16 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def balance(
-    costs: Sequence[float] | Sequence[Sequence[float]],
-    parts: int,
-    *,
-    memory: Sequence[int] = (),
-    limit: int | None = None,
-) -> list[int]:
+def balance(costs: Sequence[float] | Sequence[Sequence[float]], parts: int) -> list[int]:
     """Return how many layers each of `parts` parts gets: at least one, in order, with the dearest as cheap as possible.
 
     Arguments:
         costs: of each layer; or one such list for each part, where a layer costs more in one part than in another.
-        memory: bytes of each layer, where there is a `limit` of bytes per part.
 
     Cost: parts * layers² additions. It is the best of all cuts, not a heuristic.
 
     Raises:
-        ValueError: there are fewer layers than parts, or no cut keeps every part within the limit.
+        ValueError: there are fewer layers than parts.
     """
     if parts < 1:
         raise ValueError(f"a model is cut into at least one part, got {parts}")
@@ -36,7 +29,6 @@ def balance(
         raise ValueError(
             f"{count} layer{'s' * (count != 1)} cannot be cut into {parts} parts of at least one layer each"
         )
-    held = [0, *accumulate(memory)] if memory else [0] * (count + 1)
     # best[k]: of the first k layers in so many parts, (dearest, sum of squares, where the last part begins)
     none = (float("inf"), float("inf"), 0)
     best: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] + [none] * count
@@ -46,18 +38,11 @@ def balance(
         table = [none] * (count + 1)
         for end in range(part + 1, count - (parts - part - 1) + 1):
             for begin in range(part, end):
-                if limit is not None and held[end] - held[begin] > limit:
-                    continue
                 cost = total[end] - total[begin]
                 dearest, squares, _ = best[begin]
                 table[end] = min(table[end], (max(dearest, cost), squares + cost * cost, begin))
         tables.append(table)
         best = table
-    if best[count][0] == float("inf"):
-        raise ValueError(
-            f"no cut into {parts} parts keeps each within {limit} bytes: the layers need {held[-1]} in all, "
-            f"the largest {max(memory)}"
-        )
     counts, end = [], count
     for table in reversed(tables):
         begin = table[end][2]

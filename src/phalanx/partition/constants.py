@@ -42,8 +42,8 @@ class TracedConstants:
             else:
                 nn.Module.__getattribute__ = before  # type: ignore[method-assign]
 
-    def warn_of_changes(self, root: nn.Module, what: str) -> None:
-        """Warn of each attribute that has changed since, once. `root` is the model, and `what` runs its graph."""
+    def warn_of_changes(self, root: nn.Module) -> None:
+        """Warn of each attribute that has changed since, once. `root` is the model."""
         for (module, name), was in list(self._read.items()):
             now = _UNKNOWN if was is _UNKNOWN else _copy_plain(vars(module).get(name, _UNKNOWN))
             if was is _UNKNOWN or (now is not _UNKNOWN and _is_same(was, now)):
@@ -52,7 +52,7 @@ class TracedConstants:
             where = next((prefix for prefix, inner in root.named_modules() if inner is module), "")
             name = f"{where}.{name}" if where else name
             warnings.warn(
-                f"{what}: self.{name} has changed since the model was cut, and the change has no effect: its forward "
+                f"Pipeline: self.{name} has changed since the model was cut, and the change has no effect: its forward "
                 f"was followed then, with {was!r:.80}. Make it a buffer (register_buffer), let a child module read it, "
                 "or cut the model again.",
                 stacklevel=4,

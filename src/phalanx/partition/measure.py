@@ -29,17 +29,11 @@ class LayerCost:
     backward_s: float
     parameter_bytes: int
     saved_bytes: int
-    output_bytes: int
 
     @property
     def seconds(self) -> float:
         """Return the time of forward and backward."""
         return self.forward_s + self.backward_s
-
-    @property
-    def memory_bytes(self) -> int:
-        """Return the bytes of the parameters with gradients, and of what a micro-batch leaves for its backward."""
-        return 2 * self.parameter_bytes + self.saved_bytes
 
 
 def measure_layers(
@@ -146,7 +140,6 @@ def _measure(
         min(backward[1:]),
         sum(_nbytes(p) for p in module.parameters()),
         saved,
-        sum(_nbytes(t) for t in tree_flatten(list(detached.values()))[0] if isinstance(t, Tensor)),
     )
     return cost, detached
 

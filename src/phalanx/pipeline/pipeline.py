@@ -398,7 +398,7 @@ class Pipeline(StageModule):
                 f"Pipeline: the model was built on the meta device, and no values were given to "
                 f"{', '.join(self._without_values)}. Load a state_dict, or give init_fn=."
             )
-        self._layers.constants.warn_of_changes(self._layers.root, "Pipeline")
+        self._layers.constants.warn_of_changes(self._layers.root)
 
     # -- looking at it -------------------------------------------------------------------------------------------
 
