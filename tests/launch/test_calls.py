@@ -135,8 +135,6 @@ def test_what_makes_no_sense_is_refused_before_anything_is_started():
         phalanx.launch(print, nproc_per_node=0)
     with pytest.raises(ValueError, match=r"phalanx.launch: help=: this is for a script"):
         phalanx.launch(print, help=True)
-    with pytest.raises(ValueError, match=r"phalanx.launch: on='ray': call phalanx.launch.ray"):
-        phalanx.launch(print, on="ray")
     with pytest.raises(ValueError, match=r"phalanx.launch: nprocs=: no such option"):
         phalanx.launch(print, nprocs=2)
 

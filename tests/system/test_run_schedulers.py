@@ -1,7 +1,7 @@
 """`phalanx run` as schedulers start it: mpiexec for real, pods and lists of hosts by their variables in namespaces.
 
 Each namespace is a host with an address and a network of its own, as a pod has them; no cluster of Kubernetes, LSF or
-PBS is here. Slurm and Ray have tests of their own, with the real thing.
+PBS is here. Slurm has tests of its own, with the real thing.
 """
 
 from __future__ import annotations

@@ -54,4 +54,3 @@ class Settings:
     needs_metrics: bool = True  # whether this command ends if they cannot be served: its own words ask for them
     traceback: bool = False  # show the stack traces also of ranks that Ctrl-C has ended
     completion: str = ""  # a shell: print its completion script, and run nothing
-    on: str = ""  # the kind of cluster that the job is to run on

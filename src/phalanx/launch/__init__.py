@@ -5,7 +5,6 @@
     run_job                 this host's agent, alone or with those of other hosts (`phalanx.hosts`)
     join                    `phalanx join`: the same on a host that takes command and options from the first one
     calls                   `phalanx.launch(fn)`: a function of this process, called in the ranks
-    on_ray                  the same on the hosts of a Ray cluster
 
 Nothing here imports torch.
 """
@@ -35,21 +34,6 @@ class Launch(ModuleType):
         from phalanx.launch.calls.call import launch as call
 
         return call(fn, args, kwargs, nproc_per_node=nproc_per_node, nnodes=nnodes, **options)
-
-    @staticmethod
-    def ray(
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        nproc_per_node: int | str = "auto",
-        nnodes: int | None = None,
-        **options: object,
-    ) -> list[Any]:
-        """Call it on the Ray cluster of this driver, on `nnodes` of its nodes (default: all)."""
-        from phalanx.launch.on_ray import launch_on_ray
-
-        return launch_on_ray(fn, args, kwargs, nproc_per_node=nproc_per_node, nnodes=nnodes, **options)
 
 
 launch: Launch = sys.modules[__name__]  # type: ignore[assignment]

@@ -45,10 +45,6 @@ def main(words: Sequence[str], *, old_launcher: bool = False) -> int:
             script = make_completion(settings.completion)
             guarded(lambda: print(script, end=""))
             return 0
-        if settings.on == "ray":
-            from phalanx.launch.on_ray import run_on_ray
-
-            return run_on_ray(words)
         if any(name in os.environ for name in SIGNS):
             from phalanx.launch.adopt import adopt  # here, because most commands are started by hand
 

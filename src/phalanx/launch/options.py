@@ -83,12 +83,6 @@ def _read_evict_after(text: str) -> float:
     return value
 
 
-def _read_cluster(text: str) -> str:
-    if text != "ray":
-        raise ValueError(f"must be ray, got {text!r}. Slurm, Kubernetes, MPI, LSF and PBS are detected")
-    return text
-
-
 def _read_nproc(text: str) -> str:
     if text in ("auto", "cpu", "gpu"):
         return text
@@ -280,8 +274,6 @@ OPTIONS = (
            "keep_alive_interval and keep_alive_max_attempt.", "KEY=VALUE,…", _read_conf),
     Option("local-addr", "", "The address at which other hosts reach this one (default: the one from which it reaches "
            "the first host).", "HOST", _read_host),
-    Option("on", "on", "Run on the nodes of an existing cluster, with an agent on each. The only cluster is ray. "
-           "--nnodes says how many nodes (default: all).", "ray", _read_cluster, torchruns=False),
     Option("standalone", "standalone", "Make a job of its own, even if Slurm or MPI start this command several times."),
     Option("run-path", "kind:script", "The target is a script, as for torchrun."),
     Option("use-env", "not:local_rank_argument", "Give the script no argument for its local rank: it reads LOCAL_RANK, "

@@ -65,18 +65,18 @@ def launch(
         ValueError: an option is none of `phalanx run`, or its value makes no sense.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button: every rank has ended, as after Ctrl-C on the command.
     """
-    call, data, words = prepare(fn, args, kwargs or {}, nproc_per_node=nproc_per_node, **options)
-    with opened_folder() as folder:
+    call, data, words = _prepare(fn, args, kwargs or {}, nproc_per_node=nproc_per_node, **options)
+    with _opened_folder() as folder:
         payload_path(folder).write_bytes(data)
         surroundings_path(folder).write_bytes(payload.encode_surroundings())
         verdict_path = os.path.join(folder, "verdict")
         code = _run_agent(verdict_path, [*words, "-m", "phalanx.launch.calls", folder])
         verdict = Verdict.read(verdict_path)
-        return collect(call, folder, verdict, code)
+        return _collect(call, folder, verdict, code)
 
 
 @contextlib.contextmanager
-def opened_folder() -> Iterator[str]:
+def _opened_folder() -> Iterator[str]:
     """Yield a folder for a call; it is gone afterwards, or if this process is killed, with the next job of this user.
 
     Raises:
@@ -93,7 +93,7 @@ def opened_folder() -> Iterator[str]:
         folder.close()
 
 
-def prepare(
+def _prepare(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: object
 ) -> tuple[str, bytes, list[str]]:
     """Return the call's name for messages, the call as bytes, and the words of `phalanx run`; all refusals are here.
@@ -118,8 +118,6 @@ def _words(**options: object) -> list[str]:
     """Return the options as `phalanx run` takes them; refused here, in the caller's own words."""
     if scripts := [name for name in options if name in _OF_A_SCRIPT]:
         raise ValueError(f"phalanx.launch: {scripts[0]}=: this is for a script, and here a function is called")
-    if "on" in options:
-        raise ValueError(f"phalanx.launch: on={options['on']!r}: call phalanx.launch.ray, from a driver of Ray")
     words = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
@@ -261,7 +259,7 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
                 return
 
 
-def collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list[Any]:
+def _collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list[Any]:
     """Return what the ranks returned, or the first failure raised; `code` is the agent's exit code."""
     if verdict is None or not verdict.world_size:
         how = verdict.text if verdict else f"its agent ended before it began: {_describe(code)}"
