@@ -1,4 +1,4 @@
-"""The trace and the TensorBoard events of a report, read by their own readers' rules and code."""
+"""The trace of a report, read by its own reader's rules."""
 
 import dataclasses
 import json
@@ -16,7 +16,6 @@ from phalanx.report.gather import combine
 from phalanx.report.job_record import JobRecord
 from phalanx.report.measurements import Measurements, RunEvent
 from phalanx.report.page import render
-from phalanx.report.tensorboard import encode, file_name, plan_scalars
 from phalanx.report.trace import MAX_EVENTS, plan_trace
 
 
@@ -134,24 +133,9 @@ def test_a_loss_beyond_all_bounds_is_drawn_and_written():
     """A diverging loss raised OverflowError where it met a float of four bytes, and where axes subtracted."""
     files = [rank_file(0, loss=lambda step: (-1.0) ** step * 10.0 ** min(308, 8 * step))]
     run = combine(JOB, files)
-    assert len(encode(plan_scalars(run), 0.0)) > 1000
     assert render(run, find(run))
     positive = combine(JOB, [rank_file(0, loss=lambda step: 1.7 * 10.0 ** min(308, 8 * step))])
     assert render(positive, find(positive))
-
-
-def test_tensorboards_own_reader_finds_each_scalar(tmp_path):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run = combine(JOB, [rank_file(0), rank_file(1)])
-    (tmp_path / file_name(run.begun_unix)).write_bytes(encode(plan_scalars(run), run.begun_unix))
-    events = event_accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    tags = events.Tags()["scalars"]
-    assert {"train/loss", "throughput/samples_per_s", "step_ms/rank_0", "memory_mib/rank_1"} <= set(tags)
-    losses = events.Scalars("train/loss")
-    assert [event.step for event in losses] == list(range(1, 41))
-    assert [event.value for event in losses] == pytest.approx([1 / step for step in range(1, 41)], rel=1e-6)
-    assert losses[0].wall_time >= run.begun_unix
 
 
 def test_times_of_a_step_and_who_comes_last_are_what_was_written_down():

@@ -4,7 +4,7 @@
     job_record            what the launcher knows
     gather, matching      both together: measurements
     findings              measurements in, sentences out
-    page, pictures, …     measurements in, HTML out; trace, tensorboard: the same for other readers
+    page, pictures, …     measurements in, HTML out; trace: the same for Perfetto
     write, compare        the files of a report; several runs side by side
 
 `phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` need nothing of this. A loop of your own, of which they see

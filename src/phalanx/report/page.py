@@ -72,7 +72,7 @@ def _foot() -> str:
         "Point at a curve for its values; drag across it for a part of it, and click twice for all of it again. "
         "Means leave out the first steps. Times are the ranks' own clocks; work that a GPU does later counts where the "
         "program waits for it. Beside this page: <code>trace.json</code> for ui.perfetto.dev, "
-        "<code>tensorboard/</code>, <code>report.json</code> with all numbers. Several runs side by side: "
+        "<code>report.json</code> with all numbers. Several runs side by side: "
         "<code>phalanx report DIR DIR</code>."
     )
 

@@ -1,8 +1,8 @@
 """Write everything that a report's folder holds, from what ranks and launcher have left in it.
 
-report.html    the page                    trace.json     for ui.perfetto.dev
-report.json    the numbers behind it       tensorboard/   for TensorBoard
-job.json       what the launcher said      ranks/         what the ranks said: goes when the rest is written
+report.html    the page                    trace.json   for ui.perfetto.dev
+report.json    the numbers behind it
+job.json       what the launcher said      ranks/       what the ranks said: goes when the rest is written
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from pathlib import Path
 
 from phalanx.diagnostics.step_reader import read_folder
 from phalanx.report.findings import find
@@ -19,10 +18,9 @@ from phalanx.report.job_record import RANKS
 from phalanx.report.measurements import Measurements
 from phalanx.report.page import render
 from phalanx.report.records import remove_records
-from phalanx.report.tensorboard import encode, file_name, plan_scalars
 from phalanx.report.trace import plan_trace
 
-PAGE, DATA, TRACE, TENSORBOARD = "report.html", "report.json", "trace.json", "tensorboard"
+PAGE, DATA, TRACE = "report.html", "report.json", "trace.json"
 
 
 def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
@@ -38,11 +36,6 @@ def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
     _write(folder, DATA, run.to_json().encode(errors="backslashreplace"))
     _write(folder, PAGE, render(run, find(run)).encode(errors="backslashreplace"))
     _write(folder, TRACE, json.dumps(plan_trace(job, files), separators=(",", ":")).encode())
-    events = os.path.join(folder, TENSORBOARD)
-    os.makedirs(events, exist_ok=True)
-    for old in Path(events).glob("events.out.tfevents.*.phalanx"):
-        old.unlink()
-    _write(events, file_name(run.begun_unix), encode(plan_scalars(run), run.begun_unix))
     if not keep_records:
         remove_records(folder, lambda file: is_of_run(job, file))
         with suppress(OSError):  # the folder is not empty, or was never made
