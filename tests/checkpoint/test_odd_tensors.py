@@ -3,7 +3,9 @@
 import functools
 import io
 import random
+import resource
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,14 +159,21 @@ def test_a_state_that_holds_itself_is_refused_by_name(tmp_path):
     run_ranks(save, 2)
 
 
-def test_a_state_that_is_nested_too_deeply_is_refused(tmp_path):
-    state = [torch.ones(1)]
-    for _ in range(100_000):
-        state = [state]
-    with pytest.raises(CheckpointError, match="lists and tuples of the state are nested too deeply for Python"):
-        CheckpointManager(tmp_path).save(1, {"state": state})
-    while isinstance(state, list):  # Python would take it apart by recursion
-        (state,) = state
+def test_a_state_that_is_nested_too_deeply_is_refused_in_little_memory(tmp_path):
+    """The names of all its containers took 15 GB: the test's process was killed, or forked slowly from then on."""
+
+    def save(rank, world_size):
+        state = [torch.ones(1)]
+        for _ in range(100_000):
+            state = [state]
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
+        with pytest.raises(CheckpointError, match="lists and tuples of the state are nested too deeply for Python"):
+            CheckpointManager(tmp_path).save(1, {"state": state})
+        while isinstance(state, list):  # Python would take it apart by recursion
+            (state,) = state
+
+    run_ranks(save, 1)
 
 
 def test_containers_that_are_shared_are_no_cycle():

@@ -13,24 +13,28 @@ class NestingError(Exception):
 def describe_nesting(state: object) -> str:
     """Return which container in `state` holds itself, or else that they are nested too deeply.
 
-    It keeps a stack of its own, since this is for states on which recursion has failed.
+    It keeps a stack of its own, since this is for states on which recursion has failed. A container's name is as long
+    as the container is deep, so only the names that are returned are made.
     """
-    above = {id(state): "state"}
+    depths = {id(state): 0}
     done: set[int] = set()
-    stack = [("state", state, _inside(state))]
+    stack: list[tuple[object, object, Iterator[tuple[object, object]]]] = [(None, state, _inside(state))]
+
+    def name(depth: int) -> str:
+        return "state" + "".join(f"[{key!r}]" for key, _, _ in stack[1 : depth + 1])
+
     while stack:
-        path, value, inside = stack[-1]
+        _, value, inside = stack[-1]
         for key, item in inside:
-            where = f"{path}[{key!r}]"
-            if id(item) in above:
-                return f"{where} is {above[id(item)]} itself, so the state has no end"
+            if id(item) in depths:
+                return f"{name(len(stack))}[{key!r}] is {name(depths[id(item)])} itself, so the state has no end"
             if id(item) not in done and isinstance(item, (dict, list, tuple)):
-                above[id(item)] = where
-                stack.append((where, item, _inside(item)))
+                depths[id(item)] = len(stack)
+                stack.append((key, item, _inside(item)))
                 break
         else:
             stack.pop()
-            del above[id(value)]
+            del depths[id(value)]
             done.add(id(value))
     return "the dicts, lists and tuples of the state are nested too deeply for Python"
 
