@@ -69,13 +69,6 @@ from phalanx.processes import (
     signal_children,
 )
 
-# What a rank imports when it joins its group on one host.
-_FOR_MEETING = (
-    "phalanx.transport.shared_memory", "phalanx.backend.process_group.inbox", "phalanx.diagnostics.whereabouts",
-    "phalanx.backend.torch_integration.monitored_barrier", "phalanx.backend.torch_integration.object_collectives",
-    "phalanx.backend.torch_integration.torch_ddp", "phalanx.backend.torch_integration.pickles_in_tensors",
-    "phalanx.backend.torch_integration.flight_recorder",
-)  # fmt: skip
 # What a rank imports when it begins to train. The first costs every process half a second and more, and any optimizer
 # of torch's imports it: a rank that takes the place of another one would keep all waiting for that.
 _FOR_TRAINING = (
@@ -135,12 +128,10 @@ def _import_torch() -> None:
     try:
         import torch  # noqa: F401
 
-        from phalanx.backend import PhalanxProcessGroup, create_process_group  # noqa: F401
+        import phalanx.backend.preloaded  # noqa: F401
         from phalanx.backend.torch_integration.launched_rank import serve_launcher
 
         serve_launcher()
-        for name in _FOR_MEETING:
-            importlib.import_module(name)
     except Exception:
         pass  # a script without torch runs all the same; one with it fails in its own import, which says why
     finally:

@@ -69,8 +69,11 @@ def run_ranks(
         raise ValueError(f"lost names ranks {unknown}, but the ranks are 0 to {world_size - 1}")
 
     context, call = _prepare(start, fn, args)
-    if init:
-        import torch.distributed  # noqa: F401 - imported once here, not once in each rank that is forked
+    if init:  # imported once here, not once in each rank that is forked
+        import torch.distributed  # noqa: F401
+
+        if "phalanx" in backend and not isinstance(call, bytes):
+            import phalanx.backend.preloaded  # noqa: F401
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-", ignore_cleanup_errors=True) as folder:
         tasks = [
             Task(
