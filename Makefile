@@ -1,7 +1,6 @@
 # Every target does its own set-up: it needs Python 3.10 to 3.15, make and a C compiler, and nothing else.
 #
 #   make demo PYTHON=python3.12                use this Python
-#   make test ARGS=--slow                      run the slow tests, too
 #   make test ARGS="tests/ddp -k bucket"       hand arguments to pytest (or to the demo, or to each benchmark)
 #   make test WORKERS=0                        one test after another, in one process (ARGS="-x --pdb" wants that)
 #   make test TORCH=2.15.0 PYTHON=python3.13   with this PyTorch, in an environment of its own under .venvs/
@@ -43,16 +42,19 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/run.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test matrix docs wheels lint bench sanitize clean same-python
+.PHONY: help setup demo test test-all matrix docs wheels lint bench sanitize clean same-python
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: same-python $(VENV)/package.stamp ## Train a small network on two ranks, evaluate it, write a checkpoint
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: setup ## Run the tests but the slow ones (ARGS=--slow: all)
+test: setup ## Run each promise's tests; those that ARGS names, also where they are slow
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-all: setup ## Run all tests: generated programs, PyTorch's own suites, other libraries, matrices, too
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --slow $(ARGS)
 
 matrix: ## Run all tests with each pair of Python and PyTorch, and write docs/reference/compatibility.md
 	@$(PYTHON) -m tests.compatibility.run --make $(MAKE) $(ARGS)

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -40,8 +41,31 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["slow"] = node.config.option.slow
 
 
+_not_chosen = pytest.StashKey[int]()  # how many tests were left out because they are slow
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over from a worker of pytest-xdist what it left out; every worker has collected the same tests."""
+    node.config.stash[_not_chosen] = getattr(node, "workeroutput", {}).get("slow", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what did not run, and why: a line for each reason, the most frequent first."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple)
+    )
+    reasons["marked as slow: `make test-all` runs them"] += config.stash.get(_not_chosen, 0)
+    if lines := [f"{count:6,}  {' '.join(reason.split())}" for reason, count in (+reasons).most_common()]:
+        terminalreporter.section("not run, and why")
+        for line in lines:
+            terminalreporter.line(line)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the slow tests, too, where no tests are named")
+    parser.addoption("--slow", action="store_true", help="run the slow tests, too, as `make test-all` does")
     parser.addoption("--effort", type=int, default=1, help="draw N times as many cases where a test draws them")
     parser.addoption("--seed", type=int, default=0, help="draw others")
     parser.addoption(
@@ -63,6 +87,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     slow = [item for item in items if is_slow(item)]
     config.hook.pytest_deselected(items=slow)
+    config.stash[_not_chosen] = len(slow)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["slow"] = len(slow)
     items[:] = [item for item in items if item not in set(slow)]
 
 

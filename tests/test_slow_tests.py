@@ -1,4 +1,4 @@
-"""Which tests run: the slow ones where they are named or asked for, also with pytest-xdist."""
+"""Slow tests run where they are named or asked for, also with pytest-xdist. A run says what did not run, and why."""
 
 from __future__ import annotations
 
@@ -17,19 +17,45 @@ CONFTEST = Path(__file__).with_name("conftest.py")
 )
 def test_slow_tests_run_where_they_are_named(words: tuple[str, ...], num_run: int, tmp_path: Path) -> None:
     """Named with `make test ARGS=FILE` they did not: the workers of pytest-xdist knew nothing of the names."""
-    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers =\n    slow(but=()): takes long\n")
-    (tmp_path / "test_some.py").write_text(
+    out = _run(
+        tmp_path,
         "import pytest\n"
         "def test_quick(): pass\n"
         "@pytest.mark.slow\n"
         "def test_slow(): pass\n"
         "@pytest.mark.slow(but=('always',))\n"
         "@pytest.mark.parametrize('which', ['always'])\n"
-        "def test_slow_but_one(which): pass\n"
+        "def test_slow_but_one(which): pass\n",
+        *words,
     )
+    assert f"{num_run} passed" in out
+    assert ("1  marked as slow: `make test-all` runs them" in out) == (not words)
+
+
+def test_the_end_of_a_run_says_why_tests_did_not_run(tmp_path: Path) -> None:
+    out = _run(
+        tmp_path,
+        "import pytest\n"
+        "@pytest.mark.skip(reason='needs a moon')\n"
+        "@pytest.mark.parametrize('n', range(3))\n"
+        "def test_tide(n): pass\n"
+        "@pytest.mark.slow\n"
+        "@pytest.mark.parametrize('n', range(2))\n"
+        "def test_slow(n): pass\n"
+        "def test_sun(): pytest.skip('needs\\na sun')\n"
+        "def test_quick(): pass\n",
+    )
+    lines = out.partition("not run, and why")[2].splitlines()[1:4]
+    assert lines == ["     3  needs a moon", "     2  marked as slow: `make test-all` runs them", "     1  needs a sun"]
+
+
+def _run(folder: Path, tests: str, *words: str) -> str:
+    """Return what pytest says of a file of these tests, with the conftest of ours."""
+    (folder / "conftest.py").write_text(CONFTEST.read_text())
+    (folder / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers =\n    slow(but=()): takes long\n")
+    (folder / "test_some.py").write_text(tests)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{num_run} passed" in done.stdout, done.stdout
+    return done.stdout

@@ -40,7 +40,7 @@ _HEAD = """# With which Python and which PyTorch Phalanx works
 The pairs of Python and PyTorch with which all tests ran, and the results.
 
 `make matrix` writes this page. For each pair it makes a fresh environment, runs the small programs of
-`tests/programs` and then the whole suite, and notes what came out. `make test ARGS=--slow TORCH=2.15.0
+`tests/programs` and then the whole suite, and notes what came out. `make test-all TORCH=2.15.0
 PYTHON=python3.13` runs one pair and writes nothing. Nobody has tried a PyTorch that is newer than these. With such a
 PyTorch, Phalanx says so once, in the log and in `phalanx doctor`, and goes on.
 
@@ -137,7 +137,7 @@ def try_pair(python: str, torch: str, options: argparse.Namespace) -> Row:
         print(f"== Python {version}, PyTorch {torch}: programs, then all tests", flush=True)
         programs = counts(_output_of([*make, "test", "ARGS=tests/programs"]))
         begin = time.monotonic()
-        output = _output_of([*make, "test", f"ARGS=--slow {options.tests}"])
+        output = _output_of([*make, "test-all", f"ARGS={options.tests}"])
         minutes = (time.monotonic() - begin) / 60
     finally:
         if not options.keep:
