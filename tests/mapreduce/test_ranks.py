@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from phalanx.mapreduce import TaskError, attempt, map_reduce
+from phalanx.deadline import Deadline
+from phalanx.mapreduce import TaskError, attempt, map_reduce, team
 from phalanx.mapreduce.attempt import plan_owners
 from phalanx.mapreduce.board import Board, OpenTask, choose_idle_task
 from phalanx.mapreduce.team import Team
+from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.testing import run_ranks
 
 
@@ -144,6 +146,33 @@ def test_a_mistake_is_heard_on_every_rank_and_the_group_goes_on(tmp_path):
             assert (kind, want_text in text) == (want_kind, True), (kind, text)
     assert ranks[0][-1] == ranks[1][-1] == ("nothing", "{0: 3, 1: 2}")
     assert "this rank is not in the group" in ranks[2][-1][1]
+
+
+def outlive_the_rank_that_found_a_problem(rank, world_size, folder):
+    """Rank 1 cannot reduce its partition, and ends; rank 0 looks at its peers only after that."""
+    team.LOOK_S = 0.0
+    pid_file = Path(folder, "rank 1")
+
+    def reduce(key, values):
+        if rank == 1:
+            pid_file.with_suffix(".new").write_text(repr(ProcessId.of_self()))
+            pid_file.with_suffix(".new").rename(pid_file)
+            raise ArithmeticError("bad luck")
+        Deadline.after(None).wait_until(pid_file.exists, 0.001)
+        process = eval(pid_file.read_text(), {"ProcessId": ProcessId})
+        Deadline.after(None).wait_until(process.has_ended, 0.001)
+        return 1
+
+    try:
+        map_reduce(range(1000), lambda n: [(n, n)], reduce, partitions=2)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_problem_is_raised_though_the_rank_that_found_it_has_ended(tmp_path):
+    """A slow rank saw that the other had ended before it saw why, and raised PeerLostError."""
+    for kind, text in run_ranks(outlive_the_rank_that_found_a_problem, 2, tmp_path):
+        assert (kind, "ArithmeticError: bad luck" in text) == ("TaskError", True), text
 
 
 def unreadable_on_rank_1(rank, world_size):

@@ -10,11 +10,14 @@ agree       all have finished                                  board
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch.distributed as dist
 
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, message_of, summary_of
 from phalanx.log import get_logger
@@ -155,9 +158,10 @@ def _attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
     told: list[Any] = []
     for number in range(len(splits) + 1):
         board = Board(team, f"{prefix}/{number}", [task for task in range(len(splits)) if task not in there])
-        _map(board, job, held, splits)
-        # One may find a problem when others have seen the last task done: it is heard here, by all of them.
-        heard = team.gather((board.problem(), {task: _report(output) for task, output in held.outputs.items()}))
+        with _problem_first(board):
+            _map(board, job, held, splits)
+            # One may find a problem when others have seen the last task done: it is heard here, by all of them.
+            heard = team.gather((board.problem(), {task: _report(output) for task, output in held.outputs.items()}))
         _raise_problem(team, next((problem for problem, _ in heard if problem is not None), None), board.cause)
         told = [reports for _, reports in heard]
         there = set().union(*told)
@@ -173,24 +177,36 @@ def _attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
 
     owners = plan_owners(range(job.partitions), finished, team.size)
     with_buckets = _shuffle(team, job, held, owners, makers, reports)
-    try:
-        for partition, buckets in with_buckets:
-            held.results[partition] = _reduce(job, held, buckets, board)
-            if job.output is not None:
-                _write(job.output, held, partition, job.partitions)
-    except (PeerLostError, DeadlineError, MismatchError):
-        raise
-    except (TypeError, TaskError) as error:
-        board.give_up(type(error).__name__, message_of(error), error)
-        _raise_problem(team, board.problem(), error)
-    except Exception as error:
-        board.give_up("TaskError", f"map_reduce: a partition could not be reduced.\n{_tell(error)}", error)
-        _raise_problem(team, board.problem(), error)
-    team.store.set(f"{prefix}/reduced/{team.rank}", "1")
-    reduced = [f"{prefix}/reduced/{rank}" for rank in range(team.size)]
-    team.wait_until(lambda: team.store.check(reduced) or board.problem() is not None)
+    with _problem_first(board):
+        try:
+            for partition, buckets in with_buckets:
+                held.results[partition] = _reduce(job, held, buckets, board)
+                if job.output is not None:
+                    _write(job.output, held, partition, job.partitions)
+        except (PeerLostError, DeadlineError, MismatchError):
+            raise
+        except (TypeError, TaskError) as error:
+            board.give_up(type(error).__name__, message_of(error), error)
+            _raise_problem(team, board.problem(), error)
+        except Exception as error:
+            board.give_up("TaskError", f"map_reduce: a partition could not be reduced.\n{_tell(error)}", error)
+            _raise_problem(team, board.problem(), error)
+        team.store.set(f"{prefix}/reduced/{team.rank}", "1")
+        reduced = [f"{prefix}/reduced/{rank}" for rank in range(team.size)]
+        team.wait_until(lambda: team.store.check(reduced) or board.problem() is not None)
     _raise_problem(team, board.problem())
     return Outcome(counters, {**finished, **owners}, len(splits))
+
+
+@contextlib.contextmanager
+def _problem_first(board: Board) -> Iterator[None]:
+    """Raise the job's problem instead of the loss of a rank: the rank may have published it, and ended."""
+    try:
+        yield
+    except PeerLostError:
+        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):  # the lost rank may have kept the store
+            _raise_problem(board.team, board.problem())
+        raise
 
 
 def _map(board: Board, job: MapReduceJob, held: Held, splits: Sequence[Split]) -> None:
