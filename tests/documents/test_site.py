@@ -10,7 +10,7 @@ import re
 
 import pytest
 import yaml
-from tests.documents.blocks import ROOT
+from tests.documents.blocks import ROOT, blocks
 
 import phalanx
 from phalanx import errors
@@ -38,6 +38,20 @@ def test_a_page_opens_with_what_it_gives_and_ends_with_where_to_go_on(page):
     heading = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.M)[-1]
     assert heading == "Where to go on"
     assert re.search(r"\]\([^)]+\)", end), "a link"
+
+
+@each_page
+def test_scripts_and_commands_fit_a_window_of_1280_pixels(page):
+    """A column of code shows 84 characters there."""
+    long = []
+    for block in blocks(page):
+        lines = block.code.splitlines()
+        if block.language == "console":  # what a program prints is as wide as it is
+            lines = [line for line in lines if line.startswith("$ ")]
+        elif block.language not in ("python", "bash", "sh"):
+            continue
+        long += [f"{block}: {line}" for line in lines if len(line) > 80]
+    assert long == []
 
 
 @pytest.mark.parametrize("part", ["tutorials", "how-to", "reference", "explanation"])

@@ -163,7 +163,7 @@ def test_the_examples_of_the_documentation_write_files(tmp_path):
     """All but `kubectl`, which is not here."""
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "kubernetes.md").read_text()
     (block,) = re.findall(r"```bash\n(phalanx key.*?)```", text, re.DOTALL)
-    lines = [line for line in block.splitlines() if line.startswith("phalanx")]
+    lines = [line for line in block.replace("\\\n", " ").splitlines() if line.startswith("phalanx")]
     environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert [one["kind"] for one in yaml.safe_load_all((tmp_path / "job.yaml").read_text())] == ["Service", "Job"]
