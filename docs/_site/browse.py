@@ -30,7 +30,7 @@ PHOTOGRAPHED = (
     ("errors", "reference/errors/"),
 )
 NARROW = {"width": 390, "height": 844}
-WIDE = {"width": 1280, "height": 900}
+WIDE = {"width": 1280, "height": 800}
 # As root, in a container, without a display; and Chromium's own requests to its makers are switched off.
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
 
@@ -66,6 +66,7 @@ def main(folder: str, screenshots: str = "") -> int:
             copied += copy(wide, problems)
             if url.removeprefix(f"{address}/") in dark:  # colours are the theme's, the same on all pages
                 look_at(narrow, url, "slate", problems)
+        above_the_fold(wide, address, problems)
         search(wide, address, problems)
         if screenshots:
             photograph(wide, narrow, address, Path(screenshots))
@@ -137,6 +138,27 @@ def fit(page: Page, problems: list[str]) -> None:
     width = page.evaluate("document.documentElement.scrollWidth")
     if window and width > window["width"]:
         problems.append(f"{page.url}: it is {width} pixels wide in a window of {window['width']}")
+    hidden = page.evaluate(
+        "[...document.querySelectorAll('article table')].filter(one => one.scrollWidth > one.clientWidth"
+        " && !getComputedStyle(one).backgroundAttachment.includes('local')).length"
+    )
+    if hidden:
+        problems.append(f"{page.url}: {hidden} tables scroll, and do not show it")
+
+
+def above_the_fold(page: Page, address: str, problems: list[str]) -> None:
+    """Expect on the first screen of the home page: how to install, a script, its output, a picture and a table."""
+    page.goto(f"{address}/", wait_until="load")
+    shown = "pre", "pre", "pre", "img", "table"
+    ends = page.evaluate(
+        "[...document.querySelectorAll('.home pre, .home img, .home table')]"
+        ".map(one => [one.localName, one.getBoundingClientRect().bottom])"
+    )
+    if tuple(name for name, _ in ends) != shown or max(end for _, end in ends) > WIDE["height"]:
+        problems.append(f"{page.url}: its first screen shows {ends}")
+    for link in ("The repository", "Versions and support", "Edit this page"):
+        if not page.locator(f"header a[title='{link}']").is_visible():
+            problems.append(f"{page.url}: its header has no link {link!r}")
 
 
 def copy(page: Page, problems: list[str]) -> int:

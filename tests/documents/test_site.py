@@ -70,6 +70,7 @@ def test_the_sites_address_is_the_packages_and_each_page_that_moved_leads_to_its
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'Documentation = "{config["site_url"]}"' in project
     assert f'Source = "{config["extra"]["repository"]}"' in project
+    assert config["repo_url"] == config["extra"]["repository"]
     (redirects,) = (plugin["redirects"] for plugin in config["plugins"] if "redirects" in plugin)
     assert len(redirects["redirect_maps"]) == 31
     assert all((DOCS / target).exists() for target in redirects["redirect_maps"].values())
