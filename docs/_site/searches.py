@@ -73,7 +73,7 @@ SEARCHES = {
     "firewall ports": "reference/several-hosts how-to/hosts explanation/security",
     "spot instance preemption": "how-to/lose-a-host how-to/elastic tutorials/stop-and-go-on how-to/checkpoints",
     "elastic training min max nodes": "how-to/lose-a-host how-to/elastic how-to/hosts",
-    "fault tolerance": "how-to/lose-a-host explanation/elastic-training how-to/elastic explanation/failure-model tutorials/lose-a-rank",
+    "fault tolerance": "explanation/elastic-training how-to/elastic explanation/failure-model tutorials/lose-a-rank",
     "nohup tmux": "reference/launching how-to/questions",
     # By the names of others.
     "huggingface": "how-to/libraries how-to/from-accelerate",
