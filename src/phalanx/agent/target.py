@@ -45,7 +45,7 @@ class Target:
 
 def find_local_rank_flag(target: Target) -> str:
     """Return the option by which `target` reads its local rank, in its spelling: underscored if that is known alone."""
-    source = _read_source(target)
+    source = read_source(target)
     only_underscore = b"--local_rank" in source and b"--local-rank" not in source
     return "--local_rank" if only_underscore else "--local-rank"
 
@@ -57,17 +57,17 @@ def may_train(target: Target) -> bool:
     only other files of it do, nobody knows before they run. A script that mentions a variable which is read in that
     import may set it, and is left to import for itself.
     """
-    source = _read_source(target)
+    source = read_source(target)
     trains = any(word in source for word in (b"optim", b"DistributedDataParallel", b"Trainer", b"elastic"))
     return trains and not any(word in source for word in (b"TORCHDYNAMO", b"TORCHINDUCTOR", b"TORCH_"))
 
 
 def is_elastic(target: Target) -> bool:
     """Return whether the script mentions `phalanx.elastic`, or the Trainer, which uses it."""
-    return _ELASTIC.search(_read_source(target)) is not None
+    return _ELASTIC.search(read_source(target)) is not None
 
 
-def _read_source(target: Target) -> bytes:
+def read_source(target: Target) -> bytes:
     """Return the source of a script, or of a module below the working directory; of any other nothing."""
     paths = [target.name, os.path.join(target.name, "__main__.py")] if target.kind == "script" else []
     if target.kind == "module":

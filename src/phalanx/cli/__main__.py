@@ -13,13 +13,25 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def run(words: list[str]) -> int:
+    """Run `phalanx run` with `words`, here or over ssh; return the exit code."""
+    if any(word.startswith(("--host", "--ssh", "--remote")) for word in words):
+        from phalanx.launch.command_line import SSH_OPTIONS, take_options
+
+        if take_options(words, SSH_OPTIONS)[0]:
+            from phalanx.ssh.job import main as run_over_ssh
+
+            return run_over_ssh(words)
+    from phalanx.launch.command import main as run_here
+
+    return run_here(words)
+
+
 def main() -> None:
     """Run the `phalanx` script."""
     words = sys.argv[1:]
     if words[:1] == ["run"]:
         # The one command whose start people wait for does not wait for click.
-        from phalanx.launch.command import main as run
-
         sys.exit(run(words[1:]))
     from phalanx.cli.commands import group
     from phalanx.output.standard import guarded

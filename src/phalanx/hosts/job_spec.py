@@ -79,7 +79,7 @@ class JobSpec:
             settings.affinity, settings.preload, settings.max_restarts, settings.local_rank_argument,
             settings.ranks_per_gpu,
             {name: environment[name] for name in settings.env if name in environment},
-            {name: value for name, value in environment.items() if _is_passed(name)}, endpoints,
+            {name: value for name, value in environment.items() if is_passed(name)}, endpoints,
         )  # fmt: skip
 
     def to_bytes(self) -> bytes:
@@ -146,7 +146,8 @@ def choose_metrics(metrics: tuple[str, int] | None) -> tuple[str, int] | None:
     return metrics if metrics is not None and metrics[0] in _OF_EVERY_HOST else None
 
 
-def _is_passed(name: str) -> bool:
+def is_passed(name: str) -> bool:
+    """Return whether the first host passes the variable `name` on to the other hosts."""
     return (name in _PASSED or name.startswith(_PASSED_PREFIXES)) and name not in _OF_ONE_HOST
 
 

@@ -61,6 +61,17 @@ def run_settings(settings: Settings, environ: Mapping[str, str]) -> int:
     """Run the job that `settings` describe; returns the exit code, having said on stderr what was wrong."""
     try:
         plan = plan_job(settings, environ)
+    except LaunchError as error:
+        show(2, str(error))
+        return error.exit_code
+    except KeyboardInterrupt:  # in the first moments, before signals are caught: nothing was started
+        return 128 + signal.SIGINT
+    return run_plan(plan)
+
+
+def run_plan(plan: JobPlan) -> int:
+    """Run the job that is planned; returns the exit code, having said on stderr what was wrong."""
+    try:
         if not SUPPORTED:
             show(
                 2,
@@ -71,7 +82,7 @@ def run_settings(settings: Settings, environ: Mapping[str, str]) -> int:
     except LaunchError as error:
         show(2, str(error))
         return error.exit_code
-    except KeyboardInterrupt:  # in the first moments, before signals are caught: nothing was started
+    except KeyboardInterrupt:  # before signals are caught: nothing was started
         return 128 + signal.SIGINT
 
 

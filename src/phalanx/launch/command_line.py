@@ -5,7 +5,7 @@ The functions are pure: nothing here looks at the machine, so that every rule ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from phalanx.agent.settings import USAGE_EXIT_CODE, Settings
@@ -13,6 +13,7 @@ from phalanx.agent.target import Kind, Target
 from phalanx.errors import LaunchError
 from phalanx.launch.options import OPTIONS, REFUSED, Option, explain_unknown, find_names
 
+SSH_OPTIONS = ("hosts", "hostfile", "ssh", "remote-dir", "remote-python")  # `phalanx.ssh` takes them
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun reads it where --shutdown-timeout is not given
 
 
@@ -38,6 +39,9 @@ def parse(
         kinds.append("program")
     if "run-path" in given:
         kinds = ["script"]  # torchrun's goes first, too
+    problems += [
+        f"--{name}: only the command `phalanx run` starts a job over ssh" for name in SSH_OPTIONS if name in given
+    ]
     if len(kinds) > 1:
         problems.append("-m and --no-python: a job is a module or a program, not both")
     if "print-completion" in given and not problems:
@@ -64,6 +68,31 @@ def parse(
         raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
     target = Target(kinds[0] if kinds else "script", rest[0], tuple(rest[1:]))
     return Settings(target, rendezvous=rendezvous, **fields)
+
+
+def take_options(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Take the options `names` from in front of the target; return their values, and all other words.
+
+    A flag's value is empty. What is no option, or lacks its value, stays where it is, for `parse` to refuse.
+    """
+    options = {option.name: option for option in OPTIONS}
+    options.update({option.short: option for option in OPTIONS if option.short})
+    rest, kept, taken = list(words), [], {}
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        flag, separator, value = word.partition("=")
+        name = flag.lstrip("-").replace("_", "-")
+        if name not in options and len(full := find_names(name)) == 1:
+            name = full[0]
+        option = options.get(name)
+        has_value = option is not None and bool(option.value)
+        if option is not None and option.name in names and (separator or rest or not has_value):
+            taken[option.name] = rest.pop(0) if has_value and not separator else value
+            continue
+        kept.append(word)
+        if has_value and not separator and rest:
+            kept.append(rest.pop(0))
+    return taken, [*kept, *rest]
 
 
 def _read_words(words: Sequence[str], given: dict[str, Any], problems: list[str]) -> list[str] | None:

@@ -36,6 +36,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "evict-after": "kill a rank that has kept others waiting so long",
     },
     "Several hosts": {
+        "hosts": "start the job on these hosts over ssh",
+        "hostfile": "the same, from a file: HOST slots=N",
         "nnodes": "number of hosts, N or MIN:MAX (default 1)",
         "key-file": "file with the job's key (see `phalanx key`)",
         "host-timeout": "a host silent for so long is lost (default 9)",

@@ -260,6 +260,17 @@ OPTIONS = (
            "goes on without either: HOST:PORT of a `phalanx coordinator` on a third host, or "
            "etcd://HOST:PORT. Only the first host needs the option.",
            "HOST:PORT|etcd://HOST:PORT", _read_witness, torchruns=False),
+    Option("hosts", None, "Start the job on these hosts over ssh, from here. The first one leads. A host may have a "
+           "number of ranks (default: what --nproc-per-node finds there).",
+           "[USER@]HOST[:N],…", torchruns=False),
+    Option("hostfile", None, "The same hosts, listed in a file: a line HOST slots=N for each.", "FILE",
+           torchruns=False),
+    Option("ssh", None, "The command that reaches a host of --hosts (default: ssh), with its options.", "COMMAND",
+           torchruns=False),
+    Option("remote-dir", None, "The folder in which the job runs on the hosts of --hosts (default: the same path as "
+           "here).", "DIR", torchruns=False),
+    Option("remote-python", None, "The Python on the hosts of --hosts: a path, or a name that the login shell there "
+           "finds (default: the same path as here).", "PYTHON", torchruns=False),
     Option("node-rank", "", "The number of this host, if the hosts meet at --master-addr.", "N", _read_count),
     Option("master-addr", "master_addr", "Where the hosts meet: an address of the host with --node-rank 0. On one host "
            "it is MASTER_ADDR for the ranks (default 127.0.0.1).", "HOST", _read_host),

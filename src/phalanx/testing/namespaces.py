@@ -1,8 +1,8 @@
 """Make hosts on one machine: network namespaces joined by a switch, each with its own address and network.
 
-    plx-17-0 ──eth0── 10.77.0.1 ┐
-    plx-17-1 ──eth0── 10.77.0.2 ┼── bridge in plx-17-switch
-    plx-17-2 ──eth0── 10.77.0.3 ┘
+    plx-17-0-0 ──eth0── 10.77.0.1 ┐
+    plx-17-0-1 ──eth0── 10.77.0.2 ┼── bridge in plx-17-0-switch
+    plx-17-0-2 ──eth0── 10.77.0.3 ┘
 
 Processes of different namespaces cannot reach each other but through these interfaces, whose counters and rates are
 real. They share one kernel: memory, process numbers and the machine's name are the same on all. A command that is run
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from phalanx.errors import PhalanxError
 _CLONE_NEWNET = 0x40000000
 # TCP hands so much to an interface at once; the headers that the bucket counts are included
 _LONGEST_PACKET = 65536 + 256
+_NETWORKS = itertools.count()  # of this process: two may exist at a time
 _UP_LONGER_S = 100_000  # than the host before it
 
 
@@ -170,7 +172,7 @@ def hosts(
     """
     if not 1 <= count <= 250:
         raise ValueError(f"hosts: count must be in 1..250, got {count}")
-    prefix = f"plx-{os.getpid()}"
+    prefix = f"plx-{os.getpid()}-{next(_NETWORKS)}"
     switch = f"{prefix}-switch"
     bucket = () if rate is None else ("tbf", "rate", rate, "burst", f"{burst_bytes}b", "latency", "50ms")
     made: list[Host] = []

@@ -1,0 +1,380 @@
+"""`phalanx run --hosts`: real sshd's in network namespaces, started from a host that is none of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.system.phalanx_command import Finished, Running, run, start, write_script
+from tests.system.sshd import SshHosts, ssh_hosts, why_no_sshd
+
+from phalanx.coordination.key import Key
+from phalanx.deadline import Deadline
+
+pytestmark = pytest.mark.skipif(bool(why_no_sshd()), reason=why_no_sshd())
+
+_TELLS = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MINE", "OTHER", "NCCL_DEBUG", "PHALANX_KEY")
+told = {name: os.environ.get(name) for name in names}
+print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd(), **told}), flush=True)
+print("on stderr", file=sys.stderr, flush=True)
+"""
+_WAITS = """
+import os, sys, time
+print("up", flush=True)
+while True:
+    time.sleep(0.02)
+"""
+_RANKS = ("--nproc-per-node", "2", "--no-preload")
+_SHORT = ("--shutdown-timeout", "1")
+_GONE_S = 30.0
+
+
+def told(out: str) -> list[dict[str, object]]:
+    """What the ranks of `_TELLS` said, by rank."""
+    said = [json.loads(line.partition("] ")[2]) for line in out.splitlines() if line.endswith("}")]
+    return sorted(said, key=lambda each: int(each["RANK"]))
+
+
+def assert_nothing_is_left(cluster: SshHosts, running: Running) -> None:
+    assert Deadline.after(_GONE_S).wait_until(lambda: not any(cluster.left()), 0.02), cluster.left()
+    assert running.survivors() == []
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    with ssh_hosts(2, tmp_path_factory.mktemp("two")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def on(cluster: SshHosts, *words: str, env: dict[str, str] | None = None, hosts: str = "") -> tuple[int, str, str]:
+    """How a job on all hosts ended, started from the terminal; nothing of it is left."""
+    with start(*cluster.words(*words, hosts=hosts), before=cluster.terminal.command, env=env) as running:
+        finished = running.finish()
+        assert_nothing_is_left(cluster, running)
+    return finished.code, finished.out, finished.err
+
+
+def test_one_command_starts_the_ranks_of_two_hosts_and_shows_what_they_print(two: SshHosts, folder: Path) -> None:
+    write_script(folder, _TELLS, "tells.py")
+    env = {"NCCL_DEBUG": "WARN", "OTHER": "2", "SECRET": "x"}
+    code, out, err = on(two, *_RANKS, "--env", "MINE=it's 1", "--env", "OTHER", "tells.py", "a b", "--lr=1", env=env)
+    assert code == 0, err
+    said = told(out)
+    assert [(each["RANK"], each["LOCAL_RANK"], each["GROUP_RANK"]) for each in said] == [
+        ("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1"),
+    ]  # fmt: skip
+    for each in said:
+        assert each["arguments"] == ["a b", "--lr=1"]
+        assert each["folder"] == str(folder)
+        assert (each["WORLD_SIZE"], each["NCCL_DEBUG"]) == ("4", "WARN")
+        assert (each["MINE"], each["OTHER"], each["PHALANX_KEY"]) == ("it's 1", "2", None)
+    assert "on stderr" in err
+    assert "on stderr" not in out
+    assert f"2 hosts over ssh; they meet at {two.hosts[0].address} (eth0 of {two.hosts[0].address})" in err
+
+
+def test_a_host_has_the_number_of_ranks_that_the_list_gives_it(two: SshHosts, folder: Path) -> None:
+    script = write_script(folder, _TELLS)
+    (folder / "hosts.txt").write_text(f"# mine\n{two.hosts[0].address} slots=1\n{two.hosts[1].address} slots=3\n")
+    words = ("run", "--hostfile", "hosts.txt", "--ssh", two.ssh, *_RANKS, script)
+    finished = run(*words[1:], before=two.terminal.command)
+    assert finished.code == 0, finished.err
+    assert [each["GROUP_RANK"] for each in told(finished.out)] == ["0", "1", "1", "1"]
+
+
+def test_ranks_of_two_hosts_train_together(two: SshHosts, folder: Path) -> None:
+    script = write_script(
+        folder,
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "x = torch.ones(3) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(x)\nprint('sum', x.tolist(), flush=True)\ndist.destroy_process_group()\n",
+    )
+    code, out, err = on(two, "--nproc-per-node", "1", script)
+    assert code == 0, err
+    assert "sum [3.0, 3.0, 3.0]" in out
+
+
+def test_the_key_is_in_no_command_line_and_in_no_environment(two: SshHosts, folder: Path) -> None:
+    script = write_script(folder, _WAITS)
+    key = Key(bytes(range(32)))
+    (folder / "key").write_text(f"{key}\n")
+    (folder / "key").chmod(0o600)
+    words = two.words(*_RANKS, *_SHORT, "--key-file", str(folder / "key"), script)
+    with start(*words, before=two.terminal.command) as running:
+        running.read_until_all("up", 4)
+        shown = b""
+        for entry in filter(str.isdecimal, os.listdir("/proc")):
+            for name in ("cmdline", "environ"):
+                try:
+                    shown += Path(f"/proc/{entry}/{name}").read_bytes()
+                except OSError:
+                    continue  # it has ended
+        assert b"phalanx.ssh" in shown
+        assert str(key).encode() not in shown
+        running.process.send_signal(signal.SIGINT)
+        assert running.finish().code == 130
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_a_signal_at_the_terminal_ends_the_job_on_all_hosts(two: SshHosts, folder: Path, name: str) -> None:
+    script = write_script(folder, _WAITS)
+    number = signal.Signals[name]
+    with start(*two.words(*_RANKS, *_SHORT, script), before=two.terminal.command) as running:
+        running.read_until_all("up", 4)
+        running.process.send_signal(number)
+        finished = running.finish()
+        assert finished.code == (128 + number if name != "SIGKILL" else -number), finished.err
+        assert_nothing_is_left(two, running)
+
+
+@pytest.mark.parametrize("end", ["here", "there"])
+def test_a_broken_connection_ends_the_job_on_all_hosts(two: SshHosts, folder: Path, end: str) -> None:
+    script = write_script(folder, _WAITS)
+    with start(*two.words(*_RANKS, *_SHORT, script), before=two.terminal.command) as running:
+        running.read_until_all("up", 4)
+        if end == "here":
+            children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+            broken = [pid for pid in children if two.names.split(",")[1].encode() in read_command(pid)]
+        else:
+            broken = [str(pid) for pid in two.hosts[1].sessions()]
+        for pid in broken:
+            os.kill(int(pid), signal.SIGKILL)
+        finished = running.finish()
+        assert finished.code == 1, finished.err
+        assert f"phalanx run: the connection to {two.hosts[1].address} is lost: " in finished.err
+        assert_nothing_is_left(two, running)
+
+
+def read_command(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_the_loss_of_the_terminals_machine_ends_the_job(two: SshHosts, folder: Path) -> None:
+    """No kernel says so: its cable is pulled, and it stays silent."""
+    script = write_script(folder, _WAITS)
+    words = two.words(*_RANKS, *_SHORT, "--host-timeout", "2", script)
+    with start(*words, before=two.terminal.command) as running:
+        running.read_until_all("up", 4)
+        two.terminal.cut_off()
+        try:
+            finished = running.finish()
+            assert finished.code == 1, finished.err
+            assert f"the connection to {two.hosts[0].address} is lost" in finished.err
+            assert_nothing_is_left(two, running)
+        finally:
+            two.terminal.plug_in()
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(two: SshHosts, folder: Path) -> None:
+    script = write_script(
+        folder,
+        "import os, sys, time\nif os.environ['RANK'] == '3':\n    print('bye', file=sys.stderr)\n    sys.exit(7)\n"
+        "while True:\n    time.sleep(0.02)\n",
+    )
+    code, _, err = on(two, *_RANKS, *_SHORT, script)
+    assert code == 7
+    assert "rank 3 of 4" in err
+    assert "bye" in err
+    assert err.count("First failure") == 1
+
+
+def test_all_problems_of_all_hosts_come_in_one_table_and_nothing_is_started(folder: Path, tmp_path: Path) -> None:
+    work = folder / "work"
+    work.mkdir()
+    (folder / "old").mkdir()
+    os.chdir(work)
+    write_script(work, f"open({str(folder / 'started')!r}, 'w')", "train.py")
+    write_script(folder / "old", "print('old')", "train.py")
+    mounts = {
+        1: f"mount -t tmpfs none {work}",
+        2: f"mount --bind {folder}/old {work}",
+        5: f"mount -t tmpfs none {Path(sys.executable).parent}",
+    }
+    with ssh_hosts(6, tmp_path, mounts=mounts) as cluster:
+        known = cluster.folder / "known"
+        keys = [(host.folder / "key.pub").read_text() for host in cluster.hosts]
+        known.write_text(known.read_text().replace(keys[3], keys[2]).replace("[10.77.0.5]", "[10.77.0.99]"))
+        hosts = f"{cluster.names},10.77.0.77,nowhere.invalid"
+        code, out, err = on(cluster, "--no-preload", "train.py", hosts=hosts)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[0] == "phalanx run: nothing was started: 7 of 8 hosts cannot run this job"
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in err.splitlines()[1:] if line[2:3].strip()}
+    assert rows == {
+        "10.77.0.2": f"script 'train.py': no such file in {work}.",
+        "10.77.0.3": "its script is not the same as on 10.77.0.1",
+        "10.77.0.4": "its host key is not the one that ssh knows",
+        "10.77.0.5": "ssh does not know its host key",
+        "10.77.0.6": f"{sys.executable} is not there",
+        "10.77.0.77": "no network leads there",
+        "nowhere.invalid": "its name leads nowhere",
+    }
+    assert f"Copy one of them: rsync -a {work}/ 10.77.0.3:{work}/" in err
+    assert not (folder / "started").exists()
+
+
+def test_a_password_is_not_asked_for(two: SshHosts, folder: Path) -> None:
+    """It hung at a prompt that nobody saw."""
+    script = write_script(folder, "print('never')")
+    config = folder / "config"
+    lines = (two.folder / "config").read_text().splitlines()
+    config.write_text("\n".join(line for line in lines if "IdentityFile" not in line))
+    words = ("--hosts", two.names, "--ssh", f"ssh -F {config}", script)
+    finished = run(*words, before=two.terminal.command)
+    assert finished.code == 2
+    assert finished.err.count("ssh is not let in without a password") == 2
+    assert "ssh-copy-id" in finished.err
+
+
+def test_a_folder_that_a_host_lacks_is_named(two: SshHosts, folder: Path) -> None:
+    write_script(folder, "print('never')", "train.py")
+    code, _, err = on(two, "--remote-dir", "/no/such/folder", "train.py")
+    assert code == 2
+    assert err.count("the folder /no/such/folder cannot be entered: No such file or directory") == 2
+
+
+def test_a_script_that_is_newer_here_is_noticed(two: SshHosts, folder: Path) -> None:
+    other = folder / "there"
+    other.mkdir()
+    write_script(other, "print('old')", "train.py")
+    write_script(folder, "print('new')", "train.py")
+    code, out, err = on(two, *_RANKS, "--remote-dir", str(other), "train.py")
+    assert (code, "old" in out, "differs" in err) == (0, True, False)  # that folder was chosen
+
+
+@pytest.mark.parametrize("shell", ["bash", "dash", "zsh", "fish", "tcsh"])
+def test_what_a_script_receives_is_what_was_typed_whatever_the_login_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, shell: str
+) -> None:
+    """Blanks and quotes were lost between two shells, and what a .bashrc prints got between the messages."""
+    path = next((f"{place}/{shell}" for place in ("/bin", "/usr/bin") if os.path.exists(f"{place}/{shell}")), None)
+    if path is None:
+        pytest.skip(f"{shell} is not installed")
+    draw = random.Random(request.config.getoption("--seed"))
+    letters = "ab ~*?$`'\"\\!#&|;<>(){}[]=%\n\tö€"
+    arguments = ["".join(draw.choices(letters, k=draw.randrange(9))) for _ in range(12)]
+    work = tmp_path / "a 'b' \"c\" $HOME !x; ö"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    write_script(work, _TELLS, "it's a script.py")
+    noise = "echo this is noise\necho and this >&2\n"
+    home = {".bashrc": noise, ".zshenv": noise, ".tcshrc": "echo this is noise\n", ".config/fish/config.fish": noise}
+    with ssh_hosts(1, tmp_path, shell=path, home=home) as cluster:
+        words = ("--nproc-per-node", "1", "--no-preload", "--env", "MINE=" + arguments[0], "it's a script.py")
+        code, out, err = on(cluster, *words, *arguments)
+    assert code == 0, err
+    (said,) = told(out)
+    assert said["arguments"] == arguments
+    assert said["folder"] == str(work)
+    assert said["MINE"] == arguments[0]
+    assert "noise" not in out + err
+
+
+def open_way_to(path: str, spare: str) -> str:
+    """Commands of sh by which every user may go to `path`: folders on the way that only root enters are covered."""
+    lines = []
+    for folder in reversed(Path(path).parents):
+        if not folder.stat().st_mode & 0o001:
+            child = folder / Path(path).relative_to(folder).parts[0]
+            lines += [
+                f"mkdir -p {spare}",
+                f"mount --rbind {child} {spare}",
+                f"mount -t tmpfs -o mode=755 none {folder}",
+                f"mkdir {child}",
+                f"mount --rbind {spare} {child}",
+            ]
+    return "; ".join(lines) or "true"
+
+
+def test_a_user_who_is_not_root_runs_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's folder is its user's alone
+        os.chmod(name, 0o755)
+        monkeypatch.chdir(name)
+        write_script(Path(name), "import os\nprint('uid', os.getuid(), flush=True)", "script.py")
+        way = open_way_to(os.path.realpath(sys.executable), f"{name}/spare")
+        with ssh_hosts(2, Path(name), uid=54321, mounts={0: way, 1: way}) as cluster:
+            finished = Finished(*on(cluster, *_RANKS, "script.py"))
+    assert finished.code == 0, finished.err
+    assert finished.by_rank == [(rank, "uid 54321") for rank in range(4)]
+
+
+def test_hosts_meet_at_an_address_that_leads_to_the_first(folder: Path, tmp_path: Path) -> None:
+    """Every host has a second interface, of one network, whose cable leads nowhere."""
+    script = write_script(folder, _TELLS)
+    with ssh_hosts(2, tmp_path, dead_end=True) as cluster:
+        code, out, err = on(cluster, *_RANKS, script)
+        assert code == 0, err
+        assert len(told(out)) == 4
+        assert "they meet at 10.77.0.1 (eth0 of 10.77.0.1)" in err
+        code, _, err = on(cluster, *_RANKS, "--master-addr", "192.168.77.1", script)
+    assert code == 2
+    assert "10.77.0.2  it does not reach 10.77.0.1: 192.168.77.1:" in err
+    assert "--master-addr" in err
+
+
+def test_the_first_host_may_be_the_one_where_the_command_is_typed(two: SshHosts, folder: Path) -> None:
+    script = write_script(folder, _TELLS)
+    for name in (two.hosts[0].address, "localhost"):
+        words = two.words(*_RANKS, script, hosts=f"{name},{two.hosts[1].address}")
+        with start(*words, before=two.hosts[0].machine.command) as running:
+            finished = running.finish()
+        assert finished.code == 0, finished.err
+        assert [each["GROUP_RANK"] for each in told(finished.out)] == ["0", "0", "1", "1"]
+
+
+def test_one_machine_under_two_names_is_refused(two: SshHosts, folder: Path) -> None:
+    script = write_script(folder, "print('never')")
+    words = two.words(script, hosts=f"{two.hosts[0].address},localhost")
+    with start(*words, before=two.hosts[0].machine.command) as running:
+        finished = running.finish()
+    assert finished.code == 2
+    assert f"localhost  it is the same machine as {two.hosts[0].address}" in finished.err
+
+
+def test_a_control_socket_of_the_users_is_used_and_left_alone(two: SshHosts, folder: Path) -> None:
+    """ssh leaves a master behind that has the pipe for errors open: a starter that waits for its end hangs."""
+    script = write_script(folder, _TELLS)
+    config = folder / "config"
+    own = f"ControlMaster auto\nControlPath {folder}/%h\nControlPersist yes\n"
+    config.write_text(own + (two.folder / "config").read_text())
+    words = ("--hosts", two.names, "--ssh", f"ssh -F {config}", *_RANKS, script)
+    try:
+        with start("run", *words, before=two.terminal.command) as running:
+            finished = running.finish()
+        assert finished.code == 0, finished.err
+        assert len(told(finished.out)) == 4
+    finally:
+        ends = [
+            subprocess.run(
+                [*two.terminal.command, "ssh", "-F", str(config), "-O", "exit", host.address],
+                capture_output=True,
+                check=False,
+            ).returncode
+            for host in two.hosts
+        ]
+    assert ends == [0, 0]
+
+
+@pytest.mark.slow
+def test_sixty_four_hosts_start_as_one_does(folder: Path, tmp_path: Path) -> None:
+    script = write_script(folder, "import os\nprint('rank', os.environ['RANK'], flush=True)")
+    with ssh_hosts(64, tmp_path) as cluster:
+        code, out, err = on(cluster, "--nproc-per-node", "1", "--no-preload", script)
+    assert code == 0, err
+    assert sorted(int(line.split()[-1]) for line in out.splitlines()) == list(range(64))
