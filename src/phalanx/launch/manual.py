@@ -46,7 +46,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         "master-addr": "address of host 0",
         "master-port": "its port (default 29500)",
         "rdzv-endpoint": "where hosts meet, with --rdzv-backend c10d",
-        "on": "run on the nodes of a Ray cluster",
     },
 }
 
