@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from phalanx import strategies
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing import hosts, why_no_hosts
 
 CONTEXT, WIDTH, BATCH = 32, 128, 64  # letters; of the model; windows of all replicas together

@@ -110,7 +110,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between hosts, cut tensors of some hundred KiB into several segments, as large ones are cut."""
-    from phalanx.transport.hierarchical import segments
+    from phalanx._comm.transport.hierarchical import segments
 
     monkeypatch.setattr(segments, "_WANTED", 16)
     monkeypatch.setattr(segments, "_LEAST_BYTES", 2**17)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.system.phalanx_command import run
 
-from phalanx.control_groups import find_groups, read_cpu_quota
-from phalanx.doctor.host import examine_host
+from phalanx._base.control_groups import find_groups, read_cpu_quota
+from phalanx._tools.doctor.host import examine_host
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 
@@ -81,6 +81,6 @@ def test_run_and_doctor_count_the_cores_that_the_quota_grants(half_of_the_cores:
         finished = run("--no-preload", *words, str(script), before=enter)
         assert finished.code == 0, finished.err
         assert {line.partition("] ")[2] for line in finished.lines} == {expected}
-    asked = [*enter, sys.executable, "-c", "from phalanx.doctor.host import *; print(examine_host().cpu_quota)"]
+    asked = [*enter, sys.executable, "-c", "from phalanx._tools.doctor.host import *; print(examine_host().cpu_quota)"]
     assert float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout) == granted
     assert examine_host().cpu_quota != granted

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from phalanx.deadline import Deadline, join_all
+from phalanx._base.deadline import Deadline, join_all
 from phalanx.testing import ManualClock
 
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 
-from phalanx.descriptors import wait_readable
+from phalanx._base.descriptors import wait_readable
 from phalanx.testing import why_no_hosts
 
 # In a process of its own: a hard limit that was lowered can't be raised again by everybody.
 _LIMIT = """
 import resource, sys
-from phalanx.descriptors import find_shortage, raise_limit
+from phalanx._base.descriptors import find_shortage, raise_limit
 soft, hard, wanted = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(raise_limit(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[0], find_shortage(wanted))

@@ -111,7 +111,7 @@ def public_tensor_functions() -> Iterator[tuple[str, str]]:
             if not isinstance(node, ast.ClassDef):
                 continue
             is_exported = dotted.startswith(names.get(node.name, "nowhere"))
-            is_of_group = node.name in PROCESS_GROUP and dotted.startswith("phalanx.backend.process_group")
+            is_of_group = node.name in PROCESS_GROUP and dotted.startswith("phalanx._comm.backend.process_group")
             for method in node.body if is_exported or is_of_group else []:
                 if isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and takes_tensors(method):
                     text = f"{ast.get_docstring(node) or ''}\n{ast.get_docstring(method) or ''}"

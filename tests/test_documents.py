@@ -18,8 +18,8 @@ import click
 import pytest
 
 import phalanx
+from phalanx._job.launch.options import OPTIONS as RUN_OPTIONS
 from phalanx.cli.commands import group
-from phalanx.launch.options import OPTIONS as RUN_OPTIONS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.extras import require
+from phalanx._base.extras import require
 
 ROOT = Path(__file__).parents[1]
 

@@ -2,11 +2,12 @@ import logging
 
 import pytest
 
-from phalanx.log import get_logger, warn_once
+from phalanx._base.log import get_logger, warn_once
 
 
 @pytest.mark.parametrize(
-    ("asked", "name"), [("phalanx.backend", "phalanx.backend"), ("train", "phalanx.train"), ("phalanx", "phalanx")]
+    ("asked", "name"),
+    [("phalanx._comm.backend", "phalanx._comm.backend"), ("train", "phalanx.train"), ("phalanx", "phalanx")],
 )
 def test_every_logger_lies_below_phalanx(asked, name):
     assert get_logger(asked).name == name

@@ -2,12 +2,12 @@ import os
 import subprocess
 import sys
 
-from phalanx.processes import find_descendants
+from phalanx._base.processes import find_descendants
 
 # In a process of its own, because it becomes the parent of all orphans below it.
 KILL = """
 import os, subprocess, sys
-from phalanx.processes import adopt_orphans, find_descendants, kill_descendants
+from phalanx._base.processes import adopt_orphans, find_descendants, kill_descendants
 adopt_orphans()
 shell = subprocess.Popen(["sh", "-c", "setsid sleep 600 & setsid sleep 600 & echo up; wait"], stdout=subprocess.PIPE)
 shell.stdout.readline()
@@ -39,7 +39,7 @@ def test_a_process_without_children_has_no_descendants() -> None:
 # In a process of its own, because it reaps all children.
 REAP = """
 import os, signal, subprocess, time
-from phalanx.processes import reap_children, signal_children
+from phalanx._base.processes import reap_children, signal_children
 ended = [subprocess.Popen(["sh", "-c", f"exit {code}"]) for code in (0, 7)]
 stopped = subprocess.Popen(["sh", "-c", "kill -STOP $$; sleep 600"], start_new_session=True)
 spared = subprocess.Popen(["sleep", "600"])

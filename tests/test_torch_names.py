@@ -14,8 +14,8 @@ import torch
 from tests.compatibility.run import PAIRS
 from tests.sources import tree as parse
 
-from phalanx.torch_names import describe_missing, resolve
-from phalanx.torch_versions import OLDEST, TESTED, describe_untested, release_of
+from phalanx._base.torch_names import describe_missing, resolve
+from phalanx._base.torch_versions import OLDEST, TESTED, describe_untested, release_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "phalanx"
@@ -253,10 +253,10 @@ def test_each_private_name_is_looked_up_where_it_can_be_missing():
 PROGRAM = """
 import importlib, json, sys
 import torch, torch.distributed as dist, torch.nn.parallel.distributed, torch.optim
-from phalanx.torch_names import resolve
+from phalanx._base.torch_names import resolve
 
 names, users = json.load(sys.stdin)
-assert "phalanx.backend.process_group" not in sys.modules, "too early: it is what is tried"
+assert "phalanx._comm.backend.process_group" not in sys.modules, "too early: it is what is tried"
 owners = {name: resolve(name.rpartition(".")[0]) for name in names if resolve(name) is not name}
 for name in names:
     owner, last = owners[name], name.rpartition(".")[2]

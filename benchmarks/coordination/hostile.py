@@ -39,8 +39,8 @@ TARGET = 1.05
 
 
 def serve(answer: Any, stop: Event) -> None:
-    from phalanx.coordination.key import Key
-    from phalanx.coordination.service import Service
+    from phalanx._comm.control.key import Key
+    from phalanx._job.coordinator.service import Service
 
     with Service("127.0.0.1:0", Key(KEY)) as service:
         answer.put((str(service.address), service.local))
@@ -54,7 +54,7 @@ def train(rank: int, size: int, local: str, folder: str, stop: Event) -> None:
     import torch
     import torch.distributed as dist
 
-    from phalanx.coordination.client import Client
+    from phalanx._comm.control.client import Client
 
     torch.set_num_threads(1)
     dist.init_process_group("phalanx", init_method=f"file://{folder}/store", rank=rank, world_size=size)
@@ -78,7 +78,7 @@ def train(rank: int, size: int, local: str, folder: str, stop: Event) -> None:
 def attack(place: str, connections_per_s: float, frames_per_s: float, on: Event, stop: Event, answer: Any) -> None:
     import zmq
 
-    from phalanx.coordination.key import Key
+    from phalanx._comm.control.key import Key
 
     os.nice(19)
     rng = random.Random(1)

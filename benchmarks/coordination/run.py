@@ -42,8 +42,8 @@ def open_peer(place: Any) -> Any:
 
 
 def open_ours(place: Any) -> Any:
-    from phalanx.coordination.client import Client
-    from phalanx.coordination.key import Key
+    from phalanx._comm.control.client import Client
+    from phalanx._comm.control.key import Key
 
     return Client(place, None if place.startswith("/") else Key(KEY))
 
@@ -57,8 +57,8 @@ def serve_peer(answer: Any, stop: Event) -> None:
 
 
 def serve_ours(answer: Any, stop: Event, local: bool) -> None:
-    from phalanx.coordination.key import Key
-    from phalanx.coordination.service import Service
+    from phalanx._comm.control.key import Key
+    from phalanx._job.coordinator.service import Service
 
     with Service("127.0.0.1:0", Key(KEY)) as service:
         answer.put(service.local if local else str(service.address))
@@ -75,8 +75,8 @@ def serve_remote(answer: Any, stop: Event) -> None:
 
 def serve_relayed(answer: Any, stop: Event) -> None:
     """A coordinator, and in another process the relay of a host that has joined."""
-    from phalanx.coordination.key import Key
-    from phalanx.coordination.relay import Relay
+    from phalanx._comm.control.key import Key
+    from phalanx._job.coordinator.relay import Relay
 
     place: Any = FORK.Queue()
     coordinator = FORK.Process(target=serve_remote, args=(place, stop))
@@ -150,8 +150,8 @@ def rate(contestant: str, call: str, clients: int, server_us: dict[str, list[flo
 def agents(place: str, count: int, joined: Any, go: Event, stop: Event) -> None:
     import zmq
 
-    from phalanx.coordination.client import Client
-    from phalanx.coordination.key import Key
+    from phalanx._comm.control.client import Client
+    from phalanx._comm.control.key import Key
 
     context = zmq.Context()
     context.max_sockets = 4 * count + 16  # each client has three: itself, and the two ends of its monitor

@@ -48,17 +48,17 @@ import harness  # noqa: E402 - the line above says where it is
 import zmq  # noqa: E402
 from run import KEY  # noqa: E402
 
-from phalanx.coordination.client import Client  # noqa: E402
-from phalanx.coordination.connection_guard import cut  # noqa: E402
-from phalanx.coordination.dealer import EPOCH_BYTES, MEMBER_HEARTBEAT_S, open_dealer  # noqa: E402
-from phalanx.coordination.host_requests import HostRequests  # noqa: E402
-from phalanx.coordination.key import Key  # noqa: E402
-from phalanx.coordination.pending_call import PendingCall  # noqa: E402
-from phalanx.coordination.wire import VERSION, WRITE_ONCE, Op, Status, pack, pack_number, unpack  # noqa: E402
-from phalanx.deadline import Deadline  # noqa: E402
+from phalanx._base.deadline import Deadline  # noqa: E402
+from phalanx._comm.control.client import Client  # noqa: E402
+from phalanx._comm.control.connection_guard import cut  # noqa: E402
+from phalanx._comm.control.dealer import EPOCH_BYTES, MEMBER_HEARTBEAT_S, open_dealer  # noqa: E402
+from phalanx._comm.control.key import Key  # noqa: E402
+from phalanx._comm.control.pending_call import PendingCall  # noqa: E402
+from phalanx._comm.control.wire import VERSION, WRITE_ONCE, Op, Status, pack, pack_number, unpack  # noqa: E402
+from phalanx._job.coordinator.host_requests import HostRequests  # noqa: E402
+from phalanx._job.hosts.node_plan import HostFacts  # noqa: E402
+from phalanx._job.hosts.reach import Responder  # noqa: E402
 from phalanx.errors import CoordinationError, DeadlineError  # noqa: E402
-from phalanx.hosts.node_plan import HostFacts  # noqa: E402
-from phalanx.hosts.reach import Responder  # noqa: E402
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 TIMEOUT_S = 200.0
@@ -71,8 +71,8 @@ SIGNAL = f"phalanx/signal/0{WRITE_ONCE}"
 
 def be_first(commands: Any, answers: Any, num_hosts: int, ranks: int, place: str, folder: str) -> None:
     """Be the first host: `phalanx run` in this process; say what the process has used whenever it is asked."""
-    from phalanx.coordination.coordinator import Coordinator
-    from phalanx.launch.command import main
+    from phalanx._job.coordinator.coordinator import Coordinator
+    from phalanx._job.launch.command import main
 
     num_requests = 0
     handle = Coordinator._handle
@@ -354,11 +354,11 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
     """Be the ranks of these hosts, with their relays."""
     from torch.distributed import PrefixStore
 
-    from phalanx.backend.coordination_store import CoordinationStore
-    from phalanx.coordination import bootstrap
-    from phalanx.coordination.rank_info import RankInfo
-    from phalanx.engines import gloo_addresses
-    from phalanx.symmetric_memory.watch import ProcessId
+    from phalanx._comm.backend.coordination_store import CoordinationStore
+    from phalanx._comm.engines import gloo_addresses
+    from phalanx._comm.rendezvous import bootstrap
+    from phalanx._comm.rendezvous.rank_info import RankInfo
+    from phalanx._comm.symmetric_memory.watch import ProcessId
 
     logging.getLogger("phalanx").setLevel(logging.CRITICAL)
     _prepare_for_many_threads()

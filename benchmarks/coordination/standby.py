@@ -29,8 +29,8 @@ ALONE, FOLLOWED = "without a standby", "with a standby"
 
 def serve(place: Any, commands: Any, done: Any) -> None:
     """Be the coordinator; each command says whether the standby is required."""
-    from phalanx.coordination.key import Key
-    from phalanx.coordination.service import Service
+    from phalanx._comm.control.key import Key
+    from phalanx._job.coordinator.service import Service
 
     with Service("127.0.0.1:0", Key(KEY)) as service:
         assert service.address is not None
@@ -42,8 +42,8 @@ def serve(place: Any, commands: Any, done: Any) -> None:
 
 def follow(endpoint: str, is_whole: Event, stop: Event) -> None:
     """Be the standby."""
-    from phalanx.coordination.key import Key
-    from phalanx.coordination.standby import Standby
+    from phalanx._comm.control.key import Key
+    from phalanx._job.hosts.succession.standby import Standby
 
     standby = Standby(endpoint, Key(KEY), TICKET, is_whole.set)
     stop.wait()
@@ -52,8 +52,8 @@ def follow(endpoint: str, is_whole: Event, stop: Event) -> None:
 
 def ask(address: str, operations: int, threads: int) -> dict[str, Callable[[], float]]:
     """Return functions by operation that give its seconds, of `threads` clients with one call under way each."""
-    from phalanx.coordination.client import Client
-    from phalanx.coordination.key import Key
+    from phalanx._comm.control.client import Client
+    from phalanx._comm.control.key import Key
 
     clients = [Client(address, Key(KEY)) for _ in range(threads)]
 

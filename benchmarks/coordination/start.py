@@ -43,8 +43,8 @@ def serve_peer(answer: Any, stop: Event) -> None:
 
 
 def serve_ours(answer: Any, stop: Event) -> None:
-    from phalanx.coordination.key import Key
-    from phalanx.coordination.service import Service
+    from phalanx._comm.control.key import Key
+    from phalanx._job.coordinator.service import Service
 
     with Service("127.0.0.1:0", Key(KEY)) as service:
         handle, count = service.coordinator._handle, [0]
@@ -69,9 +69,9 @@ def open_peer(place: Any, count: int) -> list[Any]:
 def open_ours(place: Any, count: int) -> list[Any]:
     import zmq
 
-    from phalanx.backend.coordination_store import CoordinationStore
-    from phalanx.coordination.client import Client
-    from phalanx.coordination.key import Key
+    from phalanx._comm.backend.coordination_store import CoordinationStore
+    from phalanx._comm.control.client import Client
+    from phalanx._comm.control.key import Key
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # one for all of them: a process has so many descriptors
     context.max_sockets = 4096
@@ -88,10 +88,10 @@ def meet(contestant: str, place: Any, ranks: range, size: int, answer: Any, go: 
     """Be these ranks; answer once when they are connected, and once for each that has met all others."""
     from torch.distributed import PrefixStore
 
-    from phalanx.coordination.bootstrap import exchange
-    from phalanx.coordination.rank_info import RankInfo, host_identity
-    from phalanx.deadline import Deadline
-    from phalanx.symmetric_memory.watch import ProcessId
+    from phalanx._base.deadline import Deadline
+    from phalanx._comm.rendezvous.bootstrap import exchange
+    from phalanx._comm.rendezvous.rank_info import RankInfo, host_identity
+    from phalanx._comm.symmetric_memory.watch import ProcessId
 
     logging.getLogger("phalanx").setLevel(logging.ERROR)
     info = RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 1)

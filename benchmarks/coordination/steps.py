@@ -72,7 +72,7 @@ def train(folder: Path, num_steps: int) -> None:
 
 def run_job(machines: list[Any], num_steps: int, *, is_followed: bool) -> float:
     """Return the seconds of a step of a job of its own."""
-    from phalanx.coordination.key import Key
+    from phalanx._comm.control.key import Key
 
     environ = {**os.environ, "PHALANX_KEY": str(Key(bytes(32))), "OMP_NUM_THREADS": "1"}
     started: list[subprocess.Popen[str]] = []

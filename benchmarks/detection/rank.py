@@ -23,7 +23,7 @@ from plan import Step, Trial
 from torch import nn
 
 import phalanx
-import phalanx.backend.create
+import phalanx._comm.backend.create
 import phalanx.ddp
 
 # No trial lasts as long: a rank that is told nothing is not saved by its timeout.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.svg import FAINT, INK, RULE, Drawing, colour
+from phalanx._base.svg import FAINT, INK, RULE, Drawing, colour
 
 Point = tuple[float, float]
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing import Host
 
 LAUNCHERS = {"phalanx run": ["-m", "phalanx.cli", "run"], "torchrun": ["-m", "torch.distributed.run"]}

@@ -26,7 +26,7 @@ from contestants import WIDTHS  # noqa: E402 - the line above says where they ar
 from fleet import pss  # noqa: E402
 from harness.jobs import type_lines  # noqa: E402
 
-from phalanx.processes import find_descendants  # noqa: E402
+from phalanx._base.processes import find_descendants  # noqa: E402
 
 SCRIPT = str(HERE / "still.py")
 PEER = "torchrun, pytorch"

@@ -25,7 +25,7 @@ from statistics import median
 import run
 from run import Job, Stamp, harness
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing.namespaces import Host, hosts
 
 NUM_HOSTS, SERVICE = 3, 3

@@ -34,7 +34,7 @@ def train(path: str, options: argparse.Namespace) -> None:
     from torch.utils.data import DataLoader, TensorDataset, dataloader
 
     import phalanx
-    from phalanx.report.recording import current
+    from phalanx._job.report.recording import current
 
     iterators = dataloader._BaseDataLoaderIter
     job = phalanx.init()
@@ -84,8 +84,8 @@ def time_events() -> float:
     """Seconds for all events of one step, and for making a record of them, with nothing in between."""
     import time
 
-    from phalanx.diagnostics import step_machine as events
-    from phalanx.diagnostics.step_recorder import StepRecorder
+    from phalanx._comm.diagnostics import step_machine as events
+    from phalanx._comm.diagnostics.step_recorder import StepRecorder
 
     with tempfile.TemporaryDirectory() as folder:
         recorder = StepRecorder(os.path.join(folder, "alone.steps"), {})

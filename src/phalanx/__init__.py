@@ -22,10 +22,10 @@ _MODULE_OF = {
     "Pipeline": "phalanx.pipeline",
     "ParameterServer": "phalanx.parameter_server",
     "check_replicas": "phalanx.ddp",
-    "init": "phalanx.backend",
-    "mesh": "phalanx.backend",
-    "shared_empty": "phalanx.backend",
-    "Options": "phalanx.backend",
+    "init": "phalanx._comm.backend",
+    "mesh": "phalanx._comm.backend",
+    "shared_empty": "phalanx._comm.backend",
+    "Options": "phalanx._comm.backend",
     "launch": "phalanx.launch",
     "Trainer": "phalanx.trainer",
     "progress": "phalanx.trainer",
@@ -86,10 +86,10 @@ if TYPE_CHECKING:
     from phalanx import strategies as strategies
     from phalanx import testing as testing
     from phalanx import trainer as trainer
-    from phalanx.backend import Options as Options
-    from phalanx.backend import init as init
-    from phalanx.backend import mesh as mesh
-    from phalanx.backend import shared_empty as shared_empty
+    from phalanx._comm.backend import Options as Options
+    from phalanx._comm.backend import init as init
+    from phalanx._comm.backend import mesh as mesh
+    from phalanx._comm.backend import shared_empty as shared_empty
     from phalanx.checkpoint import CheckpointManager as CheckpointManager
     from phalanx.checkpoint import load_checkpoint as load_checkpoint
     from phalanx.checkpoint import save_checkpoint as save_checkpoint

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 def register() -> None:
     """Make `init_process_group("phalanx")` known to torch; safe to call more than once."""
-    from phalanx.backend.torch_integration.backend_names import offer_backend
+    from phalanx._comm.backend.torch_integration.backend_names import offer_backend
 
     offer_backend()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from phalanx.agent.elastic import BELOW_MINIMUM_EXIT_CODE, Elastic
-from phalanx.agent.elastic_actions import (
+from phalanx._base.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S, STARTING_S
+from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE, Elastic
+from phalanx._job.agent.elastic_actions import (
     Abandon,
     BeginGeneration,
     Continue,
@@ -18,9 +19,8 @@ from phalanx.agent.elastic_actions import (
     TellGeneration,
     plan_message,
 )
-from phalanx.agent.failure import Exit, Report
-from phalanx.agent.generation import HostSeats, Seating
-from phalanx.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S, STARTING_S
+from phalanx._job.agent.failure import Exit, Report
+from phalanx._job.agent.generation import HostSeats, Seating
 
 KILLED = -signal.SIGKILL
 

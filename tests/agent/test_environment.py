@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.agent.environment import (
+from phalanx._job.agent.environment import (
     RANK_VARIABLES,
     JobEnvironment,
     Place,
@@ -11,7 +11,7 @@ from phalanx.agent.environment import (
     plan_rank_environment,
     plan_zygote_environment,
 )
-from phalanx.hosts.job_spec import name_own_address
+from phalanx._job.hosts.job_spec import name_own_address
 
 JOB = JobEnvironment(Place.alone(3), "127.0.0.1", 1234, run_id="none", restart_count=1, max_restarts=2)
 

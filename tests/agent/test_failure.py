@@ -2,8 +2,8 @@ import signal
 
 import pytest
 
-from phalanx.agent.failure import Exit, Failure, Report, decide_failures, describe_failures
-from phalanx.processes import name_signal
+from phalanx._base.processes import name_signal
+from phalanx._job.agent.failure import Exit, Failure, Report, decide_failures, describe_failures
 
 
 def raised(rank: int, at: float, *types: str, text: str = "Traceback: …") -> Report:

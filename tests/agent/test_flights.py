@@ -4,13 +4,13 @@ import os
 
 import pytest
 
-from phalanx.agent.flights import MAX_OBSERVED, Flights
-from phalanx.deadline import Deadline
-from phalanx.ipc.local_listener import new_token
-from phalanx.symmetric_memory.fd_server import FdServer
-from phalanx.symmetric_memory.memfd import memory
-from phalanx.symmetric_memory.memory import LocalRank, SymmetricMemory, open_as_leader
-from phalanx.symmetric_memory.watch import ProcessId
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.local_listener import new_token
+from phalanx._comm.symmetric_memory.fd_server import FdServer
+from phalanx._comm.symmetric_memory.memfd import memory
+from phalanx._comm.symmetric_memory.memory import LocalRank, SymmetricMemory, open_as_leader
+from phalanx._comm.symmetric_memory.watch import ProcessId
+from phalanx._job.agent.flights import MAX_OBSERVED, Flights
 
 
 def make_group(flights: Flights, name: str, lost: tuple[int, ...] = ()) -> SymmetricMemory:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.agent.folder import JobFolder, remove
-from phalanx.ipc import private
+from phalanx._base.ipc import private
+from phalanx._job.agent.folder import JobFolder, remove
 
 
 def entries(folder: Path) -> set[str]:

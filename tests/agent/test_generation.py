@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import random
 
-from phalanx.agent.generation import (
-    ArrivedHost,
-    HostSeats,
-    Limits,
-    Seating,
-    choose_candidates,
-    plan_generation,
-)
+from phalanx._job.agent.generation import ArrivedHost, HostSeats, Limits, Seating, choose_candidates, plan_generation
 
 
 def seat(*sizes: int) -> Seating:

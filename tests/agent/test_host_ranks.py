@@ -12,15 +12,15 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx.agent import host_ranks
-from phalanx.agent.attempt import Attempt
-from phalanx.agent.elastic_actions import BeginGeneration, ElasticAction, GiveUp
-from phalanx.agent.failure import Exit
-from phalanx.agent.placement import Pinning
-from phalanx.agent.plan import JobPlan
-from phalanx.agent.settings import Settings
-from phalanx.agent.target import Target
-from phalanx.ipc.channel import Channel
+from phalanx._base.ipc.channel import Channel
+from phalanx._job.agent import host_ranks
+from phalanx._job.agent.attempt import Attempt
+from phalanx._job.agent.elastic_actions import BeginGeneration, ElasticAction, GiveUp
+from phalanx._job.agent.failure import Exit
+from phalanx._job.agent.placement import Pinning
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.settings import Settings
+from phalanx._job.agent.target import Target
 
 
 class Decided(Attempt):

@@ -1,6 +1,6 @@
 import pytest
 
-from phalanx.agent.placement import plan_placement
+from phalanx._job.agent.placement import plan_placement
 
 
 @pytest.mark.parametrize("num_cpus", [1, 2, 3, 7, 8, 64])

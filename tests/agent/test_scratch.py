@@ -2,7 +2,7 @@ import os
 
 from torch.distributed import FileStore
 
-from phalanx.agent.scratch import create_store
+from phalanx._job.agent.scratch import create_store
 
 
 def test_the_number_of_a_store_that_is_closed_is_given_to_no_other_file() -> None:

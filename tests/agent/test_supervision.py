@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from phalanx.agent.failure import Exit, Report
-from phalanx.agent.supervision import Kill, Signal, Supervision, Tell
-from phalanx.loss_detection import SAME_SIGNAL_S, SETTLE_S
+from phalanx._base.loss_detection import SAME_SIGNAL_S, SETTLE_S
+from phalanx._job.agent.failure import Exit, Report
+from phalanx._job.agent.supervision import Kill, Signal, Supervision, Tell
 
 
 def running(world_size: int = 3, grace_s: float = 10.0) -> Supervision:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.agent.target import Kind, Target, find_local_rank_flag, find_problem, is_elastic, may_train
+from phalanx._job.agent.target import Kind, Target, find_local_rank_flag, find_problem, is_elastic, may_train
 
 
 def problem(kind: Kind, name: str | Path) -> str:

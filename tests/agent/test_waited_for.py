@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from phalanx.agent.waited_for import LatenessCounter, Silent, find_silent
-from phalanx.agent.watch import Watch, describe_slow, describe_wait
-from phalanx.core_numbers import ALL_REDUCE, GRADIENTS
-from phalanx.diagnostics.flight_recorder import Record
-from phalanx.diagnostics.observer import GroupLog, RankLog
+from phalanx._base.core_numbers import ALL_REDUCE, GRADIENTS
+from phalanx._comm.diagnostics.flight_recorder import Record
+from phalanx._comm.diagnostics.observer import GroupLog, RankLog
+from phalanx._job.agent.waited_for import LatenessCounter, Silent, find_silent
+from phalanx._job.agent.watch import Watch, describe_slow, describe_wait
 
 S = 1_000_000_000
 

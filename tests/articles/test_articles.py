@@ -13,7 +13,7 @@ import torch.distributed.checkpoint
 import torch.distributed.pipelining
 import torch.distributed.rpc
 
-import phalanx.backend.process_group  # noqa: F401 - imported once here, not once in each rank of each test
+import phalanx._comm.backend.process_group  # noqa: F401 - imported once here, not once in each rank of each test
 from phalanx.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ from tests.system.collective_checks import messages, moves, reductions
 from tests.transport import contract
 
 import phalanx
-from phalanx.backend import PhalanxProcessGroup, create
-from phalanx.backend.mpi_start import start_together
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend import PhalanxProcessGroup, create
+from phalanx._comm.backend.mpi_start import start_together
 
 
 def raised(call):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tests.backend.default_group import join_by_file
 
-from phalanx.backend import device_backends
-from phalanx.backend.device_backends import DeviceBackend
-from phalanx.engines.nccl import find_shared_gpu
+from phalanx._comm.backend import device_backends
+from phalanx._comm.backend.device_backends import DeviceBackend
+from phalanx._comm.engines.nccl import find_shared_gpu
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def _of_float64(arguments):
 
 def join_staged(rank, world_size, path, timeout_s=60.0):
     """A group whose float64 tensors no engine carries."""
-    from phalanx.backend.process_group import devices
+    from phalanx._comm.backend.process_group import devices
 
     opened = None if world_size == 1 else lambda *_: pytest.fail("NCCL was asked")
     device_backends.DEVICE_BACKENDS["cpu"] = DeviceBackend(

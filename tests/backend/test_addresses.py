@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from phalanx.backend.addresses import own_addresses, reachable
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.addresses import own_addresses, reachable
 from phalanx.testing import hosts, run_ranks, why_no_hosts
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.backend.operations import OPERATIONS
 from tests.parity.beside_gloo import assert_same_as_gloo
 
-from phalanx.backend import create
+from phalanx._comm.backend import create
 from phalanx.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*will be deprecated:FutureWarning")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from phalanx.backend.arguments import reduction_of, split_rows, timeout_of
+from phalanx._comm.backend.arguments import reduction_of, split_rows, timeout_of
 from phalanx.testing import run_ranks
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.backend import shared_empty
-from phalanx.backend.shared_reducer import SharedReducer
-from phalanx.diagnostics.flight_recorder import read
+from phalanx._comm.backend import shared_empty
+from phalanx._comm.backend.shared_reducer import SharedReducer
+from phalanx._comm.diagnostics.flight_recorder import read
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
 from phalanx.testing import run_ranks
 

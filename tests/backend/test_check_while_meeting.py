@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 
-import phalanx.backend.create as create
-from phalanx.coordination.bootstrap import checked_while_meeting
-from phalanx.engines.gloo import GlooEngine
+import phalanx._comm.backend.create as create
+from phalanx._comm.engines.gloo import GlooEngine
+from phalanx._comm.rendezvous.bootstrap import checked_while_meeting
 from phalanx.testing import why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())

@@ -47,7 +47,7 @@ def test_destroying_waits_for_what_is_in_flight():
 
 
 def test_destroying_a_group_whose_operation_cannot_end_tells_both_sides(monkeypatch):
-    from phalanx.backend.process_group import base
+    from phalanx._comm.backend.process_group import base
 
     monkeypatch.setattr(base, "_JOIN_S", 0.3)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.backend.default_group import join_by_file
 from tests.containers import contained, why_no_containers
 
-from phalanx.coordination.rank_info import host_identity
+from phalanx._comm.rendezvous.rank_info import host_identity
 from phalanx.errors import PeerLostError, PhalanxError
 from phalanx.testing import RankFailed, run_ranks
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _test_python_store
 
-from phalanx.backend.coordination_store import CoordinationStore
-from phalanx.backend.torch_integration.stores import serve_prefixes
-from phalanx.coordination.client import Client
-from phalanx.coordination.key import Key
-from phalanx.coordination.service import Service
+from phalanx._comm.backend.coordination_store import CoordinationStore
+from phalanx._comm.backend.torch_integration.stores import serve_prefixes
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.key import Key
+from phalanx._job.coordinator.service import Service
 from phalanx.testing import run_ranks
 
 if not hasattr(dist, "QueueEmptyError"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.gpu.collectives import SINGLE
 
 import phalanx
-from phalanx.engines import nccl
+from phalanx._comm.engines import nccl
 from phalanx.testing import run_ranks
 
 pytestmark = [

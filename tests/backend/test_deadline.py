@@ -11,13 +11,13 @@ from tests.backend.default_group import join_by_file
 from tests.logs import logged
 
 from phalanx import DistributedDataParallel
-from phalanx.coordination import bootstrap
-from phalanx.coordination.rank_info import RankInfo, host_identity
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.rendezvous import bootstrap
+from phalanx._comm.rendezvous.rank_info import RankInfo, host_identity
+from phalanx._comm.symmetric_memory.watch import ProcessId
+from phalanx._comm.transport.shared_memory import session
 from phalanx.errors import DeadlineError
-from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.testing import run_ranks
-from phalanx.transport.shared_memory import session
 
 
 def test_a_rank_that_never_reaches_init_is_named_on_every_rank_that_did(tmp_path):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from tests.backend.default_group import join_by_file
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from phalanx.backend import device_backends
-from phalanx.backend.device_backends import DeviceBackend, find_device, no_backend_for
-from phalanx.engines.nccl import find_shared_gpu, group_of
+from phalanx._comm.backend import device_backends
+from phalanx._comm.backend.device_backends import DeviceBackend, find_device, no_backend_for
+from phalanx._comm.engines.nccl import find_shared_gpu, group_of
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import RankFailed, run_ranks
 
@@ -84,7 +84,7 @@ def _join(rank, world_size, path, device_backend, timeout_s=20.0):
 
 
 def _everything(rank, world_size, path):
-    from phalanx.backend.process_group import devices
+    from phalanx._comm.backend.process_group import devices
 
     _join(
         rank,

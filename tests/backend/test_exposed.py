@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from phalanx import Options
-from phalanx.backend.create import _exposed
-from phalanx.coordination.rank_info import RankInfo
-from phalanx.symmetric_memory.watch import ProcessId
+from phalanx._comm.backend.create import _exposed
+from phalanx._comm.rendezvous.rank_info import RankInfo
+from phalanx._comm.symmetric_memory.watch import ProcessId
 
 RANK = RankInfo("host", "node1", "", ProcessId.of_self(), frozenset({0}), 0, address="10.0.0.1")
 

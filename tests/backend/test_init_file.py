@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.init_file import check_init_file, is_written_by_store
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.init_file import check_init_file, is_written_by_store
 from phalanx.errors import DeadlineError
 from phalanx.testing import run_ranks
 

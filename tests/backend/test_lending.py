@@ -16,7 +16,7 @@ SIZE = 64 * 1024
 
 
 def _lending(most=4):
-    from phalanx.backend.lending import Lending
+    from phalanx._comm.backend.lending import Lending
 
     return Lending(dist.group.WORLD, {SIZE: most})
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.backend.shared_reducer import SharedReducer
-from phalanx.diagnostics.flight_recorder import read
+from phalanx._comm.backend.shared_reducer import SharedReducer
+from phalanx._comm.diagnostics.flight_recorder import read
 from phalanx.errors import ClosedError, PeerLostError, PhalanxError
 from phalanx.testing import run_ranks
 
@@ -104,7 +104,7 @@ def test_destroying_a_group_while_a_thread_is_inside_ends_its_operation_and_not_
 
 def test_a_thread_in_a_collective_that_nobody_joins_is_told_when_its_group_is_destroyed(monkeypatch):
     """destroy_process_group waited for the lock that the thread held: the group's whole timeout."""
-    from phalanx.backend.process_group import base
+    from phalanx._comm.backend.process_group import base
 
     monkeypatch.setattr(base, "_JOIN_S", 0.2)
 
@@ -372,7 +372,7 @@ def test_a_group_is_destroyed_in_a_signal_handler():
         group = dist.new_group()
         pid = _interrupt_each_other(rank, handler)
         if rank == 0:
-            from phalanx.diagnostics.flight_recorder import read
+            from phalanx._comm.diagnostics.flight_recorder import read
 
             while not ((records := read(group.transport.core, 1)) and records[-1].name == "all_reduce"):
                 pass

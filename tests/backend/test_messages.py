@@ -288,7 +288,7 @@ def test_several_threads_may_wait_for_messages_at_once():
 
 
 def test_destroying_a_group_takes_in_what_is_coming_and_tells_the_rest(monkeypatch):
-    from phalanx.backend.process_group import base
+    from phalanx._comm.backend.process_group import base
 
     monkeypatch.setattr(base, "_JOIN_S", 0.3)
 

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from phalanx.backend import shared_empty
-from phalanx.backend.shared_reducer import SharedReducer
+from phalanx._comm.backend import shared_empty
+from phalanx._comm.backend.shared_reducer import SharedReducer
 from phalanx.errors import MismatchError
 from phalanx.testing import run_ranks
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from tests.parity.beside_gloo import assert_same_as_gloo
 
-from phalanx.backend.process_group.inbox import Posted
+from phalanx._comm.backend.process_group.inbox import Posted
+from phalanx._comm.transport.shared_memory.messages import PostedReceive
 from phalanx.testing import run_ranks
-from phalanx.transport.shared_memory.messages import PostedReceive
 
 
 class _Recorded(threading.Event):

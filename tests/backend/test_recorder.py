@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from phalanx.diagnostics.flight_recorder import read
+from phalanx._comm.diagnostics.flight_recorder import read
 from phalanx.testing import run_ranks
 
 

@@ -15,7 +15,7 @@ from tests.small_models import batch_of
 from tests.training import train
 
 import phalanx
-from phalanx.backend.job import decide_device, find_cuda_backend
+from phalanx._comm.backend.job import decide_device, find_cuda_backend
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import RankFailed, run_ranks
 

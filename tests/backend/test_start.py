@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.system.phalanx_command import run, write_script
 
 import phalanx
-from phalanx.backend.start import explain_unlaunched, is_default, refuse_unknown_backend
+from phalanx._comm.backend.start import explain_unlaunched, is_default, refuse_unknown_backend
 
 UNNAMED = """
 import os, sys

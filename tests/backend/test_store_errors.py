@@ -7,9 +7,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from phalanx.backend import tcp_store
-from phalanx.backend.rendezvous import _place
-from phalanx.backend.store_errors import StoreAddress, explain, probe
+from phalanx._comm.backend import tcp_store
+from phalanx._comm.backend.rendezvous import _place
+from phalanx._comm.backend.store_errors import StoreAddress, explain, probe
 from phalanx.errors import DeadlineError
 from phalanx.testing import RankFailed, run_ranks
 

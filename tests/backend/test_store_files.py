@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from phalanx.backend import store_appends
+from phalanx._comm.backend import store_appends
 from phalanx.testing import run_ranks
 
 # The patch is for a whole process, so it is tried in one of its own.
@@ -19,7 +19,7 @@ import random, sys
 from collections import Counter
 from datetime import timedelta
 import torch.distributed as dist
-from phalanx.backend.torch_integration.stores import serve_files
+from phalanx._comm.backend.torch_integration.stores import serve_files
 
 def said(store, seed, waited):
     choose = random.Random(seed)

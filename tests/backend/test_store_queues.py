@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from phalanx.backend import store_queues
+from phalanx._comm.backend import store_queues
 from phalanx.testing import run_ranks
 
 if not hasattr(dist, "QueueEmptyError"):

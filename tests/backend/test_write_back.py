@@ -14,7 +14,7 @@ from tests.backend.operations import OPERATIONS
 from tests.parity.beside_gloo import assert_same_as_gloo, compare
 from tests.system.hosts_jobs import on_hosts
 
-from phalanx.backend import create
+from phalanx._comm.backend import create
 from phalanx.testing import run_ranks, why_no_hosts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*will be deprecated:FutureWarning")

@@ -45,7 +45,7 @@ def test_the_help_does_not_import_torch():
 
 
 def test_collectives_are_measured_and_a_device_that_is_not_there_is_refused_by_name(monkeypatch):
-    from phalanx.bench import collectives
+    from phalanx._tools.bench import collectives
 
     monkeypatch.setattr(collectives, "SIZES", (4096, 262144))
     result = bench("collectives", "--rounds=1")

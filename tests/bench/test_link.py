@@ -1,6 +1,6 @@
 import pytest
 
-from phalanx.bench.link import Measured, as_option, find_link, slowest
+from phalanx._tools.bench.link import Measured, as_option, find_link, slowest
 from phalanx.collectives import Link
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx._comm.schedules.cost import ETHERNET, cheapest, seconds_of
 from phalanx.collectives import Link, Topology, build
-from phalanx.collectives.cost import ETHERNET, cheapest, seconds_of
 
 MIB = 1 << 20
 GAMMA = 1 / 8e9

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phalanx.collectives import Topology, build, ring
-from phalanx.collectives.explanation import drawing, steps
-from phalanx.collectives.explanation.symbols import chunk_name, value_text
-from phalanx.collectives.symbolic import Value
+from phalanx._comm.schedules import ring
+from phalanx._comm.schedules.symbolic import Value
+from phalanx._tools.explain import drawing, steps
+from phalanx._tools.explain.symbols import chunk_name, value_text
+from phalanx.collectives import Topology, build
 
 from .conftest import every_schedule
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from tests.threads import map_in_threads
 
-from phalanx.collectives import ALGORITHMS, Schedule, Topology, build, halving_doubling, hierarchical, play, ring
-from phalanx.collectives.schedule import chunk_bounds
+from phalanx._comm.schedules import halving_doubling, hierarchical, play, ring
+from phalanx._comm.schedules.schedule import chunk_bounds
+from phalanx.collectives import ALGORITHMS, Schedule, Topology, build
 from phalanx.testing import run_ranks
 
 from .conftest import UNEQUAL, every_schedule

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives import ALGORITHMS, Topology, build, play
+from phalanx._comm.schedules import play
+from phalanx.collectives import ALGORITHMS, Topology, build
 from phalanx.testing import run_ranks
 
 LENGTH = 1003

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from phalanx.collectives import Topology, Transfer, build, ring
-from phalanx.collectives.schedule import chunk_bounds
+from phalanx._comm.schedules import ring
+from phalanx._comm.schedules.schedule import chunk_bounds
+from phalanx.collectives import Topology, Transfer, build
 
 
 @pytest.mark.parametrize(("length", "num_chunks"), [(0, 1), (0, 4), (1, 3), (10, 3), (12, 4), (7, 7), (5, 9)])
@@ -90,7 +91,7 @@ def test_dashes_and_underscores_are_one() -> None:
 
 
 def test_the_schedule_between_hosts_must_have_one_rank_for_each_host() -> None:
-    from phalanx.collectives import hierarchical
+    from phalanx._comm.schedules import hierarchical
 
     with pytest.raises(ValueError, match="must be an all_reduce of 2 ranks, one for each host, got all_reduce of 3"):
         hierarchical.all_reduce(Topology.of_sizes([2, 2]), ring.all_reduce(3))

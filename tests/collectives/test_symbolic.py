@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.collectives import Schedule, Topology, Transfer, check, halving_doubling, hierarchical, ring, tree
-from phalanx.collectives.schedule import Operation, Phase
-from phalanx.collectives.symbolic import trace
+from phalanx._comm.schedules import halving_doubling, hierarchical, ring, tree
+from phalanx._comm.schedules.schedule import Operation, Phase
+from phalanx._comm.schedules.symbolic import trace
+from phalanx.collectives import Schedule, Topology, Transfer, check
 
 from .conftest import UNEQUAL, every_schedule
 

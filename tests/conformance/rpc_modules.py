@@ -18,7 +18,7 @@ from torch.autograd import profiler_legacy
 
 import phalanx.optim
 import phalanx.rpc
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
 from phalanx.rpc import current, invoke, options, serialization, start
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.autograd import graph, serve

@@ -33,8 +33,8 @@ with warnings.catch_warnings():
     from torch.testing._internal.common_distributed import TEST_SKIPS
     from torch.testing._internal.common_utils import set_rng_seed
 
-import phalanx.backend.create
-import phalanx.backend.process_group  # noqa: F401 - imported once here, not once in each rank of each test
+import phalanx._comm.backend.create
+import phalanx._comm.backend.process_group  # noqa: F401 - imported once here, not once in each rank of each test
 from phalanx.testing import RankFailed, run_ranks
 
 _MODULE = "torch.testing._internal.distributed.distributed_test"

@@ -2,7 +2,7 @@
 
 import struct
 
-from phalanx.coordination.wire import Op, pack
+from phalanx._comm.control.wire import Op, pack
 
 WORDS = [
     b"",

@@ -2,7 +2,7 @@
 
 A step is one thing that one host does: it does a request, proposes, stands for a new term, or reads one of the messages
 that were ever sent. Messages stay: each may be read late, twice, in any order, or never; a host that is lost is one
-that takes no further step. The protocol is the project's own (`phalanx.coordination.succession`); what it has around
+that takes no further step. The protocol is the project's own (`phalanx._job.hosts.succession`); what it has around
 it, sockets and clocks, is what is modelled here.
 
 What only adds to what somebody may do is done at once, as that makes more promises and breaks none: a standby's
@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from phalanx.coordination.succession.candidate import Candidate
-from phalanx.coordination.succession.config import Config, Term
-from phalanx.coordination.succession.primary import Primary
-from phalanx.coordination.succession.voter import Accepted, Promised, Refused, Voter
+from phalanx._job.hosts.succession.candidate import Candidate
+from phalanx._job.hosts.succession.config import Config, Term
+from phalanx._job.hosts.succession.primary import Primary
+from phalanx._job.hosts.succession.voter import Accepted, Promised, Refused, Voter
 
 NEVER: Term = (0, -1)
 

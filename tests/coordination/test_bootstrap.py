@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.backend import create
-from phalanx.coordination import bootstrap
-from phalanx.coordination.bootstrap import exchange
-from phalanx.coordination.rank_info import Arrival, RankInfo, find_dead, find_problem, host_identity
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend import create
+from phalanx._comm.rendezvous import bootstrap
+from phalanx._comm.rendezvous.bootstrap import exchange
+from phalanx._comm.rendezvous.rank_info import Arrival, RankInfo, find_dead, find_problem, host_identity
+from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
-from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.testing import run_ranks
 
 LONG = timedelta(seconds=60)  # nothing here may wait for it

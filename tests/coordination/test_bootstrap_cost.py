@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from torch.distributed import PrefixStore
 
-from phalanx.backend.coordination_store import CoordinationStore
-from phalanx.coordination import bootstrap
-from phalanx.coordination.bootstrap import Bootstrap, exchange
-from phalanx.coordination.rank_info import Arrival, RankInfo, host_identity, pack_infos, unpack_infos
-from phalanx.coordination.service import Service
-from phalanx.coordination.wire import Op
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.coordination_store import CoordinationStore
+from phalanx._comm.control.wire import Op
+from phalanx._comm.rendezvous import bootstrap
+from phalanx._comm.rendezvous.bootstrap import Bootstrap, exchange
+from phalanx._comm.rendezvous.rank_info import Arrival, RankInfo, host_identity, pack_infos, unpack_infos
+from phalanx._comm.symmetric_memory.watch import ProcessId
+from phalanx._job.coordinator.service import Service
 from phalanx.errors import DeadlineError
-from phalanx.symmetric_memory.watch import ProcessId
 
 INFO = RankInfo(host_identity(), "here", "", ProcessId.of_self(), frozenset(), 1)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.coordination.client import Client
-from phalanx.coordination.key import Key
-from phalanx.coordination.key_file import read_key
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.key_file import read_key
 
 PHALANX = [sys.executable, "-m", "phalanx.cli"]
 

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-import phalanx.coordination.connection as connection_module
-from phalanx.coordination.client import Client
-from phalanx.coordination.key import Key
-from phalanx.coordination.service import Service
+import phalanx._comm.control.connection as connection_module
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.key import Key
+from phalanx._job.coordinator.service import Service
 from phalanx.errors import AuthenticationError, DeadlineError
 
 KEY = Key.generate()

@@ -14,18 +14,18 @@ import time
 import pytest
 import zmq
 
-import phalanx.coordination.connection_guard as guard_module
-import phalanx.coordination.service as service_module
-from phalanx.coordination.address import Address, listen
-from phalanx.coordination.admission import Complaints
-from phalanx.coordination.client import Client
-from phalanx.coordination.connection_guard import PIECE_BYTES, ConnectionGuard, _find_place, cut
-from phalanx.coordination.key import Key
-from phalanx.coordination.service import Service
-from phalanx.coordination.wire import MAX_FRAME_BYTES
-from phalanx.deadline import Deadline
+import phalanx._comm.control.connection_guard as guard_module
+import phalanx._job.coordinator.service as service_module
+from phalanx._base.deadline import Deadline
+from phalanx._base.loss_detection import CONNECTION_ENDED_S
+from phalanx._comm.control.address import Address, listen
+from phalanx._comm.control.admission import Complaints
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.connection_guard import PIECE_BYTES, ConnectionGuard, _find_place, cut
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.wire import MAX_FRAME_BYTES
+from phalanx._job.coordinator.service import Service
 from phalanx.errors import CoordinationError, DeadlineError
-from phalanx.loss_detection import CONNECTION_ENDED_S
 
 KEY = Key.generate()
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -198,9 +198,9 @@ def test_strangers_from_many_addresses_leave_room_for_members(monkeypatch):
 
 _CLOSE = """
 import socket, zmq
-from phalanx.coordination.address import Address, listen
-from phalanx.coordination.admission import Complaints
-from phalanx.coordination.connection_guard import ConnectionGuard
+from phalanx._comm.control.address import Address, listen
+from phalanx._comm.control.admission import Complaints
+from phalanx._comm.control.connection_guard import ConnectionGuard
 
 context = zmq.Context()
 router = context.socket(zmq.ROUTER)

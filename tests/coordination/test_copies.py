@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from phalanx.coordination.journal import Entry, Kind, pack_entry, pack_route, unpack_entries, unpack_route
-from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
-from phalanx.coordination.session import Direct, Relayed, take_apart
-from phalanx.coordination.wire import Op, Status, WireError, pack, pack_number, unpack
+from phalanx._comm.control.wire import Op, Status, WireError, pack, pack_number, unpack
+from phalanx._job.coordinator.journal import Entry, Kind, pack_entry, pack_route, unpack_entries, unpack_route
+from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
+from phalanx._job.coordinator.session import Direct, Relayed, take_apart
 
 KEYS = [b"a", b"b", b"c", b"q", b"\0barrier/a"]
 

@@ -13,14 +13,14 @@ import time
 import pytest
 from tests.coordination.cable import Cable
 
-import phalanx.coordination.connection as connection_module
-from phalanx.coordination.client import Client
-from phalanx.coordination.coordinator import Coordinator
-from phalanx.coordination.dealer import MEMBER_HEARTBEAT_S
-from phalanx.coordination.key import Key
-from phalanx.coordination.relay import Relay
-from phalanx.coordination.service import Service
-from phalanx.coordination.wire import KIND, Op, Status, pack, unpack
+import phalanx._comm.control.connection as connection_module
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.dealer import MEMBER_HEARTBEAT_S
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.wire import KIND, Op, Status, pack, unpack
+from phalanx._job.coordinator.coordinator import Coordinator
+from phalanx._job.coordinator.relay import Relay
+from phalanx._job.coordinator.service import Service
 from phalanx.errors import ClosedError, CoordinationError, DeadlineError
 
 KEY = Key.generate()
@@ -437,11 +437,11 @@ def test_who_joins_again_after_a_join_that_came_too_late_is_a_new_member(monkeyp
 
 _FLOODED = """
 import sys, time, zmq
-from phalanx.coordination.client import Client
-from phalanx.coordination.dealer import open_dealer
-from phalanx.coordination.key import Key
-from phalanx.coordination.service import Service
-from phalanx.coordination.wire import VERSION, Op, pack, pack_number
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.dealer import open_dealer
+from phalanx._comm.control.key import Key
+from phalanx._job.coordinator.service import Service
+from phalanx._comm.control.wire import VERSION, Op, pack, pack_number
 
 key, stalls_s = Key(bytes(range(32))), [0.0]
 with Service("127.0.0.1:0", key) as service:
@@ -480,7 +480,7 @@ def test_a_member_that_goes_while_its_messages_wait_does_not_end_the_coordinator
 def test_a_member_whose_connection_comes_back_is_heard_at_once(monkeypatch):
     """The heartbeats that TCP had not delivered were lost: a cut of 4.8 s was 7.2 s of silence, and 9.1 s once."""
     monkeypatch.setattr(connection_module, "heartbeat_s", lambda *_: 3600.0)
-    monkeypatch.setattr("phalanx.coordination.coordinator.heartbeat_s", lambda *_: 3600.0)
+    monkeypatch.setattr("phalanx._job.coordinator.coordinator.heartbeat_s", lambda *_: 3600.0)
     with cable() as (service, line):
         handle, heard = service.coordinator.handle, threading.Semaphore(0)
 

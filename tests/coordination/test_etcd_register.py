@@ -13,8 +13,8 @@ import pytest
 from tests.coordination.certificates import make_certificates
 from tests.coordination.etcd_server import TOKEN_S, USERS, ask, enable_users, run_etcd
 
-from phalanx.coordination.witness.etcd_login import EtcdLogin, find_login
-from phalanx.coordination.witness.etcd_register import EtcdRegister
+from phalanx._job.hosts.succession.witness.etcd_login import EtcdLogin, find_login
+from phalanx._job.hosts.succession.witness.etcd_register import EtcdRegister
 from phalanx.errors import CoordinationError
 
 NAME = "phalanx/witness/job"
@@ -123,7 +123,7 @@ def test_etcd_by_tls_with_certificates_of_its_own_and_of_its_clients(
 
 
 def test_a_password_that_hangs_an_etcd_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.coordination.witness.json_service._ANSWER_S", 0.2)
+    monkeypatch.setattr("phalanx._job.hosts.succession.witness.json_service._ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         login = {"ETCDCTL_USER": "a", "ETCDCTL_PASSWORD": "b"}
         for name, value in login.items():

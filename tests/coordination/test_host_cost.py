@@ -6,18 +6,18 @@ import pytest
 from tests.threads import map_in_threads
 from torch.distributed import PrefixStore
 
-from phalanx.backend.coordination_store import CoordinationStore
-from phalanx.coordination import bootstrap
-from phalanx.coordination.client import Client
-from phalanx.coordination.coordinator import Coordinator
-from phalanx.coordination.host_requests import HostRequests
-from phalanx.coordination.pending_call import PendingCall
-from phalanx.coordination.rank_info import RankInfo
-from phalanx.coordination.session import Direct
-from phalanx.coordination.wire import Status, pack, unpack
-from phalanx.deadline import Deadline
-from phalanx.engines.gloo_addresses import GlooAddresses
-from phalanx.symmetric_memory.watch import ProcessId
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.coordination_store import CoordinationStore
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.pending_call import PendingCall
+from phalanx._comm.control.wire import Status, pack, unpack
+from phalanx._comm.engines.gloo_addresses import GlooAddresses
+from phalanx._comm.rendezvous import bootstrap
+from phalanx._comm.rendezvous.rank_info import RankInfo
+from phalanx._comm.symmetric_memory.watch import ProcessId
+from phalanx._job.coordinator.coordinator import Coordinator
+from phalanx._job.coordinator.host_requests import HostRequests
+from phalanx._job.coordinator.session import Direct
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import random
 import pytest
 from tests.coordination.random_frames import random_frame
 
-from phalanx.coordination.coordinator import UNPARKED_AFTER_S, Coordinator
-from phalanx.coordination.host_requests import KEPT_S, OWN, HostRequests
-from phalanx.coordination.pending_call import RESEND_PARKED_S
-from phalanx.coordination.session import Direct
-from phalanx.coordination.wire import VERSION, WRITE_ONCE, Op, Status, WireError, pack, pack_number, unpack
+from phalanx._comm.control.pending_call import RESEND_PARKED_S
+from phalanx._comm.control.wire import VERSION, WRITE_ONCE, Op, Status, WireError, pack, pack_number, unpack
+from phalanx._job.coordinator.coordinator import UNPARKED_AFTER_S, Coordinator
+from phalanx._job.coordinator.host_requests import KEPT_S, OWN, HostRequests
+from phalanx._job.coordinator.session import Direct
 
 RELAY = Direct(1, b"relay")
 KEY = f"facts{WRITE_ONCE}".encode()

@@ -12,12 +12,12 @@ import zmq
 from tests.coordination.random_frames import random_frame, random_message
 from tests.system.strangers.attacker import random_bytes
 
-from phalanx.coordination.client import Client
-from phalanx.coordination.connection_guard import cut
-from phalanx.coordination.coordinator import Coordinator
-from phalanx.coordination.key import Key
-from phalanx.coordination.service import Service
-from phalanx.coordination.wire import MAX_FRAME_BYTES, Op, Status, WireError, pack, pack_number, unpack
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.connection_guard import cut
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.wire import MAX_FRAME_BYTES, Op, Status, WireError, pack, pack_number, unpack
+from phalanx._job.coordinator.coordinator import Coordinator
+from phalanx._job.coordinator.service import Service
 
 KEY = Key.generate()
 

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from phalanx.coordination import key_file
-from phalanx.coordination.key import Key
-from phalanx.coordination.key_file import default_path, find_key, make_key, read_key
+from phalanx._comm.control import key_file
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.key_file import default_path, find_key, make_key, read_key
 from phalanx.errors import AuthenticationError
 
 

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from phalanx.coordination import launchers
-from phalanx.coordination.launchers import Launch, find_incomplete_environment, find_launch, first_of
+from phalanx._comm.rendezvous import launchers
+from phalanx._comm.rendezvous.launchers import Launch, find_incomplete_environment, find_launch, first_of
 
 BODY = {  # of a batch script of four tasks; plain `python train.py` there is one process
     "SLURM_JOB_ID": "17",
@@ -81,7 +81,7 @@ def test_the_titles_above_lead_to_the_first_process() -> None:
 
 def test_a_command_typed_into_the_shell_of_a_step_is_alone() -> None:
     """`srun -n4 --pty bash`: only the first shell goes on. It gives each command a process group of its own."""
-    code = "import os; from phalanx.coordination.launchers import find_launch; print(find_launch(os.environ))"
+    code = "import os; from phalanx._comm.rendezvous.launchers import find_launch; print(find_launch(os.environ))"
     environ = {**os.environ, **STEP, "SLURM_PTY_PORT": "1", "SLURM_TASK_PID": str(os.getpid())}
     for typed, expected in ((True, "None\n"), (False, "Launch(launcher='Slurm', rank=3")):
         said = subprocess.run(

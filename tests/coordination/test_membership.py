@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from phalanx.coordination.coordinator import MAX_WAITING_BYTES, Coordinator
-from phalanx.coordination.membership import Membership
-from phalanx.coordination.session import Direct
-from phalanx.coordination.wire import Op, Status, pack, pack_number, unpack
+from phalanx._comm.control.wire import Op, Status, pack, pack_number, unpack
+from phalanx._job.coordinator.coordinator import MAX_WAITING_BYTES, Coordinator
+from phalanx._job.coordinator.membership import Membership
+from phalanx._job.coordinator.session import Direct
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
-from phalanx.coordination.address import Address
-from phalanx.coordination.client import Client
-from phalanx.coordination.key import Key
-from phalanx.coordination.route import find_route
-from phalanx.coordination.service import Service
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.control.address import Address
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.route import find_route
+from phalanx._job.coordinator.service import Service
 from phalanx.errors import CoordinationError
 from phalanx.testing.namespaces import hosts, why_no_hosts
 

@@ -9,15 +9,15 @@ import time
 import pytest
 from tests.coordination.cable import Cable
 
-import phalanx.coordination.service as service_module
-from phalanx.backend.coordination_store import CoordinationStore
-from phalanx.coordination.client import Client
-from phalanx.coordination.journal import pack_entry
-from phalanx.coordination.key import Key
-from phalanx.coordination.relay import Relay
-from phalanx.coordination.service import Service
-from phalanx.coordination.wire import WRITE_ONCE, Op
-from phalanx.diagnostics.failure_signals import FailureSignals
+import phalanx._job.coordinator.service as service_module
+from phalanx._comm.backend.coordination_store import CoordinationStore
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.wire import WRITE_ONCE, Op
+from phalanx._comm.diagnostics.failure_signals import FailureSignals
+from phalanx._job.coordinator.journal import pack_entry
+from phalanx._job.coordinator.relay import Relay
+from phalanx._job.coordinator.service import Service
 from phalanx.errors import ClosedError, CoordinationError, DeadlineError
 
 KEY = Key(bytes(range(32)))

@@ -2,10 +2,10 @@
 
 import itertools
 
-from phalanx.coordination.coordinator import Coordinator
-from phalanx.coordination.key_value import MAX_KEY_BYTES
-from phalanx.coordination.pending_call import PendingCall
-from phalanx.coordination.wire import Op, Status, pack, unpack
+from phalanx._comm.control.pending_call import PendingCall
+from phalanx._comm.control.wire import Op, Status, pack, unpack
+from phalanx._job.coordinator.coordinator import Coordinator
+from phalanx._job.coordinator.key_value import MAX_KEY_BYTES
 
 
 class Talk:

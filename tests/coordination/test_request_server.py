@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from phalanx.coordination import request_server
-from phalanx.coordination.address import Address, listen
-from phalanx.coordination.request_server import BACKLOG, MOST_OPEN, Answer, RequestServer
+from phalanx._comm.control import request_server
+from phalanx._comm.control.address import Address, listen
+from phalanx._comm.control.request_server import BACKLOG, MOST_OPEN, Answer, RequestServer
 
 WAIT_S = 60.0
 

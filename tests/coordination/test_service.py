@@ -9,11 +9,11 @@ import threading
 import pytest
 import zmq
 
-from phalanx.coordination.admission import gone_peers
-from phalanx.coordination.client import Client
-from phalanx.coordination.event import Event
-from phalanx.coordination.key import Key
-from phalanx.coordination.service import Service
+from phalanx._comm.control.admission import gone_peers
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.event import Event
+from phalanx._comm.control.key import Key
+from phalanx._job.coordinator.service import Service
 from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError
 
 KEY = Key.generate()

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.coordination.client import Client
-from phalanx.coordination.key import Key
-from phalanx.coordination.relay import Relay
-from phalanx.coordination.replicated_coordinator import ReplicatedCoordinator
-from phalanx.coordination.route import Route
-from phalanx.coordination.service import Service
-from phalanx.coordination.standby import Standby
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.route import Route
+from phalanx._job.coordinator.relay import Relay
+from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
+from phalanx._job.coordinator.service import Service
+from phalanx._job.hosts.succession.standby import Standby
+from phalanx._job.hosts.succession.successor import prepare
 from phalanx.errors import CoordinationError, DeadlineError
-from phalanx.hosts.successor import prepare
 
 KEY = Key(bytes(32))
 TICKET = b"ticket"

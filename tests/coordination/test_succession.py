@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from tests.coordination.succession_model import BrokenPromise, Job, Limits, explore, stroll
 
-from phalanx.coordination.succession.candidate import Candidate
-from phalanx.coordination.succession.config import Config, Electorate
-from phalanx.coordination.succession.primary import Primary
-from phalanx.coordination.succession.voter import Accepted, Promised, Voter
+from phalanx._job.hosts.succession.candidate import Candidate
+from phalanx._job.hosts.succession.config import Config, Electorate
+from phalanx._job.hosts.succession.primary import Primary
+from phalanx._job.hosts.succession.voter import Accepted, Promised, Voter
 
 WHOLE = [  # every state, in a few seconds
     ((1,), Limits(request=1, stand=1, change=1, sync=0)),

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-import phalanx.coordination.service as service_module
-from phalanx.coordination.client import Client
-from phalanx.coordination.coordinator import Coordinator
-from phalanx.coordination.key_value import KeyValueStore, RefusedError
-from phalanx.coordination.service import Service
-from phalanx.coordination.session import take_apart
-from phalanx.coordination.wire import MAX_FIELDS, MAX_VALUE_BYTES, Op, Status, pack, unpack
+import phalanx._job.coordinator.service as service_module
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.wire import MAX_FIELDS, MAX_VALUE_BYTES, Op, Status, pack, unpack
+from phalanx._job.coordinator.coordinator import Coordinator
+from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError
+from phalanx._job.coordinator.service import Service
+from phalanx._job.coordinator.session import take_apart
 
 
 def test_a_member_whose_requests_take_long_gets_one_of_them_before_others_are_answered(monkeypatch):

@@ -1,7 +1,7 @@
 """Memory is given back after much was sent, and not after little."""
 
-from phalanx.coordination import unused_memory
-from phalanx.coordination.unused_memory import UnusedMemory
+from phalanx._job.coordinator import unused_memory
+from phalanx._job.coordinator.unused_memory import UnusedMemory
 
 
 def test_memory_is_given_back_once_after_a_burst(monkeypatch):

@@ -14,15 +14,15 @@ import pytest
 from tests.coordination.etcd_server import USERS, enable_users, find_free_ports, run_etcd
 from tests.threads import map_in_threads
 
-from phalanx.coordination.key import Key
-from phalanx.coordination.service import Service
-from phalanx.coordination.succession.config import Config, Electorate, Stamp, Term
-from phalanx.coordination.succession.voter import Accepted, Promised, Refused, Reply
-from phalanx.coordination.witness.calls import WitnessCalls
-from phalanx.coordination.witness.etcd_register import EtcdRegister
-from phalanx.coordination.witness.register import CoordinatorRegister, open_register
-from phalanx.coordination.witness.trial import WitnessTrial
-from phalanx.coordination.witness.witness import WITNESS, Witness
+from phalanx._comm.control.key import Key
+from phalanx._job.coordinator.service import Service
+from phalanx._job.hosts.succession.config import Config, Electorate, Stamp, Term
+from phalanx._job.hosts.succession.voter import Accepted, Promised, Refused, Reply
+from phalanx._job.hosts.succession.witness.calls import WitnessCalls
+from phalanx._job.hosts.succession.witness.etcd_register import EtcdRegister
+from phalanx._job.hosts.succession.witness.register import CoordinatorRegister, open_register
+from phalanx._job.hosts.succession.witness.trial import WitnessTrial
+from phalanx._job.hosts.succession.witness.witness import WITNESS, Witness
 from phalanx.errors import AuthenticationError, CoordinationError
 
 KEY = Key(bytes(32))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import _core, core_numbers
+from phalanx import _core
+from phalanx._base import core_numbers
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = re.sub(r"/\*.*?\*/", " ", (ROOT / "csrc" / "layout.h").read_text(), flags=re.DOTALL)
@@ -46,7 +47,7 @@ def test_the_flags_are_bits():
 def test_without_the_core_each_name_has_a_number_of_its_own():
     program = (
         "import sys; sys.modules['phalanx._core'] = None\n"
-        "from phalanx import core_numbers as n\n"
+        "from phalanx._base import core_numbers as n\n"
         "print(len(n.KIND_NAMES), len(n.DTYPE_NAMES), len(n.REDUCTION_NAMES), len(n.STATUS_NAMES))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -112,7 +112,7 @@ def test_buckets_of_the_shared_heap_are_reduced_where_they_lie_also_after_they_a
 
 def test_ranks_that_can_not_share_memory_get_the_mean_over_the_backend_that_stands_in(monkeypatch):
     def fn(rank, world_size):
-        monkeypatch.setattr("phalanx.backend.create._cannot_share", lambda *_: "the test says so")
+        monkeypatch.setattr("phalanx._comm.backend.create._cannot_share", lambda *_: "the test says so")
         group = dist.new_group()
         ddp = DistributedDataParallel(mlp(), process_group=group)
         assert isinstance(ddp._reducer._set.exchange, WorkExchange)
@@ -127,7 +127,7 @@ def test_without_the_c_core_gloo_still_leaves_the_mean():
         for name in [
             name
             for name in sys.modules
-            if name.startswith(("phalanx.ddp", "phalanx.backend", "phalanx.symmetric_memory"))
+            if name.startswith(("phalanx.ddp", "phalanx._comm.backend", "phalanx._comm.symmetric_memory"))
         ]:
             del sys.modules[name]
         sys.modules["phalanx._core"] = None  # importing it fails

@@ -15,8 +15,8 @@ from tests.training import copy_gradients
 from torch import nn
 
 from phalanx import DistributedDataParallel, _core, shared_empty
-from phalanx.symmetric_memory import pool
-from phalanx.symmetric_memory.pool import SharedPool
+from phalanx._comm.symmetric_memory import pool
+from phalanx._comm.symmetric_memory.pool import SharedPool
 from phalanx.testing import run_ranks
 
 _WIDTH = 300  # 300 x 300 floats: above the size from which a gradient is written in place

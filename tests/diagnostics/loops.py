@@ -1,6 +1,6 @@
 """A loop whose events are counted, and a clock that is turned."""
 
-from phalanx.diagnostics.step_machine import (
+from phalanx._comm.diagnostics.step_machine import (
     BEGIN_BACKWARD,
     BEGIN_DATA,
     BEGIN_UPDATE,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 import phalanx
-from phalanx.diagnostics.flight_recorder import read
+from phalanx._comm.diagnostics.flight_recorder import read
 from phalanx.testing import run_ranks
 
 

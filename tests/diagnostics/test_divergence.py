@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx.diagnostics.divergence import describe_divergence, describe_earlier_divergence, describe_left_alone
-from phalanx.diagnostics.flight_recorder import Record, read
+from phalanx._comm.diagnostics.divergence import describe_divergence, describe_earlier_divergence, describe_left_alone
+from phalanx._comm.diagnostics.flight_recorder import Record, read
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import run_ranks
 

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from phalanx.diagnostics.divergence import DIVERGENCE_ADVICE, JOIN_ADVICE
-from phalanx.diagnostics.failure_report import (
+from phalanx._comm.diagnostics.divergence import DIVERGENCE_ADVICE, JOIN_ADVICE
+from phalanx._comm.diagnostics.failure_report import (
     KILLED,
     NOTHING_CALLED,
     QUIET_END,
@@ -15,8 +15,8 @@ from phalanx.diagnostics.failure_report import (
     describe_interruption,
     describe_wait,
 )
-from phalanx.diagnostics.flight_recorder import Position
-from phalanx.diagnostics.rank_list import format_ranks, name_ranks
+from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.rank_list import format_ranks, name_ranks
 from phalanx.errors import DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
 
 HERE = Operation("all_reduce #42", "dp", 3, 42, "train.py:88")

@@ -7,13 +7,13 @@ import time
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from phalanx.backend.coordination_store import CoordinationStore
-from phalanx.coordination.service import Service
-from phalanx.diagnostics.failure_report import FailureReport
-from phalanx.diagnostics.failure_signals import FailureSignals
-from phalanx.diagnostics.failure_store import FailureStore
-from phalanx.diagnostics.flight_recorder import Position
-from phalanx.transport.health_monitor import HealthMonitor
+from phalanx._comm.backend.coordination_store import CoordinationStore
+from phalanx._comm.diagnostics.failure_report import FailureReport
+from phalanx._comm.diagnostics.failure_signals import FailureSignals
+from phalanx._comm.diagnostics.failure_store import FailureStore
+from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.transport.health_monitor import HealthMonitor
+from phalanx._job.coordinator.service import Service
 
 REPORT = FailureReport("lost", (1,), {1: "pid 17 on node3"}, reason="killed")
 

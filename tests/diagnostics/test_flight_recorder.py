@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx import core_numbers, dtypes
-from phalanx.diagnostics.flight_recorder import Record, position_of
+from phalanx._base import core_numbers, dtypes
+from phalanx._comm.diagnostics.flight_recorder import Record, position_of
 
 CALL = Record(7, 3, 12, 0, -1, -1, 6, (2, 3), 1_000_000_000, 0, 0, "train.py:88")
 

@@ -5,16 +5,16 @@ from contextlib import closing
 
 import pytest
 
-from phalanx.deadline import Deadline
-from phalanx.diagnostics import observer
-from phalanx.diagnostics.observer import GroupInfo, Observer, show
-from phalanx.ipc.agent import listen
-from phalanx.ipc.channel import Channel
-from phalanx.ipc.local_listener import new_token
-from phalanx.symmetric_memory.fd_server import FdServer
-from phalanx.symmetric_memory.memfd import memory
-from phalanx.symmetric_memory.memory import LocalRank, open_as_leader
-from phalanx.symmetric_memory.watch import ProcessId
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.agent import listen
+from phalanx._base.ipc.channel import Channel
+from phalanx._base.ipc.local_listener import new_token
+from phalanx._comm.diagnostics import observer
+from phalanx._comm.diagnostics.observer import GroupInfo, Observer, show
+from phalanx._comm.symmetric_memory.fd_server import FdServer
+from phalanx._comm.symmetric_memory.memfd import memory
+from phalanx._comm.symmetric_memory.memory import LocalRank, open_as_leader
+from phalanx._comm.symmetric_memory.watch import ProcessId
 
 HOUR_NS = 3_600_000_000_000
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 
-from phalanx.backend import create
+from phalanx._comm.backend import create
 from phalanx.errors import PhalanxError
 from phalanx.testing import run_ranks, why_no_hosts
 

@@ -5,11 +5,11 @@ from contextlib import closing
 
 import pytest
 
-from phalanx.agent.pages import Pages
-from phalanx.diagnostics import progress_page
-from phalanx.diagnostics.progress_page import PAGE_BYTES, ProgressPage, open_page, parse_page, read_page
-from phalanx.ipc.agent import listen
-from phalanx.ipc.channel import Channel
+from phalanx._base.ipc.agent import listen
+from phalanx._base.ipc.channel import Channel
+from phalanx._comm.diagnostics import progress_page
+from phalanx._comm.diagnostics.progress_page import PAGE_BYTES, ProgressPage, open_page, parse_page, read_page
+from phalanx._job.agent.pages import Pages
 
 
 def new_page():

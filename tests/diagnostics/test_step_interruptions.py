@@ -8,10 +8,17 @@ import sys
 import pytest
 from tests.diagnostics.loops import EVENTS, FIELDS, LOOP, Clock
 
-from phalanx.diagnostics import interruptions, operation_sampler, step_file, step_machine, step_recorder, step_tally
-from phalanx.diagnostics.interruptions import is_interruption
-from phalanx.diagnostics.sample_count import count_samples
-from phalanx.diagnostics.step_machine import (
+from phalanx._comm.diagnostics import (
+    interruptions,
+    operation_sampler,
+    step_file,
+    step_machine,
+    step_recorder,
+    step_tally,
+)
+from phalanx._comm.diagnostics.interruptions import is_interruption
+from phalanx._comm.diagnostics.sample_count import count_samples
+from phalanx._comm.diagnostics.step_machine import (
     BEGIN_BACKWARD,
     BEGIN_UPDATE,
     END_BACKWARD_WITH_LOSS,
@@ -19,8 +26,8 @@ from phalanx.diagnostics.step_machine import (
     STEP,
     StepMachine,
 )
-from phalanx.diagnostics.step_reader import read_folder
-from phalanx.diagnostics.step_recorder import StepRecorder
+from phalanx._comm.diagnostics.step_reader import read_folder
+from phalanx._comm.diagnostics.step_recorder import StepRecorder
 
 OURS = {
     module.__file__ for module in (interruptions, operation_sampler, step_file, step_machine, step_recorder, step_tally)

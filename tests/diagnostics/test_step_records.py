@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.diagnostics.loops import EVENTS, FIELDS, LOOP, Clock
 
-from phalanx.diagnostics import progress_page, step_notes
-from phalanx.diagnostics.step_file import FILE_BYTES, WINDOW, StepFile, StepRecord
-from phalanx.diagnostics.step_machine import (
+from phalanx._comm.diagnostics import progress_page, step_notes
+from phalanx._comm.diagnostics.step_file import FILE_BYTES, WINDOW, StepFile, StepRecord
+from phalanx._comm.diagnostics.step_machine import (
     BEGIN_BACKWARD,
     BEGIN_DATA,
     BEGIN_UPDATE,
@@ -21,8 +21,8 @@ from phalanx.diagnostics.step_machine import (
     END_WAIT,
     NO_DATA,
 )
-from phalanx.diagnostics.step_reader import read_folder, read_rank_file
-from phalanx.diagnostics.step_recorder import StepRecorder
+from phalanx._comm.diagnostics.step_reader import read_folder, read_rank_file
+from phalanx._comm.diagnostics.step_recorder import StepRecorder
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from phalanx.doctor.checks import CHECKS, Status, judge, would_train
-from phalanx.doctor.facts import Facts, Kernel, MachineFacts, Probe, Torch
-from phalanx.doctor.report import as_json, as_text, conclude, print_table
+from phalanx._tools.doctor.checks import CHECKS, Status, judge, would_train
+from phalanx._tools.doctor.facts import Facts, Kernel, MachineFacts, Probe, Torch
+from phalanx._tools.doctor.report import as_json, as_text, conclude, print_table
 
 WORKS = Probe(True, "works")
 GIB = 1 << 30

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from tests.fake_nvml import build_nvml
 
-from phalanx.doctor.checks import Status, judge
-from phalanx.doctor.driver import ask_driver
-from phalanx.doctor.facts import Driver, Facts, Gpu, Kernel, MachineFacts, Probe, Torch
-from phalanx.doctor.gpu_checks import judge_gpus
+from phalanx._tools.doctor.checks import Status, judge
+from phalanx._tools.doctor.driver import ask_driver
+from phalanx._tools.doctor.facts import Driver, Facts, Gpu, Kernel, MachineFacts, Probe, Torch
+from phalanx._tools.doctor.gpu_checks import judge_gpus
 
 CUDA = Torch(
     "2.13.0+cu130",
@@ -39,7 +39,7 @@ def _warnings(facts):
 
 def _ask(tmp_path, **variables):
     env = {**os.environ, **build_nvml(tmp_path), **variables}
-    command = [sys.executable, "-m", "phalanx.doctor.driver"]
+    command = [sys.executable, "-m", "phalanx._tools.doctor.driver"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
     return json.loads(done.stdout)
 

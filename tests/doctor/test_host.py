@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from phalanx.doctor.host import examine_host
+from phalanx._tools.doctor.host import examine_host
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 

@@ -14,8 +14,8 @@ import click
 import pytest
 from tests.documents.blocks import documents
 
+from phalanx._job.launch.options import OPTIONS
 from phalanx.cli.commands import group
-from phalanx.launch.options import OPTIONS
 
 # Sentences that deny a feature. A comment `<!-- absent: NAME ... -->` on the same line names what is meant.
 DENIALS = re.compile(

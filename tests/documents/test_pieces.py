@@ -96,7 +96,7 @@ def tune(state):
     return state
 """,
     "pipeline": """
-job = phalanx.backend.Job(0, 1, 0, torch.device("cpu"))
+job = phalanx._comm.backend.Job(0, 1, 0, torch.device("cpu"))
 def build_model():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 

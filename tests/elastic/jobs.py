@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import phalanx
 from phalanx import elastic
-from phalanx.diagnostics.progress_page import open_page, parse_page
+from phalanx._comm.diagnostics.progress_page import open_page, parse_page
 from phalanx.elastic import points
 from phalanx.optim import undo
 

@@ -124,7 +124,7 @@ def _tensors_of(optimizer: Any) -> list[torch.Tensor]:
 
 def elastic_generation() -> int:
     """That this process was started for, until it has met the others."""
-    from phalanx.backend import rendezvous
+    from phalanx._comm.backend import rendezvous
 
     return rendezvous.generation()
 

@@ -27,10 +27,10 @@ import torch
 import torch._dynamo  # what a rank needs is imported once, here, as a zygote does it
 from tests.elastic.lost_host import find_lost_hosts
 
-from phalanx.ipc.agent import listen
-from phalanx.ipc.channel import Channel
-from phalanx.launch.calls import outcome
-from phalanx.processes import die_with_parent
+from phalanx._base.ipc.agent import listen
+from phalanx._base.ipc.channel import Channel
+from phalanx._base.processes import die_with_parent
+from phalanx._job.launch.calls import outcome
 from phalanx.testing.namespaces import Host
 
 Body = Callable[..., Any]

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from tests.elastic.held import Held, value_of
 from tests.seccomp import forbid, why_no_seccomp
 
+from phalanx._comm.symmetric_memory.process_memory import read_process
+from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.elastic import carry
 from phalanx.elastic.carry import Move, Station, plan_round
 from phalanx.elastic.hand_over import hand_over
-from phalanx.symmetric_memory.process_memory import read_process
-from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.testing import run_ranks
 
 

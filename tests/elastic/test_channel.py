@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.descriptors import wait_readable
+from phalanx._base.descriptors import wait_readable
+from phalanx._base.ipc.agent import listen
+from phalanx._base.ipc.channel import Channel
 from phalanx.elastic import channel
 from phalanx.elastic.channel import AgentChannel
 from phalanx.elastic.generations import NoGenerationError
 from phalanx.errors import DeadlineError
-from phalanx.ipc.agent import listen
-from phalanx.ipc.channel import Channel
 
 
 @contextmanager

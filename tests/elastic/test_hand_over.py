@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.elastic.held import Held, value_of
 from torch import Tensor
 
-from phalanx.backend.skeleton import Leaf
+from phalanx._comm.backend.skeleton import Leaf
 from phalanx.elastic.hand_over import _places, devices_here, hand_over
 from phalanx.testing import run_ranks
 

@@ -7,8 +7,8 @@ import torch
 from tests.elastic.jobs import Job, train_job
 from tests.elastic.small_agent import SmallAgent
 
-from phalanx.diagnostics import progress_page
-from phalanx.diagnostics.progress_page import PAGE_BYTES, ProgressPage, parse_page
+from phalanx._comm.diagnostics import progress_page
+from phalanx._comm.diagnostics.progress_page import PAGE_BYTES, ProgressPage, parse_page
 from phalanx.elastic import State
 
 

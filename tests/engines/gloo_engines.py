@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from phalanx.engines.gloo import GlooEngine
+from phalanx._comm.engines.gloo import GlooEngine
 
 WAIT = timedelta(seconds=20)
 

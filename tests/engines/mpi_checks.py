@@ -5,9 +5,9 @@ from datetime import timedelta
 
 import torch
 
-from phalanx.backend.rendezvous import launcher
-from phalanx.engines.engine import DATA
-from phalanx.engines.mpi import EngineClosed, MpiEngine, PeerLeft, start
+from phalanx._comm.backend.rendezvous import launcher
+from phalanx._comm.engines.engine import DATA
+from phalanx._comm.engines.mpi import EngineClosed, MpiEngine, PeerLeft, start
 
 WAIT = timedelta(seconds=20)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.engines.gloo_engines import WAIT, engine_of
 
-from phalanx.engines.gloo import local_address
+from phalanx._comm.engines.gloo import local_address
 from phalanx.testing import run_ranks
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from phalanx.engines.nccl import find_shared_gpu, group_of, is_available
+from phalanx._comm.engines.nccl import find_shared_gpu, group_of, is_available
 from phalanx.testing import run_ranks
 
 

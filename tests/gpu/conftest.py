@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.gpu.devices import Place
 
-from phalanx.engines import nccl
+from phalanx._comm.engines import nccl
 
 # Asked before any test begins: the driver opens files of its own then, which a test would seem to leave behind.
 HAS_GPU = nccl.is_available()

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
+from phalanx._job.hosts.first_host import connect
 from phalanx.errors import LaunchError
-from phalanx.hosts.first_host import connect
 
 
 @pytest.mark.slow

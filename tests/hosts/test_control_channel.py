@@ -14,24 +14,24 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx.agent.attempt import Attempt
-from phalanx.agent.host_resources import HostResources
-from phalanx.agent.placement import Pinning
-from phalanx.agent.plan import JobPlan
-from phalanx.agent.settings import Settings
-from phalanx.agent.target import Target
-from phalanx.coordination.agent_file import LostHost, create_agent_file, tell_lost
-from phalanx.coordination.client import Client
-from phalanx.coordination.service import Service
-from phalanx.hosts import remote_calls
-from phalanx.hosts.control_channel import Change, ControlChannel, ControlMessage
-from phalanx.hosts.follower import FollowerLink
-from phalanx.hosts.gather import Gathering
-from phalanx.hosts.join_job import _Followed
-from phalanx.hosts.leader import LeaderLink
-from phalanx.hosts.node_plan import HostFacts, plan_nodes
-from phalanx.hosts.peer_hosts import PeerHosts
-from phalanx.hosts.reach_answers import ReachAnswers
+from phalanx._comm.control.client import Client
+from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, tell_lost
+from phalanx._job.agent.attempt import Attempt
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.placement import Pinning
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.settings import Settings
+from phalanx._job.agent.target import Target
+from phalanx._job.coordinator.service import Service
+from phalanx._job.hosts import remote_calls
+from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx._job.hosts.follower import FollowerLink
+from phalanx._job.hosts.gather import Gathering
+from phalanx._job.hosts.join_job import _Followed
+from phalanx._job.hosts.leader import LeaderLink
+from phalanx._job.hosts.node_plan import HostFacts, plan_nodes
+from phalanx._job.hosts.peer_hosts import PeerHosts
+from phalanx._job.hosts.reach_answers import ReachAnswers
 
 _NONE = cast(Any, None)
 _AGENT = {

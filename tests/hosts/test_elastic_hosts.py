@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import signal
 
-from phalanx.agent.elastic import BELOW_MINIMUM_EXIT_CODE
-from phalanx.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, PrepareHost, Say, SendToRank
-from phalanx.agent.failure import Exit
-from phalanx.agent.generation import ArrivedHost, HostSeats, Limits, Seating
-from phalanx.hosts.elastic_hosts import ElasticHosts
-from phalanx.hosts.generation_message import generation_from_json, generation_to_json
-from phalanx.loss_detection import SILENT_RANK_S
+from phalanx._base.loss_detection import SILENT_RANK_S
+from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE
+from phalanx._job.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, PrepareHost, Say, SendToRank
+from phalanx._job.agent.failure import Exit
+from phalanx._job.agent.generation import ArrivedHost, HostSeats, Limits, Seating
+from phalanx._job.hosts.elastic_hosts import ElasticHosts
+from phalanx._job.hosts.generation_message import generation_from_json, generation_to_json
 
 
 class Job:

@@ -3,11 +3,11 @@
 import contextlib
 import time
 
-from phalanx.coordination.client import Client
-from phalanx.coordination.key import Key
-from phalanx.coordination.service import Service
-from phalanx.hosts.job_spec import KEY as JOB_SPEC
-from phalanx.hosts.moved_job import MOVED_KEY, LeaderNotice, read_notice
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.key import Key
+from phalanx._job.coordinator.service import Service
+from phalanx._job.hosts.job_spec import KEY as JOB_SPEC
+from phalanx._job.hosts.succession.moved_job import MOVED_KEY, LeaderNotice, read_notice
 
 KEY = Key.generate()
 

@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
-from phalanx.host_addresses import is_own, own_addresses
-from phalanx.hosts.control_channel import ControlMessage, decode_lines, encode_lines
-from phalanx.hosts.follower import say_host_lost
-from phalanx.hosts.node_plan import HostFacts, find_conflict, find_node, name_apart, plan_nodes
-from phalanx.output.display import Display
+from phalanx._base.host_addresses import is_own, own_addresses
+from phalanx._job.hosts.control_channel import ControlMessage, decode_lines, encode_lines
+from phalanx._job.hosts.follower import say_host_lost
+from phalanx._job.hosts.node_plan import HostFacts, find_conflict, find_node, name_apart, plan_nodes
+from phalanx._job.output.display import Display
 
 
 def host(member: int, num_ranks: int = 1, role: str = "default", node_rank: int | None = None) -> HostFacts:

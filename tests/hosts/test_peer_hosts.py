@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx.agent.failure import Exit
-from phalanx.agent.generation import HostSeats, Seating
-from phalanx.hosts.node_plan import HostFacts, plan_nodes
-from phalanx.hosts.peer_hosts import PeerHosts
+from phalanx._job.agent.failure import Exit
+from phalanx._job.agent.generation import HostSeats, Seating
+from phalanx._job.hosts.node_plan import HostFacts, plan_nodes
+from phalanx._job.hosts.peer_hosts import PeerHosts
 
 
 @pytest.fixture

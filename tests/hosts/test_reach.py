@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from phalanx.coordination.key import Key
-from phalanx.hosts.reach import Responder, Target, check_own, choose_targets, try_all
+from phalanx._comm.control.key import Key
+from phalanx._job.hosts.reach import Responder, Target, check_own, choose_targets, try_all
 
 KEY = Key(bytes(range(32)))
 

@@ -6,8 +6,8 @@ from collections import deque
 
 import pytest
 
-from phalanx.coordination.wire import MAX_MESSAGES
-from phalanx.hosts.send_queue import ALL, KEY, SendQueue
+from phalanx._comm.control.wire import MAX_MESSAGES
+from phalanx._job.hosts.send_queue import ALL, KEY, SendQueue
 
 
 def _filled(*entries: tuple[int, bytes]) -> SendQueue:

@@ -5,17 +5,17 @@ import time
 
 import pytest
 
-from phalanx.coordination.client import Client
-from phalanx.coordination.key import Key
-from phalanx.coordination.service import Service
-from phalanx.coordination.succession.config import Electorate
-from phalanx.coordination.succession.message import reply_to_json, term_from_json
-from phalanx.coordination.succession.voter import Refused, Voter
-from phalanx.hosts.control_channel import ControlChannel, ControlMessage
-from phalanx.hosts.leader_state import FIRST_KEY
-from phalanx.hosts.leader_state import KEY as LEADER_STATE
-from phalanx.hosts.succession import Succession
-from phalanx.hosts.successor import Successor
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.key import Key
+from phalanx._job.coordinator.service import Service
+from phalanx._job.hosts.control_channel import ControlChannel, ControlMessage
+from phalanx._job.hosts.leader_state import FIRST_KEY
+from phalanx._job.hosts.leader_state import KEY as LEADER_STATE
+from phalanx._job.hosts.succession.config import Electorate
+from phalanx._job.hosts.succession.message import reply_to_json, term_from_json
+from phalanx._job.hosts.succession.succession import Succession
+from phalanx._job.hosts.succession.successor import Successor
+from phalanx._job.hosts.succession.voter import Refused, Voter
 
 KEY = Key.generate()
 

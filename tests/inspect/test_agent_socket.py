@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from phalanx.inspect.agent_socket import AgentSocket
-from phalanx.ipc.agent import split
+from phalanx._base.ipc.agent import split
+from phalanx._job.inspect.agent_socket import AgentSocket
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from phalanx.diagnostics.flight_recorder import Record
-from phalanx.diagnostics.observer import GroupLog, RankLog
-from phalanx.inspect.flight.summary import describe_flight
+from phalanx._comm.diagnostics.flight_recorder import Record
+from phalanx._comm.diagnostics.observer import GroupLog, RankLog
+from phalanx._job.inspect.flight.summary import describe_flight
 
 S = 1_000_000_000
 

@@ -3,10 +3,10 @@
 import itertools
 import json
 
-from phalanx.diagnostics.flight_recorder import Record
-from phalanx.diagnostics.observer import GroupLog, RankLog
-from phalanx.inspect.flight.files import plan_records, write_flight
-from phalanx.inspect.flight.trace import plan_trace
+from phalanx._comm.diagnostics.flight_recorder import Record
+from phalanx._comm.diagnostics.observer import GroupLog, RankLog
+from phalanx._job.inspect.flight.files import plan_records, write_flight
+from phalanx._job.inspect.flight.trace import plan_trace
 
 
 def op(seq, enter, leave, kind=3, peer=-1, status=0):

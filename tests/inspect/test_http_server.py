@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.coordination.request_server import MOST_OPEN
+from phalanx._comm.control.request_server import MOST_OPEN
+from phalanx._job.inspect.http_server import HTTPServer, Page
 from phalanx.errors import LaunchError
-from phalanx.inspect.http_server import HTTPServer, Page
 
 
 def fail():
@@ -97,7 +97,7 @@ def test_rubbish_is_answered_or_shut_out_and_the_next_gets_the_page():
 
 _SERVE = """
 import sys
-from phalanx.inspect.http_server import HTTPServer, Page
+from phalanx._job.inspect.http_server import HTTPServer, Page
 
 server = HTTPServer("127.0.0.1", 0, {"/": lambda: Page("text/plain", bytes(1 << 18))}, token=sys.argv[1])
 print(server.port, flush=True)

@@ -1,7 +1,7 @@
 """What `phalanx top` shows, in Prometheus's words."""
 
-from phalanx.inspect.top.prometheus import as_prometheus
-from phalanx.inspect.top.view import JobView, LostView, Pace, RankView, Slowest, StuckView
+from phalanx._job.inspect.top.prometheus import as_prometheus
+from phalanx._job.inspect.top.view import JobView, LostView, Pace, RankView, Slowest, StuckView
 
 RANK = RankView(
     0, 'a"b\\c', 0, 100, "S", Pace("rounds", 7, None, 2.5, 40.0), 0.5, None, None, 0.25, 0.25, 1 << 20, True, "", 1.5

@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.deadline import Deadline
-from phalanx.diagnostics.observer import GroupInfo, GroupLog, RankLog
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.agent import listen
+from phalanx._base.ipc.channel import Channel
+from phalanx._comm.diagnostics.observer import GroupInfo, GroupLog, RankLog
+from phalanx._job.inspect.stacks import job_choice
+from phalanx._job.inspect.stacks.job_choice import choose_job, is_called
+from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, answer, ask
+from phalanx._job.inspect.stacks.jobs import RunningJob, describe_command, find_jobs, parse_names
+from phalanx._job.inspect.stacks.report import format_report
+from phalanx._job.inspect.stacks.survey import ask_ranks, decide_silence, explain_silence
 from phalanx.errors import LaunchError
-from phalanx.inspect.stacks import job_choice
-from phalanx.inspect.stacks.job_choice import choose_job, is_called
-from phalanx.inspect.stacks.job_snapshot import JobSnapshot, answer, ask
-from phalanx.inspect.stacks.jobs import RunningJob, describe_command, find_jobs, parse_names
-from phalanx.inspect.stacks.report import format_report
-from phalanx.inspect.stacks.survey import ask_ranks, decide_silence, explain_silence
-from phalanx.ipc.agent import listen
-from phalanx.ipc.channel import Channel
 
 SNAPSHOT = JobSnapshot(7, "train.py", 3, 8, ((0, 100), (2, 102)), (GroupInfo("dp", 3, (0, 1, 2), (100, 101, 102)),))
 HANDLED = f"{1 << (signal.SIGURG - 1):016x}"
@@ -140,7 +140,7 @@ def test_what_the_agent_says_arrives_with_more_descriptors_than_a_message_holds(
     snapshot = JobSnapshot(7, "train.py", 150, 8, ranks, SNAPSHOT.groups)
     fd = os.memfd_create("x")
     ours, theirs = socket.socketpair()
-    from phalanx.inspect.stacks import job_snapshot as module
+    from phalanx._job.inspect.stacks import job_snapshot as module
 
     received: list[int] = []
     try:

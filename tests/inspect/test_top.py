@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.core_numbers import ALL_REDUCE, BROADCAST, GRADIENTS, RECV
-from phalanx.diagnostics.progress_page import Progress, Track
-from phalanx.inspect.top.as_json import as_json
-from phalanx.inspect.top.look import (
+from phalanx._base.core_numbers import ALL_REDUCE, BROADCAST, GRADIENTS, RECV
+from phalanx._comm.diagnostics.progress_page import Progress, Track
+from phalanx._job.inspect.top.as_json import as_json
+from phalanx._job.inspect.top.look import (
     MAX_OPERATIONS,
     GroupLook,
     HostLook,
@@ -22,12 +22,12 @@ from phalanx.inspect.top.look import (
     from_json,
     to_json,
 )
-from phalanx.inspect.top.memory import Memory, MemoryReader
-from phalanx.inspect.top.prometheus import as_prometheus
-from phalanx.inspect.top.table import all_lines, as_text, page, table
-from phalanx.inspect.top.times import LatenessOfRank, Times, add, measure
-from phalanx.inspect.top.view import SHARES, view
-from phalanx.report.live_page import LivePage
+from phalanx._job.inspect.top.memory import Memory, MemoryReader
+from phalanx._job.inspect.top.prometheus import as_prometheus
+from phalanx._job.inspect.top.table import all_lines, as_text, page, table
+from phalanx._job.inspect.top.times import LatenessOfRank, Times, add, measure
+from phalanx._job.inspect.top.view import SHARES, view
+from phalanx._job.report.live_page import LivePage
 
 MS = 1_000_000
 NOW = 5_000 * MS
@@ -330,7 +330,7 @@ def test_a_rank_that_has_ended_or_stopped_is_said():
 
 def test_memory_is_the_fair_share_and_asked_for_every_ten_seconds_at_most(monkeypatch):
     now = [time.monotonic()]
-    monkeypatch.setattr("phalanx.inspect.top.memory.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("phalanx._job.inspect.top.memory.time.monotonic", lambda: now[0])
     reader = MemoryReader()
     first = reader.read(os.getpid())
     assert first.is_pss

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from phalanx.ipc.agent import ask, connect, listen, tell
-from phalanx.ipc.channel import Channel
+from phalanx._base.ipc.agent import ask, connect, listen, tell
+from phalanx._base.ipc.channel import Channel
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from phalanx.deadline import Deadline
-from phalanx.ipc.channel import Channel
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.channel import Channel
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from phalanx.ipc.event_loop import EventLoop, Source
+from phalanx._base.ipc.event_loop import EventLoop, Source
 
 
 def test_each_source_is_called_once_a_turn_in_the_order_in_which_they_came() -> None:

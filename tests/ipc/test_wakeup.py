@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from phalanx.descriptors import wait_readable
-from phalanx.ipc.wakeup import Mailbox, Wakeup
+from phalanx._base.descriptors import wait_readable
+from phalanx._base.ipc.wakeup import Mailbox, Wakeup
 
 
 @pytest.fixture(params=["eventfd", "pipe"])

@@ -2,7 +2,7 @@ import pytest
 from tests.fake_nvml import build_nvml
 from tests.system.phalanx_command import run
 
-from phalanx.launch.devices import count_gpus, count_visible, find_cpus
+from phalanx._job.launch.devices import count_gpus, count_visible, find_cpus
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there is the limit of a process alone lowered")
 

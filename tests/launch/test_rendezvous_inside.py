@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 
 _AGENT = """
 import os, sys, time
-from phalanx.launch.command import run_settings
-from phalanx.coordination.rendezvous import Rendezvous
-from phalanx.agent.settings import Settings
-from phalanx.agent.target import Target
+from phalanx._job.launch.command import run_settings
+from phalanx._job.coordinator.rendezvous import Rendezvous
+from phalanx._job.agent.settings import Settings
+from phalanx._job.agent.target import Target
 number, meet, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 common = dict(node_rank=number, leads=number == 0, min_nodes=2, max_nodes=2)
 if meet.startswith("/"):

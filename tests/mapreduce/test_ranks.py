@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.mapreduce import TaskError, attempt, map_reduce, team
 from phalanx.mapreduce.attempt import plan_owners
 from phalanx.mapreduce.board import Board, OpenTask, choose_idle_task
 from phalanx.mapreduce.team import Team
-from phalanx.symmetric_memory.watch import ProcessId
 from phalanx.testing import run_ranks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.output.display import Display
+from phalanx._job.output.display import Display
 
 
 def test_ranks_that_begin_again_elsewhere_have_the_name_of_that_host_before_their_lines(

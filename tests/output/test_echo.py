@@ -1,4 +1,4 @@
-from phalanx.output.echo import Echo
+from phalanx._job.output.echo import Echo
 
 TEXT = b"Traceback:\n  here\n\nValueError: x\n"
 

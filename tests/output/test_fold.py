@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from phalanx.diagnostics.rank_list import format_ranks
-from phalanx.output.fold import Folder
+from phalanx._comm.diagnostics.rank_list import format_ranks
+from phalanx._job.output.fold import Folder
 
 
 def show(folder: Folder, now: float) -> list[str]:

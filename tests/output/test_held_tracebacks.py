@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.output.held_tracebacks import HeldTracebacks, without_numbers
+from phalanx._job.output.held_tracebacks import HeldTracebacks, without_numbers
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line {line}, in <module>\n    load()\n{error}\n'
 

@@ -1,6 +1,6 @@
 import pytest
 
-from phalanx.output.screen import MAX_STATUS_LINES, format_prefix, plan_status, wants_colour
+from phalanx._job.output.screen import MAX_STATUS_LINES, format_prefix, plan_status, wants_colour
 
 
 def test_a_prefix_is_plain_in_a_pipe() -> None:

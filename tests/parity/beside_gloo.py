@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-import phalanx.backend.create
-import phalanx.backend.process_group  # noqa: F401 - imported once here, not once in each rank of each test
+import phalanx._comm.backend.create
+import phalanx._comm.backend.process_group  # noqa: F401 - imported once here, not once in each rank of each test
 from phalanx.testing import run_ranks
 
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import phalanx
+from phalanx._comm.transport.tensors import is_dense
 from phalanx.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
 from phalanx.testing import run_ranks
-from phalanx.transport.tensors import is_dense
 
 STEPS = 2
 OPTIMIZERS = {

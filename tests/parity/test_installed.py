@@ -56,11 +56,11 @@ def test_a_program_that_does_not_ask_for_us_sees_torch_alone(tmp_path, ports):
     for registry in ("backend_capability", "backend_type_map"):
         del here[registry]["phalanx"]
     for modules in ("modules", "modules in the end"):
-        room = "phalanx.backend.torch_integration"
+        room = "phalanx._comm.backend.torch_integration"
         ours = {
             "phalanx",
             "phalanx._autoload",
-            "phalanx.backend",
+            "phalanx._comm.backend",
             room,
             f"{room}.backend_names",
             f"{room}.late_modules",

@@ -12,7 +12,7 @@ from tests.backend.staged import join_staged
 from tests.parity.overload_calls import LEFT_OUT, every_call, overloads
 from tests.system.hosts_jobs import on_hosts
 
-from phalanx.backend import create
+from phalanx._comm.backend import create
 from phalanx.testing import run_ranks, why_no_hosts
 
 

@@ -20,7 +20,7 @@ import torch.utils.cpp_extension
 from tests.small_models import mlp
 
 import phalanx
-from phalanx.backend.dynamo import untraced
+from phalanx._comm.backend.dynamo import untraced
 from phalanx.testing import run_ranks
 
 # Of the names that torch 2.13 deprecates, the older are what people use.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.parity.beside_gloo import assert_same_as_gloo
 
-from phalanx.backend.splitting import TORCH_SPLITS_ON_CPU
+from phalanx._comm.backend.splitting import TORCH_SPLITS_ON_CPU
 from phalanx.testing import run_ranks
 
 splits_on_cpu = pytest.mark.skipif(not TORCH_SPLITS_ON_CPU, reason="this torch splits groups of accelerators only")

@@ -62,7 +62,7 @@ print(len(works), *says)
 """
     works, *says = _run(code).split()
     assert int(works) > 300
-    assert "phalanx.symmetric_memory.memory" in says
+    assert "phalanx._comm.symmetric_memory.memory" in says
     assert not [name for name in says if name.startswith(("phalanx.rpc", "phalanx.trainer", "phalanx.elastic"))]
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from phalanx.partition.balance import balance
+from phalanx._base.partition.balance import balance
 
 
 def every_cut(layers, parts):

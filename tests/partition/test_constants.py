@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import phalanx
-from phalanx.partition.layers import list_layers
+from phalanx._base.partition.layers import list_layers
 from phalanx.testing import run_ranks
 
 VALUES = [0.5, 2, True, "text", None, (1, 2), [1.0, 2.0], {"a": 1, "b": [2]}, float("nan"), 3 + 4j]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.partition.layers import list_layers
+from phalanx._base.partition.layers import list_layers
 
 
 class Two(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import phalanx
-from phalanx.backend.imported_environment import environment_kept
+from phalanx._comm.backend.imported_environment import environment_kept
 from phalanx.errors import summary_of
 from phalanx.pipeline.schedule import SCHEDULES
 from phalanx.testing import run_ranks

@@ -17,7 +17,7 @@ from tests.pipeline.generated import (
 )
 
 import phalanx
-from phalanx.partition.layers import list_layers
+from phalanx._base.partition.layers import list_layers
 from phalanx.pipeline import weight_gradients, wire
 from phalanx.testing import run_ranks
 

@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn import functional
 
 import phalanx
+from phalanx._base.svg import colour
 from phalanx.cli.explain import command
 from phalanx.pipeline.explanation import draw, ideal, plain, report, show
 from phalanx.pipeline.failure import draw_failure
 from phalanx.pipeline.recording import LayerTime, Recording, load_recording, parse_action
 from phalanx.pipeline.schedule import SCHEDULES, Action, plan_schedule
 from phalanx.pipeline.simulate import simulate
-from phalanx.svg import colour
 from phalanx.testing import run_ranks
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.partition.layers import list_layers
-from phalanx.partition.parts import split
+from phalanx._base.partition.layers import list_layers
+from phalanx._base.partition.parts import split
 from phalanx.pipeline import weight_gradients
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.stage import Stage

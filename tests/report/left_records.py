@@ -4,7 +4,7 @@ import json
 import socket
 import time
 
-from phalanx.diagnostics.step_file import StepFile
+from phalanx._comm.diagnostics.step_file import StepFile
 
 HOST = socket.gethostname()
 

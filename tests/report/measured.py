@@ -1,6 +1,6 @@
 """Measurements of jobs that never ran, for reports."""
 
-from phalanx.report.measurements import Lateness, Measurements, RankRun
+from phalanx._job.report.measurements import Lateness, Measurements, RankRun
 
 GIB = 2**30
 

@@ -9,8 +9,8 @@ import pytest
 from tests.report.pages import Page
 from tests.system.phalanx_command import run, start, write_script
 
-from phalanx.report.findings import find
-from phalanx.report.measurements import Measurements
+from phalanx._job.report.findings import find
+from phalanx._job.report.measurements import Measurements
 
 LOOP = """
 import os, signal, sys, torch, phalanx

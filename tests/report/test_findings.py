@@ -7,8 +7,8 @@ import random
 import pytest
 from tests.report.measured import GIB, STEP, measured, rank
 
-from phalanx.report.findings import find
-from phalanx.report.measurements import PARTS, Collectives, Lateness, RunEvent
+from phalanx._job.report.findings import find
+from phalanx._job.report.measurements import PARTS, Collectives, Lateness, RunEvent
 
 
 def texts(run):

@@ -12,13 +12,13 @@ import torch
 from tests.report.left_records import HOST, leave_record
 from tests.system.phalanx_command import run, write_script
 
-from phalanx.diagnostics.step_file import FILE_BYTES, StepFile
-from phalanx.diagnostics.step_recorder import StepRecorder
-from phalanx.report.compare import load
-from phalanx.report.job_record import JobRecord
-from phalanx.report.measurements import Measurements
-from phalanx.report.records import find_other_run, is_alive, list_records, remove_old_records
-from phalanx.report.transfer import pack_files, unpack_file
+from phalanx._comm.diagnostics.step_file import FILE_BYTES, StepFile
+from phalanx._comm.diagnostics.step_recorder import StepRecorder
+from phalanx._job.report.compare import load
+from phalanx._job.report.job_record import JobRecord
+from phalanx._job.report.measurements import Measurements
+from phalanx._job.report.records import find_other_run, is_alive, list_records, remove_old_records
+from phalanx._job.report.transfer import pack_files, unpack_file
 
 STEPS = """
 import os, sys, phalanx
@@ -78,7 +78,7 @@ def test_what_comes_up_while_recording_ends_takes_no_report_with_it(tmp_path, fa
     """`close` raised what had gone wrong once more, and whoever was to write the report behind it never did."""
     script = STEPS + (
         f"def fail(*given): raise {fault}\n"
-        "recorder = sys.modules['phalanx.report.recording'].current()\n"
+        "recorder = sys.modules['phalanx._job.report.recording'].current()\n"
         "recorder._keep_state = fail\n"
     )
     python(tmp_path, script, "out")

@@ -9,9 +9,9 @@ from tests.report.pages import Page
 from tests.system.host_commands import commands, finish, numbered
 from tests.system.phalanx_command import write_script
 
-from phalanx.diagnostics.step_file import FILE_BYTES
-from phalanx.report.measurements import Measurements
-from phalanx.report.transfer import pack_files, unpack_file
+from phalanx._comm.diagnostics.step_file import FILE_BYTES
+from phalanx._job.report.measurements import Measurements
+from phalanx._job.report.transfer import pack_files, unpack_file
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts
 

@@ -6,8 +6,8 @@ import pytest
 from tests.report.chromium import chromium, find_chromium
 from tests.report.measured import measured, rank
 
-from phalanx.report.findings import find
-from phalanx.report.page import render
+from phalanx._job.report.findings import find
+from phalanx._job.report.page import render
 
 pytestmark = [pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium"), pytest.mark.timeout(120)]
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from phalanx.core_numbers import ALL_REDUCE, GRADIENTS
-from phalanx.diagnostics.step_file import OperationRecord
-from phalanx.report.matching import Sampled, match
+from phalanx._base.core_numbers import ALL_REDUCE, GRADIENTS
+from phalanx._comm.diagnostics.step_file import OperationRecord
+from phalanx._job.report.matching import Sampled, match
 
 
 def sampled(rank, kept, num_steps):

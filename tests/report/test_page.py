@@ -10,15 +10,15 @@ import pytest
 from tests.report.measured import measured, rank
 from tests.report.pages import Page
 
-from phalanx.report.axes import linear, logarithmic, plain
-from phalanx.report.charts import HEIGHT, WIDTH, Line, line_chart
-from phalanx.report.compare import compare_page, compare_rows
-from phalanx.report.findings import find
-from phalanx.report.measurements import ENDS, Collectives, RunEvent
-from phalanx.report.page import render
-from phalanx.report.pictures import part_bars
-from phalanx.report.tables import machine_table
-from phalanx.report.units import rate, seconds, size, three_digits
+from phalanx._job.report.axes import linear, logarithmic, plain
+from phalanx._job.report.charts import HEIGHT, WIDTH, Line, line_chart
+from phalanx._job.report.compare import compare_page, compare_rows
+from phalanx._job.report.findings import find
+from phalanx._job.report.measurements import ENDS, Collectives, RunEvent
+from phalanx._job.report.page import render
+from phalanx._job.report.pictures import part_bars
+from phalanx._job.report.tables import machine_table
+from phalanx._job.report.units import rate, seconds, size, three_digits
 
 
 def generated(draw):

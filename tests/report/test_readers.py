@@ -8,15 +8,15 @@ import random
 import pytest
 from tests.report.pages import Page
 
-from phalanx.core_numbers import ALL_REDUCE
-from phalanx.diagnostics.step_file import OperationRecord, StepRecord
-from phalanx.diagnostics.step_reader import RankFile, put_in_order
-from phalanx.report.findings import find
-from phalanx.report.gather import combine
-from phalanx.report.job_record import JobRecord
-from phalanx.report.measurements import Measurements, RunEvent
-from phalanx.report.page import render
-from phalanx.report.trace import MAX_EVENTS, plan_trace
+from phalanx._base.core_numbers import ALL_REDUCE
+from phalanx._comm.diagnostics.step_file import OperationRecord, StepRecord
+from phalanx._comm.diagnostics.step_reader import RankFile, put_in_order
+from phalanx._job.report.findings import find
+from phalanx._job.report.gather import combine
+from phalanx._job.report.job_record import JobRecord
+from phalanx._job.report.measurements import Measurements, RunEvent
+from phalanx._job.report.page import render
+from phalanx._job.report.trace import MAX_EVENTS, plan_trace
 
 
 def rank_file(rank, *, num_steps=40, world_size=2, loss=lambda step: 1 / step, attempt=0, operations=True):

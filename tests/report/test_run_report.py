@@ -9,7 +9,7 @@ import pytest
 from tests.report.chromium import chromium, find_chromium
 from tests.report.pages import Page
 
-from phalanx.report.measurements import Measurements
+from phalanx._job.report.measurements import Measurements
 
 PHALANX = str(Path(sysconfig.get_path("scripts")) / "phalanx")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx import rpc
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.errors import PeerLostError
 from phalanx.testing import hosts, run_ranks
 from phalanx.testing.namespaces import Host

@@ -15,8 +15,8 @@ from tests.rpc.on_hosts import _KEYS, _machines, on_hosts
 from tests.rpc.workers import Counter, fail, nothing, pid, same, set_event, until, wait_event
 
 from phalanx import rpc
+from phalanx._base.processes import read_state
 from phalanx.errors import PeerLostError
-from phalanx.processes import read_state
 from phalanx.rpc import current
 from phalanx.testing import RankFailed
 from phalanx.testing.namespaces import why_no_hosts

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import phalanx.rpc.network as network_module
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.rpc import outgoing, wire
 from phalanx.rpc.network import Network
 from phalanx.rpc.wire import Frame

@@ -11,11 +11,11 @@ from tests.rpc.workers import nothing, run_workers, same
 from tests.system.phalanx_command import run, write_script
 
 from phalanx import rpc
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.errors import ClosedError, DeadlineError
 from phalanx.rpc import workers
 from phalanx.rpc.worker_info import WorkerAddress
-from phalanx.symmetric_memory.watch import ProcessId
 
 _SCRIPT = """
 import os

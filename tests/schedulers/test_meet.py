@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.coordination.key_file import default_path, make_key
-from phalanx.coordination.rendezvous import Rendezvous
+from phalanx._comm.control.key_file import default_path, make_key
+from phalanx._job.coordinator.rendezvous import Rendezvous
+from phalanx._job.launch.adopt import adopt
+from phalanx._job.launch.command_line import parse
+from phalanx._job.schedulers import meet as place
+from phalanx._job.schedulers.allocation import Allocation
+from phalanx._job.schedulers.meet import meet
 from phalanx.errors import LaunchError
-from phalanx.launch.adopt import adopt
-from phalanx.launch.command_line import parse
-from phalanx.schedulers import meet as place
-from phalanx.schedulers.allocation import Allocation
-from phalanx.schedulers.meet import meet
 from phalanx.testing import run_ranks
 
 NO_MPI = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # nobody started a child of it

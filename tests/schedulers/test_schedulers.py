@@ -6,11 +6,11 @@ PBS are what their documentation says: none of them can run here.
 
 import pytest
 
+from phalanx._job.schedulers import hosts, kubernetes
+from phalanx._job.schedulers.allocation import Allocation
+from phalanx._job.schedulers.find import find_allocation
+from phalanx._job.schedulers.slurm import find_unused_hosts
 from phalanx.errors import LaunchError
-from phalanx.schedulers import hosts, kubernetes
-from phalanx.schedulers.allocation import Allocation
-from phalanx.schedulers.find import find_allocation
-from phalanx.schedulers.slurm import find_unused_hosts
 
 STEP = {
     "SLURM_JOB_ID": "17",

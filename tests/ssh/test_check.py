@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import phalanx
-from phalanx.ssh.check import Problem, choose_address, explain_ssh, find_problems, format_table
-from phalanx.ssh.facts import Facts
+from phalanx._job.ssh.check import Problem, choose_address, explain_ssh, find_problems, format_table
+from phalanx._job.ssh.facts import Facts
 
 GOOD = Facts(phalanx.__version__, "3.12.1", "2.13.0", "machine-0", "node-0", "digest")
 

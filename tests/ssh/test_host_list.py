@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.ssh.host_list import HostEntry, parse_hostfile, parse_hosts
+from phalanx._job.ssh.host_list import HostEntry, parse_hostfile, parse_hosts
 
 
 def hosts(text: str) -> list[HostEntry]:

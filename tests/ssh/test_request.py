@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx._job.ssh.host_list import HostEntry
+from phalanx._job.ssh.request import Request, read_request
 from phalanx.errors import LaunchError
-from phalanx.ssh.host_list import HostEntry
-from phalanx.ssh.request import Request, read_request
 
 
 def read(*words: str, environ: dict[str, str] | None = None) -> Request:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.storage import is_address, open_for_reading, place_of, split_address
+from phalanx._base.storage import is_address, open_for_reading, place_of, split_address
 
 
 def test_an_address_is_told_from_a_file_of_this_machine():

@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from phalanx.deadline import Deadline
-from phalanx.storage import is_transient, retry
+from phalanx._base.deadline import Deadline
+from phalanx._base.storage import is_transient, retry
 from phalanx.testing import ManualClock
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import strategies
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.strategies.tf_config import Cluster, read_tf_config
 from phalanx.testing import hosts, why_no_hosts
 

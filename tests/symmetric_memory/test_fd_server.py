@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc import private
+from phalanx._base.ipc.channel import Channel
+from phalanx._base.ipc.local_listener import LocalAddress, new_token
+from phalanx._comm.symmetric_memory import fd_server
+from phalanx._comm.symmetric_memory.fd_server import FdServer, receive_fds
+from phalanx._comm.symmetric_memory.memfd import memory
 from phalanx.errors import DeadlineError, PhalanxError
-from phalanx.ipc import private
-from phalanx.ipc.channel import Channel
-from phalanx.ipc.local_listener import LocalAddress, new_token
-from phalanx.symmetric_memory import fd_server
-from phalanx.symmetric_memory.fd_server import FdServer, receive_fds
-from phalanx.symmetric_memory.memfd import memory
 
 
 class Leader:

@@ -6,14 +6,14 @@ import select
 
 import pytest
 
-from phalanx.symmetric_memory.liveness_pipe import (
+from phalanx._comm.symmetric_memory.liveness_pipe import (
     MOST_RANKS,
     LivenessPipes,
     needs_liveness_pipes,
     new_pipes,
     why_unwatched,
 )
-from phalanx.symmetric_memory.watch import ProcessId
+from phalanx._comm.symmetric_memory.watch import ProcessId
 
 ME = ProcessId.of_self()
 ELSEWHERE = dataclasses.replace(ME, namespace="pid:[1] time:[2]")

@@ -8,8 +8,8 @@ import pytest
 from tests.containers import contained, why_no_containers
 from tests.seccomp import forbid, why_no_seccomp
 
+from phalanx._comm.symmetric_memory.memfd import memory, obstacle, sparse_memory
 from phalanx.errors import PhalanxError
-from phalanx.symmetric_memory.memfd import memory, obstacle, sparse_memory
 from phalanx.testing import run_ranks
 
 needs_seccomp = pytest.mark.skipif(bool(why_no_seccomp()), reason=why_no_seccomp())

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 
 from phalanx import _core
-from phalanx.core_numbers import CLOSED
-from phalanx.deadline import Deadline
-from phalanx.errors import ClosedError, DeadlineError, PhalanxError
-from phalanx.ipc.local_listener import LocalAddress, new_token
-from phalanx.symmetric_memory.fd_server import FdServer
-from phalanx.symmetric_memory.memory import (
+from phalanx._base.core_numbers import CLOSED
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.local_listener import LocalAddress, new_token
+from phalanx._comm.symmetric_memory.fd_server import FdServer
+from phalanx._comm.symmetric_memory.memory import (
     LocalRank,
     decide_heap_bytes,
     heap_bytes,
@@ -21,8 +20,9 @@ from phalanx.symmetric_memory.memory import (
     open_as_leader,
     open_as_member,
 )
-from phalanx.symmetric_memory.sizes import channel_bytes
-from phalanx.symmetric_memory.watch import ProcessId
+from phalanx._comm.symmetric_memory.sizes import channel_bytes
+from phalanx._comm.symmetric_memory.watch import ProcessId
+from phalanx.errors import ClosedError, DeadlineError, PhalanxError
 
 ME = ProcessId.of_self()
 

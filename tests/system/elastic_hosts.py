@@ -13,7 +13,7 @@ from tests.system import elastic_training
 from tests.system.elastic_job import SCRIPT, Job
 from tests.system.phalanx_command import Finished, Running, start
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing.namespaces import Host, hosts
 
 _PORT = "29479"

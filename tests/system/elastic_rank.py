@@ -15,10 +15,10 @@ import subprocess
 import sys
 import time
 
-from phalanx.coordination.elastic_link import outlive_zygote
-from phalanx.coordination.launchers import COORDINATOR
-from phalanx.diagnostics.progress_page import open_page
-from phalanx.ipc.agent import connect, split
+from phalanx._base.ipc.agent import connect, split
+from phalanx._comm.diagnostics.progress_page import open_page
+from phalanx._comm.rendezvous.launchers import COORDINATOR
+from phalanx.elastic.elastic_link import outlive_zygote
 
 
 class Rank:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tests.system.phalanx_command import Finished, Running, start
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing.namespaces import Host
 
 _PORT = "29477"

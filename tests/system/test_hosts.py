@@ -9,11 +9,11 @@ from tests.system.collective_checks import messages, moves, reductions, tensor_o
 from tests.system.hosts_jobs import on_hosts
 
 import phalanx
-from phalanx.backend.process_group import PhalanxProcessGroup
-from phalanx.diagnostics.flight_recorder import read
+from phalanx._comm.backend.process_group import PhalanxProcessGroup
+from phalanx._comm.diagnostics.flight_recorder import read
+from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport
+from phalanx._comm.transport.shared_memory import SharedMemoryTransport
 from phalanx.testing import why_no_hosts
-from phalanx.transport.hierarchical.transport import HierarchicalTransport
-from phalanx.transport.shared_memory import SharedMemoryTransport
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.system.hosts_jobs import limit, on_hosts
 
 import phalanx
-from phalanx.backend import connect
+from phalanx._comm.backend import connect
 from phalanx.errors import ClosedError, DeadlineError, MismatchError, PeerLostError, PhalanxError
 from phalanx.testing import RankFailed, why_no_hosts
 
@@ -102,7 +102,7 @@ def test_over_gloo_alone_a_rank_that_dies_in_the_middle_of_a_transfer_is_named_i
     """Where ranks cannot share memory, nobody looked at the connections: the death was heard when time was up, and the
     rank was called late. Outside of the main thread nothing was heard at all.
     """
-    monkeypatch.setattr("phalanx.backend.create._cannot_share", lambda *_: "the test says so")
+    monkeypatch.setattr("phalanx._comm.backend.create._cannot_share", lambda *_: "the test says so")
 
     def check(rank, world_size, machines, in_main):
         tensor = torch.ones(2 * 2**20)
@@ -137,7 +137,7 @@ def test_over_gloo_alone_a_rank_that_dies_in_the_middle_of_a_transfer_is_named_i
 def test_a_peer_that_dies_in_the_middle_of_a_message_is_named_before_the_timeout(monkeypatch, victim, without_memory):
     """A sender that was killed in the middle of a message was waited for until the timeout, and 'did not answer'."""
     if without_memory:
-        monkeypatch.setattr("phalanx.backend.create._cannot_share", lambda *_: "the test says so")
+        monkeypatch.setattr("phalanx._comm.backend.create._cannot_share", lambda *_: "the test says so")
     dead = 1 if victim == "sender" else 0
 
     def check(rank, world_size, machines):
@@ -508,7 +508,7 @@ def test_a_rank_that_ends_with_an_error_says_so_to_the_other_hosts():
     def check(rank, world_size, machines):
         dist.barrier()
         if rank == 1:
-            from phalanx.backend.process_group.open_groups import leave_all
+            from phalanx._comm.backend.process_group.open_groups import leave_all
 
             leave_all("it ended with ValueError: bad luck")
             os._exit(1)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from tests.system.collective_checks import tensor_of
 from tests.system.hosts_jobs import on_hosts
 
+from phalanx._comm.transport.hierarchical import bruck
+from phalanx._comm.transport.hierarchical.exchange import SMALL_BYTES
 from phalanx.testing import why_no_hosts
-from phalanx.transport.hierarchical import bruck
-from phalanx.transport.hierarchical.exchange import SMALL_BYTES
 
 pytestmark = [
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts
 

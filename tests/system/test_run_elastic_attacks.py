@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.system.elastic_job import elastic_job
 
-from phalanx.ipc.channel import Channel
+from phalanx._base.ipc.channel import Channel
 
 NOBODY = 65534
 

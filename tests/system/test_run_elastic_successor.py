@@ -21,8 +21,8 @@ from tests.system.phalanx_command import Finished, run
 from tests.system.standbys import await_standbys, find_leader
 
 from phalanx import CheckpointManager
-from phalanx.report.job_record import JobRecord
-from phalanx.report.measurements import Measurements
+from phalanx._job.report.job_record import JobRecord
+from phalanx._job.report.measurements import Measurements
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts
 

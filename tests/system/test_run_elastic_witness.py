@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def list_keys(made: Cluster) -> list[str]:
     """Return the keys that the witness keeps, asked from its own host."""
     script = (
-        "import sys; from phalanx.coordination.client import Client; from phalanx.coordination.key import Key; "
+        "import sys; from phalanx._comm.control.client import Client; from phalanx._comm.control.key import Key; "
         "print(*Client(sys.argv[1], Key(bytes(32))).list_keys('phalanx/witness/'))"
     )
     address = f"{made.machines[-1].address}:{_PORT}"

@@ -18,7 +18,7 @@ from tests.system.hosts_apart import HostsApart
 from tests.system.standbys import await_standbys, find_leader
 
 from phalanx import CheckpointManager
-from phalanx.report.measurements import Measurements
+from phalanx._job.report.measurements import Measurements
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts
 

@@ -11,7 +11,7 @@ import torch
 from tests import fake_driver
 from tests.system.phalanx_command import run, write_script
 
-from phalanx.agent.cuda_context import describe, find_cuda_use
+from phalanx._job.agent.cuda_context import describe, find_cuda_use
 
 # What a rank sees of itself and of the process that it was forked from, before and after it uses CUDA.
 LOOK = """

@@ -17,7 +17,7 @@ import pytest
 from tests.system.host_commands import _PORT, commands, finish, numbered
 from tests.system.phalanx_command import Finished, Running, start, write_script
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts
 
@@ -557,9 +557,11 @@ def test_a_job_on_one_host_loads_nothing_for_several(tmp_path: Path) -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
-    assert "phalanx.agent.job" in loaded
-    assert not [name for name in loaded if name.partition(".")[0] == "zmq" or name.startswith("phalanx.hosts")]
-    assert {name for name in loaded if name.startswith("phalanx.coordination.")} == {"phalanx.coordination.launchers"}
+    assert "phalanx._job.agent.job" in loaded
+    assert not [name for name in loaded if name.partition(".")[0] == "zmq" or name.startswith("phalanx._job.hosts")]
+    assert {name for name in loaded if name.startswith("phalanx.coordination.")} == {
+        "phalanx._comm.rendezvous.launchers"
+    }
 
 
 @pytest.mark.slow

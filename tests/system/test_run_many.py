@@ -10,7 +10,7 @@ from tests.system.phalanx_command import run, start
 # As `python -m phalanx.cli`, without the limit of 64 ranks per core: so many ranks are a normal job of a large host.
 UNLIMITED = """
 import sys
-from phalanx.launch import num_ranks
+from phalanx._job.launch import num_ranks
 from phalanx.cli.__main__ import main
 num_ranks.RANKS_PER_CORE = 1000
 main()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.system.phalanx_command import BATCHES, Running, run, start, write_script
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts
 

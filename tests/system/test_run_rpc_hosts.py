@@ -10,7 +10,7 @@ import pytest
 from tests.system.host_commands import commands, finish, numbered
 from tests.system.phalanx_command import write_script
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import hosts
 
@@ -49,7 +49,7 @@ print("done", flush=True)
 # Says hello as a member would, and asks the worker to make a folder; in the clear, and with the key of another job.
 _ATTACK = """
 import contextlib, os, pickle, sys, zmq
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.rpc import wire
 from phalanx.rpc.worker_info import WorkerAddress
 

@@ -18,7 +18,7 @@ import tempfile
 import pytest
 from tests.mpi_jobs import MPICH, OPEN_MPI, ROOT, _launcher
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts
 
@@ -203,7 +203,7 @@ def test_what_a_scheduler_sets_on_each_host_makes_one_job(work, variables, said)
 def test_two_jobs_of_one_user_on_the_same_hosts_do_not_mix(work, monkeypatch):
     """Both come to the same ports, which follow from the first part of their names here, and know the same key."""
     folder, environment = work
-    one_name = "import phalanx.schedulers.allocation as a; a.zlib = type('', (), {'crc32': lambda data: 1})"
+    one_name = "import phalanx._job.schedulers.allocation as a; a.zlib = type('', (), {'crc32': lambda data: 1})"
     (folder / "sitecustomize.py").write_text(one_name)
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
     with hosts(2) as machines:

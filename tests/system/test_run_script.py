@@ -238,7 +238,7 @@ def test_ps_shows_the_command_that_a_rank_is(tmp_path: Path) -> None:
 def test_words_that_are_too_long_to_show_are_cut() -> None:
     code = (
         "import sys\n"
-        "from phalanx.agent.title import set_command\n"
+        "from phalanx._job.agent.title import set_command\n"
         "set_command([sys.executable, 'x' * 10_000])\n"
         "first, second = open('/proc/self/cmdline', 'rb').read().rstrip(b'\\0').decode().split('\\0')\n"
         "assert first == sys.executable and second and set(second) == {'x'}, second\n"

@@ -16,8 +16,8 @@ import pytest
 from tests.system.phalanx_command import Finished, Running, run, start, write_script
 from tests.system.sshd import SshHosts, ssh_hosts, why_no_sshd
 
-from phalanx.coordination.key import Key
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.control.key import Key
 
 pytestmark = pytest.mark.skipif(bool(why_no_sshd()), reason=why_no_sshd())
 
@@ -126,7 +126,7 @@ def test_the_key_is_in_no_command_line_and_in_no_environment(two: SshHosts, fold
                     shown += Path(f"/proc/{entry}/{name}").read_bytes()
                 except OSError:
                     continue  # it has ended
-        assert b"phalanx.ssh" in shown
+        assert b"phalanx._job.ssh" in shown
         assert str(key).encode() not in shown
         running.process.send_signal(signal.SIGINT)
         assert running.finish().code == 130

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.system.phalanx_command import Running, run, start, write_script
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 
 # What may differ between the two launchers in a rank's environment, and why.
 _DIFFERENT = {
@@ -291,7 +291,7 @@ def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path: Path) -> N
         "import os, signal, sys\n"
         "class Finder:\n"
         "    def find_spec(name, path=None, target=None):\n"
-        "        if name == 'phalanx.launch.command_line':\n"
+        "        if name == 'phalanx._job.launch.command_line':\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder)\n",
         "sitecustomize.py",

@@ -22,7 +22,7 @@ import pytest
 from tests.system.hanging import _HANG
 from tests.system.phalanx_command import BATCHES, start, write_script
 
-from phalanx.inspect.top.view import SHARES
+from phalanx._job.inspect.top.view import SHARES
 from phalanx.testing import hosts, why_no_hosts
 
 # Rank 1 is the slow one.

@@ -11,7 +11,7 @@ from tests.system.elastic_hosts import Cluster
 from tests.system.phalanx_command import Running, start
 from tests.system.standbys import WAITS
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing.namespaces import Host, hosts
 
 _KEY = Key(bytes(32))

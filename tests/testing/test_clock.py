@@ -1,6 +1,6 @@
 import pytest
 
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
 from phalanx.testing import ManualClock
 
 

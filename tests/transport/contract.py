@@ -1,4 +1,4 @@
-"""What every transport keeps (`phalanx.transport.base`), as checks that each rank of a group makes by itself.
+"""What every transport keeps (`phalanx._comm.transport.base`), as checks that each rank of a group makes by itself.
 
 All ranks know what all bring, so each computes the result alone, in one process, and compares. The numbers are small
 and whole: every order of addition gives the same bits. Each check of a failure takes a group of its own.

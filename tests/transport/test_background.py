@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from phalanx.transport import background
-from phalanx.transport.background import Background
+from phalanx._comm.transport import background
+from phalanx._comm.transport.background import Background
 
 
 def background_threads():

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.diagnostics.failure_report import RankCall
-from phalanx.transport.call import HEAD_BYTES, Call, describe_call, disagreement, split_heads
+from phalanx._comm.diagnostics.failure_report import RankCall
+from phalanx._comm.transport.call import HEAD_BYTES, Call, describe_call, disagreement, split_heads
 
 CALL = Call("all_reduce", dtype=12, redop=0, count=12, shape=(3, 4), place="train.py:88")
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 from tests.transport import contract
 
-from phalanx.backend import create
+from phalanx._comm.backend import create
+from phalanx._comm.transport.hierarchical import bruck
 from phalanx.testing import run_ranks, why_no_hosts
-from phalanx.transport.hierarchical import bruck
 
 WORLD = 3
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx._comm.transport.hierarchical.rails import plan
 from phalanx.collectives import Link
 from phalanx.testing import run_ranks
-from phalanx.transport.hierarchical.rails import plan
 
 
 def test_all_problems_are_told_at_once():

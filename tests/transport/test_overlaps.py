@@ -5,7 +5,7 @@ import random
 
 import torch
 
-from phalanx.transport.overlaps import find_shared
+from phalanx._comm.transport.overlaps import find_shared
 
 
 def _addresses(tensor):
@@ -56,7 +56,7 @@ def test_whether_any_two_views_share_an_element_is_known_exactly():
 
 def test_parts_along_any_dimension_lie_apart_and_no_element_is_marked(monkeypatch):
     """Each rank's part of a matrix's columns begins before the others' have ended, in every usual program."""
-    monkeypatch.setattr("phalanx.transport.overlaps._find_marked", None)
+    monkeypatch.setattr("phalanx._comm.transport.overlaps._find_marked", None)
     for shape in [(12,), (5, 12), (12, 12, 3), (2, 12, 12, 2)]:
         whole = torch.zeros(shape)
         for order in itertools.permutations(range(len(shape))):

@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import torch
 
-from phalanx.transport.base import CallContext
-from phalanx.transport.staging import HostMemory, StagedCall, open_copy_stream
-from phalanx.transport.staging.host_memory import block_bytes, staging_bytes
-from phalanx.transport.staging.staged_call import InFlight
+from phalanx._comm.transport.base import CallContext
+from phalanx._comm.transport.staging import HostMemory, StagedCall, open_copy_stream
+from phalanx._comm.transport.staging.host_memory import block_bytes, staging_bytes
+from phalanx._comm.transport.staging.staged_call import InFlight
 
 CTX = CallContext(1.0, 0)
 LARGE = 1 << 16

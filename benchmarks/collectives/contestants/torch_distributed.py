@@ -55,7 +55,7 @@ class DirectContestant(TorchContestant):
     """A rank that calls Phalanx's core without `torch.distributed` in between."""
 
     def _call(self, op: str, target: Tensor, source: Tensor) -> Callable[[], object]:
-        from phalanx.dtypes import dtype_of
+        from phalanx._base.dtypes import dtype_of
 
         core = dist.group.WORLD.symm_mem.core
         world_size, code = dist.get_world_size(), dtype_of(target.dtype).code

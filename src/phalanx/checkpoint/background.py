@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx._base.deadline import Deadline
+from phalanx._base.log import get_logger
+from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx.checkpoint.peers import Peers
-from phalanx.deadline import Deadline
-from phalanx.diagnostics.rank_list import name_ranks
 from phalanx.errors import CheckpointError
-from phalanx.log import get_logger
 
 _LOOK_S = 0.002  # the first pause between two checks; later ones grow
 _LOOK_AT_MOST_S = 0.1

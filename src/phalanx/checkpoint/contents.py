@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._base.storage import place_of
 from phalanx.checkpoint.checksum import find_damage
 from phalanx.checkpoint.history import History
 from phalanx.checkpoint.manifest import find_damaged_file, is_checkpoint, read_manifest
@@ -23,7 +24,6 @@ from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, Tree
 from phalanx.checkpoint.whole import STATE
 from phalanx.errors import CheckpointError
-from phalanx.storage import place_of
 
 _VALUE_CHARACTERS = 60
 _JAGGED = {"torch.nested", "torch._dynamo"}  # what torch.load wants to be imported before it makes a jagged tensor

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from phalanx._base.log import get_logger
 from phalanx.checkpoint.peers import Peers
 from phalanx.errors import CheckpointError
-from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
 

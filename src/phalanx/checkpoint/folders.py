@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from phalanx._base.storage import RemoteFolder, is_address
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RETRY_S
 from phalanx.checkpoint.write_problems import may_write
-from phalanx.storage import RemoteFolder, is_address
 
 _TRIAL = ".phalanx-trial"
 

@@ -27,10 +27,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx._base.deadline import Deadline
 from phalanx.checkpoint.atomic import NotDurableError, sync_directory
 from phalanx.checkpoint.best import Best, choose_outdated
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from phalanx.deadline import Deadline
 from phalanx.errors import CheckpointError
 
 LATEST = "latest"

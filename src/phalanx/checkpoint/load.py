@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from phalanx._base.partition.owners import owner_of
+from phalanx._base.storage import place_of
 from phalanx.checkpoint.checksum import find_damage
 from phalanx.checkpoint.devices import require_device
 from phalanx.checkpoint.optimizer_fit import OptimizerNotes
@@ -22,8 +24,6 @@ from phalanx.checkpoint.remote_history import RETRY_S, brought_here
 from phalanx.checkpoint.restore import find_latest, read_moved
 from phalanx.checkpoint.rollback import Rollback, describe_put_back, in_loading_order
 from phalanx.errors import CheckpointError
-from phalanx.partition.owners import owner_of
-from phalanx.storage import place_of
 
 _ZIP_BEGINS = b"PK\x03\x04"
 

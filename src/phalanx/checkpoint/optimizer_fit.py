@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx._base.partition.owners import owner_of
 from phalanx.checkpoint.wrappers import unwrap_key, wrapper_prefixes
-from phalanx.partition.owners import owner_of
 
 _AS_PARAMETER = frozenset(
     (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from phalanx.partition.owners import whole_name
+from phalanx._base.partition.owners import whole_name
 
 _SHOWN = 4
 

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx._base.partition.owners import PartOwner, owner_of, whole_name
+from phalanx._comm.transport.memory_order import find_strides, lay_out
+from phalanx._comm.transport.tensors import same_order
 from phalanx.checkpoint.optimizer_fit import (
     OptimizerNotes,
     find_misfits,
@@ -28,9 +31,6 @@ from phalanx.checkpoint.wrappers import (
     without_wrappers,
     wrapper_prefixes,
 )
-from phalanx.partition.owners import PartOwner, owner_of, whole_name
-from phalanx.transport.memory_order import find_strides, lay_out
-from phalanx.transport.tensors import same_order
 
 _SHOWN = 8  # the most keys of a kind in a message
 

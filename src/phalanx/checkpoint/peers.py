@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.shared import rehearses
+from phalanx._comm.backend.shared import rehearses
 from phalanx.errors import CheckpointError, PhalanxError
 
 T = TypeVar("T")

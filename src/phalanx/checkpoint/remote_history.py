@@ -27,14 +27,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from phalanx._base.storage import RemoteFolder
+from phalanx._comm.rendezvous.rank_info import host_identity
+from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.checkpoint.best import Best, choose_outdated
 from phalanx.checkpoint.history import LATEST, Entry
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.peers import Peers
-from phalanx.coordination.rank_info import host_identity
 from phalanx.errors import CheckpointError
-from phalanx.storage import RemoteFolder
-from phalanx.symmetric_memory.watch import ProcessId
 
 _NAME = re.compile(r"(\d{8,})-step-(\d+)-[0-9a-f]{8}")
 _WRITING = ".writing"

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from phalanx._comm.transport.memory_order import lay_out
+from phalanx._comm.transport.tensors import is_dense
 from phalanx.checkpoint.devices import require_device
 from phalanx.checkpoint.history import History, explain_renamed
 from phalanx.checkpoint.manifest import Manifest, find_damaged_file, is_checkpoint, read_manifest
@@ -25,8 +27,6 @@ from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, build, find, is_dtensor, strides_of_tensors, tensor_names
 from phalanx.checkpoint.whole import STATE, hand_on
 from phalanx.errors import CheckpointError
-from phalanx.transport.memory_order import lay_out
-from phalanx.transport.tensors import is_dense
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import, which only those pay who need it
     from torch.distributed.tensor import DTensor

@@ -11,13 +11,13 @@ from typing import Any, BinaryIO, cast
 import torch
 import torch.distributed as dist
 
+from phalanx._base.storage import RemoteFolder, place_of
 from phalanx.checkpoint.atomic import NotDurableError, replace_file
 from phalanx.checkpoint.blame import describe_unsafe_value, publish_name
 from phalanx.checkpoint.disk_errors import describe_disk_error
 from phalanx.checkpoint.remote_history import RETRY_S
 from phalanx.checkpoint.streams import DiskStream
 from phalanx.errors import CheckpointError, PhalanxError
-from phalanx.storage import RemoteFolder, place_of
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from phalanx._base.log import get_logger
+from phalanx._base.storage import place_of
 from phalanx.checkpoint.background import Saving, wait_together
 from phalanx.checkpoint.best import Best, KeepBest
 from phalanx.checkpoint.choose import best_entries, choose, require_best
@@ -33,8 +35,6 @@ from phalanx.checkpoint.snapshot import SnapshotMemory
 from phalanx.checkpoint.tree import Tree
 from phalanx.checkpoint.write_problems import explain_unseen, explain_unwritten, is_of_the_state, may_write
 from phalanx.errors import CheckpointError
-from phalanx.log import get_logger
-from phalanx.storage import place_of
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
     from phalanx.checkpoint import sharded as sharded_files

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
+from phalanx._base.torch_names import find
 from phalanx.checkpoint.manifest import FileRecord
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.slices import SlicedTensor
@@ -45,7 +46,6 @@ from phalanx.checkpoint.streams import ChecksummedStream
 from phalanx.checkpoint.structure import STRUCTURE
 from phalanx.checkpoint.tree import Tree, is_tensor
 from phalanx.errors import CheckpointError, InternalError
-from phalanx.torch_names import find
 
 _StorageInfo: Any = find(
     "torch.distributed.checkpoint.filesystem._StorageInfo",

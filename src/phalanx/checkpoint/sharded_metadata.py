@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-from phalanx.torch_names import find
+from phalanx._base.torch_names import find
 
 _LOSES = "phalanx.checkpoint does not read sharded checkpoints that hold it"
 _STORED = (

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from phalanx._base.torch_names import find
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.streams import FileRange
-from phalanx.torch_names import find
 
 compute_local_shape_and_global_offset: Any = find(
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",

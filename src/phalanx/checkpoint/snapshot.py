@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.torch_names import find
+from phalanx._base.torch_names import find
 
 _neg_view: Any = find("torch._neg_view", loses="phalanx.checkpoint does not copy a negative view")
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from phalanx._comm.transport.memory_order import find_strides
 from phalanx.checkpoint.nesting import NestingError, describe_nesting
 from phalanx.checkpoint.slices import SlicedTensor
-from phalanx.transport.memory_order import find_strides
 
 Path = tuple[str | int, ...]
 Node = tuple[Any, ...]

@@ -11,12 +11,12 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from phalanx._comm.symmetric_memory import memfd
 from phalanx.checkpoint.blame import publish_name
 from phalanx.checkpoint.checksum import Crc32, crc32_of_range
 from phalanx.checkpoint.manifest import FileRecord
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.streams import ChecksummedStream
-from phalanx.symmetric_memory import memfd
 
 STATE = "state.pt"
 _CHUNK_BYTES = 16 << 20

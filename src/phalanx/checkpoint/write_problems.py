@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx._base.storage.remote_folder import LASTING
 from phalanx.checkpoint.atomic import NotDurableError
 from phalanx.checkpoint.background import AbandonedError
 from phalanx.checkpoint.blame import describe_unsafe_value
 from phalanx.checkpoint.disk_errors import describe_disk_error
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.whole import UnreadableError
-from phalanx.storage.remote_folder import LASTING
 
 
 def may_write(folder: Path) -> bool:

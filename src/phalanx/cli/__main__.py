@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from phalanx.output.standard import open_standard_descriptors
+from phalanx._job.output.standard import open_standard_descriptors
 
 open_standard_descriptors()  # first: importing ctypes may open a descriptor, which then gets a closed one's number
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -16,13 +16,13 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 def run(words: list[str]) -> int:
     """Run `phalanx run` with `words`, here or over ssh; return the exit code."""
     if any(word.startswith(("--host", "--ssh", "--remote")) for word in words):
-        from phalanx.launch.command_line import SSH_OPTIONS, take_options
+        from phalanx._job.launch.command_line import SSH_OPTIONS, take_options
 
         if take_options(words, SSH_OPTIONS)[0]:
-            from phalanx.ssh.job import main as run_over_ssh
+            from phalanx._job.ssh.job import main as run_over_ssh
 
             return run_over_ssh(words)
-    from phalanx.launch.command import main as run_here
+    from phalanx._job.launch.command import main as run_here
 
     return run_here(words)
 
@@ -33,8 +33,8 @@ def main() -> None:
     if words[:1] == ["run"]:
         # The one command whose start people wait for does not wait for click.
         sys.exit(run(words[1:]))
+    from phalanx._job.output.standard import guarded
     from phalanx.cli.commands import group
-    from phalanx.output.standard import guarded
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -47,7 +47,7 @@ def _collectives(device: str, world_size: int, rounds: int, in_json: bool) -> No
     """
     import torch
 
-    from phalanx.bench import collectives
+    from phalanx._tools.bench import collectives
     from phalanx.testing import RankFailed
 
     gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -86,7 +86,7 @@ def _link(rounds: int, in_json: bool) -> None:
             "no launcher has started this as a rank of a job. On several hosts: "
             "phalanx run --nnodes 2 --nproc-per-node 1 -m phalanx bench link"
         )
-    from phalanx.bench.link import run
+    from phalanx._tools.bench.link import run
     from phalanx.errors import PhalanxError
 
     try:

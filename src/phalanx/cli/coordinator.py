@@ -23,7 +23,7 @@ def command(ctx: click.Context, bind: str, key_file: str | None, job: str, lost_
     `phalanx run --nnodes` starts one by itself, on the first host: this command is for a coordinator that is to outlive
     every host of the job.
     """
-    from phalanx.coordination.command import run_coordinator
+    from phalanx._job.coordinator.command import run_coordinator
     from phalanx.errors import CoordinationError
 
     try:

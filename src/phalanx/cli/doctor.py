@@ -15,9 +15,9 @@ def command(ctx: click.Context, in_json: bool) -> None:
 
     The exit code is 0 when training works, warnings or not, and 1 when it does not.
     """
-    from phalanx.doctor.checks import judge, would_train
-    from phalanx.doctor.examination import examine
-    from phalanx.doctor.report import as_json, as_text, print_table
+    from phalanx._tools.doctor.checks import judge, would_train
+    from phalanx._tools.doctor.examination import examine
+    from phalanx._tools.doctor.report import as_json, as_text, print_table
 
     facts = examine()
     findings = judge(facts)

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import click
 
-from phalanx.collectives.algorithms import ALGORITHMS, Algorithm, build
-from phalanx.collectives.network import Topology
-from phalanx.collectives.schedule import Operation
+from phalanx._comm.schedules.algorithms import ALGORITHMS, Algorithm, build
+from phalanx._comm.schedules.network import Topology
+from phalanx._comm.schedules.schedule import Operation
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def _explain(
     svg: Path | None,
     whole: bool,
 ) -> None:
-    from phalanx.collectives.explanation import drawing, steps
+    from phalanx._tools.explain import drawing, steps
 
     schedule = _as_usage_error(build, algorithm.name, operation, _topology(algorithm, world_size, hosts), root)
     _as_usage_error(steps.require_readable, schedule)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
+from phalanx._job.launch.join import OWN_OPTIONS, main
+from phalanx._job.launch.options import OPTIONS
 from phalanx.cli.launch_options import WordsCommand, as_click_option
-from phalanx.launch.join import OWN_OPTIONS, main
-from phalanx.launch.options import OPTIONS
 
 
 @click.command(

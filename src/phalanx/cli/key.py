@@ -19,7 +19,7 @@ def command(ctx: click.Context, file: str | None, shows_key: bool, shows_path: b
     Every host of a job needs the same key: copy the file (scp), or have it in a home that the hosts share. It is looked
     for in --key-file, PHALANX_KEY_FILE, PHALANX_KEY, and then your configuration folder.
     """
-    from phalanx.coordination.key_file import default_path, make_key
+    from phalanx._comm.control.key_file import default_path, make_key
     from phalanx.errors import AuthenticationError
 
     path = file or str(default_path(os.environ))

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from phalanx.launch.options import Option
+from phalanx._job.launch.options import Option
 
 
 class WordsCommand(click.Command):

@@ -47,7 +47,7 @@ def _common(function: Callable[..., None]) -> Callable[..., None]:
 @click.pass_context
 def slurm(ctx: click.Context, /, time_limit: str, partition: str, log: str, **asked: Any) -> None:
     """Write a batch script: `srun` starts one `phalanx run` on each node, and they find each other."""
-    from phalanx.manifests.slurm import write_batch_script
+    from phalanx._job.manifests.slurm import write_batch_script
 
     def write(request: Any) -> str:
         program = [str(Path(sys.executable).parent / "phalanx")]
@@ -73,7 +73,7 @@ def kubernetes(
     ctx: click.Context, /, image: str, namespace: str, secret: str, folder: str, user: int, shm: str, **asked: Any
 ) -> None:
     """Write a headless Service and an indexed Job, a pod for each node; the key is in a Secret that they name."""
-    from phalanx.manifests.kubernetes import Cluster, write_manifest
+    from phalanx._job.manifests.kubernetes import Cluster, write_manifest
 
     cluster = Cluster(image, namespace, secret, folder, user, shm)
     _write(ctx, lambda request: write_manifest(request, cluster), {"PET_NNODES": str(asked["nodes"])}, **asked)
@@ -82,9 +82,9 @@ def kubernetes(
 def _write(
     ctx: click.Context, write: Callable[[Any], str], variables: Mapping[str, str], output: str | None, **asked: Any
 ) -> None:
+    from phalanx._job.launch.command_line import parse
+    from phalanx._job.manifests.request import Request, check
     from phalanx.errors import LaunchError
-    from phalanx.launch.command_line import parse
-    from phalanx.manifests.request import Request, check
 
     words = tuple(asked["words"])
     try:

@@ -18,7 +18,7 @@ def command(ctx: click.Context, folders: tuple[str, ...], html: str | None) -> N
     """
     from rich.console import Console
 
-    from phalanx.report.compare import compare_page, compare_rows, load, print_comparison, print_run
+    from phalanx._job.report.compare import compare_page, compare_rows, load, print_comparison, print_run
 
     try:
         runs = [load(folder) for folder in folders]

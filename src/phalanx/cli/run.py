@@ -1,12 +1,12 @@
-"""Show `phalanx run` in the list of commands; `phalanx.launch.command_line` parses its words."""
+"""Show `phalanx run` in the list of commands; `phalanx._job.launch.command_line` parses its words."""
 
 from __future__ import annotations
 
 import click
 
+from phalanx._job.launch.command import main
+from phalanx._job.launch.options import OPTIONS
 from phalanx.cli.launch_options import WordsCommand, as_click_option
-from phalanx.launch.command import main
-from phalanx.launch.options import OPTIONS
 
 
 @click.command(

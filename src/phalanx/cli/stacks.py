@@ -14,9 +14,9 @@ def command(ctx: click.Context, job: str | None) -> None:
     JOB is the process number of a `phalanx run` of yours on this host, or the name of its script; it may be left out
     when only one is running.
     """
-    from phalanx.diagnostics.printable import printable_lines
+    from phalanx._comm.diagnostics.printable import printable_lines
+    from phalanx._job.inspect.stacks.report import report_stacks
     from phalanx.errors import LaunchError
-    from phalanx.inspect.stacks.report import report_stacks
 
     try:
         click.echo(printable_lines(report_stacks(job)))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
 
 if TYPE_CHECKING:
-    from phalanx.inspect.top.watch import Watch
+    from phalanx._job.inspect.top.watch import Watch
 
 _LOOK_S = 0.5  # so often it looks whether the job has ended
 
@@ -41,12 +41,12 @@ def command(
     """
     from rich.console import Console
 
-    from phalanx.diagnostics.printable import printable_lines
+    from phalanx._comm.diagnostics.printable import printable_lines
+    from phalanx._job.inspect.stacks.job_choice import choose_job
+    from phalanx._job.inspect.top.as_json import as_json
+    from phalanx._job.inspect.top.table import all_lines, as_text
+    from phalanx._job.inspect.top.watch import Watch
     from phalanx.errors import LaunchError
-    from phalanx.inspect.stacks.job_choice import choose_job
-    from phalanx.inspect.top.as_json import as_json
-    from phalanx.inspect.top.table import all_lines, as_text
-    from phalanx.inspect.top.watch import Watch
 
     console = Console(file=sys.stdout, highlight=False)
     try:
@@ -63,7 +63,7 @@ def command(
             else:
                 click.echo(as_text(lines))
         else:
-            from phalanx.inspect.top.screen import show
+            from phalanx._job.inspect.top.screen import show
 
             last = show(watch, interval)
             if last is not None:
@@ -78,9 +78,9 @@ def _serve(watch: Watch, port: int) -> None:
     """Serve the page until the job has ended, or Ctrl-C comes."""
     import secrets
 
+    from phalanx._job.inspect.http_server import HTTPServer
+    from phalanx._job.report.live_page import LivePage
     from phalanx.errors import LaunchError
-    from phalanx.inspect.http_server import HTTPServer
-    from phalanx.report.live_page import LivePage
 
     token = secrets.token_urlsafe(16)
     try:

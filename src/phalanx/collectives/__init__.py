@@ -3,11 +3,11 @@
 Algorithms are data that is executed, proved, printed and drawn from the same source. All of it is pure and torch-free.
 """
 
-from phalanx.collectives.algorithms import ALGORITHMS, build
-from phalanx.collectives.network import Link, Topology
-from phalanx.collectives.play import play
-from phalanx.collectives.schedule import Schedule, Transfer
-from phalanx.collectives.symbolic import check
+from phalanx._comm.schedules.algorithms import ALGORITHMS, build
+from phalanx._comm.schedules.network import Link, Topology
+from phalanx._comm.schedules.play import play
+from phalanx._comm.schedules.schedule import Schedule, Transfer
+from phalanx._comm.schedules.symbolic import check
 
 __all__ = [
     "ALGORITHMS",

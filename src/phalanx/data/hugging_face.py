@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from phalanx._base.extras import require
 from phalanx.data.stream import Stream
-from phalanx.extras import require
 
 _ROWS_AT_ONCE = 64
 

@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from phalanx._base.storage import open_for_reading
 from phalanx.data.shard_names import list_paths
 from phalanx.data.stream import Stream, UnreadableSample
 from phalanx.errors import summary_of
-from phalanx.storage import open_for_reading
 
 
 def from_json_lines(

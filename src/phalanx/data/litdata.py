@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from phalanx._base.extras import require
 from phalanx.data.stream import Stream
 from phalanx.errors import DataError
-from phalanx.extras import require
 
 _MOST_OPEN = 64  # the most open chunks of a process; litData keeps one, or four
 _ROWS = 1024  # the rows of a shard, if the sizes of chunks are not those of what the dataset hands out

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._base.log import get_logger
+from phalanx._base.storage import is_transient, retry
 from phalanx.errors import DataError, summary_of
-from phalanx.log import get_logger
-from phalanx.storage import is_transient, retry
 
 _logger = get_logger(__name__)
 _END = object()

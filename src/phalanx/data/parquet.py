@@ -9,10 +9,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx._base.extras import require
+from phalanx._base.storage import open_for_reading
 from phalanx.data.shard_names import list_paths
 from phalanx.data.stream import Stream
-from phalanx.extras import require
-from phalanx.storage import open_for_reading
 
 _GROUPS_KEPT = 2  # a window may lie across the border of two
 

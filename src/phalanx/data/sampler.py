@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import distributed as torch_sampler
 
-from phalanx.backend.torch_integration.data_loaders import observe_loaders
+from phalanx._comm.backend.torch_integration.data_loaders import observe_loaders
 from phalanx.data.index_stream import IndexStream, ShareStream, TurnStream
 from phalanx.data.loader_pass import LoaderPass, pass_of
 from phalanx.data.ordered import Order, OrderedDataset, epoch_key

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from phalanx._base.log import get_logger
+from phalanx._base.storage import is_address, open_for_reading, split_address
 from phalanx.data.permutation import Indices
 from phalanx.errors import DataError, summary_of
-from phalanx.log import get_logger
-from phalanx.storage import is_address, open_for_reading, split_address
 
 _logger = get_logger(__name__)
 _VERSION = 1

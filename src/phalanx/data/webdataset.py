@@ -8,11 +8,11 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from phalanx._base.extras import require
+from phalanx._base.storage import is_address, open_for_reading
 from phalanx.data.shard_names import list_shards
 from phalanx.data.stream import Stream
 from phalanx.data.tar_headers import list_files
-from phalanx.extras import require
-from phalanx.storage import is_address, open_for_reading
 
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset passes over these files

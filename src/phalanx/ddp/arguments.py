@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx._base.torch_names import find
 from phalanx.ddp.plan import DEFAULT_CAP_MB, FIRST_CAP_MB
-from phalanx.torch_names import find
 
 _REFUSED = {
     "delay_all_reduce_named_params": "it belongs to PyTorch's internal use; leave parameters out by freezing them",

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from phalanx.backend.dynamo import untraced
+from phalanx._comm.backend.dynamo import untraced
 
 _Owner = TypeVar("_Owner")
 _Argument = TypeVar("_Argument")

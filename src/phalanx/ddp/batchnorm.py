@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.log import get_logger
+from phalanx._base.log import get_logger
 from phalanx.nn.sync_batchnorm import SyncBatchNorm, find_batchnorms
 
 SYNC_BELOW = 16

@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.gradient_shards import NeededSlice, find_needed
-from phalanx.backend.shared import shares_memory
+from phalanx._comm.backend.gradient_shards import NeededSlice, find_needed
+from phalanx._comm.backend.shared import shares_memory
+from phalanx._comm.transport.tensors import copy_all, is_dense, same_order
 from phalanx.ddp.holders import is_alone, separate_gradient, storage_holders, view_holders
 from phalanx.ddp.plan import Bucket, BucketPlan, Slot
-from phalanx.transport.tensors import copy_all, is_dense, same_order
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
-    from phalanx.symmetric_memory.pool import SharedPool
+    from phalanx._comm.symmetric_memory.pool import SharedPool
 
 _ALIGN = 4096  # a page: pages that are not used are not touched, and no two ranks' caches meet
 
@@ -110,7 +110,7 @@ def allocate(
     starts = [0, *itertools.accumulate(sizes)]
     block = None
     if starts[-1]:
-        from phalanx.backend import shared_empty  # needs the C core, which a group that shares memory has
+        from phalanx._comm.backend import shared_empty  # needs the C core, which a group that shares memory has
 
         block = shared_empty(starts[-1], dtype=torch.uint8, group=group).numpy()
     places = iter(zip(starts, sizes, strict=False))

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.gradient_shards import LARGE_BYTES
-from phalanx.backend.shared import shared_empty, shares_memory, sharing_group
+from phalanx._comm.backend.gradient_shards import LARGE_BYTES
+from phalanx._comm.backend.shared import shared_empty, shares_memory, sharing_group
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate
 from phalanx.ddp.exchange import Exchange, SharedExchange, WorkExchange
 from phalanx.ddp.local_bucket import LocalBucket
 from phalanx.ddp.plan import BucketPlan, ParameterSpec, plan_buckets
 
 if TYPE_CHECKING:  # needs the C core, which may not be there
-    from phalanx.symmetric_memory.pool import SharedPool
+    from phalanx._comm.symmetric_memory.pool import SharedPool
 
 
 class BucketSet:
@@ -109,7 +109,7 @@ def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) 
     ours = sharing_group(group)
     if not sizes or ours is None or group.size() == 1:
         return None
-    from phalanx.symmetric_memory.pool import SharedPool  # needs the C core, which a group that shares memory has
+    from phalanx._comm.symmetric_memory.pool import SharedPool  # needs the C core, which a group that shares memory has
 
     return SharedPool(ours.symm_mem, sizes, lambda nbytes: shared_empty(nbytes, dtype=torch.uint8, group=group))
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx._base.torch_names import find
 from phalanx.ddp.bucket import DenseBucket
-from phalanx.torch_names import find
 
 # `then` of a work returns an object of this class.
 _Future: Any = find(

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import shares_memory
-from phalanx.backend.torch_integration.groups import phalanx_group
+from phalanx._comm.backend.shared import shares_memory
+from phalanx._comm.backend.torch_integration.groups import phalanx_group
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
 
@@ -72,9 +72,7 @@ class SharedExchange:
     scale = 1.0
 
     def __init__(self, group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> None:
-        from phalanx.backend.shared_reducer import (
-            SharedReducer,  # needs the C core, which is there where memory is shared
-        )
+        from phalanx._comm.backend.shared_reducer import SharedReducer
 
         filled = [bucket for bucket in buckets if bucket.plan.numel]  # an empty tensor lies nowhere
         self._numbers = {id(bucket): number for number, bucket in enumerate(filled)}

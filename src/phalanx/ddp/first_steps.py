@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from phalanx._base.log import get_logger
 from phalanx.ddp.digest import digest, digests, find_differences
 from phalanx.ddp.epoch_order import MOST_OBJECTS
 from phalanx.ddp.graph import find_tensors
@@ -36,7 +37,6 @@ from phalanx.ddp.mistakes import (
     decide_warnings,
     were_put_back,
 )
-from phalanx.log import get_logger
 from phalanx.nn.uncounted import is_uncounted
 
 _logger = get_logger("phalanx.ddp")

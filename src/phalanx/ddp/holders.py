@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.torch_names import find
+from phalanx._base.torch_names import find
 
 _LOSES = "phalanx.DistributedDataParallel does not know who holds a gradient"
 _use_count: Any = find("torch.Tensor._use_count", loses=_LOSES)  # torch.utils.swap_tensors asks for it as well

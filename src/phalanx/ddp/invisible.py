@@ -15,9 +15,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from phalanx.log import get_logger
-from phalanx.torch_names import find
-from phalanx.transport.tensors import is_dense, is_zero_tensor
+from phalanx._base.log import get_logger
+from phalanx._base.torch_names import find
+from phalanx._comm.transport.tensors import is_dense, is_zero_tensor
 
 _logger = get_logger("phalanx.ddp")
 

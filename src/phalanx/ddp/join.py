@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from phalanx.backend.shared import sharing_group
-from phalanx.backend.shared_updates import has_shared_update
+from phalanx._comm.backend.shared import sharing_group
+from phalanx._comm.backend.shared_updates import has_shared_update
+from phalanx._comm.diagnostics.divergence import EVEN_ADVICE
 from phalanx.ddp.batchnorm import sync_if_small
 from phalanx.ddp.replicate import broadcast_tensors
-from phalanx.diagnostics.divergence import EVEN_ADVICE
 from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.backend.dynamo import skipped, untraced
+from phalanx._base.malloc import keep_freed_memory
+from phalanx._base.torch_names import find
+from phalanx._comm.backend.dynamo import skipped, untraced
 from phalanx.ddp.arguments import decide_caps, decide_device, decide_group, localize, refuse, refuse_hook
 from phalanx.ddp.batchnorm import SyncChoice, check_choice, span_ranks, sync_if_small
 from phalanx.ddp.comm_hook import Hook, HookExchange
@@ -29,9 +31,7 @@ from phalanx.ddp.reducer import Reducer
 from phalanx.ddp.replicate import BufferBroadcast, broadcast_tensors
 from phalanx.ddp.structure import describe, refuse_in_backward, refuse_uninitialized, specify, verify_same
 from phalanx.ddp.torch_interface import TorchInterface
-from phalanx.malloc import keep_freed_memory
 from phalanx.nn.sync_batchnorm import find_batchnorms
-from phalanx.torch_names import find
 
 # torch's own nested structures, which its DDP uses for the same purpose.
 tree_map: Any = find(

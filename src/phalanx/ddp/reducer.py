@@ -26,7 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.backend.dynamo import untraced
+from phalanx._base.malloc import give_back_freed_memory
+from phalanx._base.torch_names import find
+from phalanx._comm.backend.dynamo import untraced
 from phalanx.ddp.autograd_hooks import is_last_hook, register_gradient_hook, weak_hook
 from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
@@ -38,8 +40,6 @@ from phalanx.ddp.plan import BucketPlan, ParameterSpec
 from phalanx.ddp.round import Round
 from phalanx.ddp.shadow_round import ShadowRound
 from phalanx.ddp.stray_gradients import StrayGradients
-from phalanx.malloc import give_back_freed_memory
-from phalanx.torch_names import find
 
 _engine: Any = find(
     "torch.autograd.Variable._execution_engine", loses="phalanx.DistributedDataParallel does not average gradients"

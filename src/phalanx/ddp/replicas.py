@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from phalanx._comm.transport.tensors import flat
 from phalanx.ddp.digest import digest, digests, find_differences
 from phalanx.ddp.module import DistributedDataParallel
 from phalanx.ddp.structure import describe, verify_same
 from phalanx.errors import MismatchError
-from phalanx.transport.tensors import flat
 
 _SHOWN = 8  # so many ranks stand in a message
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import sharing_group
+from phalanx._base.torch_names import find
+from phalanx._comm.backend.shared import sharing_group
+from phalanx._comm.transport.tensors import copy_all
 from phalanx.errors import MismatchError
-from phalanx.torch_names import find
-from phalanx.transport.tensors import copy_all
 
 # torch's own DDP packs with these.
 _LOSES = "parameters and buffers are not made equal on all ranks"

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.backend.memoryless import address_of
+from phalanx._comm.backend.memoryless import address_of
+from phalanx._comm.transport.tensors import memory_order
 from phalanx.ddp.plan import ParameterSpec
 from phalanx.errors import MismatchError
-from phalanx.transport.tensors import memory_order
 
 _SHOWN = 8  # so many differences stand in a message; more would hide the first
 

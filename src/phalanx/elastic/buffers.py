@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
+from phalanx._comm.transport.tensors import copy_all
 from phalanx.elastic.generations import JobEndedError
-from phalanx.transport.tensors import copy_all
 
 _ALIGN = 64
 

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.torch_integration.groups import phalanx_group
-from phalanx.coordination.rank_info import host_identity
-from phalanx.symmetric_memory.process_memory import Copy, read_process, readable
-from phalanx.symmetric_memory.watch import ProcessId
-from phalanx.transport.tensors import is_dense
+from phalanx._comm.backend.torch_integration.groups import phalanx_group
+from phalanx._comm.rendezvous.rank_info import host_identity
+from phalanx._comm.symmetric_memory.process_memory import Copy, read_process, readable
+from phalanx._comm.symmetric_memory.watch import ProcessId
+from phalanx._comm.transport.tensors import is_dense
 
 _SMALL = 1 << 16  # tensors below this are packed; the others travel as they are
 _ALIGN = 64

@@ -9,13 +9,13 @@ import time
 from collections import deque
 from typing import Any
 
-from phalanx.coordination.elastic_link import outlive_zygote
-from phalanx.deadline import Deadline
-from phalanx.descriptors import wait_readable
+from phalanx._base.deadline import Deadline
+from phalanx._base.descriptors import wait_readable
+from phalanx._base.ipc.agent import connect, split
+from phalanx._base.loss_detection import SILENT_AGENT_S
+from phalanx.elastic.elastic_link import outlive_zygote
 from phalanx.elastic.generations import GenerationNotice, JobEndedError, LeaveError, NoGenerationError, RankLoss
 from phalanx.errors import DeadlineError, PhalanxError
-from phalanx.ipc.agent import connect, split
-from phalanx.loss_detection import SILENT_AGENT_S
 
 _ENDS = ("end", "no generation", "leave")
 _WELCOME_S = 30.0

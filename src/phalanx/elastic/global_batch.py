@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.backend.dynamo import untraced
+from phalanx._base.torch_names import find
+from phalanx._comm.backend.dynamo import untraced
 from phalanx.ddp import DistributedDataParallel
 from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.position import DataPosition
-from phalanx.torch_names import find
 
 _LOSES = "phalanx.elastic does not notice when a backward ends"
 _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)

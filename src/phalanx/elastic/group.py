@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend import rendezvous
-from phalanx.backend.torch_integration.groups import list_groups, phalanx_group
-from phalanx.coordination.bootstrap import checked_while_meeting
-from phalanx.diagnostics.progress_page import open_page
+from phalanx._base.log import get_logger
+from phalanx._comm.backend import rendezvous
+from phalanx._comm.backend.torch_integration.groups import list_groups, phalanx_group
+from phalanx._comm.diagnostics.progress_page import open_page
+from phalanx._comm.rendezvous.bootstrap import checked_while_meeting
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generations import GenerationNotice, Generations, JobEndedError, SupersededError
 from phalanx.elastic.generator_states import GeneratorStates
@@ -31,12 +32,11 @@ from phalanx.elastic.script_groups import ScriptGroups
 from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
 from phalanx.elastic.step import TRIAL_STEPS
-from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
 
 if TYPE_CHECKING:
-    from phalanx.backend.process_group import PhalanxProcessGroup
+    from phalanx._comm.backend.process_group import PhalanxProcessGroup
 
 
 class ElasticGroup:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.backend import rendezvous
-from phalanx.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
-from phalanx.coordination.bootstrap import checked_while_meeting
+from phalanx._comm.backend import rendezvous
+from phalanx._comm.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
+from phalanx._comm.rendezvous.bootstrap import checked_while_meeting
 from phalanx.elastic.except_hook import one_except_hook
 
 _PAUSE_S = 0.005

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.backend.skeleton import Leaf, join, split
+from phalanx._comm.backend.skeleton import Leaf, join, split
 from phalanx.ddp import DistributedDataParallel
 from phalanx.elastic.carry import carry, own_clock
 from phalanx.elastic.generations import JobEndedError

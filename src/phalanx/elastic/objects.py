@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
-from phalanx.backend.skeleton import split
+from phalanx._base.partition.owners import owner_of
+from phalanx._comm.backend.skeleton import split
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
 from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, SlicesPart, StatefulPart
 from phalanx.elastic.rebind import averaging_modules
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
-from phalanx.partition.owners import owner_of
 from phalanx.pipeline import Pipeline
 
 _SMALL = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from phalanx.backend.torch_integration.data_loaders import observe_loaders
+from phalanx._comm.backend.torch_integration.data_loaders import observe_loaders
 from phalanx.data import DistributedSampler
 from phalanx.data.index_stream import ShareStream, TurnStream
 from phalanx.data.partition import Partition

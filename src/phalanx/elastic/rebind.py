@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from phalanx.backend.torch_integration.groups import is_listed
+from phalanx._comm.backend.torch_integration.groups import is_listed
 from phalanx.ddp import DistributedDataParallel
 from phalanx.pipeline import Pipeline
 

@@ -8,7 +8,7 @@ A rank that has completed step n had a's gradients, and a gave them only when it
 agreed step is whole, whenever host B was lost, as the record itself is on one host (`phalanx.elastic.records`). Any two
 hosts may be lost at once; of a host that is lost together with both hosts behind it the copies are lost.
 
-A record holds pickles, which are read after a loss. So each message carries a MAC (`phalanx.transport.authentication`).
+A record holds pickles, which are read after a loss. So each message carries a MAC (`phalanx._comm.transport.authentication`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.backend.pickles import pickle_authenticator
-from phalanx.backend.torch_integration.groups import phalanx_group
-from phalanx.deadline import Deadline
-from phalanx.transport.authentication import OVERHEAD_BYTES, PickleStream
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.pickles import pickle_authenticator
+from phalanx._comm.backend.torch_integration.groups import phalanx_group
+from phalanx._comm.transport.authentication import OVERHEAD_BYTES, PickleStream
 
 NUM_COPIES = 2
 BLOCK = 256
@@ -57,7 +57,9 @@ def hosts_of(group: Any) -> Sequence[Sequence[int]]:
     ours = phalanx_group(group)
     if ours is None:
         return ()
-    from phalanx.transport.hierarchical.transport import HierarchicalTransport  # needs the C core, as such a group does
+    from phalanx._comm.transport.hierarchical.transport import (
+        HierarchicalTransport,  # needs the C core, as such a group does
+    )
 
     transport = ours.transport
     return transport.layout.topology.hosts if isinstance(transport, HierarchicalTransport) else ()
@@ -76,7 +78,7 @@ class RecordCopies:
         self, group: Any, slots: Sequence[Tensor], kept: Mapping[int, Sequence[Tensor]], keepers: Sequence[int]
     ) -> None:
         ours = phalanx_group(group)
-        from phalanx.transport.hierarchical.transport import HierarchicalTransport
+        from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport
 
         authenticator = pickle_authenticator(group)
         assert ours is not None

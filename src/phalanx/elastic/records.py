@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.backend.shared import host_memory, shares_memory
+from phalanx._comm.backend.shared import host_memory, shares_memory
+from phalanx._comm.transport.tensors import copy_all
 from phalanx.elastic import generator_states
 from phalanx.elastic.buffers import Buffers, views_of
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generator_states import GeneratorStates
 from phalanx.elastic.record_copies import RecordCopies, hosts_of, plan_keepers, plan_wards
-from phalanx.transport.tensors import copy_all
 
 _HEAD = struct.Struct("q7Q")  # the number; sizes of four random states, of the buffers' plan, the buffers, their room
 # The number; sizes of data, forms, tensors; whether they are there; the checksum; whether it is late; asked room.

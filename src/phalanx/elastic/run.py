@@ -12,9 +12,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from phalanx.backend import rendezvous
-from phalanx.backend.shared import rehearses
-from phalanx.backend.torch_integration.groups import phalanx_group
+from phalanx._base.log import get_logger
+from phalanx._comm.backend import rendezvous
+from phalanx._comm.backend.shared import rehearses
+from phalanx._comm.backend.torch_integration.groups import phalanx_group
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.elastic.channel import AgentChannel
 from phalanx.elastic.generations import (
@@ -33,7 +34,6 @@ from phalanx.elastic.losses import forget, is_loss, is_mismatch
 from phalanx.elastic.points import LOST, reached
 from phalanx.elastic.state import State
 from phalanx.errors import DeadlineError, summary_of
-from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
 _Result = TypeVar("_Result")

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch.distributed import PrefixStore
 
-from phalanx.backend.create import open_transport
-from phalanx.backend.torch_integration import groups
+from phalanx._base.log import get_logger
+from phalanx._comm.backend.create import open_transport
+from phalanx._comm.backend.torch_integration import groups
+from phalanx._comm.transport.rehearsal import RehearsalTransport
 from phalanx.errors import PhalanxError
-from phalanx.log import get_logger
-from phalanx.transport.rehearsal import RehearsalTransport
 
 _logger = get_logger(__name__)
 Named = tuple[str, tuple[int, ...]]

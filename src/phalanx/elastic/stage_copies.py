@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.pickles import pickle_authenticator
+from phalanx._comm.backend.pickles import pickle_authenticator
+from phalanx._comm.transport.authentication import PickleStream
 from phalanx.elastic.carry import own_clock
 from phalanx.elastic.record_copies import plan_keepers, plan_wards
 from phalanx.errors import PhalanxError
 from phalanx.optim.kept_state import KeptState
-from phalanx.transport.authentication import PickleStream
 
 _TAG = 999_999  # above what programs use on the same group, and below what pipelines do
 _HEAD = struct.Struct("<qQ")  # the number of the commit (-1: there was no room for it), and the bytes of its tensors

@@ -19,7 +19,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import shares_memory
+from phalanx._base.log import get_logger
+from phalanx._base.partition.owners import owner_of
+from phalanx._comm.backend.shared import shares_memory
 from phalanx.elastic.generations import JobEndedError
 from phalanx.elastic.hand_over import Part, hand_over
 from phalanx.elastic.record_copies import hosts_of
@@ -27,9 +29,7 @@ from phalanx.elastic.records import RankRecords, small_of
 from phalanx.elastic.resume_point import RankState
 from phalanx.elastic.stage_copies import StageCopies
 from phalanx.elastic.state import State
-from phalanx.log import get_logger
 from phalanx.optim.kept_state import KeptState
-from phalanx.partition.owners import owner_of
 
 _logger = get_logger(__name__)
 _LOAD = "Start again, with a new Pipeline and the last checkpoint (phalanx.CheckpointManager)."

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backend import rendezvous
-from phalanx.diagnostics.progress_page import open_page
+from phalanx._base.log import get_logger
+from phalanx._comm.backend import rendezvous
+from phalanx._comm.diagnostics.progress_page import open_page
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.global_batch import GlobalBatch
 from phalanx.elastic.hand_over import Part, ValuePart
@@ -21,7 +22,6 @@ from phalanx.elastic.rebind import averaging_modules
 from phalanx.elastic.small_state import NO_VALUES, SmallState
 from phalanx.elastic.step import StepTracker
 from phalanx.elastic.switches import Switches
-from phalanx.log import get_logger
 
 _logger = get_logger(__name__)
 

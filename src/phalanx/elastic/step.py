@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from phalanx.backend.dynamo import untraced
+from phalanx._base.log import get_logger
+from phalanx._base.torch_names import find
+from phalanx._comm.backend.dynamo import untraced
 from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.forward_changes import ForwardChanges
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.objects import Objects
 from phalanx.elastic.position import Mark
 from phalanx.elastic.step_undo import SchedulersAndScalers, StepUndo
-from phalanx.log import get_logger
-from phalanx.torch_names import find
 
 _LOSES = "phalanx.elastic does not notice when a backward ends"
 _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.backend.skeleton import join, split
+from phalanx._base.log import get_logger
+from phalanx._comm.backend.skeleton import join, split
+from phalanx._comm.transport.tensors import copy_all
 from phalanx.elastic.hand_over import Part
-from phalanx.log import get_logger
-from phalanx.transport.tensors import copy_all
 
 _logger = get_logger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from phalanx.backend.torch_integration.data_loaders import call_before_fetch
+from phalanx._comm.backend.torch_integration.data_loaders import call_before_fetch
 
 
 def seed_workers(loader: Any, seed: int, epoch: int) -> None:

@@ -1,8 +1,8 @@
-"""Start jobs: from the words of `phalanx run` to an agent on each host (`phalanx.agent`).
+"""Start jobs: from the words of `phalanx run` to an agent on each host (`phalanx._job.agent`).
 
     options, command_line   what was asked for, checked before anything starts
     num_ranks, devices      how many ranks, on which devices
-    run_job                 this host's agent, alone or with those of other hosts (`phalanx.hosts`)
+    run_job                 this host's agent, alone or with those of other hosts (`phalanx._job.hosts`)
     join                    `phalanx join`: the same on a host that takes command and options from the first one
     calls                   `phalanx.launch(fn)`: a function of this process, called in the ranks
 
@@ -31,7 +31,7 @@ class Launch(ModuleType):
         **options: object,
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` in every rank of a job, and return what each returned, by rank."""
-        from phalanx.launch.calls.call import launch as call
+        from phalanx._job.launch.calls.call import launch as call
 
         return call(fn, args, kwargs, nproc_per_node=nproc_per_node, nnodes=nnodes, **options)
 

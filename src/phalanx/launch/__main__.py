@@ -12,6 +12,6 @@ import sys
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `phalanx` does: Ctrl-C before anything was started
-    from phalanx.launch.command import main
+    from phalanx._job.launch.command import main
 
     sys.exit(main(sys.argv[1:], old_launcher=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.log import get_logger
+from phalanx._base.log import get_logger
 from phalanx.loggers.interface import Logger, LogsMetrics, Params
 
 _logger = get_logger(__name__)

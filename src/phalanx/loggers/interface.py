@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from phalanx import extras
+from phalanx._base import extras
 
 Params = Mapping[str, Any]
 

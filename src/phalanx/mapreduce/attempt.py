@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx._base.log import get_logger
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError, message_of, summary_of
-from phalanx.log import get_logger
 from phalanx.mapreduce.board import Board
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.errors import TaskError

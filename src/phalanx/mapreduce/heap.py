@@ -5,7 +5,7 @@ In a test with values of 1 MB, 70 MB had been freed and were still held, where 1
 
 from __future__ import annotations
 
-from phalanx.malloc import give_back_freed_memory
+from phalanx._base.malloc import give_back_freed_memory
 
 _LARGE_BYTES = 32 << 10
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.backend import rendezvous
+from phalanx._base.log import get_logger
+from phalanx._comm.backend import rendezvous
 from phalanx.errors import DeadlineError, PeerLostError
-from phalanx.log import get_logger
 from phalanx.mapreduce import interrupted
 from phalanx.mapreduce.attempt import Held, Outcome, attempt
 from phalanx.mapreduce.map_reduce_job import MapReduceJob

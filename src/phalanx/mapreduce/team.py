@@ -15,16 +15,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.pickles import pickle_authenticator
-from phalanx.backend.shared import rehearses
-from phalanx.backend.torch_integration.groups import phalanx_group, store_of
-from phalanx.coordination.rank_info import host_identity
-from phalanx.coordination.torch_store import Store
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._base.loss_detection import LOOK_S, MAP_REDUCE_AFTER_BREAK_S
+from phalanx._comm.backend.pickles import pickle_authenticator
+from phalanx._comm.backend.shared import rehearses
+from phalanx._comm.backend.torch_integration.groups import phalanx_group, store_of
+from phalanx._comm.rendezvous.rank_info import host_identity
+from phalanx._comm.rendezvous.torch_store import Store
+from phalanx._comm.symmetric_memory.watch import ProcessId
+from phalanx._comm.transport.authentication import OVERHEAD_BYTES, PickleStream
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
-from phalanx.loss_detection import LOOK_S, MAP_REDUCE_AFTER_BREAK_S
-from phalanx.symmetric_memory.watch import ProcessId
-from phalanx.transport.authentication import OVERHEAD_BYTES, PickleStream
 
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from phalanx.backend.dynamo import untraced
-from phalanx.log import get_logger
+from phalanx._base.log import get_logger
+from phalanx._base.torch_names import find
+from phalanx._comm.backend.dynamo import untraced
 from phalanx.nn.batch_statistics import BatchStatistics
 from phalanx.nn.normalize import Normalize, gather_statistics
 from phalanx.nn.uncounted import is_uncounted
-from phalanx.torch_names import find
 
 _logger = get_logger(__name__)
 _TORCHS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
+from phalanx._comm.transport.tensors import is_dense, memory_order
 from phalanx.errors import MismatchError
-from phalanx.transport.tensors import is_dense, memory_order
 
 _Form = tuple[tuple[int, ...], str, tuple[int, ...]]  # a parameter's shape, dtype and strides
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from phalanx import rpc
+from phalanx._base.torch_names import find
 from phalanx.rpc import current
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.agent.short_work import ShortWork
 from phalanx.rpc.autograd.leaf_hooks import grads_are_ours
 from phalanx.rpc.autograd.serve import worker
 from phalanx.rpc.wire import Frame, Order
-from phalanx.torch_names import find
 
 _SLOWER = "small steps of a DistributedOptimizer take longer"
 # If torch lacks one of these names, we take it that there is a hook to call, so that the whole step is called.

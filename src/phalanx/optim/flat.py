@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import shares_memory
+from phalanx._comm.backend.shared import shares_memory
 
 
 class Flat:
@@ -75,7 +75,7 @@ class Flat:
 
 def _allocate(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None and device.type == "cpu" and shares_memory(group):
-        from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
+        from phalanx._comm.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
 
         return shared_empty(numel, dtype=dtype, group=group)
     return torch.empty(numel, dtype=dtype, device=device)

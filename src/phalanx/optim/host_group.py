@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import ranks_by_host
+from phalanx._comm.backend.shared import ranks_by_host
 
 
 def divide_by_host(group: dist.ProcessGroup) -> tuple[int, ...]:

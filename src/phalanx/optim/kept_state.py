@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import host_memory, shares_memory
-from phalanx.backend.skeleton import join, split
-from phalanx.log import get_logger, warn_once
-from phalanx.transport.memory_order import Strides, find_strides, lay_out
-from phalanx.transport.tensors import copy_all
+from phalanx._base.log import get_logger, warn_once
+from phalanx._comm.backend.shared import host_memory, shares_memory
+from phalanx._comm.backend.skeleton import join, split
+from phalanx._comm.transport.memory_order import Strides, find_strides, lay_out
+from phalanx._comm.transport.tensors import copy_all
 
 _logger = get_logger(__name__)
 _HEAD = struct.Struct("qQ")  # the number of the step, and how long the pickled structure is

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from phalanx.backend.dynamo import undecorated
+from phalanx._comm.backend.dynamo import undecorated
 
 
 def build_local(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared_updates import note_shared_update
+from phalanx._comm.backend.shared_updates import note_shared_update
 from phalanx.optim.parameter_shard import in_memory_order
 from phalanx.optim.plan import Slice, plan_waves
 from phalanx.optim.shared_parameters import SharedBlock

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from phalanx._base.torch_names import find
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.offloaded_shard import OffloadedShard
 from phalanx.optim.plan import Extent, Plan, plan_waves
 from phalanx.optim.shared_state import SharedState
 from phalanx.optim.staging import Staging
-from phalanx.torch_names import find
 
 _foreach_mul_: Any = find(
     "torch._foreach_mul_", loses="clipping gradients of an offloaded optimizer takes longer", instead=None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.gradient_shards import NeededSlice, need_all, need_slice
+from phalanx._comm.backend.gradient_shards import NeededSlice, need_all, need_slice
 from phalanx.optim.plan import Slice
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.backend.gradient_shards import LARGE_BYTES
+from phalanx._comm.backend.gradient_shards import LARGE_BYTES
 
 # A cut lies at a multiple of this from the parameter's start. torch's kernels take two vector registers, at most 128
 # bytes, at a time, and what is left at the end one by one; the two ways may round differently (fused SGD's do). On

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import shared_empty
+from phalanx._comm.backend.shared import shared_empty
 
 _WORDS_APART = 16  # in 64-bit words: each rank's word has cache lines of its own
 

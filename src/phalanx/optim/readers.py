@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from phalanx.backend.shared import sharing_group
-from phalanx.deadline import Deadline
-from phalanx.diagnostics.flight_recorder import read_position
-from phalanx.diagnostics.rank_list import name_ranks
-from phalanx.log import get_logger
+from phalanx._base.deadline import Deadline
+from phalanx._base.log import get_logger
+from phalanx._comm.backend.shared import sharing_group
+from phalanx._comm.diagnostics.flight_recorder import read_position
+from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx.optim.rank_words import RankWords
 
 _LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus the loads since

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from phalanx.backend.dynamo import undecorated, untraced
+from phalanx._comm.backend.dynamo import undecorated, untraced
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.offload import Offload
 from phalanx.optim.offloaded_shard import OffloadedShard

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared_updates import forget_readers, note_readers, note_shared_update
-from phalanx.backend.torch_integration.shared_loads import wait_before_loads
-from phalanx.malloc import give_back_freed_memory
+from phalanx._base.malloc import give_back_freed_memory
+from phalanx._comm.backend.shared_updates import forget_readers, note_readers, note_shared_update
+from phalanx._comm.backend.torch_integration.shared_loads import wait_before_loads
+from phalanx._comm.transport.tensors import is_dense
 from phalanx.optim.plan import Extent, Slice, plan_offsets
 from phalanx.optim.readers import Readers
-from phalanx.transport.tensors import is_dense
 
 PAGE = 4096
 
@@ -40,7 +40,7 @@ class SharedBlock:
         *,
         in_pages: bool = False,
     ) -> None:
-        from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
+        from phalanx._comm.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
 
         self.group = group
         self.parameters = list(parameters)

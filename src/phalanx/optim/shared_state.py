@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx._comm.transport.tensors import is_dense
 from phalanx.optim.plan import LINE, Extent, Plan
-from phalanx.transport.tensors import is_dense
 
 # The hungriest optimizers in torch.optim (centered RMSprop, Adam with amsgrad) keep three numbers an element.
 _STATES = 4
@@ -20,7 +20,7 @@ class SharedState:
     """It has room for four numbers per element that a rank updates; unused room costs no memory. All ranks make it."""
 
     def __init__(self, extents: Sequence[Extent], plan: Plan, group: dist.ProcessGroup) -> None:
-        from phalanx.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
+        from phalanx._comm.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
 
         nbytes = max(
             sum(_STATES * ((part.stop - part.start) * extents[part.index].itemsize + LINE) for part in parts)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.log import get_logger, warn_once
+from phalanx._base.log import get_logger, warn_once
+from phalanx._comm.transport.staging.page_locks import FOR_ALL_DEVICES, lock_pages, unlock_pages
 from phalanx.optim.checksum import checksum
 from phalanx.optim.shared_parameters import PAGE, whole_pages
-from phalanx.transport.staging.page_locks import FOR_ALL_DEVICES, lock_pages, unlock_pages
 
 _logger = get_logger(__name__)
 

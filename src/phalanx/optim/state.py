@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from phalanx._comm.transport.tensors import same_order
 from phalanx.optim.parameter_shard import in_memory_order
-from phalanx.transport.tensors import same_order
 
 State = dict[str, Any]
 StateDict = dict[str, Any]

@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.shared import shared_empty, sharing_group
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.shared import shared_empty, sharing_group
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.optim.plan import Plan
 from phalanx.optim.rank_words import RankWords

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from phalanx.backend.dynamo import undecorated, untraced
-from phalanx.backend.gradient_shards import NeededSlice, find_needed
-from phalanx.backend.shared import rehearses, shares_memory
+from phalanx._comm.backend.dynamo import undecorated, untraced
+from phalanx._comm.backend.gradient_shards import NeededSlice, find_needed
+from phalanx._comm.backend.shared import rehearses, shares_memory
 from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, list_parameters, refuse
 from phalanx.optim.host_group import divide_by_host, make_host_group, take_first_ranks_values
 from phalanx.optim.kept_state import KeptState

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from phalanx.diagnostics.step_notes import waiting_for
+from phalanx._comm.diagnostics.step_notes import waiting_for
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 from phalanx.parameter_server import requests
 from phalanx.parameter_server.layout import ring

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from phalanx.partition.parts import Part
+from phalanx._base.partition.parts import Part
 from phalanx.pipeline.edges import Edge
 from phalanx.pipeline.progress import StepProgress
 from phalanx.pipeline.schedule import Action

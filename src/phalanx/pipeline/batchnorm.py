@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.torch_names import find
+from phalanx._base.torch_names import find
 
 # There is no public name for any BatchNorm.
 _BatchNorm: Any = find(

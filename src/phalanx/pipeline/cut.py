@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from phalanx.partition.balance import balance
-from phalanx.partition.layers import LayerList
-from phalanx.partition.measure import LayerCost, measure_layers
-from phalanx.partition.parts import Part
+from phalanx._base.partition.balance import balance
+from phalanx._base.partition.layers import LayerList
+from phalanx._base.partition.measure import LayerCost, measure_layers
+from phalanx._base.partition.parts import Part
 from phalanx.pipeline.schedule import Schedule
 
 Balance = Literal["auto", "time", "memory"] | Sequence[int] | Sequence[str]

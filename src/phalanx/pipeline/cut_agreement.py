@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
-from phalanx.backend.shared import rehearses
+from phalanx._base.partition.layers import LayerList
+from phalanx._base.partition.measure import LayerCost
+from phalanx._comm.backend.shared import rehearses
 from phalanx.errors import MismatchError
-from phalanx.partition.layers import LayerList
-from phalanx.partition.measure import LayerCost
 from phalanx.pipeline.cut import Balance, decide_counts, measure
 from phalanx.pipeline.schedule import Schedule
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from phalanx.diagnostics.step_notes import note_wait
+from phalanx._comm.diagnostics.step_notes import note_wait
 from phalanx.errors import DeadlineError, PeerLostError, summary_of
 from phalanx.pipeline.awaited import Awaited, ReceivesAhead, plan_receives
 from phalanx.pipeline.batchnorm import MiniBatchStatistics

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from phalanx._base.svg import FAINT, INK, PAPER, RULE, Drawing, colour
 from phalanx.pipeline.recording import Recording, name_layers
 from phalanx.pipeline.schedule import Action, Kind, Schedule
 from phalanx.pipeline.simulate import Timeline, ideal_efficiency, simulate, unit_seconds
-from phalanx.svg import FAINT, INK, PAPER, RULE, Drawing, colour
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from phalanx.transport.memory_order import Strides
+from phalanx._comm.transport.memory_order import Strides
 
 
 @dataclass(frozen=True)

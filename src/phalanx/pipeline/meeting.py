@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.torch_integration.groups import phalanx_group
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.torch_integration.groups import phalanx_group
 from phalanx.pipeline.failure import with_note
 
 _outliving: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[dist.Work, Tensor]]] = weakref.WeakKeyDictionary()

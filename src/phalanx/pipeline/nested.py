@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.torch_names import find
+from phalanx._base.torch_names import find
 
 _LOSES = "phalanx.Pipeline does not work"
 tree_flatten: Any = find("torch.utils._pytree.tree_flatten", loses=_LOSES)

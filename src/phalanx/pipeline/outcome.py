@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.torch_integration.groups import phalanx_group
+from phalanx._comm.backend.torch_integration.groups import phalanx_group
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError, message_of
 from phalanx.pipeline.edges import StageFailedError, StageLostError
 from phalanx.pipeline.failure import with_note

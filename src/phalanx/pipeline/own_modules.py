@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from phalanx.partition.parts import Part
+from phalanx._base.partition.parts import Part
 
 
 class OwnModules(nn.Module):

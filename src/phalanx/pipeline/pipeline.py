@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.backend.shared import rehearses
-from phalanx.diagnostics.step_notes import note_loss
+from phalanx._base.malloc import keep_freed_memory
+from phalanx._base.partition.layers import given_arguments, list_layers
+from phalanx._base.partition.measure import bind
+from phalanx._base.partition.parts import Part, split
+from phalanx._comm.backend.shared import rehearses
+from phalanx._comm.diagnostics.step_notes import note_loss
 from phalanx.errors import ClosedError, summary_of
-from phalanx.malloc import keep_freed_memory
-from phalanx.partition.layers import given_arguments, list_layers
-from phalanx.partition.measure import bind
-from phalanx.partition.parts import Part, split
 from phalanx.pipeline import micro_batches as batches
 from phalanx.pipeline.aliases import CopyCheck
 from phalanx.pipeline.arguments import check_arguments, names_our_arguments

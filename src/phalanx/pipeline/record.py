@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.partition.measure import LayerCost
+from phalanx._base.partition.measure import LayerCost
 from phalanx.pipeline.execute import Executor, Work
 from phalanx.pipeline.explanation import ideal, plain, report
 from phalanx.pipeline.recording import LayerTime, Recording

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.partition.balance import balance
+from phalanx._base.partition.balance import balance
 from phalanx.pipeline.schedule import Action, Kind, Schedule, plan_schedule
 from phalanx.pipeline.simulate import Span, Timeline, simulate
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from phalanx.backend.imported_environment import environment_kept
+from phalanx._base.torch_names import find
+from phalanx._comm.backend.imported_environment import environment_kept
 from phalanx.pipeline.gradients import added, address_of
-from phalanx.torch_names import find
 
 
 @functools.cache  # it is asked for in each backward

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.partition.parts import Part
-from phalanx.partition.program import Program
+from phalanx._base.partition.parts import Part
+from phalanx._base.partition.program import Program
+from phalanx._base.torch_names import find
 from phalanx.pipeline.aliases import Seen, find_pairs
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.nested import tree_flatten, tree_map
 from phalanx.pipeline.recomputed_buffers import RecomputedBuffers
 from phalanx.pipeline.split_backward import WeightsBackward, backward_input
 from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_bytes
-from phalanx.torch_names import find
 
 
 @dataclass

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.partition.owners import Layout, register, whole_name
+from phalanx._base.partition.owners import Layout, register, whole_name
+from phalanx._base.torch_names import find
 from phalanx.pipeline.own_modules import OwnModules
 from phalanx.pipeline.whole_optimizer import (
     ParamGroup,
@@ -29,7 +30,6 @@ from phalanx.pipeline.whole_state import (
     select_own,
     with_every_name,
 )
-from phalanx.torch_names import find
 
 _IncompatibleKeys: Any = find(
     "torch.nn.modules.module._IncompatibleKeys",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.partition.parts import Part
+from phalanx._base.partition.parts import Part
 from phalanx.pipeline.gradients import added
 from phalanx.pipeline.wire import Wire
 

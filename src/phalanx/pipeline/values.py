@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from phalanx.partition.parts import Part
+from phalanx._base.partition.parts import Part
+from phalanx._comm.transport.memory_order import Strides, find_strides, flatten, restore
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
-from phalanx.transport.memory_order import Strides, find_strides, flatten, restore
 
 _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.transport.memory_order import Strides, find_strides, flatten, restore
+from phalanx._comm.transport.memory_order import Strides, find_strides, flatten, restore
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")

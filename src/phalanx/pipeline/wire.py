@@ -24,9 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.pickles import pickle_authenticator
-from phalanx.backend.shared import shares_memory, sharing_group
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.pickles import pickle_authenticator
+from phalanx._comm.backend.shared import shares_memory, sharing_group
+from phalanx._comm.transport.authentication import PickleStream
+from phalanx._comm.transport.memory_order import find_strides, flatten, restore
 from phalanx.errors import MismatchError, PhalanxError
 from phalanx.pipeline.edges import Edge, StageFailedError, StageLostError, StepPlan
 from phalanx.pipeline.failure import with_note
@@ -34,11 +36,9 @@ from phalanx.pipeline.forms import Array, Form
 from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
 from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
-from phalanx.transport.authentication import PickleStream
-from phalanx.transport.memory_order import find_strides, flatten, restore
 
 if TYPE_CHECKING:
-    from phalanx.backend.lending import Lending
+    from phalanx._comm.backend.lending import Lending
 
 _FIXED = 8
 _MOST = (WORDS - _FIXED) // 2
@@ -226,7 +226,7 @@ class Wire:
         sizes: list[Any] = [None] * self._group.size()
         dist.all_gather_object(sizes, set(self.sizes), group=self._group)
         if every := set().union(*sizes):
-            from phalanx.backend.lending import Lending  # needs the C core, which a group that shares memory has
+            from phalanx._comm.backend.lending import Lending  # needs the C core, which a group that shares memory has
 
             with contextlib.suppress(PhalanxError):  # no room in the heap, on all ranks: messages it is
                 self._lending = Lending(ours, dict.fromkeys(every, most))

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 if TYPE_CHECKING:
-    from phalanx.diagnostics.step_recorder import StepRecorder
+    from phalanx._comm.diagnostics.step_recorder import StepRecorder
 
 __all__ = ["begin", "log", "phase", "step"]
 
@@ -48,7 +48,7 @@ def begin(
         OSError: the folder can't be written.
         ModuleNotFoundError, ValueError, TypeError: a logger's package is not installed, or it is none.
     """
-    from phalanx.report.recording import begin as begin_recording
+    from phalanx._job.report.recording import begin as begin_recording
 
     begin_recording(folder)
     if logger is not None:
@@ -94,5 +94,5 @@ def step(*, samples: float | None = None, loss: SupportsFloat | None = None) -> 
 def _current() -> StepRecorder | None:
     import sys
 
-    recording = sys.modules.get("phalanx.report.recording")  # else nobody has begun
+    recording = sys.modules.get("phalanx._job.report.recording")  # else nobody has begun
     return None if recording is None else recording.current()

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from phalanx._job.report import recording
+from phalanx._job.report.page_so_far import write_page_so_far
 from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.resolve import resolve
-from phalanx.report import recording
-from phalanx.report.page_so_far import write_page_so_far
 
 
 class RunLoggers:

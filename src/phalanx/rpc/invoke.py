@@ -12,6 +12,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.futures import Future
 
+from phalanx._base.torch_names import find
 from phalanx.errors import PeerLostError
 from phalanx.rpc import current, profiler, wire
 from phalanx.rpc.agent.agent import Agent
@@ -21,7 +22,6 @@ from phalanx.rpc.references import RRefId
 from phalanx.rpc.remote_error import error_of, set_error
 from phalanx.rpc.rref import RRef
 from phalanx.rpc.worker_info import UnknownWorkerError, WorkerAddress, WorkerInfo
-from phalanx.torch_names import find
 
 _profiler_enabled: Any = find(
     "torch.autograd._profiler_enabled", loses="a profile does not show calls of phalanx.rpc", instead=bool

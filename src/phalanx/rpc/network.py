@@ -30,15 +30,15 @@ from typing import Any
 
 import zmq
 
-from phalanx.coordination.address import Address, listen
-from phalanx.coordination.admission import Admission, Complaints
-from phalanx.coordination.connection_guard import ConnectionGuard, connections_allowed, cut, protect
-from phalanx.coordination.key import Key
-from phalanx.coordination.local_socket import BACKLOG
+from phalanx._base.ipc.wakeup import Wakeup
+from phalanx._base.log import get_logger
+from phalanx._base.loss_detection import RPC_LAST_ANSWERS_S, RPC_SILENT_S
+from phalanx._comm.control.address import Address, listen
+from phalanx._comm.control.admission import Admission, Complaints
+from phalanx._comm.control.connection_guard import ConnectionGuard, connections_allowed, cut, protect
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.local_socket import BACKLOG
 from phalanx.errors import PhalanxError
-from phalanx.ipc.wakeup import Wakeup
-from phalanx.log import get_logger
-from phalanx.loss_detection import RPC_LAST_ANSWERS_S, RPC_SILENT_S
 from phalanx.rpc import wire
 from phalanx.rpc.outgoing import BROKE, CONNECT_S, HELLO, PULSE, RETRY_S, Outgoing
 from phalanx.rpc.wire import BUFFER, HEAD, Frame

@@ -16,8 +16,8 @@ from typing import Any
 
 import zmq
 
-from phalanx.coordination.key import Key
-from phalanx.loss_detection import RPC_PULSE_LOST_S, RPC_PULSE_S, RPC_SILENT_S
+from phalanx._base.loss_detection import RPC_PULSE_LOST_S, RPC_PULSE_S, RPC_SILENT_S
+from phalanx._comm.control.key import Key
 
 CONNECT_S = 20.0
 RETRY_S = 0.1

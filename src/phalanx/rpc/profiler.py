@@ -17,9 +17,9 @@ from typing import Any, Literal
 from torch.autograd import profiler_legacy as legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
+from phalanx._base.torch_names import find
 from phalanx.rpc import current
 from phalanx.rpc.profiled import Profiled, RemoteEvent
-from phalanx.torch_names import find
 
 _profiler_enabled: Any = find(
     "torch.autograd._profiler_enabled", loses="a profile does not show calls of phalanx.rpc", instead=bool

@@ -11,15 +11,15 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from phalanx.backend.init_file import check_init_file
-from phalanx.backend.rendezvous import agents_key, launched_rendezvous, own_address
-from phalanx.coordination.key import Key
-from phalanx.coordination.key_file import find_key
-from phalanx.coordination.launchers import find_agents_store, find_launch
-from phalanx.coordination.torch_store import base_of
-from phalanx.deadline import Deadline
-from phalanx.engines.gloo import local_address
-from phalanx.torch_names import find
+from phalanx._base.deadline import Deadline
+from phalanx._base.torch_names import find
+from phalanx._comm.backend.init_file import check_init_file
+from phalanx._comm.backend.rendezvous import agents_key, launched_rendezvous, own_address
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.key_file import find_key
+from phalanx._comm.engines.gloo import local_address
+from phalanx._comm.rendezvous.launchers import find_agents_store, find_launch
+from phalanx._comm.rendezvous.torch_store import base_of
 
 _make_store: Any = find(
     "torch.distributed.rendezvous._create_store_from_options",

@@ -28,7 +28,7 @@ from weakref import ref
 import numpy
 import torch
 
-from phalanx.symmetric_memory.memfd import memory
+from phalanx._comm.symmetric_memory.memfd import memory
 
 FROM_BYTES = 1 << 16  # below this the socket is as fast
 MOST_FREE_BYTES = 1 << 29

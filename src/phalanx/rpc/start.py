@@ -9,12 +9,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from phalanx.backend.torch_integration.futures import collect_calls
-from phalanx.coordination.rank_info import host_identity
-from phalanx.deadline import Deadline
-from phalanx.engines.interfaces import is_public
+from phalanx._base.deadline import Deadline
+from phalanx._base.log import get_logger
+from phalanx._comm.backend.torch_integration.futures import collect_calls
+from phalanx._comm.engines.interfaces import is_public
+from phalanx._comm.rendezvous.rank_info import host_identity
 from phalanx.errors import AuthenticationError, PhalanxError
-from phalanx.log import get_logger
 from phalanx.rpc import current
 from phalanx.rpc.agent import collecting, interrupts
 from phalanx.rpc.agent.agent import Agent

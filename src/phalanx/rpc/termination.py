@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
 from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.remote_error import set_error

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc import local_listener
+from phalanx._base.ipc.local_listener import MOST_PENDING, LocalAddress, LocalListener, new_token
 from phalanx.errors import PeerLostError, PhalanxError
-from phalanx.ipc import local_listener
-from phalanx.ipc.local_listener import MOST_PENDING, LocalAddress, LocalListener, new_token
 from phalanx.rpc.worker_info import WorkerAddress
 
 _HELLO = struct.Struct("<4s16sI")

@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.symmetric_memory.watch import ProcessId
+from phalanx._comm.symmetric_memory.watch import ProcessId
 
 _NAME = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from phalanx.coordination.address import Address
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.control.address import Address
 from phalanx.errors import DeadlineError, MismatchError, PhalanxError
 from phalanx.rpc.worker_info import WorkerAddress, WorkerInfo
 

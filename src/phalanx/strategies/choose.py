@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from phalanx import backend
-from phalanx.backend import rendezvous
-from phalanx.coordination.launchers import find_agents_store
-from phalanx.log import get_logger
+from phalanx._base.log import get_logger
+from phalanx._comm import backend
+from phalanx._comm.backend import rendezvous
+from phalanx._comm.rendezvous.launchers import find_agents_store
 from phalanx.strategies.devices import decide_devices
 from phalanx.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
 from phalanx.strategies.periodic import DiLoCoStrategy, LocalSGDStrategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.backend import Job
+from phalanx._comm.backend import Job
 from phalanx.strategies.current import ReplicaContext, current_strategy
 from phalanx.strategies.devices import default_device
 from phalanx.strategies.single_device import SingleDeviceStrategy

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.control_groups import count_cores
+from phalanx._base.control_groups import count_cores
 
 
 def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[torch.device]:

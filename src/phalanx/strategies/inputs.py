@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from phalanx.backend.shared import rehearses
+from phalanx._comm.backend.shared import rehearses
 from phalanx.strategies.iterable_loader import IterableLoader
 from phalanx.strategies.loader import (
     InputContext,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from phalanx.backend import Job
+from phalanx._comm.backend import Job
 from phalanx.ddp import DistributedDataParallel
 from phalanx.strategies.devices import decide_devices, device_of
 from phalanx.strategies.recipe import require_parameters_of

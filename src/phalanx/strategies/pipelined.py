@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-import phalanx.backend as backend
+import phalanx._comm.backend as backend
 from phalanx.pipeline import Pipeline
 from phalanx.strategies.devices import decide_devices, device_of
 from phalanx.strategies.loss import require_pair

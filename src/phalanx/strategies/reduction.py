@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.torch_names import find
+from phalanx._base.torch_names import find
 
 tree_flatten: Any = find("torch.utils._pytree.tree_flatten", loses="strategies do not reduce nested values")
 tree_unflatten: Any = find("torch.utils._pytree.tree_unflatten", loses="strategies do not reduce nested values")

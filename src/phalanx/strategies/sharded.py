@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from phalanx.backend import Job
+from phalanx._comm.backend import Job
 from phalanx.ddp import DistributedDataParallel
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.strategies.blocks import find_blocks

@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from phalanx import backend
-from phalanx.backend import Job
+from phalanx._comm import backend
+from phalanx._comm.backend import Job
 from phalanx.strategies.devices import default_device, read_device
 from phalanx.strategies.start import is_launched
 from phalanx.strategies.strategy import Strategy

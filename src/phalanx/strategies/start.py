@@ -11,9 +11,9 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-import phalanx.backend as backend
-from phalanx.backend import Job
-from phalanx.coordination.launchers import find_incomplete_environment, find_launch
+import phalanx._comm.backend as backend
+from phalanx._comm.backend import Job
+from phalanx._comm.rendezvous.launchers import find_incomplete_environment, find_launch
 from phalanx.strategies.tf_config import Cluster, read_tf_config
 
 

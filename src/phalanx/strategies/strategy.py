@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from phalanx.backend import Job
+from phalanx._comm.backend import Job
 from phalanx.ddp.replicate import broadcast_tensors
 from phalanx.nn.uncounted import uncounted_batch
 from phalanx.strategies.current import ReplicaContext, entered

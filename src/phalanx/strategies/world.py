@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from phalanx.backend import rendezvous
+from phalanx._comm.backend import rendezvous
 
 
 def world() -> dist.ProcessGroup | None:

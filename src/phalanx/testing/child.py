@@ -15,9 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from phalanx.launch.calls import outcome
-from phalanx.launch.calls.payload import decode, encode_value
-from phalanx.processes import die_with_parent
+from phalanx._base.processes import die_with_parent
+from phalanx._job.launch.calls import outcome
+from phalanx._job.launch.calls.payload import decode, encode_value
 
 # The parent sends it to a rank that is late; faulthandler answers without the interpreter's help.
 SHOW_STACK = signal.SIGUSR2

@@ -15,8 +15,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.deadline import Deadline
-from phalanx.processes import read_stat
+from phalanx._base.deadline import Deadline
+from phalanx._base.processes import read_stat
 
 # Set in this process and inherited by every program it starts: how an orphan is told from somebody else's process.
 MARK = "PHALANX_LEAK_WATCH"

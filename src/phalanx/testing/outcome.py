@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.diagnostics.rank_list import name_ranks
+from phalanx._comm.diagnostics.rank_list import name_ranks
+from phalanx._job.launch.calls.outcome import Outcome
 from phalanx.errors import PhalanxError
-from phalanx.launch.calls.outcome import Outcome
 
 
 class RankFailed(PhalanxError):

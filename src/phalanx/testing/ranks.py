@@ -20,10 +20,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.deadline import Deadline
-from phalanx.launch.calls import outcome, payload
-from phalanx.launch.calls.outcome import Outcome, describe_exit
-from phalanx.processes import read_state
+from phalanx._base.deadline import Deadline
+from phalanx._base.processes import read_state
+from phalanx._job.launch.calls import outcome, payload
+from phalanx._job.launch.calls.outcome import Outcome, describe_exit
 from phalanx.testing.child import SHOW_STACK, Task, work
 from phalanx.testing.outcome import RankFailed
 
@@ -73,7 +73,7 @@ def run_ranks(
         import torch.distributed  # noqa: F401
 
         if "phalanx" in backend and not isinstance(call, bytes):
-            import phalanx.backend.preloaded  # noqa: F401
+            import phalanx._comm.backend.preloaded  # noqa: F401
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-", ignore_cleanup_errors=True) as folder:
         tasks = [
             Task(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 from phalanx import elastic
-from phalanx.backend import rendezvous
+from phalanx._comm.backend import rendezvous
 from phalanx.checkpoint.peers import Peers
 from phalanx.strategies import Strategy
 from phalanx.trainer.callbacks import CallbackStates

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from phalanx._base.log import get_logger
 from phalanx.checkpoint.best import Best
-from phalanx.log import get_logger
 
 if TYPE_CHECKING:
     from phalanx.trainer.trainer import Trainer

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.log import get_logger
+from phalanx._base.log import get_logger
 from phalanx.trainer.line import values_text
 from phalanx.trainer.progress_display import Progress, progress
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from phalanx._base.log import get_logger
 from phalanx.data import DistributedSampler
 from phalanx.data.random_stream import RandomStream, epoch_seed
 from phalanx.data.together import JoinedDataset, Together
 from phalanx.elastic import generator_states
 from phalanx.errors import PhalanxError
-from phalanx.log import get_logger
 from phalanx.strategies import Strategy
 from phalanx.strategies.iterable_loader import IterableLoader
 from phalanx.strategies.loader import options_of, why_empty

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx._base.torch_names import find
 from phalanx.errors import summary_of
-from phalanx.torch_names import find
 
 tree_leaves: Any = find(
     "torch.utils._pytree.tree_leaves", loses="phalanx.Trainer does not count the samples of a batch"

@@ -13,7 +13,7 @@ from typing import Generic, SupportsFloat, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx.diagnostics.progress_page import PAGE_BYTES, ProgressPage, open_page
+from phalanx._comm.diagnostics.progress_page import PAGE_BYTES, ProgressPage, open_page
 from phalanx.trainer.line import ProgressState, final_line, live_line
 
 T = TypeVar("T")

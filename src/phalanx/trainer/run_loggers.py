@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 
+from phalanx._base.log import get_logger
+from phalanx._job.report import recording
 from phalanx.checkpoint.peers import Peers
-from phalanx.log import get_logger
 from phalanx.loggers.guarded import GuardedLoggers
-from phalanx.report import recording
 
 _logger = get_logger(__name__)
 
@@ -26,7 +26,7 @@ def end_loggers(loggers: GuardedLoggers, error: BaseException | None, *, writes:
         return
     folder = recording.current_folder()
     if folder:
-        from phalanx.report.page_so_far import write_page_so_far
+        from phalanx._job.report.page_so_far import write_page_so_far
 
         with tempfile.TemporaryDirectory() as scratch:
             path = os.path.join(scratch, "report.html")

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx import elastic
-from phalanx.backend import rendezvous
-from phalanx.backend.shared import rehearses
+from phalanx._comm.backend import rendezvous
+from phalanx._comm.backend.shared import rehearses
+from phalanx._job.report import recording
 from phalanx.checkpoint import CheckpointManager, RandomState
 from phalanx.checkpoint.best import KeepBest
 from phalanx.checkpoint.folders import make_folders
@@ -23,7 +24,6 @@ from phalanx.loggers.guarded import GuardedLoggers
 from phalanx.loggers.resolve import resolve
 from phalanx.loggers.tensorboard_logger import TensorBoardLogger
 from phalanx.report import begin as begin_report
-from phalanx.report import recording
 from phalanx.strategies import Strategy, get
 from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.own_step import loss_of_own_step

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx._base.torch_names import find
 from phalanx.checkpoint.best import Best
 from phalanx.data import DistributedSampler
 from phalanx.strategies import Strategy
 from phalanx.strategies.iterable_loader import IterableLoader
 from phalanx.strategies.loss import require_pair
-from phalanx.torch_names import find
 from phalanx.trainer.callbacks import EarlyStopping
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
 from phalanx.trainer.metrics import SummedMetric, Sums, call_metric, num_samples

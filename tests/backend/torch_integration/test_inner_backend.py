@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from phalanx.backend.torch_integration.inner_backend import can_attach
+from phalanx._comm.backend.torch_integration.inner_backend import can_attach
 from phalanx.testing import run_ranks
 
 needs_inner_backend = pytest.mark.skipif(not can_attach(), reason="this torch lets Python make no Backend")
@@ -67,7 +67,7 @@ def test_torchs_own_methods_of_a_group_reach_ours():
 
 NO_BACKEND = """
 import torch, torch.distributed as dist
-from phalanx.backend.torch_integration import inner_backend
+from phalanx._comm.backend.torch_integration import inner_backend
 {change}
 dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
 x = torch.ones(2)

@@ -11,10 +11,10 @@ TRIALS = """
 import importlib, json, os, pkgutil, sys, tempfile, types
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader
-from phalanx.backend import torch_integration
-from phalanx.backend.torch_integration import patch
-from phalanx.torch_names import describe_missing, resolve
-import phalanx.backend.create  # once, not in each process
+from phalanx._comm.backend import torch_integration
+from phalanx._comm.backend.torch_integration import patch
+from phalanx._base.torch_names import describe_missing, resolve
+import phalanx._comm.backend.create  # once, not in each process
 
 ROOM = torch_integration.__name__
 for module in pkgutil.iter_modules(torch_integration.__path__):

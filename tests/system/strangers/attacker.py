@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
-from phalanx.host_addresses import own_addresses
+from phalanx._base.host_addresses import own_addresses
 
 Place = tuple[str, int]
 _OPEN_FILES = 8192

@@ -19,7 +19,7 @@ from tests.system.host_commands import finish, numbered
 from tests.system.phalanx_command import Finished, Running, start, write_script
 from tests.system.strangers import attacker
 
-from phalanx.coordination.key import Key
+from phalanx._comm.control.key import Key
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts
 

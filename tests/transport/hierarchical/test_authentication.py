@@ -12,14 +12,14 @@ from tests.threads import map_in_threads
 from tests.transport.hierarchical.code import Code
 from torch.distributed import recv_object_list, send_object_list  # before ours is asked for
 
-from phalanx.backend.pickles import pickle_authenticator
+from phalanx._comm.backend.pickles import pickle_authenticator
+from phalanx._comm.transport.authentication import PickleAuthenticator, PickleStream
 from phalanx.elastic.hand_over import hand_over
 from phalanx.errors import PhalanxError
 from phalanx.mapreduce.team import Team
 from phalanx.pipeline.edges import Edge, StepPlan
 from phalanx.pipeline.wire import Wire
 from phalanx.testing import why_no_hosts
-from phalanx.transport.authentication import PickleAuthenticator, PickleStream
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 

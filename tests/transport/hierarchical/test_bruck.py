@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from tests.system.hosts_jobs import limit, on_hosts
 
+from phalanx._comm.transport.hierarchical import bruck
+from phalanx._comm.transport.hierarchical.exchange import SMALL_BYTES
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import why_no_hosts
-from phalanx.transport.hierarchical import bruck
-from phalanx.transport.hierarchical.exchange import SMALL_BYTES
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 CALLS = 20

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from phalanx.transport.hierarchical.compression import Compression
+from phalanx._comm.transport.hierarchical.compression import Compression
 
 
 def test_what_is_sent_is_also_what_the_sender_keeps():

@@ -1,6 +1,6 @@
 """Who sits where, and who drives the rails."""
 
-from phalanx.transport.hierarchical.layout import Layout
+from phalanx._comm.transport.hierarchical.layout import Layout
 
 
 def test_hosts_are_numbered_by_their_first_rank_whatever_they_are_called():

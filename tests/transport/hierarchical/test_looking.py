@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 
+from phalanx._comm.transport.hierarchical import inboxes
 from phalanx.testing import why_no_hosts
-from phalanx.transport.hierarchical import inboxes
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 CALLS = 30

@@ -1,7 +1,7 @@
 """Whom a rank that gives up waiting names: ranks 0 and 1 are on its host, 2 and 3 on another one."""
 
-from phalanx.diagnostics.flight_recorder import Position
-from phalanx.transport.hierarchical.failure_reports import decide_missing
+from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.transport.hierarchical.failure_reports import decide_missing
 
 HERE = Position(4, "all_reduce #4", inside=True)
 BEFORE = Position(3, "broadcast #3")

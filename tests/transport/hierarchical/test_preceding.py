@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from tests.system.hosts_jobs import on_hosts
 
-from phalanx.backend.torch_integration.groups import phalanx_group
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.torch_integration.groups import phalanx_group
 from phalanx.errors import PeerLostError
 from phalanx.testing import why_no_hosts
 

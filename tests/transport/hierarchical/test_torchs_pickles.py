@@ -18,11 +18,11 @@ from tests.transport.hierarchical.code import Code
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from phalanx.backend.torch_integration import pickles_in_tensors
-from phalanx.backend.torch_integration.pickles_in_tensors import _Pickle
+from phalanx._comm.backend.torch_integration import pickles_in_tensors
+from phalanx._comm.backend.torch_integration.pickles_in_tensors import _Pickle
+from phalanx._comm.transport.authentication import PickleAuthenticator
 from phalanx.errors import PhalanxError
 from phalanx.testing import why_no_hosts
-from phalanx.transport.authentication import PickleAuthenticator
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from phalanx.coordination.key import Key
-from phalanx.deadline import join_all
+from phalanx._base.deadline import join_all
+from phalanx._base.log import get_logger
+from phalanx._base.torch_names import find
+from phalanx._comm.control.key import Key
 from phalanx.errors import ClosedError, PhalanxError
-from phalanx.log import get_logger
 from phalanx.rpc import wire
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.answering import Answering
@@ -41,7 +42,6 @@ from phalanx.rpc.serialization import serialize, serialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
 from phalanx.rpc.workers import Workers
-from phalanx.torch_names import find
 
 _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
 
+from phalanx._base.log import get_logger
+from phalanx._base.torch_names import find
 from phalanx.errors import PhalanxError, message_of
-from phalanx.log import get_logger
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.serialization import deserialize, serialize
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
-from phalanx.torch_names import find
 
 if TYPE_CHECKING:
     from phalanx.rpc.agent.agent import Agent

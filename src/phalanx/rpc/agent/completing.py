@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx._base.log import get_logger
 from phalanx.errors import message_of
-from phalanx.log import get_logger
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent.answering import Answering
 from phalanx.rpc.agent.calls import Call

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from phalanx.coordination.key import Key
-from phalanx.deadline import Deadline
+from phalanx._base.deadline import Deadline
+from phalanx._base.log import get_logger
+from phalanx._comm.control.key import Key
+from phalanx._comm.symmetric_memory.watch import watch
 from phalanx.errors import PeerLostError, PhalanxError
-from phalanx.log import get_logger
 from phalanx.rpc.agent.calls import Callee
 from phalanx.rpc.agent.reading import Reading
 from phalanx.rpc.agent.serving import Lead, Serving, Task
@@ -34,7 +35,6 @@ from phalanx.rpc.unix_links import Listener, connect
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
 from phalanx.rpc.workers import Workers
-from phalanx.symmetric_memory.watch import watch
 
 _logger = get_logger(__name__)
 _CONNECT_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.torch_names import find
+from phalanx._base.torch_names import find
 
 _LOSES = "an answer of phalanx.rpc that a thread inside a mode of torch reads is changed by the mode"
 _num_dispatch_modes: Any = find("torch._C._len_torch_dispatch_stack", loses=_LOSES, instead=int)

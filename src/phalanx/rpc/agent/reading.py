@@ -27,14 +27,14 @@ from typing import Any, Protocol, TypeVar
 
 from torch.futures import Future
 
-from phalanx.ipc.wakeup import Wakeup
-from phalanx.log import get_logger
+from phalanx._base.ipc.wakeup import Wakeup
+from phalanx._base.log import get_logger
+from phalanx._base.torch_names import find
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.ready import wait_ready
 from phalanx.rpc.agent.serving import LATE_S, Serving, Spin
 from phalanx.rpc.unix_connection import UnixConnection
 from phalanx.rpc.wire import Frame
-from phalanx.torch_names import find
 
 _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 

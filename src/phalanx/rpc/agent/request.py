@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 from torch.futures import Future
 
+from phalanx._base.torch_names import find
 from phalanx.errors import message_of
 from phalanx.rpc import remote_error, serialization, wire
 from phalanx.rpc.agent.serving import SHORT_S
@@ -20,7 +21,6 @@ from phalanx.rpc.remote_error import MissingFunctionError, set_error
 from phalanx.rpc.serialization import deserialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
-from phalanx.torch_names import find
 
 _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 

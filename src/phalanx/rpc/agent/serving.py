@@ -24,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phalanx.deadline import Deadline
-from phalanx.ipc.wakeup import Wakeup
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.wakeup import Wakeup
 from phalanx.rpc.agent.ready import wait_ready
 from phalanx.rpc.wire import Frame
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from phalanx.deadline import join_all
+from phalanx._base.deadline import join_all
 
 
 class Threads:

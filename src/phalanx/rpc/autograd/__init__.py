@@ -23,10 +23,10 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from phalanx._base.torch_names import find
 from phalanx.rpc.autograd.graph import reach
 from phalanx.rpc.autograd.passes import BackwardError as BackwardError
 from phalanx.rpc.autograd.serve import worker
-from phalanx.torch_names import find
 
 _profiler_enabled: Any = find(
     "torch.autograd._profiler_enabled", loses="a profile does not show calls of phalanx.rpc", instead=bool

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from phalanx._base.torch_names import find
 from phalanx.errors import PhalanxError
 from phalanx.rpc.autograd.leaf_hooks import LeafHooks, grads_are_ours, keeps_grad
-from phalanx.torch_names import find
 
 _engine: Any = find(
     "torch.autograd.Variable._execution_engine", loses="distributed backwards of phalanx.rpc do not work"

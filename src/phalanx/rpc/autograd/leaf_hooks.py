@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from phalanx.torch_names import find
+from phalanx._base.torch_names import find
 
 _backward_number: Any = find(
     "torch._C._current_graph_task_id", loses="distributed backwards of phalanx.rpc do not call hooks of leaves"

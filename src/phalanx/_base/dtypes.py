@@ -1,0 +1,105 @@
+"""This table says what PyTorch, the C core and our messages call each element type and each reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ReduceOp
+
+from phalanx._base.core_numbers import (
+    AVG,
+    BAND,
+    BOR,
+    BXOR,
+    BYTES,
+    DTYPE_NAMES,
+    DTYPE_NUMBERS,
+    MAX,
+    MIN,
+    PRODUCT,
+    REDUCTION_NAMES,
+    SUM,
+)
+
+
+@dataclass(frozen=True)
+class DType:
+    """It is an element type: its number in the core, its size in bytes, and its name."""
+
+    code: int
+    size: int
+    name: str
+
+
+_REDUCIBLE = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES: Mapping[torch.dtype, DType] = {
+    dtype: DType(DTYPE_NUMBERS[_name(dtype)], dtype.itemsize, _name(dtype)) for dtype in _REDUCIBLE
+}
+
+# The numbers of the types whose elements are what memory says: no conjugate or negated views.
+REAL_CODES: Mapping[torch.dtype, int] = {d: row.code for d, row in DTYPES.items() if not d.is_complex}
+
+REDUCTIONS: Mapping[ReduceOp.RedOpType, int] = {
+    ReduceOp.SUM: SUM,
+    ReduceOp.AVG: AVG,
+    ReduceOp.PRODUCT: PRODUCT,
+    ReduceOp.MIN: MIN,
+    ReduceOp.MAX: MAX,
+    ReduceOp.BAND: BAND,
+    ReduceOp.BOR: BOR,
+    ReduceOp.BXOR: BXOR,
+}
+
+_BITWISE = {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}
+# Bits of floats mean nothing together, complex numbers have no order, a bool no mean.
+_LACKS = {
+    torch.bool: {ReduceOp.AVG},
+    **{dtype: _BITWISE for dtype in DTYPES if dtype.is_floating_point},
+    **{dtype: {*_BITWISE, ReduceOp.MIN, ReduceOp.MAX} for dtype in DTYPES if dtype.is_complex},
+}
+_REDUCED = frozenset((d, code) for d in DTYPES for op, code in REDUCTIONS.items() if op not in _LACKS.get(d, ()))
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """Return the table's row for `dtype`; a type that is not in it is moved as bytes and cannot be combined."""
+    row = DTYPES.get(dtype)
+    return row if row is not None else DType(BYTES, dtype.itemsize, _name(dtype))
+
+
+def dtype_name(code: int) -> str:
+    """Return what people call the type with this number."""
+    return DTYPE_NAMES.get(code, f"dtype {code}")
+
+
+def reduction_name(code: int) -> str:
+    """Return what people call the reduction with this number."""
+    return REDUCTION_NAMES.get(code, f"reduction {code}")
+
+
+def can_reduce(dtype: torch.dtype, redop: int) -> bool:
+    """Return whether tensors of the type can be combined by the reduction with this number."""
+    return (dtype, redop) in _REDUCED

@@ -1,0 +1,257 @@
+"""A `Channel` sends messages between processes of one host over a Unix socket: JSON, with descriptors alongside.
+
+Each message has its length in front.
+
+    4 bytes   the number of bytes that follow (big-endian); the message's file descriptors come with them
+    n bytes   a JSON object
+
+The agent speaks so with its zygote, its ranks, and the commands that look at a job. No call of a channel waits for the
+other end, except `send` and `receive`, which say so: the agent would otherwise hear neither it nor the user's signals.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import json
+import os
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.descriptors import wait_readable
+from phalanx._base.ipc.peer import Peer, peer_of
+
+_LENGTH = struct.Struct("!I")
+_MAX_FDS = 8
+_MAX_BYTES = 1 << 30
+_AT_ONCE = 64  # messages: one that floods us must not keep us from the others
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class Message(NamedTuple):
+    """A message is what has come: a JSON object, and file descriptors that the receiver owns (close-on-exec)."""
+
+    content: dict[str, Any]
+    fds: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class Channel:
+    """It is one end of a connection. It owns the socket, whose other end may be stopped, stranger or gone.
+
+    `max_bytes` and `max_fds` limit what one message from the other end may have; a longer one ends the channel.
+    `max_queued` limits how many messages wait for an end that takes none; further ones are dropped.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        max_bytes: int = _MAX_BYTES,
+        max_fds: int = _MAX_FDS,
+        max_queued: int | None = None,
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._max_bytes, self._max_fds, self._max_queued = max_bytes, max_fds, max_queued
+        self._queue: deque[tuple[bytearray, list[int]]] = deque()
+        self._received = bytearray()
+        self._received_fds: list[int] = []
+        self._expected = _LENGTH.size
+        self.broken = False  # the other end takes nothing any more; what it said before can still be read
+        self.gone = False  # nothing more will come
+        self.is_garbled = False  # something came that is no message
+        self.has_lost_fds = False  # the kernel dropped descriptors: this process may have no more
+
+    def fileno(self) -> int:
+        """Return what to wait on: for messages, and while `waiting` for room."""
+        return self._sock.fileno()
+
+    @property
+    def peer(self) -> Peer:
+        """Return the process at the other end."""
+        return peer_of(self._sock)
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether something is still to be sent."""
+        return bool(self._queue)
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def put(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send one message with `fds`, or queue what the other does not take now, with copies of them.
+
+        Nothing happens if the other is gone.
+
+        Raises:
+            OSError: this process may have no more descriptors for the copies; nothing was sent.
+        """
+        if self.broken or len(self._queue) == self._max_queued:
+            return
+        body = json.dumps(content).encode()
+        data = bytearray(_LENGTH.pack(len(body)) + body)
+        if self._queue or not self._send_part(data, fds):
+            self._queue.append((data, _copy(fds)))
+        elif data:
+            self._queue.append((data, []))
+
+    def send(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Do what `put` does, and wait until the system has taken the message.
+
+        Raises:
+            BrokenPipeError: the other end is gone.
+        """
+        self.put(content, fds)
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        while self.waiting:
+            poll.poll()
+            self.send_some()
+        if self.broken:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    def send_some(self) -> None:
+        """Send what the other takes without our waiting."""
+        while self._queue:
+            data, fds = self._queue[0]
+            if not self._send_part(data, fds):
+                return
+            while fds:
+                os.close(fds.pop())
+            if not data:
+                self._queue.popleft()
+
+    def _send_part(self, data: bytearray, fds: Sequence[int]) -> bool:
+        """Send what there is room for, and take it from `data`; return whether that was something: `fds` go with its
+        first byte. What cannot be sent to an end that has gone counts as sent.
+        """
+        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            del data[: self._sock.sendmsg([data], passed)]
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # so many descriptors on their way that the system wants a pause
+                return False
+            data.clear()
+            self.broken = True
+        return True
+
+    def _stop_sending(self) -> None:
+        self.broken = True
+        for _, fds in self._queue:
+            for fd in fds:
+                os.close(fd)
+        self._queue.clear()
+
+    # -- receiving -----------------------------------------------------------------------------------------------
+
+    def take(self, limit: int = _AT_ONCE) -> list[Message]:
+        """Return the messages that have come, at most `limit`; set `gone` when there will be no more."""
+        messages: list[Message] = []
+        while len(messages) < limit and (message := self._take_one()) is not None:
+            messages.append(message)
+        return messages
+
+    def receive(self, deadline: Deadline | None = None) -> Message | None:
+        """Wait for the next message and return it; None when the other end has gone.
+
+        Raises:
+            TimeoutError: none has come until the deadline.
+        """
+        while (message := self._take_one()) is None and not self.gone:
+            if deadline is not None and deadline.passed:
+                raise TimeoutError
+            wait_readable([self], None if deadline is None else deadline.left_s)
+        return message
+
+    def _take_one(self) -> Message | None:
+        """Return the next message if all of it has come. Nothing of the one after it is read."""
+        while not self.gone:
+            try:
+                data, fds = self._read(self._expected - len(self._received))
+            except BlockingIOError:
+                return None
+            except OSError:
+                data, fds = b"", []
+            self._received += data
+            self._received_fds += fds
+            if not data or len(self._received_fds) > self._max_fds:
+                self.is_garbled = self.is_garbled or bool(self._received)
+                self._end()
+            elif len(self._received) == self._expected and self._is_whole():
+                content, received_fds = bytes(self._received[_LENGTH.size :]), tuple(self._received_fds)
+                self._received, self._received_fds, self._expected = bytearray(), [], _LENGTH.size
+                if (message := self._parse(content, received_fds)) is not None:
+                    return message
+        return None
+
+    def _is_whole(self) -> bool:
+        """Return whether the body has come, too; if only its length has, the body is expected from now on."""
+        if self._expected > _LENGTH.size:
+            return True
+        length = int(_LENGTH.unpack(self._received)[0])
+        if length > self._max_bytes:
+            self.is_garbled = True
+            self._end()
+            return False
+        self._expected += length
+        return length == 0
+
+    def _parse(self, body: bytes, fds: tuple[int, ...]) -> Message | None:
+        """Return the message; None if it is no message, which is passed over."""
+        try:
+            content = json.loads(body)
+        except (ValueError, RecursionError):
+            content = None
+        message = Message(content, fds)
+        if isinstance(content, dict):
+            return message
+        message.close()
+        self.is_garbled = True
+        return None
+
+    def _read(self, size: int) -> tuple[bytes, list[int]]:
+        room = socket.CMSG_SPACE(self._max_fds * array.array("i").itemsize)
+        data, ancillary, flags, _ = self._sock.recvmsg(size, room, _CLOEXEC)
+        self.has_lost_fds = self.has_lost_fds or bool(flags & socket.MSG_CTRUNC)
+        numbers = array.array("i")
+        for level, kind, passed in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers.frombytes(passed[: len(passed) - len(passed) % numbers.itemsize])
+        if not _CLOEXEC:
+            for fd in numbers:
+                os.set_inheritable(fd, False)
+        return data, list(numbers)
+
+    def _end(self) -> None:
+        self.gone = True
+        self._stop_sending()
+        while self._received_fds:
+            os.close(self._received_fds.pop())
+
+    def close(self) -> None:
+        """Close the socket, and drop what was not sent."""
+        self._end()
+        self._sock.close()
+
+
+def _copy(fds: Sequence[int]) -> list[int]:
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))
+    except OSError:
+        for copy in copies:
+            os.close(copy)
+        raise
+    return copies

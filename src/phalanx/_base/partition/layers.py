@@ -1,0 +1,286 @@
+"""List a model's layers, between any two of which it may be cut, and the values that go from one to another.
+
+An `nn.Sequential` is the list of its layers, and so are those inside it. The `forward` of another module is traced with
+torch.fx: each call of a child is a layer, with the operations after it up to the next. So every value that crosses a
+cut is known, those that skip layers, too. Nothing is known of what a layer does inside, and nothing need be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from phalanx._base.partition.constants import TracedConstants
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer is a piece of a model that is never cut. `name` is that of the module it calls: 'encoder.3'."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class LayerList:
+    """It is a model's layers in the order in which they run; all values are nodes of `graph`."""
+
+    root: nn.Module
+    graph: fx.Graph
+    layers: tuple[Layer, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of forward that are constants in the graph, with their values."""
+    constants: TracedConstants = field(default_factory=TracedConstants)
+    """Attributes of modules that are constants in the graph."""
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """Return the arguments of the model's forward."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def output(self) -> fx.Node:
+        """Return the node whose argument is what forward returns."""
+        last: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return last
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the layers; that of a layer that is called twice occurs twice."""
+        return [layer.name for layer in self.layers]
+
+
+def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: Sequence[str] = ()) -> LayerList:
+    """Return the layers of `module`. A child that contains one of `split_points` is opened, as an nn.Sequential is.
+
+    Arguments:
+        split_points: dotted names of modules at which the caller wants to cut.
+        given: names of arguments of forward that will be given, though they have a default value.
+
+    Raises:
+        ValueError: there is no module of such a name, or forward can't be traced: what it does depends on its values.
+        TypeError: `module` is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a model to be cut must be an nn.Module, got a {type(module).__name__}")
+    known = dict(module.named_modules())
+    if unknown := [name for name in split_points if name not in known]:
+        raise ValueError(
+            f"{type(module).__name__} has no module {unknown[0]!r} to cut at; its children are "
+            f"{', '.join(name for name, _ in module.named_children()) or 'none'}"
+        )
+    plain = _is_plain_sequential(module)
+    defaults = {} if plain else _defaults(module, given)
+    constants = TracedConstants()
+    graph = _chain(module) if plain else _trace(module, split_points, defaults, constants)
+    return LayerList(module, graph, tuple(_group(graph)), defaults, constants)
+
+
+def given_arguments(module: nn.Module, example: Any) -> list[str]:
+    """Return the names of forward's arguments that an example has: a tuple of them, a dict, or the first one alone."""
+    if example is None:
+        return []
+    if isinstance(example, Mapping):
+        return list(example)
+    names = list(inspect.signature(module.forward).parameters)
+    return names[: len(example) if isinstance(example, tuple | list) else 1]
+
+
+def _defaults(module: nn.Module, given: Sequence[str]) -> dict[str, Any]:
+    """Return the defaults of the arguments that will not be given: they are traced as constants."""
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.default is not inspect.Parameter.empty and name not in given
+    }
+
+
+def _is_plain_sequential(module: nn.Module) -> bool:
+    """Return whether running its children one by one does what calling it does."""
+    return type(module).forward is nn.Sequential.forward and not _hooks(module)
+
+
+def _hooks(module: nn.Module) -> bool:
+    return any(
+        getattr(module, kind)
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+def _chain(module: nn.Module) -> fx.Graph:
+    """Return the graph of an nn.Sequential, without running anything."""
+    graph = fx.Graph()
+    value = graph.placeholder("input")
+    for name in _leaves(module, ""):
+        value = graph.call_module(name, (value,))
+    graph.output(value)
+    return graph
+
+
+def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module._modules.items():  # named_children would give a layer that is there twice only once
+        if child is None:
+            continue
+        if _is_plain_sequential(child):
+            yield from _leaves(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+class _Tracer(fx.Tracer):
+    """It looks into the modules that it is told to, and into every plain nn.Sequential; all others are leaves.
+
+    Buffers are values, too: as constants they would stay what they are now.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, entered: set[str]) -> None:
+        super().__init__()
+        self._entered = entered
+        self._switches = _switches()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Create a node as torch.fx does, and note the switches that it was made under, which a graph does not know."""
+        if _switches() != self._switches:
+            raise RuntimeError("it switches gradients or autocast, which is not seen in its values")
+        return super().create_node(*args, **kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not (module_qualified_name in self._entered or _is_plain_sequential(m))
+
+
+def _switches() -> tuple[Any, ...]:
+    """Return what `torch.no_grad` and its like have set."""
+    autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, Any], read: TracedConstants) -> fx.Graph:
+    entered = {".".join(name.split(".")[:depth]) for name in split_points for depth in range(1, name.count(".") + 1)}
+    hooked = [name for name in ["", *sorted(entered)] if _hooks(module.get_submodule(name))]
+    if hooked:
+        raise ValueError(
+            f"{_called(module, hooked[0])} has hooks, which would be lost if it were cut; put them on its layers"
+        )
+    graphs, texts, constants = [], [], []
+    for training in (True, False):
+        before = set(vars(module))
+        with _mode(module, training), _refused_changes(module), read.recorded():
+            graphs.append(_trace_once(module, entered, defaults))
+        made = [name for name in vars(module) if name not in before]  # tensors that forward makes from nothing
+        texts.append(_without_names(graphs[-1], made))
+        constants.append([getattr(module, name) for name in made])
+    for name in made:
+        delattr(module, name)  # these are of the second graph, which is not used
+    train = graphs[0]
+    if any(not _same(one, other) for one, other in zip(*constants, strict=False)):
+        raise ValueError(
+            f"{type(module).__name__} cannot be cut: its forward makes a tensor that is another one each time (random "
+            "numbers?) and would be made once only; let a child module make it."
+        )
+    if texts[0] != texts[1]:
+        raise ValueError(
+            f"{type(module).__name__} cannot be cut: what its forward does depends on self.training, which is known "
+            "only when it runs. Let modules depend on it (nn.Dropout for F.dropout), or name split points elsewhere."
+        )
+    return train
+
+
+@contextlib.contextmanager
+def _refused_changes(module: nn.Module) -> Iterator[None]:
+    """Take back what forward sets on its module while it is traced.
+
+    Raises:
+        ValueError: it sets something; that is undone.
+    """
+    places = [
+        (name, values)
+        for name, inner in module.named_modules()
+        for values in (vars(inner), inner._buffers, inner._parameters)
+    ]
+    before: list[dict[str, Any]] = [dict(values) for _, values in places]
+    yield
+    changed = []
+    for (name, values), was in zip(places, before, strict=True):
+        for key, value in was.items():
+            if values.get(key) is not value:
+                values[key] = value
+                changed.append(f"{name}.{key}" if name else key)
+    if changed:
+        raise ValueError(
+            f"{type(module).__name__} cannot be cut: its forward sets self.{changed[0]}, which would happen once only; "
+            "let a child module do that."
+        )
+
+
+def _without_names(graph: fx.Graph, constants: Sequence[str]) -> str:
+    """Return the graph as text, with constants under the same names in every trace."""
+    text = str(graph)
+    for number, name in enumerate(constants):
+        text = re.sub(rf"\b{re.escape(name)}\b", f"constant {number}", text)
+    return text
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (not isinstance(one, torch.Tensor) or torch.equal(one, other))
+
+
+def _trace_once(module: nn.Module, entered: set[str], defaults: dict[str, Any]) -> fx.Graph:
+    tracer = _Tracer(entered)
+    try:
+        return tracer.trace(module, defaults)
+    except Exception as error:  # torch.fx's own, and whatever the forward raises when it meets no tensor
+        raise ValueError(
+            f"{type(module).__name__} cannot be cut: torch.fx could not follow its forward "
+            f"({type(error).__name__}: {_first_line(error)}). Values may not decide what runs there: move such code "
+            "into a child module, which is run as it is, or write the model as an nn.Sequential."
+        ) from error
+
+
+class _mode:
+    """It sets every module of `module` to training mode, or to evaluation; afterwards each is as it was."""
+
+    def __init__(self, module: nn.Module, training: bool) -> None:
+        self._was = [(m, m.training) for m in module.modules()]
+        self._training = training
+
+    def __enter__(self) -> None:
+        for module, _ in self._was:
+            module.training = self._training
+
+    def __exit__(self, *exc: object) -> None:
+        for module, training in self._was:
+            module.training = training
+
+
+def _group(graph: fx.Graph) -> Iterator[Layer]:
+    """Yield each call of a module with the operations that follow it; those before the first belong to the first."""
+    nodes: list[fx.Node] = []
+    name = ""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):  # a parameter is read where it is used
+            continue
+        if node.op == "call_module":
+            if name:
+                yield Layer(name, tuple(nodes))
+                nodes = []
+            name = str(node.target)
+        nodes.append(node)
+    if nodes:
+        yield Layer(name or "forward", tuple(nodes))
+
+
+def _called(module: nn.Module, name: str) -> str:
+    return f"module {name!r}" if name else type(module).__name__
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0].rstrip(".")

@@ -1,0 +1,107 @@
+"""Run some layers of a model node by node, and forget every value after its last use."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import fx, nn
+
+from phalanx._base.partition.layers import Layer
+
+_NOTHING = nullcontext()
+
+
+class Program:
+    """It has layers made ready to be run again and again. `at` is the layer that runs, or ran last."""
+
+    def __init__(
+        self, root: nn.Module, layers: Iterable[Layer], results: Iterable[fx.Node], marked: Collection[fx.Node] = ()
+    ) -> None:
+        """Take the layers, and the values wanted afterwards as `results`. `root` has the modules and tensors by name.
+
+        `marked` has the nodes that run inside of the context that `run` is given.
+        """
+        self._root = root
+        self._results = tuple(results)
+        steps = [(layer.name, node) for layer in layers for node in layer.nodes]
+        last_use = {source: at for at, (_, node) in enumerate(steps) for source in node.all_input_nodes}
+        self._steps: list[
+            tuple[str, fx.Node, Callable[..., Any], tuple[fx.Node, ...], tuple[fx.Node, ...], bool, bool]
+        ] = [
+            (
+                name,
+                node,
+                _function(root, node),
+                tuple(node.all_input_nodes),
+                tuple(n for n in node.all_input_nodes if last_use[n] == at and n not in self._results),
+                _is_simple(node),
+                node in marked,
+            )
+            for at, (name, node) in enumerate(steps)
+        ]
+        self.at = steps[0][0] if steps else ""
+        self.running = False
+        """Whether it is in a layer, which is where an error comes from."""
+        self.seconds: dict[str, float] | None = None
+        """The seconds of each layer, of all runs since somebody set this to {}; while it is None no time is taken."""
+
+    def run(
+        self, values: Mapping[fx.Node, Any], inside: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> dict[fx.Node, Any]:
+        """Return the results, from the values that come from elsewhere. Marked nodes run in a context of `inside()`."""
+        env = dict(values)
+        self.running = True  # and stays so if a layer raises
+        for name, node, function, arguments, done, simple, is_marked in self._steps:
+            self.at = name
+            began = 0.0 if self.seconds is None else time.perf_counter()
+            with inside() if is_marked else _NOTHING:
+                if simple:
+                    env[node] = function(*[env[argument] for argument in arguments])
+                else:
+                    args, kwargs = self._arguments(node, env)
+                    env[node] = function(*args, **kwargs)
+                    del args, kwargs
+            for source in done:
+                env.pop(source, None)
+            if self.seconds is not None:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+        self.running = False
+        return {node: env[node] if node in env else self._read(node) for node in self._results}
+
+    def _arguments(self, node: fx.Node, env: dict[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (
+            fx.node.map_arg(node.args, lambda n: env[n] if n in env else self._read(n)),
+            fx.node.map_arg(node.kwargs, lambda n: env[n] if n in env else self._read(n)),
+        )
+
+    def _read(self, node: fx.Node) -> Any:
+        """Return a parameter or buffer that forward uses itself."""
+        assert node.op == "get_attr", f"{node} has no value yet"
+        return operator.attrgetter(str(node.target))(self._root)
+
+
+def _is_simple(node: fx.Node) -> bool:
+    """Return whether the node's arguments are values, each once, and nothing else: then they need no looking for."""
+    plain = all(isinstance(argument, fx.Node) and argument.op != "get_attr" for argument in node.args)
+    return plain and not node.kwargs and len(node.args) == len(node.all_input_nodes)
+
+
+def _function(root: nn.Module, node: fx.Node) -> Callable[..., Any]:
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))
+    if node.op == "call_method":
+        return _method(str(node.target))
+    assert node.op == "call_function"
+    assert callable(node.target)
+    return node.target
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    return call

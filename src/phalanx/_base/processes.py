@@ -1,0 +1,283 @@
+"""Ask the system about processes, and set what becomes of them: descendants, orphans, and who dies with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from phalanx._base.deadline import Deadline
+
+SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no adoption of orphans and no /proc
+
+# Makes a rank write its Python stacks. It is ignored by whoever does not handle it, so that it can never end a process
+# by mistake, and scripts hardly ever use it: it tells of urgent data on a socket.
+STACKS_SIGNAL = signal.SIGURG
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)  # they end a job
+# The agent passes these on to the ranks. The zygote survives them: a scheduler may signal every process of a job.
+RELAYED_SIGNALS = frozenset(
+    (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+)
+
+_AUTOGRAD = b"pt_autograd"  # torch calls the threads that run backward for devices so
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_MEANINGS = {
+    "SIGSEGV": "segmentation fault",
+    "SIGBUS": "bus error; often /dev/shm or a mapped file is full",
+    "SIGABRT": "abort; the program or a library gave up, its own message stands above",
+    "SIGFPE": "arithmetic fault",
+    "SIGILL": "illegal instruction; built for another processor?",
+    "SIGKILL": "killed; out of memory? see `dmesg` or the job's memory limit",
+    "SIGTERM": "asked to stop",
+    "SIGINT": "interrupted",
+    "SIGPIPE": "wrote to a closed pipe",
+    "SIGHUP": "the terminal was closed",
+}
+
+
+def name_signal(number: int) -> str:
+    """Return `SIGSEGV (segmentation fault)`; only the name if there is nothing to add, the number if it has no name."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    return f"{name} ({_MEANINGS[name]})" if name in _MEANINGS else name
+
+
+def has_working_directory() -> bool:
+    """Return whether the folder in which this process runs is still there."""
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies, daemons included."""
+    if SUPPORTED:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when `parent`, its parent, dies; exit if it is dead already."""
+    if SUPPORTED:
+        _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(128 + signum)
+
+
+def outlive_parent() -> None:
+    """Undo `die_with_parent`. If the parent dies while this process is stopped, it goes on, and can see it."""
+    if SUPPORTED:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def blocked_signals(numbers: Iterable[int]) -> Iterator[None]:
+    """Keep signals pending in this thread, and in what it forks or starts, where they stay blocked until unblocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def read_stat(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the command's name, the state first; none if there is no such process.
+
+    What proc(5) counts as field N has the index N - 3.
+    """
+    try:
+        return _split_stat(f"/proc/{pid}/stat")[1]
+    except OSError:
+        return []
+
+
+_EXITING = 0x4  # PF_EXITING of Linux's include/linux/sched.h
+
+
+def find_exit_status(stat: Sequence[str]) -> int | None:
+    """Return how a process has ended, or is being ended by a signal or with an exit code, as `waitpid` would say it,
+    from what `read_stat` returns; None while it runs, or once it was waited for.
+
+    One that is being ended runs no more. Its end is told once the kernel has freed its memory, which takes a tenth of a
+    second and more for a gigabyte.
+    """
+    if len(stat) < 50:
+        return None
+    status, is_exiting = int(stat[49]), int(stat[6]) & _EXITING
+    return status if stat[0] in "ZX" or (is_exiting and status) else None
+
+
+def _split_stat(path: str) -> tuple[bytes, list[str]]:
+    """Return the command's name, which may hold any character, and the fields after it."""
+    with open(path, "rb") as file:
+        name, _, fields = file.read().partition(b"(")[2].rpartition(b")")
+    return name, fields.decode().split()
+
+
+def read_start_ticks(pid: int | str) -> int | None:
+    """Return when a process started, in clock ticks after the system did; None if there is none."""
+    fields = read_stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def read_state(pid: int) -> str:
+    """Return the letter of /proc/PID/stat: R running, S sleeping, D in a system call that can't be interrupted, T
+    stopped by a signal, t by a debugger, Z ended; it is empty if it can't be known.
+    """
+    return "".join(read_stat(pid)[:1])
+
+
+def read_processor_ns(pid: int) -> int | None:
+    """Return how long a processor has worked for a process's main thread, and for its threads of autograd.
+
+    It comes in steps of the system's clock (10 ms, as a rule); None if it can't be known.
+    """
+    ticks = 0
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            name, fields = _split_stat(f"/proc/{pid}/task/{thread}/stat")
+            if int(thread) == pid or name.startswith(_AUTOGRAD):
+                ticks += sum(map(int, fields[11:13]))
+    except OSError:  # a thread or all of it has ended
+        return None
+    return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+def find_session(session: int) -> list[int]:
+    """Return every process of a session, zombies included. Cost: one scan of /proc."""
+    found = []
+    for entry in os.listdir("/proc") if SUPPORTED else ():
+        if entry.isdigit():
+            try:
+                if os.getsid(int(entry)) == session:
+                    found.append(int(entry))
+            except OSError:
+                continue  # it ended while we looked
+    return found
+
+
+def kill_sessions(sessions: Iterable[int]) -> None:
+    """Kill every process of these sessions, none of which is ours, by SIGKILL; repeat while a live one is found."""
+    for session in sessions:
+        for _ in range(1000):
+            living = [pid for pid in find_session(session) if read_state(pid) not in ("Z", "")]
+            if not living:
+                break
+            for pid in living:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    pass
+            time.sleep(0.002)
+
+
+def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
+    """Return every process below `ancestor`, zombies included, parents before children. Cost: one scan of /proc.
+
+    `spared`, one of its children, and all that is below that, are left out.
+    """
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if SUPPORTED else ():
+        if not entry.isdigit():
+            continue
+        fields = read_stat(entry)
+        if fields and int(entry) != spared:  # without any it ended while we looked
+            children.setdefault(int(fields[1]), []).append(int(entry))
+    found = []
+    level = [ancestor]
+    while level:
+        level = [child for pid in level for child in children.get(pid, ())]
+        found += level
+    return found
+
+
+def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared: int | None = None) -> dict[int, int]:
+    """Kill by SIGKILL, and reap, every descendant of this process; return the wait status of each that it reaped.
+
+    `spared`, a child, lives on, and all that is below it.
+
+    It repeats until none is left, because a process can fork between the scan and its death; for that to find orphans
+    this process must have called `adopt_orphans`. It gives up after `limit_s` on processes that the kernel doesn't let
+    die (a hung disk). If there is no /proc, only the process groups `groups`, led by children of this process, are
+    killed.
+    """
+    reaped: dict[int, int] = {}
+    deadline = Deadline.after(limit_s)
+    while True:
+        doomed = find_descendants(os.getpid(), spared) if SUPPORTED else groups
+        for pid in doomed:
+            try:
+                (os.kill if SUPPORTED else os.killpg)(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass  # gone already, or a set-uid program that only root may kill
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                reaped[found[0]] = found[1]
+        except ChildProcessError:
+            return reaped
+        if deadline.passed or (spared is not None and not doomed):
+            return reaped
+        time.sleep(0.002)
+
+
+def signal_children(pids: Iterable[int], signum: int, *, group: bool) -> None:
+    """Send `signum` to children of this process, or to the process groups of which they are the first.
+
+    Only the parent can do it safely: no other process has the number of a child that was not reaped. A child that is
+    stopped is continued if the signal is to end it, or it would hear of its end only when it is killed.
+    """
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            (os.killpg if group else os.kill)(pid, signum)
+            if signum in ENDING_SIGNALS:
+                os.kill(pid, signal.SIGCONT)
+
+
+def reap_children(spared: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield the process number and exit code (minus the signal) of each child that has ended.
+
+    A child is reaped only when the caller asks for the next one, so that its number, and that of its process group,
+    belong to no other process meanwhile (on Linux). `spared` is a child whose end other code waits for; it ends the
+    list.
+    """
+    while True:
+        try:
+            if not SUPPORTED:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                yield pid, os.waitstatus_to_exitcode(status)
+                continue
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if found is None or found.si_pid == spared:
+            return
+        yield found.si_pid, found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        os.waitpid(found.si_pid, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
+def describe_address_space() -> str:
+    """Return the limit on this process's address space, and what to do where it is too small; empty without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return ""
+    return f"A process may have {soft // 1024} KiB of address space here (RLIMIT_AS): raise the limit (ulimit -v)."

@@ -1,0 +1,1 @@
+"""How tensors move between ranks, and how the ranks find each other."""

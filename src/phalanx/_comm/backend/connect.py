@@ -1,0 +1,177 @@
+"""Connect the ranks of all hosts: build the engine that the group's options ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.descriptors import find_shortage
+from phalanx._base.loss_detection import LOOK_S
+from phalanx._comm.diagnostics.failure_report import FailureReport, Operation
+from phalanx._comm.diagnostics.failure_store import FailureStore
+from phalanx._comm.diagnostics.rank_list import name_ranks
+from phalanx._comm.engines.engine import Engine
+from phalanx._comm.engines.gloo import GlooEngine
+from phalanx._comm.rendezvous.bootstrap import check_meeting
+from phalanx._comm.rendezvous.rank_info import RankInfo
+from phalanx._comm.transport.hierarchical.layout import Layout
+from phalanx._comm.transport.options import Options
+from phalanx.errors import PhalanxError
+
+_SPARE_DESCRIPTORS = 64  # for what the process opens while the group connects
+_LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
+
+
+@dataclass(frozen=True)
+class MetGroup:
+    """This is a group whose ranks have met and know each other. `key` is a word in `store` that only they use."""
+
+    name: str
+    key: str
+    store: Any
+    infos: Sequence[RankInfo]
+    layout: Layout
+
+    @property
+    def rank(self) -> int:
+        return self.layout.rank
+
+    def prefixed(self, what: str) -> PrefixStore:
+        return PrefixStore(f"{what}/{self.key}", self.store)
+
+
+def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore) -> Engine:
+    """Build the engine that the group's options ask for. All ranks of the group call it.
+
+    Raises:
+        PhalanxError: the ranks cannot reach each other in this way; the message says where they are.
+        PeerLostError: another rank was interrupted meanwhile.
+    """
+    if settings.engine == "mpi":
+        # it is not imported at the top, since it is for those who have mpi4py
+        from phalanx._comm.backend.mpi_start import start_together
+        from phalanx._comm.engines.mpi import MpiEngine
+
+        rank, size = group.rank, len(group.infos)
+        runtime, places = start_together(group.prefixed("mpi"), rank, size, group.name, deadline)
+        try:
+            return MpiEngine(runtime, places, rank, _timedelta_of(deadline))
+        except RuntimeError as error:
+            raise PhalanxError(
+                f"init_process_group of group {group.name!r} on rank {rank}: no communicator from {runtime.vendor}: "
+                f"{error}.\nDestroy groups that are no longer used."
+            ) from None
+    return open_gloo(group, settings, deadline, failure_store)
+
+
+def open_gloo(
+    group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
+) -> GlooEngine:
+    """Connect all ranks by Gloo, whatever engine is asked for, with `build_engine`'s errors and `num_threads`."""
+    rank, infos, name = group.rank, group.infos, group.name
+    size = len(infos)
+
+    def tell_others(reason: str) -> None:
+        processes = {rank: f"pid {infos[rank].process.pid} on {infos[rank].hostname} {infos[rank].address}".rstrip()}
+        reason = f"{reason} in init_process_group"
+        failure_store.linger(failure_store.post(FailureReport("interrupted", (rank,), processes, reason=reason)))
+
+    if shortage := find_shortage(size + _SPARE_DESCRIPTORS):  # Gloo would abort the process
+        tell_others("too few open files for all connections")
+        raise PhalanxError(
+            f"init_process_group of group {name!r} on rank {rank}: Gloo connects each of its {size} ranks with each "
+            f"other. {shortage}"
+        )
+
+    def connect() -> GlooEngine:
+        address, interface = infos[rank].address, settings.interface or ""
+        prefixed, left = group.prefixed("gloo"), _timedelta_of(deadline)
+        return GlooEngine(prefixed, rank, size, left, address=address, interface=interface, num_threads=num_threads)
+
+    def check_others() -> None:
+        report = failure_store.report()
+        if report is None and (fate := failure_store.server_fate()) and fate[1] == "ended":
+            who = fate[0]
+            processes = {who: f"pid {infos[who].process.pid} on {infos[who].hostname}"}
+            report = FailureReport(
+                "lost", (who,), processes, reason="the job's store, which it served, is gone with it"
+            )
+        if report is not None:
+            failure_store.acknowledge()
+            raise report.error(Operation("init_process_group", name, rank))
+        check_meeting()
+
+    try:
+        return _interruptible(connect, check_others, name)
+    except PhalanxError:
+        raise
+    except RuntimeError as error:
+        raise _unreachable(error, group) from None
+    except (KeyboardInterrupt, SystemExit) as error:
+        tell_others(type(error).__name__)
+        if not error.args:
+            where = Operation("init_process_group", name, rank)
+            others = name_ranks([r for r in range(size) if r != rank])
+            error.args = (f"{where}: interrupted ({type(error).__name__}); it was connecting with {others}.",)
+        raise
+
+
+def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[], None], name: str) -> GlooEngine:
+    """Return what `connect` returns, from a thread of its own: Gloo connects in C++, where no signal is heard.
+
+    `check_others` is called meanwhile. When it raises, or a signal handler does, the thread is left to itself: it
+    ends when Gloo's time is up, or with the process.
+    """
+    outcomes: queue.SimpleQueue[GlooEngine | Exception] = queue.SimpleQueue()
+    is_abandoned = threading.Event()
+
+    def run() -> None:
+        try:
+            engine = connect()
+        except Exception as error:  # raised where it was asked for
+            outcomes.put(error)
+            return
+        outcomes.put(engine)
+        if is_abandoned.is_set():
+            engine.close()
+
+    threading.Thread(target=run, name=f"phalanx-{name}-connect", daemon=True).start()
+    try:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                outcome = outcomes.get(timeout=LOOK_S)
+                break
+            check_others()
+    except BaseException:
+        is_abandoned.set()
+        raise
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _timedelta_of(deadline: Deadline) -> timedelta:
+    return timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
+
+
+def _unreachable(error: RuntimeError, group: MetGroup) -> PhalanxError:
+    """Return the error of a rank that Gloo could not connect with all others: which it should reach, and where."""
+    infos = group.infos
+    hosts = "\n".join(
+        f"  {name_ranks(list(host))}: {infos[host[0]].hostname} at {infos[host[0]].address or 'an unknown address'}"
+        for host in group.layout.topology.hosts
+    )
+    return PhalanxError(
+        f"init_process_group of group {group.name!r} on rank {group.rank}: the ranks' hosts cannot all reach each "
+        f"other.\n{hosts}\nGloo said: {error}\n"
+        "Check that these addresses can be reached from each host (firewall, loopback address); choose another with "
+        "pg_options=phalanx.Options(interface=...)."
+    )

@@ -1,0 +1,220 @@
+"""`CoordinationStore` is c10d's `Store` over the job's coordinator, in which the ranks of several hosts meet.
+
+Ranks of one host have a faster one, in memory (`phalanx._comm.rendezvous.bootstrap`).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from phalanx._comm.control.client import Client, PendingGet
+from phalanx._comm.control.key import Key
+from phalanx.errors import CoordinationError, DeadlineError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DEFAULT_TIMEOUT = timedelta(seconds=300)  # PyTorch's stores have this one
+
+# torch's C++ holds a store without the Python object that does its work, which would go with the last name for it.
+_kept: set[CoordinationStore] = set()
+
+
+def _in_torchs_words(
+    method: Callable[Concatenate[CoordinationStore, P], R],
+) -> Callable[Concatenate[CoordinationStore, P], R]:
+    """Raise what PyTorch's stores raise, which its callers catch."""
+
+    @functools.wraps(method)
+    def call(self: CoordinationStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except DeadlineError as error:
+            raise dist.DistStoreError(str(error)) from None
+        except CoordinationError as error:
+            raise dist.DistNetworkError(str(error)) from error
+
+    return call
+
+
+class CoordinationStore(Store):
+    """This is a PyTorch `Store` whose keys lie in the coordinator at `address`. Threads and forks may share it.
+
+    A call that waits keeps no other thread's call waiting; clones share one connection. It stays open until `close`, or
+    the end of the process: torch does not say when it needs a store no more. A PrefixStore around it has queues once a
+    group of ours was made, or in a rank of `phalanx run`.
+
+    Raises:
+        AuthenticationError, CoordinationError, DeadlineError: as `Client`. Its methods raise what TCPStore's do:
+            `torch.distributed.DistStoreError` for a key that does not come in time, and `DistNetworkError`.
+    """
+
+    wait_is_interruptible = True
+    """Whether Ctrl-C ends a wait, and a wait of milliseconds says nothing: whoever waits need not ask again and again.
+    """
+
+    if TYPE_CHECKING:
+        timeout: timedelta  # torch's stub lacks it
+
+    def __init__(
+        self,
+        address: str,
+        key: Key | None = None,
+        timeout: timedelta = _DEFAULT_TIMEOUT,
+        *,
+        client: Client | None = None,
+    ) -> None:
+        super().__init__()
+        self.set_timeout(timeout)  # the base has it: a PrefixStore around us sets that one
+        self._client = Client(address, key) if client is None else client
+        self._asked = threading.local()
+        _kept.add(self)
+
+    @property
+    def host(self) -> str:
+        """Return where the coordinator is, as TCPStore says it; the name is empty on its own host's socket."""
+        return self._client.address.host
+
+    @property
+    def port(self) -> int:
+        """Return where the coordinator is, as TCPStore says it; the port is 0 on its own host's socket."""
+        return self._client.address.port
+
+    def leads_to(self, address: str) -> bool:
+        """Return whether this is a way, still open, to the coordinator at `address`."""
+        return not self._client.is_closed and str(self._client.address) == address
+
+    def begin_get(self, key: str) -> PendingGet:
+        """Ask for the value of `key` without waiting for it; what is returned says when it has come."""
+        return self._client.begin_get(key)
+
+    def close(self) -> None:
+        """Let go of the coordinator, for all clones as well."""
+        _kept.difference_update([store for store in _kept if store._client is self._client])
+        self._client.close()
+
+    @_in_torchs_words
+    def set(self, key: str, value: str | bytes) -> None:
+        self._client.set(key, value)
+
+    @_in_torchs_words
+    def get(self, key: str) -> bytes:
+        return self._client.get(key, self.timeout)
+
+    @_in_torchs_words
+    def add(self, key: str, value: int) -> int:
+        return self._client.add(key, value)
+
+    @_in_torchs_words
+    def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
+        """Add one to `counter`'s number, set the key of `prefix` and that number to `value`, and return the old one."""
+        return self._client.add_item(counter, prefix, value)
+
+    @_in_torchs_words
+    def read_and_check(self, key: str, checked: str) -> tuple[bytes, bool]:
+        """Return the value of `key`, which is set to "" if it is not there, and whether `checked` is there; at once."""
+        return self._client.read_and_check(key, checked)
+
+    @_in_torchs_words
+    def check(self, keys: Sequence[str]) -> bool:
+        if (asked := getattr(self._asked, "keys", None)) is not None:
+            asked += keys
+            return False
+        return self._client.check(keys)
+
+    @_in_torchs_words
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._client.wait(keys, self.timeout if timeout is None else timeout)
+
+    @_in_torchs_words
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Set `key` to the desired value if it has the expected one; return the value that it has then."""
+        return self._client.compare_set(key, expected_value, desired_value)
+
+    @_in_torchs_words
+    def append(self, key: str, value: str | bytes) -> None:
+        self._client.append(key, value)
+
+    @_in_torchs_words
+    def delete_key(self, key: str) -> bool:
+        return self._client.delete_key(key)
+
+    @_in_torchs_words
+    def delete_prefix(self, prefix: str) -> int:
+        """Delete the keys that start with `prefix`, and return how many they were."""
+        return self._client.delete_prefix(prefix)
+
+    @_in_torchs_words
+    def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
+        """Wait until `world_size` calls have been made with this `key`."""
+        self._client.barrier(key, world_size, self.timeout if timeout is None else timeout)
+
+    @_in_torchs_words
+    def num_keys(self) -> int:
+        return self._client.num_keys()
+
+    @_in_torchs_words
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait until all of `keys` are there, and return their values."""
+        return self._client.multi_get(keys, self.timeout)
+
+    @_in_torchs_words
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        if len(keys) != len(values):
+            raise dist.DistStoreError(f"multi_set: {len(keys)} keys, and {len(values)} values")
+        self._client.multi_set(keys, values)
+
+    @_in_torchs_words
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        self._client.queue_push(key, value)
+
+    @_in_torchs_words
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Return the oldest item of the queue `key`.
+
+        Raises:
+            QueueEmptyError: there is none, and `block` is False.
+            DistStoreError: none came in time.
+        """
+        item = self._client.queue_pop(key, block, self.timeout)
+        if item is None:
+            raise dist.QueueEmptyError(f"queue {key!r} is empty")
+        return item
+
+    @_in_torchs_words
+    def queue_len(self, key: str) -> int:
+        """Return how many items are in the queue `key`."""
+        return self._client.queue_len(key)
+
+    @_in_torchs_words
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """Return all keys, or those that start with `prefix`."""
+        return self._client.list_keys(prefix)
+
+    def has_extended_api(self) -> bool:
+        """Return whether `append`, `multi_get` and `multi_set` are there."""
+        return True
+
+    def clone(self) -> CoordinationStore:
+        """Return another store of the same keys, with a timeout of its own."""
+        return CoordinationStore(str(self._client.address), timeout=self.timeout, client=self._client)
+
+    # torch's C++ calls these when a PrefixStore asks us.
+    getNumKeys = num_keys
+    deleteKey = delete_key
+
+    def name_through(self, store: Store, key: str) -> str:
+        """Return what `store`, some PrefixStores around this one, makes of `key`; nothing is sent."""
+        self._asked.keys = []
+        try:
+            store.check([key])
+            return str(self._asked.keys[0])
+        finally:
+            self._asked.keys = None

@@ -1,0 +1,427 @@
+"""Create the process group that torch asks for: the ranks meet and share memory, or use Gloo where they cannot."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch.distributed import PrefixStore
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.local_listener import new_token
+from phalanx._base.log import get_logger, warn_once
+from phalanx._base.torch_versions import describe_untested
+from phalanx._comm.backend import device_backends
+from phalanx._comm.backend.connect import MetGroup, build_engine, open_gloo
+from phalanx._comm.backend.open_memory import advice, open_symmetric_memory
+from phalanx._comm.backend.process_group import PhalanxProcessGroup
+from phalanx._comm.backend.process_group.open_groups import open_groups
+from phalanx._comm.backend.reconfiguration import Reconfiguration
+from phalanx._comm.backend.rendezvous import find_lost_host, is_rehearsing, own_address
+from phalanx._comm.backend.tcp_store import is_kept_here
+from phalanx._comm.control.wire import WRITE_ONCE
+from phalanx._comm.diagnostics.failure_report import FailureReport
+from phalanx._comm.diagnostics.failure_signals import FailureSignals
+from phalanx._comm.diagnostics.failure_store import FailureStore
+from phalanx._comm.diagnostics.rank_list import name_ranks
+from phalanx._comm.engines.gloo import local_address
+from phalanx._comm.engines.interfaces import interface_addresses, is_public
+from phalanx._comm.rendezvous.bootstrap import Bootstrap, exchange
+from phalanx._comm.rendezvous.rank_info import RankInfo, host_identity
+from phalanx._comm.rendezvous.torch_store import base_of
+from phalanx._comm.symmetric_memory import memfd
+from phalanx._comm.symmetric_memory.fd_server import FdServer
+from phalanx._comm.symmetric_memory.liveness_pipe import why_unwatched
+from phalanx._comm.symmetric_memory.watch import ProcessId
+from phalanx._comm.transport.authentication import PickleAuthenticator
+from phalanx._comm.transport.base import CallContext, Transport
+from phalanx._comm.transport.gloo.transport import GlooTransport
+from phalanx._comm.transport.hierarchical.layout import Layout
+from phalanx._comm.transport.options import Options
+from phalanx._comm.transport.rehearsal import RehearsalTransport
+from phalanx._comm.transport.unconnected import UnconnectedTransport
+from phalanx.errors import PhalanxError
+
+try:
+    from phalanx import _core
+except ImportError:  # there was no compiler at installation, or the platform has no futex
+    _core = None  # type: ignore[assignment]
+
+_logger = get_logger(__name__)
+_NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
+
+
+def create_process_group(options: Any, backend_options: Any = None) -> Any:
+    """Return the process group that `init_process_group("phalanx")` and `new_group` ask for.
+
+    All ranks of the group call it. `backend_options` is what the user gave as `pg_options`: a `phalanx.Options`, or
+    None. The group is a `PhalanxProcessGroup`, over the memory of one host or across several. Where memory can't be
+    shared even inside a host (no C core) torch's Gloo carries everything, and the log says so once.
+
+    Raises:
+        ValueError: the timeout leaves no time at all, or the ranks were given different options.
+        TypeError: `backend_options` is something else.
+        DeadlineError: some rank never came; the message names it, on every rank that did.
+        PhalanxError: hosts cannot reach each other.
+    """
+    # For "cuda:nccl,cpu:phalanx" torch hands us, too, the options that it has filled in for NCCL.
+    if backend_options is not None and getattr(backend_options, "group_name", None) == options.group_id:
+        backend_options = None
+    if backend_options is not None and not isinstance(backend_options, Options):
+        raise TypeError(
+            "init_process_group: backend 'phalanx' takes pg_options=phalanx.Options(...), "
+            f"got {type(backend_options).__name__}"
+        )
+    if getattr(options, "enable_reconfigure", False) and not is_rehearsing():
+        return _unconnected_group(options, backend_options)
+    group = _new_group(options, open_transport(options, backend_options))
+    group.backend_options = backend_options
+    return group
+
+
+def _new_group(options: Any, transport: Transport) -> Any:
+    rank, size, name = options.group_rank, options.group_size, options.group_id
+    group = _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
+    group.create_group = create_process_group
+    return group
+
+
+def _unconnected_group(options: Any, backend_options: Any) -> Any:
+    """Return a group that meets its members when `reconfigure` says who they are."""
+    if options.timeout <= timedelta(0):
+        raise ValueError(f"init_process_group: timeout must be above zero, got {options.timeout.total_seconds():g} s")
+    transport = UnconnectedTransport(options.group_id, options.group_rank, options.group_size)
+    group = _new_group(options, transport)
+    group.reconfiguration = Reconfiguration(
+        options.store, options.group_rank, lambda changed: open_transport(changed, backend_options)
+    )
+    return group
+
+
+def open_transport(options: Any, backend_options: Options | None) -> Transport:
+    """Meet the group's other ranks, and return the transport to them. Collective; errors: `create_process_group`'s."""
+    settings = _with_variables(backend_options if backend_options is not None else Options())
+    timeout: timedelta = options.timeout
+    if timeout <= timedelta(0):
+        raise ValueError(f"init_process_group: timeout must be above zero, got {timeout.total_seconds():g} s")
+    deadline = Deadline.after(timeout)
+    store, rank, size = options.store, options.group_rank, options.group_size
+    name = options.group_id
+    if rank == 0 and (untested := describe_untested(sys.modules["torch"].__version__)):
+        warn_once(_logger, f"{untested}; going on. `phalanx doctor` says what to do if something does not work")
+    if is_rehearsing():
+        return RehearsalTransport(name, rank, size)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_lack_told(f"init_process_group of group {name!r} on rank {rank}"))
+        server, obstacle = _open_fd_server() if _core is not None else (None, _NO_CORE)
+        if server is not None:
+            stack.enter_context(server)
+        mine = _rank_info(server, obstacle, store, settings)
+        bootstrap = exchange(store, rank, size, mine, name, deadline, is_further=bool(open_groups()))
+        infos = bootstrap.infos
+        if problem := _differing_options(infos):
+            bootstrap.acknowledge_failure()
+            raise ValueError(f"init_process_group of group {name!r}: {problem}")
+        reason = _cannot_share(infos)
+        if reason:
+            settings = replace(settings, engine="gloo")
+        one_host = len({info.host for info in infos}) == 1
+        needs_engine = not one_host or bool(reason)
+        if needs_engine and (problem := _wrong_interface(infos, settings) or _exposed(infos, settings)):
+            bootstrap.acknowledge_failure()
+            raise PhalanxError(f"init_process_group of group {name!r} on rank {rank}: {problem}")
+        if reason:
+            warn_once(_logger, f"backend 'phalanx': {reason}; using Gloo for group {name!r}")
+            transport = _over_gloo(bootstrap, options, settings, deadline)
+        elif one_host:
+            assert server is not None
+            transport = _share(server, bootstrap, options, deadline)
+        else:
+            assert server is not None
+            transport = _connect(server, bootstrap, options, settings, deadline)
+    _leave_at_exit()
+    return transport
+
+
+def _with_variables(settings: Options) -> Options:
+    """Return `settings`, filled with what a variable says where the options say nothing."""
+    interface = settings.interface or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
+    allowed = settings.allow_public_address or os.environ.get("PHALANX_ALLOW_PUBLIC_ADDRESS", "") == "1"
+    return replace(settings, interface=interface, allow_public_address=allowed)
+
+
+def _interface_problem(settings: Options) -> str:
+    """Return why the interface that was named for this rank cannot be used: where it was named, and those there are."""
+    here = interface_addresses()  # empty where the system does not tell
+    if settings.interface is None or settings.interface in here or not here:
+        return ""
+    told = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    named = f"Options(interface={settings.interface!r})"
+    if told.partition(",")[0] == settings.interface:
+        named = f"GLOO_SOCKET_IFNAME={told}"
+    known = settings.interface in (name for _, name in socket.if_nameindex())
+    fact = "has no address" if known else "does not exist"
+    there = ", ".join(f"{name} ({addresses[0]})" for name, addresses in here.items())
+    return f"{named}: interface {settings.interface!r} {fact} on {os.uname().nodename}, which has {there}"
+
+
+def _wrong_interface(infos: Sequence[RankInfo], settings: Options) -> str:
+    """Return which ranks were given an interface that they do not have, or "". The answer is the same on every rank."""
+    if settings.engine != "gloo":
+        return ""
+    problems: dict[str, list[int]] = {}
+    for r, info in enumerate(infos):
+        if info.interface_problem:
+            problems.setdefault(info.interface_problem, []).append(r)
+    if not problems:
+        return ""
+    lines = "\n".join(f"  {name_ranks(which)}: {problem}" for problem, which in problems.items())
+    advice = "Name one of these, exactly as it is written here, or none: then the route to the job's store decides."
+    return f"no such network interface.\n{lines}\n{advice}"
+
+
+def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
+    """Return why tensors must not travel between these ranks by an engine, or "". All ranks get the same answer."""
+    if settings.allow_public_address or settings.engine != "gloo":
+        return ""
+    public = {info.address: info.hostname for info in infos if is_public(info.address)}
+    if not public:
+        return ""
+    where = ", ".join(f"{address} on {hostname}" for address, hostname in public.items())
+    return (
+        f"tensors would be sent to and from {where}: {'public addresses' if len(public) > 1 else 'a public address'}, "
+        "which everybody on the internet can send to, and between hosts they are neither encrypted nor authenticated.\n"
+        "Let the hosts meet in a private network or a VPN such as WireGuard (MASTER_ADDR, or the address of the "
+        "coordinator, decides; pg_options=phalanx.Options(interface=...) and GLOO_SOCKET_IFNAME do, too). Where a "
+        "firewall lets only these hosts in: Options(allow_public_address=True), or PHALANX_ALLOW_PUBLIC_ADDRESS=1 on "
+        "every rank. `phalanx docs security` prints where that is explained."
+    )
+
+
+def _open_fd_server() -> tuple[FdServer | None, str]:
+    """Return the server at which the ranks of this host can fetch memory, or why this process can share none."""
+    if reason := memfd.obstacle():
+        return None, reason
+    try:
+        return FdServer(new_token()), ""
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None, f"Unix sockets cannot be had ({error.strerror})"
+
+
+def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Options) -> RankInfo:
+    return RankInfo(
+        host=host_identity(),
+        hostname=os.uname().nodename,
+        token=str(server.address) if server else "",
+        process=ProcessId.of_self(),
+        cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
+        core=_core.VERSION if _core is not None else 0,
+        address=_my_address(store, settings),
+        agreed=settings.agreed(),
+        obstacle=obstacle,
+        keeps_store=is_kept_here(base_of(store)),
+        interface_problem=_interface_problem(settings),
+        secret=new_token(),
+    )
+
+
+def _my_address(store: Any, settings: Options) -> str:
+    """Return the address at which other hosts reach this rank; it is empty for a store in a file.
+
+    It is the address of the interface asked for, else the one on the way to the job's store, which all have reached.
+    """
+    if settings.interface and (addresses := interface_addresses().get(settings.interface)):
+        return next(filter(is_public, addresses), addresses[0])  # the engine may take any of them
+    if told := own_address():
+        return told
+    host = getattr(base_of(store), "host", "")
+    with contextlib.suppress(OSError):
+        return local_address(host) if host else ""
+    return ""
+
+
+def _differing_options(infos: Sequence[RankInfo]) -> str:
+    if len({info.agreed for info in infos}) == 1:
+        return ""
+    return "the ranks were given different options.\n" + "\n".join(
+        f"  rank {r}: {info.agreed}" for r, info in enumerate(infos)
+    )
+
+
+def _cannot_share(infos: Sequence[RankInfo]) -> str:
+    """Return why these ranks can't share memory, or "". The answer is the same on every rank."""
+    hindered: dict[str, list[int]] = {}
+    for r, info in enumerate(infos):
+        if info.obstacle:
+            hindered.setdefault(info.obstacle, []).append(r)
+    if hindered:
+        return "; ".join(f"on {name_ranks(which)} {obstacle}" for obstacle, which in hindered.items())
+    if len({info.core for info in infos}) > 1:
+        return "the ranks run different versions of Phalanx"
+    hosts = {info.host for info in infos}
+    return next(filter(None, (why_unwatched([s.process for s in infos if s.host == host]) for host in hosts)), "")
+
+
+def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
+    from phalanx._comm.transport.shared_memory import SharedMemoryTransport  # here, because it needs the C core
+
+    infos = bootstrap.infos
+    transport = SharedMemoryTransport(options.group_id)
+    symm_mem = open_symmetric_memory(server, infos, range(len(infos)), options, deadline, transport.idle)
+    transport.attach(symm_mem)
+    return _begin(transport, bootstrap, options, deadline)
+
+
+def _group_class() -> Any:
+    """Return the class of groups, which looks for tensors of other devices only in processes that can have any."""
+    if device_backends.available():
+        from phalanx._comm.backend.process_group.devices import RoutedProcessGroup
+
+        return RoutedProcessGroup
+    return PhalanxProcessGroup
+
+
+@contextlib.contextmanager
+def _lack_told(here: str) -> Iterator[None]:
+    """Raise any error inside that found no free descriptor or no memory with the limit and what to do."""
+    try:
+        yield
+    except MemoryError:  # Python's own, which says nothing
+        raise PhalanxError(f"{here}: {os.strerror(errno.ENOMEM)}.\n{advice(errno.ENOMEM)}") from None
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        raise PhalanxError(f"{here}: {error.strerror}.\n{advice(error.errno)}") from None
+
+
+def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
+    """Share memory on each host, and build the engine between all ranks."""
+    # it is imported here, since it needs the C core
+    from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport
+
+    rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
+    layout = Layout.of([info.host for info in infos], rank)
+    token = infos[0].token
+    processes = [f"pid {s.process.pid} on {s.hostname} {s.address}" for s in infos]
+    transport = HierarchicalTransport(name, layout, settings, processes, options.global_ranks_in_group)
+    symm_mem = open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
+    failure_store = _open_failure_store(options, token, infos, processes)
+    try:
+        group = MetGroup(name, token, options.store, infos, layout)
+        engine = build_engine(group, settings, deadline, failure_store)
+    except BaseException:
+        symm_mem.close()
+        raise
+    transport.pickles = PickleAuthenticator(infos[0].secret, name)
+    transport.attach(symm_mem, engine, failure_store)
+    return _begin(transport, bootstrap, options, deadline)
+
+
+def _begin(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
+    """Return the transport once all ranks have come to it: from here on a failure is the group's."""
+    try:
+        if options.group_rank == 0:
+            bootstrap.forget()
+        transport.barrier(CallContext(max(deadline.left_s, 0.001), transport.call_site(("", 0))))
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> FailureReport | None:
+    """Return what the agent tells of a lost host, as a report of this group; None if none of its ranks was there."""
+    lost = find_lost_host()
+    gone = [r for r, global_rank in enumerate(global_ranks) if lost is not None and global_rank in lost.ranks]
+    if lost is None or not gone:
+        return None
+    return FailureReport("lost", ranks=tuple(gone), processes={r: processes[r] for r in gone}, reason=lost.reason)
+
+
+def _open_failure_store(
+    options: Any, group_key: str, infos: Sequence[RankInfo], processes: Sequence[str]
+) -> FailureStore:
+    """Open what the group's ranks tell each other; all groups share a connection, so `group_key` is only this one's."""
+    store, size = base_of(options.store), len(infos)
+    signals = _signals_of(store)
+    return FailureStore(
+        PrefixStore("phalanx", signals.connection),
+        group_key,
+        options.group_rank,
+        size,
+        signals,
+        server_rank=next((r for r, info in enumerate(infos) if info.keeps_store), -1),
+        address=(store.host, store.port) if getattr(store, "host", "") else None,
+        find_lost_host=lambda: _report_lost_host(options.global_ranks_in_group or range(size), processes),
+        waits_in_store=getattr(store, "wait_is_interruptible", False),
+    )
+
+
+_signals: WeakValueDictionary[tuple[int, int], FailureSignals] = WeakValueDictionary()  # keyed by process and store
+
+
+def _signals_of(store: Any) -> FailureSignals:
+    """Return the signals in `store`, the same object for all groups of this process that have met there."""
+    key = (os.getpid(), id(store))
+    signals = _signals.get(key)
+    if signals is None:
+        signals = _signals[key] = FailureSignals(store, WRITE_ONCE)  # a signal never changes
+    return signals
+
+
+def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
+    """Connect the ranks by Gloo where memory can't be shared, also those of one host."""
+    rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
+    layout = Layout.of([info.host for info in infos], rank)
+    processes = [f"{info} {info.address}".rstrip() for info in infos]
+    key = hashlib.blake2b(infos[0].secret.encode(), digest_size=16).hexdigest()
+    failure_store = _open_failure_store(options, key, infos, processes)
+    group = MetGroup(name, key, options.store, infos, layout)
+    # it carries out one collective at a time
+    engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)
+    transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
+    transport.pickles = PickleAuthenticator(infos[0].secret, name)
+    return _begin(transport, bootstrap, options, deadline)
+
+
+_exit_watched = False
+_exit_reason = ""
+
+
+def _leave_at_exit() -> None:
+    """Tell the peers at exit how this process ended without `destroy_process_group`, before MPI waits for all."""
+    global _exit_watched
+    atexit.unregister(_leave)
+    atexit.register(_leave)  # the last function registered is the first to run
+    if _exit_watched:
+        return
+    _exit_watched = True
+    previous = sys.excepthook
+
+    def remember(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        global _exit_reason
+        _exit_reason = f"it ended with {kind.__name__}: {error}"
+        previous(kind, error, tb)
+
+    hook: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = remember
+    sys.excepthook = hook
+
+
+def _leave() -> None:
+    from phalanx._comm.backend.process_group.open_groups import leave_all
+    from phalanx._comm.diagnostics.failure_report import QUIET_END
+
+    leave_all(_exit_reason or QUIET_END)

@@ -1,0 +1,69 @@
+"""Mark what torch.compile must not trace, above all the methods by which torch calls a group and its works.
+
+torch's own groups are C++, at which Dynamo ends its graph. Ours are Python, so it went on into them: locks, threads,
+objects that it takes for opaque ones. Told so, it treats both alike. `torch.compiler.disable` would say it too, but
+imports all of Dynamo, for a second; these are the two marks that it leaves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from phalanx._base.torch_names import find
+
+_LOSES = "torch.compile looks into a group's operations; keep them out of what it compiles"
+_set_strategy: Any = find("torch._C._dynamo.eval_frame.set_code_exec_strategy", loses=_LOSES, instead=None)
+_FrameAction: Any = find("torch._C._dynamo.eval_frame._FrameAction", loses=_LOSES, instead=None)
+_FrameExecStrategy: Any = find("torch._C._dynamo.eval_frame._FrameExecStrategy", loses=_LOSES, instead=None)
+_DYNAMOS_DECORATORS = ("torch._compile", "torch.optim.optimizer")  # the decorators are defined in these modules
+
+_Marked = TypeVar("_Marked", bound=type | Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(marked: _Marked) -> _Marked:
+    """Have Dynamo leave a function, or a class's own methods, and all that they call, to the interpreter."""
+    for member in vars(marked).values() if isinstance(marked, type) else [marked]:
+        for function in _functions(member):
+            _leave_alone(function)
+    return marked
+
+
+def skipped(function: _Function) -> _Function:
+    """Have Dynamo run a function's own code as it is, and trace what it calls: `disable(recursive=False)`."""
+    _leave_alone(function, with_callees=False)
+    return function
+
+
+def undecorated(function: Any) -> Any:
+    """Return a method of torch's optimizers without torch's decorators for Dynamo; only `untraced` code may call it.
+
+    Each decorator would import Dynamo at its first call: half a second, and 30 to 70 MB in every process.
+    """
+    while hasattr(function, "__wrapped__") and function.__globals__["__name__"] in _DYNAMOS_DECORATORS:
+        function = function.__wrapped__
+    return function
+
+
+def _functions(member: Any) -> list[types.FunctionType]:
+    if isinstance(member, property):
+        candidates = [member.fget, member.fset]
+    elif isinstance(member, staticmethod | classmethod):
+        candidates = [member.__func__]
+    else:
+        candidates = [member]
+    return [function for function in candidates if isinstance(function, types.FunctionType)]
+
+
+def _leave_alone(function: Any, *, with_callees: bool = True) -> None:
+    function = inspect.unwrap(function)  # a decorator's own code, as of `torch.no_grad()`, is everybody's
+    # A call in code that is being traced ends the graph.
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "a process group's operations are carried out, not traced"
+    # A frame that is reached otherwise, and all below it unless those are to be traced, is run as it is.
+    if _set_strategy is not None and _FrameAction is not None and _FrameExecStrategy is not None:
+        callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
+        _set_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))

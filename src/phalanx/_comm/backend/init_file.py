@@ -1,0 +1,102 @@
+"""Check the file of `init_method="file://..."`, and refuse a file that no store has written.
+
+torch's FileStore appends records to its file, and each rank reads all of them. It takes the first bytes of whatever
+lies there for the length of a key, and waits for the rest, in its constructor already, where no timeout ends it.
+
+    u32 length | key | u32 length | value | u32 length | key | ...
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from phalanx._base.deadline import Deadline
+from phalanx.errors import DeadlineError
+
+_LENGTH = struct.Struct("=I")
+_POLL_S = 0.005
+
+
+def file_rendezvous(
+    original: Callable[..., Iterator[Any]], url: str, timeout: timedelta, **kwargs: Any
+) -> Iterator[Any]:
+    """Yield the handler of `file://`: torch's, once the file is known to be a store's, or is not there yet."""
+    check_init_file(url, Deadline.after(timeout))
+    yield from original(url, timeout=timeout, **kwargs)
+
+
+def check_init_file(url: str, deadline: Deadline) -> None:
+    """Refuse a `file://` URL that leads to something else than a FileStore's file; a file that is not there may come.
+
+    It waits for the file's folder, which another rank may be making.
+
+    Raises:
+        ValueError: no FileStore has written this file; the message says what to do.
+        DeadlineError: its folder did not appear, or another process held the file's lock until the deadline.
+    """
+    path = unquote(urlsplit(url).path)
+    here = f"init_method='file://{path}'"
+    folder = os.path.dirname(path) or "/"
+    _wait(
+        lambda: os.path.exists(folder),
+        f"{here}: there is no folder {folder}.\nMake it before the ranks start, on a file system that all of them see.",
+        deadline,
+    )
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # it is not there yet, or torch says why it can't be opened
+        return
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ValueError(f"{here}: this is no regular file. Name a path at which no file is yet.")
+        _wait(
+            lambda: _lock(file),
+            f"{here}: another process holds a lock on this file, and no rank can write there.\n`fuser` tells which "
+            "process has it open; or name another path, the same on every rank.",
+            deadline,
+        )
+        if not is_written_by_store(file):
+            raise ValueError(
+                f"{here}: the file holds {os.fstat(file).st_size} bytes that no FileStore has written.\nName a path at "
+                "which no file is yet, the same on every rank, or remove this file if nobody needs it."
+            )
+    finally:
+        os.close(file)  # gives the lock back
+
+
+def is_written_by_store(file: int) -> bool:
+    """Return whether an open file holds whole records of a FileStore, or nothing, by the length of each field."""
+    size = os.fstat(file).st_size
+    position, fields = 0, 0
+    while position < size:
+        length = os.pread(file, _LENGTH.size, position)
+        if len(length) < _LENGTH.size:
+            return False
+        if fields % 2 == 0 and not any(length):  # a key is never empty
+            return False
+        position += _LENGTH.size + _LENGTH.unpack(length)[0]
+        fields += 1
+    return position == size and fields % 2 == 0
+
+
+def _lock(file: int) -> bool:
+    """Keep other ranks from writing while we read; False if one is writing now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks; torch says so
+        pass
+    return True
+
+
+def _wait(is_ready: Callable[[], bool], failure: str, deadline: Deadline) -> None:
+    if not deadline.wait_until(is_ready, _POLL_S):
+        raise DeadlineError(failure)

@@ -1,0 +1,107 @@
+"""Lend a tensor without a copy: another rank of the host reads it where it lies, and gives it back after use.
+
+lender                                              borrower
+with lending.making(): y = layer(x)                 .
+place = lending.lend(y)       -- place, shape -->   y = lending.borrow(rank, place, shape, dtype)
+(keeps y)                                           uses y, as long as it likes
+(lets y go, and its memory is used anew)  <-- a word in shared memory is set when y dies
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from phalanx._comm.backend.process_group import PhalanxProcessGroup
+from phalanx._comm.backend.shared import shared_empty
+from phalanx._comm.symmetric_memory.pool import SharedPool
+
+_PIECES = 1024  # a rank may have lent so many tensors at the same time
+_WORD = 40  # so many bits of a place say where; those above are the number of the piece
+
+
+class Lending:
+    """This is a rank's part in lending. All ranks of `group` build theirs together with the same `sizes`.
+
+    Arguments:
+        sizes: the bytes of the tensors that will be lent, and how many there may be of each size at the same time.
+    """
+
+    def __init__(self, group: PhalanxProcessGroup, sizes: Mapping[int, int]) -> None:
+        self._symm_mem = group.symm_mem
+        self._rank = group.rank()
+        self._memory: list[Tensor] = []
+        self._pool = SharedPool(group.symm_mem, sizes, lambda nbytes: self._allocate(group, nbytes))
+        # Tensors of the pool may outlive us: a gradient may be one. Closed, it keeps its memory for them.
+        weakref.finalize(self, self._pool.close).atexit = False
+        # A word for each piece that a rank has lent, which the borrower sets; all ranks' in one memory.
+        words = shared_empty(group.size() * _PIECES, dtype=torch.int32, group=group, owner=0)
+        if self._rank == 0:
+            words.zero_()
+        group.barrier().wait()
+        self._words = words.view(group.size(), _PIECES).numpy()
+        self._memory.append(words)
+        self._lent: dict[int, Tensor] = {}
+        self.copied = 0
+        """How many tensors were not made in `making()`, and had to be copied to be lent."""
+        self._free = list(range(_PIECES))
+
+    def _allocate(self, group: PhalanxProcessGroup, nbytes: int) -> Tensor:
+        memory = shared_empty(nbytes, dtype=torch.uint8, group=group)
+        self._memory.append(memory)
+        return memory
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Let the tensors of the sizes to be lent that this thread makes inside lie where others can read them."""
+        was_inside = self._pool._enter()
+        try:
+            yield
+        finally:
+            if not was_inside:
+                self._pool.leave()
+
+    def lend(self, tensor: Tensor) -> int | None:
+        """Return a place that tells a borrower where `tensor` is; None if it lies elsewhere and can't be copied to
+        us.
+
+        Cost: nothing if it was made in `making()`; else one copy.
+        """
+        self.collect()
+        if not self._pool.serves(tensor.numel() * tensor.element_size()) or not self._free:
+            return None
+        if not (self._pool.holds(tensor) and tensor.is_contiguous()):
+            shape = tuple(tensor.shape)
+            strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+            made = self._pool.empty_strided(shape, strides, tensor.dtype)
+            if made is None:
+                return None
+            tensor = made.copy_(tensor)
+            self.copied += 1
+        piece = self._free.pop()
+        self._words[self._rank, piece] = 0
+        self._lent[piece] = tensor
+        return piece << _WORD | self._symm_mem.heap_offset(tensor.data_ptr())
+
+    def collect(self) -> None:
+        """Let go of the tensors that borrowers have let go."""
+        words = self._words[self._rank]
+        for piece in [piece for piece in self._lent if words[piece]]:
+            del self._lent[piece]
+            self._free.append(piece)
+
+    def borrow(self, rank: int, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the tensor that `rank` lent. Its memory goes back when no tensor uses it any more."""
+        address = self._symm_mem.address_of(rank, place & ((1 << _WORD) - 1))
+        buffer = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+        weakref.finalize(buffer, self._give_back, rank, place >> _WORD).atexit = False
+        return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+    def _give_back(self, rank: int, piece: int) -> None:
+        self._words[rank, piece] = 1

@@ -1,0 +1,95 @@
+"""Handle tensors without memory: skip fake ones, read some as zeros, and refuse the others with the reason."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from phalanx._base.torch_names import find
+from phalanx._comm.backend.work import DoneWork
+from phalanx._comm.transport.tensors import is_zero_tensor
+
+_WHY = "a tensor without memory is refused in other words"
+_PLAIN_DISPATCH: Any = find("torch._C._disabled_torch_dispatch_impl", loses=_WHY, instead=None)
+_is_wrapped: Any = find("torch._C._functorch.is_functorch_wrapped_tensor", loses=_WHY, instead=lambda tensor: False)
+
+
+class FakeCall(Exception):
+    """The call got a fake tensor, which has a shape and no values: nothing is to be done, as with torch's backends."""
+
+
+def is_fake(tensor: Any) -> bool:
+    """Return whether a tensor belongs to a FakeTensorMode, which traces programs without running them."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # if it was not imported, there are no fake tensors
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return where the tensor's elements lie; 0 if they lie nowhere."""
+    if is_fake(tensor):  # a fake tensor would warn
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # torch says so of tensors inside vmap, and of others that only stand for something
+        return 0
+
+
+def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
+    """Return if the tensor, whose address is 0, can be taken all the same: it is empty, or zeros to be read.
+
+    Raises:
+        FakeCall: it is fake.
+        TypeError: it wraps other tensors, or stands for something.
+        ValueError: it cannot be written, or its memory was freed.
+    """
+    if is_fake(tensor):
+        raise FakeCall
+    kind = type(tensor).__name__
+    if kind == "DTensor":
+        raise TypeError(
+            f"{operation}: the tensor is a DTensor, of which each rank holds a part.\n"
+            "Give its part, tensor.to_local(), or let DTensor communicate: tensor.redistribute(...)."
+        )
+    if is_zero_tensor(tensor):
+        if not written:
+            return
+        raise ValueError(
+            f"{operation}: the tensor stands for zeros (autograd makes such) and cannot be written.\n"
+            "Give a clone() of it."
+        )
+    if not tensor.numel():
+        return
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    if type(tensor) is not Tensor and dispatch is not _PLAIN_DISPATCH:
+        raise TypeError(
+            f"{operation}: the tensor is a {kind}, a subclass without memory of its own.\n"
+            "Give the tensors that it wraps."
+        )
+    if _is_wrapped(tensor):
+        raise TypeError(
+            f"{operation}: the tensor is one of torch.func's (vmap, grad), which has no values yet.\n"
+            "Call collectives outside of the transformed function."
+        )
+    raise ValueError(
+        f"{operation}: the tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed, as FSDP does "
+        "between uses.\nFill it again before the call."
+    )
+
+
+def nothing_done(operation: str, arguments: tuple[Any, ...]) -> DoneWork:
+    """Return the answer to a call with fake tensors."""
+    tensors = list(_tensors_in(arguments))
+    if not all(map(is_fake, tensors)):
+        raise TypeError(f"{operation}: some tensors of the call are fake (FakeTensorMode) and some are real")
+    return DoneWork(list(_tensors_in(arguments[:1])))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)

@@ -1,0 +1,17 @@
+"""Importing this module imports what a rank needs to join its group and to call its first collectives.
+
+A process that forks ranks imports this module, so that each of its ranks does not import the same modules again.
+"""
+
+from __future__ import annotations
+
+import phalanx._comm.backend.create
+import phalanx._comm.backend.process_group.inbox
+import phalanx._comm.backend.start
+import phalanx._comm.backend.torch_integration.flight_recorder
+import phalanx._comm.backend.torch_integration.monitored_barrier
+import phalanx._comm.backend.torch_integration.object_collectives
+import phalanx._comm.backend.torch_integration.pickles_in_tensors
+import phalanx._comm.backend.torch_integration.rendezvous_handlers
+import phalanx._comm.diagnostics.whereabouts
+import phalanx._comm.transport.shared_memory  # noqa: F401

@@ -1,0 +1,406 @@
+"""`ProcessGroupBase` holds a group's name, ranks and timeout, keeps the order of its operations, and shuts it down."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.arguments import timeout_of
+from phalanx._comm.backend.dynamo import untraced
+from phalanx._comm.backend.process_group import open_groups
+from phalanx._comm.backend.process_group.backend_interface import BackendInterface
+from phalanx._comm.backend.process_group.group_options import GroupOptions
+from phalanx._comm.backend.process_group.recorded import keep_records
+from phalanx._comm.backend.splitting import Splits
+from phalanx._comm.backend.torch_integration.hooks import hookable
+from phalanx._comm.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
+from phalanx._comm.diagnostics.call_sites import calling_site
+from phalanx._comm.diagnostics.failure_report import closed, nested
+from phalanx._comm.symmetric_memory.scratch import Scratch, take_scratch
+from phalanx._comm.transport.base import CallContext, Transport
+from phalanx.errors import PhalanxError
+
+if TYPE_CHECKING:
+    from phalanx._comm.backend.reconfiguration import Reconfiguration
+    from phalanx._comm.symmetric_memory.memory import SymmetricMemory
+    from phalanx._comm.transport.shared_memory import SharedMemoryTransport
+
+Operation = Callable[[CallContext], None]
+Result = TypeVar("Result")
+
+_JOIN_S = 5.0
+
+
+@untraced
+@hookable
+class ProcessGroupBase(BackendInterface):
+    """It answers what torch asks of every process group, and carries this group's operations out in order.
+
+    A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
+    the group's executor, one thread, first come first served. Either way all ranks run the same calls in order. The
+    transport sees to it that the main thread hears Ctrl-C in an operation; a wait for the executor hears it by itself.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        transport: Transport,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_ranks: Sequence[int] = (),
+    ) -> None:
+        # It is not (store, rank, size), all that the stub knows: torch would look for backends of its own.
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._store = store
+        self._timeout_s = timeout.total_seconds()
+        self._name = name
+        self._desc = ""
+        self.number = open_groups.next_number()
+        """Which of this process's groups it is, in the order in which they were made."""
+        self._closing = threading.RLock()  # a signal handler may come in the middle
+        self._done = DoneWork()
+        self.backend_options: Any = None
+        """The `phalanx.Options` with which the group was made, or None."""
+        self.reconfiguration: Reconfiguration | None = None
+        """The object that gives the group other members, if it was made with `enable_reconfigure`."""
+        self.create_group: Callable[[Any, Any], Any] | None = None
+        """`create_process_group`, which made this group and makes those that are split from it."""
+        self._connect(transport, rank, size, global_ranks)
+        self.introduce(self._device_types)
+        open_groups.add(self)
+
+    def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
+        """Begin with the members that `transport` reaches; no operation is under way here."""
+        self.transport = transport
+        self._shared_memory = cast("SharedMemoryTransport", transport) if transport.ranks_share_memory else None
+        self._rank = rank
+        self._size = size
+        self._global_ranks = tuple(global_ranks) or tuple(range(size))
+        self._interrupted = None if transport.is_interruptible else transport.interrupted
+        self._executor = SerialExecutor(
+            f"phalanx-{self._name}",
+            callbacks_first=True,
+            interrupted=self._interrupted,
+            ledger=None if self._shared_memory is None else self._shared_memory.core,
+        )
+        self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
+        self._closed = False
+        self._splits = Splits()
+        self._scratch: Scratch | None = None  # memory for `allocate_tensor`; None until it was asked for
+        self.num_gradient_rounds = 0
+        """How many rounds of gradients have ended, which are not among the transport's collectives."""
+
+    # -- other members -------------------------------------------------------------------------------------------
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Return whether `reconfigure` can give the group other members: it was made with `enable_reconfigure`."""
+        return self.reconfiguration is not None
+
+    def _reconfiguration(self) -> Reconfiguration:
+        if self.reconfiguration is None:
+            raise PhalanxError(
+                f"group {self._name!r} keeps its members: it was made without enable_reconfigure.\n"
+                "Start it with init_process_group('phalanx', enable_reconfigure=True)."
+            )
+        return self.reconfiguration
+
+    def get_reconfigure_handle(self) -> str:
+        """Return what the others need to take this process in: see `torch.distributed._reconfigure`."""
+        return self._reconfiguration().handle(self)
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Leave the group's members, and meet those of `opts.handles`; the work is over when they have met."""
+        self._reconfiguration().meet(self, opts)
+        return self._done
+
+    def reconnect(
+        self,
+        connect: Callable[[], Transport],
+        instead: Transport,
+        store: Store,
+        rank: int,
+        size: int,
+        global_ranks: Sequence[int] = (),
+    ) -> None:
+        """Leave this group's members and begin with those that `connect` reaches; if it fails, with `instead`."""
+        if not self.transport.closed:
+            self._part(_JOIN_S)
+        self._connect(instead, self._rank, self._size, self._global_ranks)
+        transport = connect()
+        self._store = store
+        self._connect(transport, rank, size, global_ranks)
+
+    # -- groups of some of the members ---------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> Any:
+        """Return the group of `new_ranks`, or None where this rank is not among them; all members call this.
+
+        The group serves every device that this one serves, whatever `device_types` says.
+        """
+        if self._closed:
+            raise closed(self._name)
+        return self._splits.split(self, new_ranks, timeout, opts, group_name, group_desc)
+
+    # -- identity ------------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """Return the name under which torch knows us."""
+        return "phalanx"
+
+    _get_backend_name = getBackendName
+    name = getBackendName
+
+    def rank(self) -> int:
+        """Return this process's number in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return how many processes the group has."""
+        return self._size
+
+    getRank = rank
+    getSize = size
+
+    @property
+    def symm_mem(self) -> SymmetricMemory:
+        """Return the memory that all ranks share."""
+        assert self._shared_memory is not None, f"the ranks of group {self._name!r} share no memory"
+        return self._shared_memory.symm_mem
+
+    @property
+    def shares_memory(self) -> bool:
+        """Return whether all ranks share memory, because they are on one host."""
+        return self._shared_memory is not None
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]  # for mypy a type of its own; a string
+        """Return the name that torch gave the group; it is unique in the job."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """Return what the group is for, in the words of its maker."""
+        return self._desc
+
+    def getGroupName(self) -> str:
+        """Return `group_name`, for torch's C++."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """Return `group_desc`, for torch's C++."""
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        self.transport.group = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    setGroupName = _set_group_name
+    setGroupDesc = _set_group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(
+                f"group {self._name!r}: backend {self.getBackendName()!r} has no backend for device {device}"
+            )
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether `allocate_tensor` has memory from which collectives copy less: FSDP2 can ask this."""
+        return torch.device(device).type == "cpu" and self._shared_memory is not None and self._size > 1
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of `size` elements that the other ranks can read where it lies, while there is room for such.
+
+        All ranks make the first call of a group. Large tensors of this kind are gathered with one copy, not two.
+        """
+        if not self.supports_tensor_alloc(device):
+            raise RuntimeError(f"group {self._name!r} allocates no tensors on {device}")
+        if self._scratch is None:
+            heap_bytes, site = self.symm_mem.heap_bytes, calling_site()
+            self._scratch = take_scratch(heap_bytes, lambda n: self.allocate_symmetric((n,), torch.uint8, site))
+        return self._scratch.allocate(size, dtype)
+
+    def allocate_symmetric(
+        self, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[str, int], *, owner: int | None = None
+    ) -> torch.Tensor:
+        """Return what `shared_empty` is for a group that shares memory; `place` is the caller's. All ranks call it."""
+        assert self._shared_memory is not None
+        memory, ctx = self._shared_memory, CallContext(self._timeout_s, self.transport.call_site(place))
+        return self.in_order(lambda: memory.allocate(shape, dtype, ctx, owner=owner))
+
+    def allocate_on_host(self, nbytes: int, place: tuple[str, int]) -> dict[int, torch.Tensor]:
+        """Allocate memory of each rank of this host, as `Transport` says; `place` is the caller's. All call it."""
+        transport, ctx = self.transport, CallContext(self._timeout_s, self.transport.call_site(place))
+        return self.in_order(lambda: transport.allocate_on_host(nbytes, ctx))
+
+    @property
+    def options(self) -> Any:
+        """Return the timeout and ranks of the group, as torch's backends show theirs."""
+        return GroupOptions(
+            timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name, self.getBackendName()
+        )
+
+    def get_group_store(self) -> Store:
+        """Return the store under the group's prefix."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0 if self._closed else self.transport.seq
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the sequence number is counted in shared memory from the start."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long operations may take from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # -- order ---------------------------------------------------------------------------------------------------
+
+    def _call_context(self, options: Any, depth: int) -> CallContext:
+        if self._closed or self.transport.closed:  # the latter alone in a forked child, which has no executors
+            raise closed(self._name)
+        return CallContext(timeout_of(options, self._timeout_s), self.transport.call_site(calling_site(depth)))
+
+    def _is_free(self) -> bool:
+        """Return whether a call that is waited for can be carried out without asking any further."""
+        executor = self._executor  # this is its `idle`, spelt out
+        return (
+            not (executor._busy or executor._items or executor._is_passed or executor.callers)
+            and not self._closed
+            and not self.transport.closed
+        )
+
+    def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
+        """Run `operation` now, or queue it; called directly by the methods that torch calls."""
+        waits = not getattr(options, "asyncOp", True)
+        ctx = self._call_context(options, 4)
+        ctx.awaited = waits
+        self.refuse_nested()
+        if waits and self._executor.idle:
+            self._executor.run_here(partial(operation, ctx))
+            return self._done
+        work = self._queue(self._executor, partial(operation, ctx), outputs)
+        if waits and self._interrupted is not None:
+            work.wait()
+        return work
+
+    def refuse_nested(self, what: str = "a collective") -> None:
+        """Raise a PhalanxError if this is a signal handler that interrupted an operation of this group."""
+        if self._executor.is_below():
+            raise nested(f"{what} in group {self._name!r} on rank {self._rank}")
+
+    def in_order(self, operation: Callable[[], Result]) -> Result:
+        """Run `operation`, whose collectives go straight to the memory, after all earlier calls; wait for it.
+
+        So also what is no collective of c10d's has its place in the order that is the same on all ranks.
+        """
+        self.refuse_nested()
+        if self._executor.idle:
+            return self._executor.run_here(operation)
+        results: list[Result] = []
+        self._queue(self._executor, lambda: results.append(operation()), []).wait()
+        return results[0]
+
+    def precede(self, action: Callable[[Deadline], None]) -> None:
+        """Call `action` in the first collective that is called from now on, as `Transport` says."""
+        if self._executor.idle:
+            self.transport.precede(action)
+        else:
+            self._queue(self._executor, lambda: self.transport.precede(action), [])
+
+    def drain(self) -> None:
+        """Return when the collectives that were called here and run in the background are over, well or not."""
+        if not self._executor.idle:
+            self._queue(self._executor, lambda: None, []).wait()
+
+    def _queue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Sequence[Any]) -> PhalanxWork:
+        work = PhalanxWork(outputs)
+        self._recent.append(work)
+        return executor.put(action, work)
+
+    def find_failure(self) -> BaseException | None:
+        """Return the error of an operation that ran in the background, which torch's C++ may have renamed."""
+        return next((error for work in reversed(self._recent) if (error := work.exception()) is not None), None)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _executors(self) -> list[Closable]:
+        return [self._executor]
+
+    def shutdown(self) -> None:
+        """Finish what is queued, then leave the group."""
+        self._leave(_JOIN_S)
+
+    def abort(self) -> None:
+        """Leave the group at once; threads that wait in it get an error."""
+        self._leave(0.0)
+
+    def leave_at_exit(self, exit_reason: str) -> None:
+        """Leave the group, if it was not left, as the process ends for this reason."""
+        if not self._closed and not self.transport.closed:
+            self.transport.set_exit_reason(exit_reason)
+            self._leave(0.1, for_good=True)
+
+    def _leave(self, patience_s: float, *, for_good: bool = False) -> None:
+        """Leave the group; with `for_good` the process ends, so what runs after `patience_s` need not end."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            open_groups.discard(self)
+        if not self.transport.closed:  # in a forked child the threads and the place in the group are its parent's
+            self._part(patience_s, for_good=for_good)
+
+    def _part(self, patience_s: float, *, for_good: bool = False) -> None:
+        """Leave the members that the transport reaches."""
+        ended = self._settle(patience_s)
+        if not ended and not self.transport.closed:
+            if for_good and self.transport.closes_in_flight:
+                self.transport.abandon()
+                return
+            self.transport.leave_in_flight()
+            ended = self._settle(_JOIN_S)
+        keep_records(self)
+        self._recent.clear()
+        self._scratch = None
+        self._let_memory_go()
+        if ended or self.transport.closes_in_flight:
+            self.transport.close()
+
+    def _let_memory_go(self) -> None:
+        """Let all but the group forget its memory; no operation of the group is under way."""
+
+    def _settle(self, patience_s: float) -> bool:
+        """Let end what is queued, and what other threads are in; return whether all was over within `patience_s`."""
+        deadline = Deadline.after(patience_s)
+        ended = all([executor.close(deadline.left_s) for executor in self._executors()])
+        return self.transport.settle(deadline.left_s) and ended

@@ -1,0 +1,254 @@
+"""This process group takes tensors of other devices too: each call goes to the engine of its tensor's device.
+
+    all_reduce(cpu tensor)   ──▶  shared memory, and the engine between hosts
+    all_reduce(cuda tensor)  ──▶  a group inside, of the same ranks, over NCCL; or, where ranks share a GPU, which NCCL
+                                  refuses, through memory of the host: `process_group/staged`
+    barrier, objects         ──▶  the CPU's way, unless a device is asked for
+
+The group inside is made with the first tensor of its device. At their first collective on it the ranks tell each other
+which device each uses, in the CPU's way: a missing rank is named at once, and all decide alike which engine carries
+that device's tensors. What goes through the host has its place among the CPU's collectives: one order, one fingerprint,
+the same errors and the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx._base.log import get_logger, warn_once
+from phalanx._comm.backend.device_backends import DeviceBackend, available, find_device, no_backend_for
+from phalanx._comm.backend.dynamo import untraced
+from phalanx._comm.backend.overloads import first_form
+from phalanx._comm.backend.process_group import PhalanxProcessGroup
+from phalanx._comm.backend.process_group.staged import StagedProcessGroup
+from phalanx._comm.backend.rendezvous import ranks_share_gpus
+from phalanx._comm.diagnostics.failure_report import closed
+
+_IDENTITY_BYTES = 128  # a device's name has at most so many bytes in UTF-8
+_IDENTITY_TAG = -(
+    1 << 20
+)  # these tags are for the messages in which two ranks tell each other their devices; PyTorch's are not below 0
+
+# torch calls these with tensors first. Names that mean the same are passed on as they come.
+_COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "all_gather_single", "_allgather_base",
+    "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "allgather_coalesced", "gather", "scatter",
+    "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single", "alltoall_base",
+)  # fmt: skip
+_MESSAGES = ("send", "recv", "recv_anysource")
+
+_logger = get_logger(__name__)
+
+
+class _Once:
+    """It asks a question once, in whichever thread comes first, and keeps the answer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answer: bool | None = None
+
+    def answer(self, ask: Callable[[], bool]) -> bool:
+        """Return what `ask` returned, when it was called first."""
+        with self._lock:
+            if self._answer is None:
+                self._answer = ask()
+            return self._answer
+
+
+class RoutedProcessGroup(StagedProcessGroup):
+    """This is a `PhalanxProcessGroup` in a process with devices that an engine reaches."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._device_backends = available()  # first: who begins a group asks for its devices
+        super().__init__(*args, **kwargs)
+        self._inside: dict[str, Any] = {}
+        self._agreed: set[str] = set()
+        self._asking = threading.Lock()
+        self._one_device: dict[tuple[str, int], _Once] = {}  # keyed by type of device and rank
+        self._staged: set[str] = set()  # types of device whose tensors NCCL, or its like, does not carry
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *(torch.device(device) for device in self._device_backends)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        kind = torch.device(device).type
+        if kind in self._device_backends:
+            return self if self._is_staged(kind) else self._group_inside(kind)._get_backend(device)
+        return super()._get_backend(device)
+
+    def _part(self, patience_s: float, **how: bool) -> None:
+        self._end(lambda group: group.abort())
+        self._agreed.clear()  # other members may use other devices
+        self._staged.clear()
+        self._one_device.clear()
+        super()._part(patience_s, **how)
+
+    def _group_inside(self, kind: str) -> Any:
+        """Return the group for the tensors of that type of device; this sends nothing."""
+        with self._opening:
+            if self._closed:
+                raise closed(self._name)
+            if kind not in self._inside:
+                opened = self._device_backends[kind].open
+                assert opened is not None
+                self._inside[kind] = opened(
+                    self._store,
+                    self._rank,
+                    self._size,
+                    timedelta(seconds=self._timeout_s),
+                    self._name,
+                    self._global_ranks,
+                )
+            return self._inside[kind]
+
+    def _is_staged(self, kind: str) -> bool:
+        """Return whether no engine carries tensors of that type of device, as far as this rank knows without asking."""
+        return kind in self._staged or self._device_backends[kind].open is None or ranks_share_gpus()
+
+    def _route(self, device: torch.device, operation: str, *, collective: bool) -> Any:
+        """Return the group that carries tensors on `device`; None if no engine does."""
+        device_backend = self._device_backend(device, operation)
+        if collective and device.type not in self._agreed:
+            self._agree(device_backend, device)
+            self._agreed.add(device.type)
+        return None if self._is_staged(device.type) else self._group_inside(device.type)
+
+    def _route_message(self, device: torch.device, operation: str, args: tuple[Any, ...]) -> Any:
+        """Do what `_route` does, for a message: the two ranks may not have been in a collective of that device yet."""
+        self._device_backend(device, operation)
+        asks = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
+        # NCCL has no receive from anybody, so a message that is awaited so goes through the host.
+        if asks and (operation == "recv_anysource" or self._use_one_device(device, args[1])):
+            return None
+        return self._route(device, operation, collective=False)
+
+    def _device_backend(self, device: torch.device, operation: str) -> DeviceBackend:
+        device_backend = self._device_backends.get(device.type)
+        if device_backend is None:
+            raise ValueError(no_backend_for(device, operation))
+        return device_backend
+
+    def _use_one_device(self, device: torch.device, peer: int) -> bool:
+        """Return whether that rank uses this rank's device; both ask each other before their first message."""
+        with self._asking:
+            asked = self._one_device.setdefault((device.type, peer), _Once())
+        device_backend = self._device_backends[device.type]
+
+        def ask() -> bool:
+            mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
+            identity = device_backend.identify(device).encode()[:_IDENTITY_BYTES]
+            mine[: len(identity)] = torch.tensor(list(identity), dtype=torch.uint8)
+            theirs = torch.empty_like(mine)
+            sent = PhalanxProcessGroup.send(self, [mine], peer, _IDENTITY_TAG)
+            PhalanxProcessGroup.recv(self, [theirs], peer, _IDENTITY_TAG).wait()
+            sent.wait()
+            return torch.equal(mine, theirs)
+
+        return asked.answer(ask)
+
+    def _agree(self, device_backend: DeviceBackend, device: torch.device) -> None:
+        """Tell all ranks once which device this one uses; all decide alike which engine carries its tensors.
+
+        Raises:
+            DeadlineError, PeerLostError, MismatchError: not every rank came with a tensor of this device.
+        """
+        told = self._tell_all(device_backend.identify(device).encode(), _IDENTITY_BYTES)
+        names = [name.decode(errors="replace") for name in told]
+        obstacle = device_backend.obstacle(names)
+        if obstacle or self._is_staged(device.type):
+            if obstacle and self._rank == 0 and not ranks_share_gpus():
+                warn_once(
+                    _logger,
+                    f"group {self._name!r}: {obstacle}\nTensors on {device.type} go through memory that these ranks "
+                    "share. If that is not meant, call torch.cuda.set_device(local_rank) first, or start no more ranks "
+                    "than GPUs; if it is, `phalanx run --ranks-per-gpu` says so.",
+                )
+            self._open_host_memory(device.type)
+            self._staged.add(device.type)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
+        """Return a work that is over when every rank has come; with `device_ids` also what is queued on the device."""
+        (opts,) = first_form("barrier", args, kwargs)
+        device = getattr(opts, "device", None)
+        if device is None or torch.device(device).type not in self._device_backends:
+            work: dist.Work = super().barrier(opts)
+            return work
+        group = self._route(device, "barrier", collective=True)
+        if group is None:
+            self._await_device(device)
+            work = super().barrier(opts)
+        else:
+            work = group.barrier(opts)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if (group := self._coalescing_group(device)) is not None:
+            group._start_coalescing(device)
+        else:
+            super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if (group := self._coalescing_group(device)) is not None:
+            work: dist.Work = group._end_coalescing(device)
+            return work
+        return super()._end_coalescing(device)
+
+    def _coalescing_group(self, device: torch.device) -> Any:
+        if torch.device(device).type not in self._device_backends:
+            return None
+        return self._route(torch.device(device), "coalescing", collective=False)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long operations may take from now on, on every device."""
+        super().set_timeout(timeout)
+        for group in self._inside.values():
+            group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        self._end(lambda group: group.shutdown())
+        super().shutdown()
+
+    def abort(self) -> None:
+        self._end(lambda group: group.abort())
+        super().abort()
+
+    def _end(self, how: Callable[[Any], None]) -> None:
+        with self._opening:
+            groups = list(self._inside.values())
+            self._inside.clear()
+        for group in groups:
+            how(group)
+
+
+def _routed(name: str, *, collective: bool) -> Callable[..., dist.Work]:
+    here = getattr(PhalanxProcessGroup, name)
+
+    def call(self: RoutedProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        args = first_form(name, args, kwargs)
+        device = find_device(args)
+        if device is None:
+            work: dist.Work = here(self, *args)
+            return work
+        group = self._route(device, name, collective=True) if collective else self._route_message(device, name, args)
+        if group is None:
+            return self._on_ranks_devices(name, here, device, args)
+        carried: dist.Work = getattr(group, name)(*args)
+        return carried
+
+    call.__name__, call.__doc__ = name, here.__doc__
+    return call
+
+
+for _name in (*_COLLECTIVES, *_MESSAGES):
+    setattr(RoutedProcessGroup, _name, _routed(_name, collective=_name in _COLLECTIVES))
+untraced(RoutedProcessGroup)

@@ -1,0 +1,156 @@
+"""The inbox keeps the posted receives, and has a thread that takes messages in while nobody waits."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from torch import Tensor
+
+from phalanx._base.deadline import Deadline, timeout_ns
+from phalanx._comm.backend.dynamo import untraced
+from phalanx._comm.backend.work import DoneWork, PhalanxWork, start_thread
+from phalanx._comm.transport.base import CallContext
+from phalanx._comm.transport.shared_memory import SharedMemoryTransport
+from phalanx._comm.transport.shared_memory.messages import PostedReceive
+from phalanx._core import Receive
+from phalanx.errors import ClosedError
+
+
+@untraced
+class Posted(PhalanxWork):
+    """This is a receive that is not over. A thread that waits for it takes in the messages of all posted receives."""
+
+    def __init__(self, inbox: Inbox, receive: PostedReceive, tensor: Tensor) -> None:
+        super().__init__([tensor])
+        self._inbox = inbox
+        self.receive: PostedReceive | None = receive  # until it is over
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether its message has not come, and nothing has ended the wait for it."""
+        receive = self.receive
+        return receive is not None and receive.is_pending
+
+    def _bring_about(self, deadline: Deadline | None) -> None:
+        self._inbox.wait_for(self, deadline or Deadline.after(None))
+
+    def is_completed(self) -> bool:
+        """Return whether it is over, well or not; this looks once for what has come."""
+        if not self._done.is_set():
+            self._inbox.look()
+        return super().is_completed()
+
+    def finish(self) -> None:
+        """Tell all waiters the outcome, since its status is known. This is called once."""
+        error: BaseException | None = None
+        receive = self.receive
+        assert receive is not None
+        try:
+            receive.conclude()
+        except BaseException as e:  # whatever it was, the waiter must hear it
+            error = e
+        self._source, self.receive = receive.source, None
+        notify = self.settle(error)
+        if notify is not None:
+            notify()
+        self.release()
+
+
+class Inbox:
+    """It matches receives with messages by sender and tag, each in the order of posting, whatever comes first.
+
+    It has one thread for all senders and tags. The thread starts with the first receive that finds no message, and
+    leaves the work to any thread that waits.
+    """
+
+    def __init__(self, memory: SharedMemoryTransport, group: str) -> None:
+        self._memory = memory
+        self._group = group
+        self._works: dict[Receive, Posted] = {}  # by handle
+        self._ended: list[Receive] = []  # the core has handed these over, and nobody has finished them yet
+        self._stopped = False
+        self._starting = threading.RLock()  # a signal handler may post in the middle of it
+        self._begun = False
+        self._thread: threading.Thread | None = None
+
+    def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | DoneWork:
+        """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`, at once."""
+        receive = self._memory.post(tensor, src, tag, ctx, handed_over=True)
+        if self._works:
+            self._reap()  # the messages that came may have ended other receives
+        if receive.was_here:
+            receive.conclude()
+            return DoneWork([tensor], source=receive.source)
+        work = Posted(self, receive, tensor)
+        self._works[receive.handle] = work
+        if not work.is_pending:  # it failed at once, or another thread was handed it before it was ours to see
+            self._finish(receive.handle)
+        elif self._thread is None:
+            self._start()
+        return work
+
+    def wait_for(self, work: Posted, deadline: Deadline) -> None:
+        """Take in messages until `work` is over, or the deadline has passed."""
+        while (receive := work.receive) is not None and receive.is_pending and not deadline.passed:
+            try:
+                self._memory.core.progress(receive.handle, timeout_ns(deadline.left_s))
+            except BaseException as error:
+                with contextlib.suppress(ClosedError):
+                    self._memory.core.set_exit_reason(type(error).__name__)
+                self._reap()
+                raise
+            self._reap()
+        self._reap()
+
+    def look(self) -> None:
+        """Take in the messages that are there."""
+        if self._works:
+            with contextlib.suppress(ClosedError):
+                self._memory.core.poll()
+            self._reap()
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for what is posted, then let the thread end; return whether all was over within `timeout_s`."""
+        deadline = Deadline.after(timeout_s)
+        for work in list(self._works.values()):
+            self.wait_for(work, deadline)
+        if self._works:
+            return False
+        with self._starting:
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        self._stopped = True
+        with contextlib.suppress(ClosedError):
+            self._memory.core.stop_progress_thread()
+        thread.join(max(1.0, deadline.left_s))
+        return not thread.is_alive()
+
+    def _start(self) -> None:
+        with self._starting:
+            if not self._begun:
+                self._begun = True
+                self._thread = start_thread(self._make_progress, f"phalanx-{self._group}-recv")
+
+    def _make_progress(self) -> None:
+        with contextlib.suppress(ClosedError):
+            while not self._stopped:
+                self._memory.core.progress_thread()
+                self._reap()
+
+    def _reap(self) -> None:
+        """Finish the works whose receives are over. Cost: it does not depend on how many others are posted."""
+        try:
+            self._memory.core.take_ended(self._ended)
+        except ClosedError:  # the group is over, and so are its receives
+            self._ended += [handle for handle, work in list(self._works.items()) if not work.is_pending]
+        while self._ended:
+            with contextlib.suppress(IndexError):  # another thread has come first
+                self._finish(self._ended.pop(0))
+
+    def _finish(self, handle: Receive) -> None:
+        """Finish a work whose receive is over; any thread may do so, and each work is finished by one."""
+        work = self._works.pop(handle, None)
+        if work is not None:
+            work.finish()

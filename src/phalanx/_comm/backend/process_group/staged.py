@@ -1,0 +1,186 @@
+"""Carry out collectives and messages of device tensors without an engine, in the CPU's order and with its errors.
+
+    all_reduce(device tensor) ──▶ the host's tensor ──▶ all_reduce(cpu tensor) ──▶ the device tensor
+
+The operation is the CPU's own: its checks at the door, its fingerprint, its place among the others. What is queued on
+the device lies on a stream of its own; `transport/staging` says in which order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx._comm.backend.arguments import carried_on
+from phalanx._comm.backend.device_backends import no_backend_for
+from phalanx._comm.backend.memoryless import FakeCall, address_of, check_memory, nothing_done
+from phalanx._comm.backend.process_group import PhalanxProcessGroup
+from phalanx._comm.backend.staged_work import StagedDone, StagedReceive, StagedWork
+from phalanx._comm.backend.work import DoneWork, PhalanxWork, SerialExecutor
+from phalanx._comm.diagnostics.call_sites import calling_site
+from phalanx._comm.diagnostics.failure_report import closed
+from phalanx._comm.transport.base import CallContext
+from phalanx._comm.transport.staging import CopyStream, HostMemory, StagedCall, open_copy_stream
+from phalanx._comm.transport.staging.host_memory import staging_bytes
+from phalanx._comm.transport.staging.staged_call import InFlight
+from phalanx.errors import PhalanxError
+
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
+
+_PATIENCE_S = 5.0
+_MESSAGES = ("send", "recv", "recv_anysource")
+# The first argument of these is both read and written; the others have their outputs first and their inputs second.
+_IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
+
+
+class _Calling(threading.local):
+    """It holds the operation on a device's tensors that this thread is calling."""
+
+    call: StagedCall | None = None
+
+
+class StagedProcessGroup(PhalanxProcessGroup):
+    """This is a `PhalanxProcessGroup` that can carry tensors of devices as well."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._host_memory: dict[str, HostMemory] = {}
+        self._copy_streams: dict[torch.device, tuple[CopyStream, InFlight]] = {}
+        self._calling = _Calling()
+        self._opening = threading.Lock()
+
+    def _open_host_memory(self, kind: str) -> None:
+        """Open the host's memory for this kind of device. All ranks call it, where ranks share memory."""
+        piece = None
+        if self.shares_memory and self._size > 1:
+            nbytes = staging_bytes(self.symm_mem.heap_bytes)
+            try:
+                piece = self.allocate_symmetric((nbytes,), torch.uint8, calling_site())
+            except PhalanxError:  # memory that lies in a file system may not suffice; all ranks see that
+                piece = None
+        self._host_memory[kind] = HostMemory(kind, piece)
+
+    def _tell_all(self, mine: bytes, nbytes: int) -> list[bytes]:
+        """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. All ranks call it.
+
+        Raises:
+            DeadlineError, PeerLostError, MismatchError: not every rank came.
+        """
+        told = torch.tensor(list(mine[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
+        theirs = [torch.empty_like(told) for _ in range(self._size)]
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        PhalanxProcessGroup.allgather(self, [theirs], [told], options).wait()
+        return [bytes(one.tolist()).rstrip(b"\0") for one in theirs]
+
+    def _stream_of(self, device: torch.device) -> tuple[CopyStream, InFlight]:
+        if device not in self._copy_streams:
+            stream = open_copy_stream(device)
+            self._copy_streams[device] = stream, InFlight(stream)
+        return self._copy_streams[device]
+
+    def _new_call(self, device: torch.device) -> StagedCall:
+        with self._opening:
+            if self._closed:
+                raise closed(self._name)
+            stream, in_flight = self._stream_of(device)
+            if device.type not in self._host_memory:  # messages come first: what they need is nobody else's matter
+                self._host_memory[device.type] = HostMemory(device.type)
+            return StagedCall(stream, self._host_memory[device.type], in_flight)
+
+    def _await_device(self, device: torch.device) -> None:
+        """Return when all is over that this thread has queued on the device."""
+        stream = self._new_call(device).stream
+        stream.await_on_host(stream.mark())
+
+    def _on_ranks_devices(
+        self, name: str, here: Callable[..., dist.Work], device: torch.device, args: tuple[Any, ...]
+    ) -> dist.Work:
+        """Return the CPU's operation `here` as one that takes tensors of a device that no engine carries."""
+        call = self._new_call(device)
+        try:
+            staged = self._stage(call, name, device, args)
+            return self._carry(call, name, device, here, staged)
+        except FakeCall:
+            return nothing_done(name, args)
+        except BaseException:
+            call.abandon()
+            raise
+
+    def _carry(
+        self,
+        call: StagedCall,
+        name: str,
+        device: torch.device,
+        here: Callable[..., dist.Work],
+        staged: tuple[Any, ...],
+    ) -> dist.Work:
+        if name in _MESSAGES:
+            if name != "send":
+                return StagedReceive(here(self, *staged), call)
+            call.await_inputs()
+            return here(self, *staged)
+        outputs = call.outputs
+        self._calling.call = call
+        try:
+            with carried_on(device):
+                work = here(self, *staged)
+        finally:
+            self._calling.call = None
+        if isinstance(work, DoneWork):
+            call.order_caller()
+            return StagedDone(call, outputs)
+        return work
+
+    def _stage(self, call: StagedCall, name: str, device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def staged(value: Any, *, read: bool, written: bool) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [staged(item, read=read, written=written) for item in value]
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.device != device:
+                raise ValueError(no_backend_for(device, name, other=value.device))
+            if value.layout is torch.strided and not address_of(value):
+                check_memory(value, name, written=written)
+            return call.stage(value, read=read, written=written)
+
+        first, rest = args[0], args[1:]
+        if name in _MESSAGES:
+            return staged(first, read=name == "send", written=name != "send"), *rest
+        if name in _IN_PLACE:
+            root = -1 if name.startswith("allreduce") else rest[0].rootRank
+            read = name != "broadcast" or root == self._rank
+            written = root in (-1, self._rank) if name != "broadcast" else root != self._rank
+            return staged(first, read=read, written=written), *rest
+        second, rest = rest[0], rest[1:]
+        return staged(first, read=False, written=True), staged(second, read=True, written=False), *rest
+
+    def _is_free(self) -> bool:
+        return self._calling.call is None and super()._is_free()
+
+    def _carry_out(self, operation: Callable[[CallContext], None], options: Any, outputs: Any) -> dist.Work:
+        call = self._calling.call
+        if call is not None:
+            operation = call.around(operation)
+        return super()._carry_out(operation, options, outputs)
+
+    def _queue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Any) -> PhalanxWork:
+        call = self._calling.call
+        if call is None or executor is not self._executor:
+            return super()._queue(executor, action, outputs)
+        work = StagedWork(call)
+        self._recent.append(work)
+        return executor.put(action, work)
+
+    def _let_memory_go(self) -> None:
+        # A device may still copy from and to it: what was called and never waited for.
+        idle = all([stream.drain(_PATIENCE_S) for stream, _ in self._copy_streams.values()])
+        if idle:
+            for memory in self._host_memory.values():
+                memory.close()
+        self._copy_streams.clear()
+        self._host_memory.clear()

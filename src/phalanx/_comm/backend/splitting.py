@@ -1,0 +1,106 @@
+"""Make groups of a group's ranks: split it, as `torch.distributed.split_group` does, or merge it with others."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore
+
+from phalanx._base.torch_versions import release_of
+
+TORCH_SPLITS_ON_CPU = release_of(torch.__version__) >= (2, 15)
+"""Whether torch's `split_group` goes on without an accelerator, and Gloo splits groups."""
+
+
+class Splits:
+    """It counts the splits of one parent, alike on all its members, those that a split leaves out included."""
+
+    def __init__(self) -> None:
+        self._num_splits = 0
+        self._num_undescribed = 0
+
+    def split(
+        self,
+        parent: Any,
+        ranks: Sequence[int],
+        timeout: timedelta | None,
+        backend_options: Any,
+        name: str | None,
+        description: str | None,
+    ) -> Any:
+        """Return the group of the parent's `ranks`, in their order; None where this rank is not among them.
+
+        The timeout and the options are the parent's where none are given. The members meet under a prefix of the
+        parent's store that no other split has, and that does not hold `name`: torch names the group by a count that
+        only some ranks advance when a group of some ranks is split, so its members may be given different names.
+
+        Raises:
+            ValueError: `ranks` is empty, or has a rank twice or one that the parent lacks.
+            DeadlineError: some member never came.
+        """
+        if problem := _problem(ranks, parent.size()):
+            raise ValueError(f"split_group of group {parent.group_name!r}: {problem}")
+        number = self._num_splits
+        self._num_splits += 1
+        if description is None:
+            description = f"{parent.group_desc}:split:{self._num_undescribed}"
+            self._num_undescribed += 1
+        if parent.rank() not in ranks:
+            return None
+        return meet(
+            parent,
+            PrefixStore(f"split/{number}/{'-'.join(map(str, ranks))}/", parent.get_group_store()),
+            list(ranks).index(parent.rank()),
+            len(ranks),
+            timeout if timeout is not None else parent.options._timeout,
+            name=name or f"{parent.group_name}:split:{list(ranks)}",
+            description=description,
+            ranks=[parent.options.global_ranks_in_group[rank] for rank in ranks],
+            backend_options=backend_options,
+        )
+
+
+def meet(
+    parent: Any,
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    name: str = "",
+    description: str = "",
+    ranks: Sequence[int] = (),
+    backend_options: Any = None,
+) -> Any:
+    """Return a group that is made as `parent` was, of `size` ranks that meet in `store`; each of them calls this.
+
+    The options are the parent's where none are given.
+
+    Raises:
+        DeadlineError: some member never came.
+    """
+    options = types.SimpleNamespace(
+        store=store,
+        group_rank=rank,
+        group_size=size,
+        timeout=timeout,
+        group_id=name,
+        global_ranks_in_group=list(ranks),
+    )
+    group = parent.create_group(options, parent.backend_options if backend_options is None else backend_options)
+    group._set_group_desc(description)
+    return group
+
+
+def _problem(ranks: Sequence[int], size: int) -> str:
+    if not ranks:
+        return "no ranks"
+    if len(set(ranks)) < len(ranks):
+        return f"a rank comes twice in {list(ranks)}"
+    if strangers := [rank for rank in ranks if not 0 <= rank < size]:
+        return f"it has {size} ranks, and none of number {', '.join(map(str, strangers))}"
+    return ""

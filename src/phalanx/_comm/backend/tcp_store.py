@@ -1,0 +1,119 @@
+"""Open the job's store at an address: rank 0 keeps it, all others connect, and nobody waits there for late ranks.
+
+Obstacles are reported at once: a port that another process has, or one where something answers that is no store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.store_errors import StoreAddress, explain, explain_taken, probe
+from phalanx._comm.rendezvous.bootstrap import contest
+
+_SLICE_S = 8.0  # a store answers within milliseconds; torch's client asks again and again until its time is up
+_GRACE_S = 4.0  # after this torch hangs: before a process that takes connections and says nothing, for ever
+_PAUSE_S = 0.1
+
+
+def open_store(place: StoreAddress, *, keep: bool, libuv: bool = True) -> Any:
+    """Return the store at `place`; with `keep` this process keeps it.
+
+    Raises:
+        DistNetworkError: another process has the port, or rank 0 cannot be reached; the message says which.
+    """
+    if keep:
+        return _keep(place, libuv)
+    deadline = Deadline.after(place.timeout)
+    while True:
+        store, said = _connect(place, libuv, min(_SLICE_S, max(deadline.left_s, 0.1)))
+        if store is not None:
+            store.set_timeout(place.timeout)
+            return store
+        seen = probe(place.host, place.port)
+        if not seen or deadline.passed:  # somebody answers, and is no store
+            raise DistNetworkError(explain(place, seen, said))
+        time.sleep(_PAUSE_S)
+
+
+def _connect(place: StoreAddress, libuv: bool, slice_s: float) -> tuple[Any, str]:
+    """Return a connection to the store, or what torch says. This runs in a thread, for torch may never come back."""
+    answers: list[Any] = []
+    errors: list[str] = []
+
+    def connect() -> None:
+        try:
+            limit = timedelta(seconds=slice_s)
+            store = TCPStore(
+                place.host, place.port, None, False, limit, wait_for_workers=False, multi_tenant=True, use_libuv=libuv
+            )
+            answers.append(store)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=connect, name="phalanx-connect", daemon=True)
+    thread.start()
+    thread.join(slice_s + _GRACE_S)
+    return (answers[0], "") if answers else (None, errors[0] if errors else "nothing")
+
+
+def _keep(place: StoreAddress, libuv: bool) -> Any:
+    try:
+        store = TCPStore(
+            place.host,
+            place.port,
+            place.world_size,
+            True,
+            place.timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=libuv,
+        )
+    except DistNetworkError as error:
+        if not _is_taken(place.port):
+            raise DistNetworkError(explain(place, probe(place.host, place.port), str(error))) from error
+        raise DistNetworkError(explain_taken(place, _contest(place, libuv), str(error))) from error
+    keeps(store)
+    return store
+
+
+_kept: set[tuple[int, int]] = set()
+
+
+def keeps(store: Any) -> None:
+    """Note that this process keeps this store: it ends with us."""
+    _kept.add((os.getpid(), store.port))
+
+
+def is_kept_here(store: Any) -> bool:
+    """Return whether this process keeps the store, as far as it was opened here."""
+    return (os.getpid(), getattr(store, "port", -1)) in _kept
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as s:
+        try:
+            s.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def _contest(place: StoreAddress, libuv: bool) -> str:
+    """Tell another rank 0 of this job that keeps a store there, and all others, of the contest; return what, or ""."""
+    store, _ = _connect(place, libuv, 2.0)
+    if store is None:
+        return ""
+    with contextlib.suppress(RuntimeError):
+        for prefix in ("default_pg", "0/", "cpu/"):  # torch puts these before the keys of a job's first group
+            store = PrefixStore(prefix, store)
+        return contest(store, place.rank, place.world_size)
+    return ""

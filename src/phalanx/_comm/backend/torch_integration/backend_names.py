@@ -1,0 +1,146 @@
+"""Register the names "phalanx" and "mpi" with torch, and prepare the backend when a program asks for one of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from phalanx._comm.backend.torch_integration.late_modules import call_once_imported
+
+
+def offer_backend() -> None:
+    """Make the names "phalanx" and "mpi" known; `import torch` calls this, and it may be called again."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or "phalanx" in dist.Backend.backend_list:
+        return
+    # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an NCCL group inside.
+    # `_serve_our_backend` looks for a GPU: that takes time, and a process that has done it may be unable to fork.
+    devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
+    backend: Any = dist.Backend
+    backend.register_backend("phalanx", create_group, extended_api=True, devices=devices)
+    # While any plugin is listed, torch (2.13, `_new_process_group_helper`) does not tell a group "cpu:gloo" that it is
+    # Gloo's. So ours is listed only once it is asked for; ends when torch compares names in one case.
+    plugins = getattr(backend, "_plugins", {})
+    plugin = plugins.pop("PHALANX", None)
+    if plugin is not None:
+        backend._plugins = _Plugins(plugins, lambda: _serve_our_backend(plugin))
+    backend.PHALANX = _Asked("phalanx", lambda: _serve_our_backend(plugin))
+    if not dist.is_mpi_available():
+        backend.MPI = _Asked("mpi", lambda: _serve_mpi(plugin))
+    if importlib.util.find_spec("torch.distributed._dist2") is not None:  # up to 2.13
+        call_once_imported("torch.distributed._dist2", _serve_dist2)
+    steps = sys.modules.get("phalanx._comm.backend.torch_integration.training_steps")
+    if steps is not None:  # a recorder of steps was there before torch
+        steps.begin_to_observe()
+    if os.environ.get("PHALANX_STORE"):
+        launchers = importlib.import_module("phalanx._comm.rendezvous.launchers")
+        if launchers.find_agents_store(os.environ):  # else this is a process that a rank has started
+            importlib.import_module("phalanx._comm.backend.torch_integration.launched_rank").serve_launcher()
+
+
+def create_group(options: Any, backend_options: Any) -> Any:
+    """Return the process group that torch asks for, as `create_process_group` does."""
+    from phalanx._comm.backend import create_process_group
+    from phalanx._comm.backend.torch_integration.hooks import serve_torchs_hooks
+    from phalanx._comm.backend.torch_integration.stores import serve_prefixes
+
+    serve_prefixes()
+    serve_torchs_hooks()
+    return create_process_group(options, backend_options)
+
+
+class _Plugins(dict[str, Any]):
+    """This is torch's table of backends; it has "PHALANX" for code that looks it up, and lists it from then on.
+
+    Libraries that make groups of their own take a backend's `creator_fn` from it, without asking torch for the name.
+    """
+
+    def __init__(self, known: dict[str, Any], first: Callable[[], None]) -> None:
+        super().__init__(known)
+        self._first = first
+
+    def __contains__(self, name: object) -> bool:
+        if name == "PHALANX":
+            self._first()
+        return super().__contains__(name)
+
+    def __missing__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the entry of this name, or `default`, as a dict does."""
+        return super().get(name, default) if name in self else default
+
+
+class _Asked:
+    """This attribute of `dist.Backend` is the name of a backend, and calls `first` when torch resolves it.
+
+    Everything that asks for a backend (`init_process_group`, `new_group`, a pair "cpu:phalanx") makes a `Backend` of
+    its name. torch also reads `Backend.MPI` in order to compare; that is not asking.
+    """
+
+    def __init__(self, name: str, first: Callable[[], None]) -> None:
+        self._name = name
+        self._first = first
+
+    def __get__(self, instance: object, owner: Any) -> str:
+        resolves = getattr(owner.__new__, "__code__", None)
+        if resolves is None or sys._getframe(1).f_code is resolves:
+            self._first()
+        return self._name
+
+
+_served: list[bool] = []  # once somebody has asked for ours
+
+
+def _serve_our_backend(plugin: Any) -> None:
+    """Show torch our plugin again, and change what its users need; only the first call does something."""
+    if _served:
+        return
+    _served.append(True)
+    import torch
+    import torch.distributed as dist
+
+    from phalanx._comm.backend.torch_integration.flight_recorder import serve_dumps
+    from phalanx._comm.backend.torch_integration.monitored_barrier import extend_monitored_barrier
+    from phalanx._comm.backend.torch_integration.rendezvous_handlers import serve_agents_store, serve_cluster_launchers
+
+    backend: Any = dist.Backend
+    if not torch.cuda.device_count():  # programs choose the device of their tensors by this table
+        backend.backend_capability["phalanx"] = ["cpu"]
+    if plugin is not None:
+        backend._plugins["PHALANX"] = plugin
+    else:
+        names = importlib.import_module("phalanx._base.torch_names")
+        names.report_loss(
+            "has no torch.distributed.Backend._plugins",
+            'a group "cpu:gloo" is given a name that libraries do not take for Gloo\'s',
+        )
+    serve_agents_store()
+    serve_cluster_launchers()
+    extend_monitored_barrier()
+    _authenticate_pickles()
+    serve_dumps()
+
+
+def _serve_dist2() -> None:
+    importlib.import_module("phalanx._comm.backend.torch_integration.dist2").serve_dist2()
+
+
+def _authenticate_pickles() -> None:
+    from phalanx._comm.backend.torch_integration import object_collectives, pickles_in_tensors
+
+    object_collectives.authenticate_object_collectives()
+    object_collectives.number_object_collectives()
+    pickles_in_tensors.authenticate_pickles_in_tensors()
+
+
+def _serve_mpi(plugin: Any) -> None:
+    importlib.import_module("phalanx._comm.backend.torch_integration.mpi").serve_mpi()
+    _serve_our_backend(plugin)

@@ -1,0 +1,122 @@
+"""This is the only module that uses torch's tables of process groups: it makes ours known, and finds torch's.
+
+A way by which torch knows a group of ours has two directions, and both are here:
+
+    TorchGroup                  our groups derive from it; its `introduce` makes a group known to torch's C++
+    phalanx_group(group)        returns our group behind what torch hands out as a group
+
+Today both ends are one object, as our group is a subclass of `ProcessGroup`. A second way (a subclass of
+`torch.distributed.BackendBase`, behind a plain `ProcessGroup` of torch's) is added and chosen here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from phalanx._base.torch_names import find
+from phalanx._comm.backend.torch_integration.inner_backend import attach_backend
+
+if TYPE_CHECKING:
+    from phalanx._comm.backend.process_group import PhalanxProcessGroup
+
+
+class TorchGroup(dist.ProcessGroup):
+    """Our groups derive from this class, so torch takes them for groups of its own."""
+
+    def introduce(self, device_types: Sequence[torch.device]) -> None:
+        """Make the group known to torch's C++ for these devices; called once, at the end of its making."""
+        self._inner_backend = attach_backend(self, device_types)  # C++ does not keep it
+
+
+def phalanx_group(group: Any) -> PhalanxProcessGroup | None:
+    """Return our group behind `group`, which torch has handed out; None if it is of another backend, or no group."""
+    return cast("PhalanxProcessGroup", group) if isinstance(group, TorchGroup) else None
+
+
+def list_groups() -> list[Any]:
+    """Return every group that torch has in this process, of whatever backend."""
+    return list(_listed())
+
+
+def is_listed(group: Any) -> bool:
+    """Return whether torch still has this group: it has not been destroyed."""
+    return group in _listed()
+
+
+def store_of(group: Any) -> Any:
+    """Return the store under whose prefix torch made the group."""
+    return _listed()[group][1]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A registration is a group, and what torch has noted of it in its tables."""
+
+    group: Any
+    name: Any  # it is a string; for mypy it is a type of torch's
+    ranks: tuple[int, ...]
+    backend: str
+    config: str
+    tag: str
+    tags: tuple[str, ...]
+
+
+def list_registrations() -> list[Registration]:
+    """Return what torch has noted of every group in this process, the default one among them."""
+    noted = _noted()
+    registrations = []
+    for group, (backend, _) in noted.pg_map.items():
+        numbers = noted.pg_group_ranks[group]
+        ranks = tuple(sorted(numbers, key=numbers.__getitem__))
+        tags = tuple(tag for tag, groups in noted.tags_to_pg.items() if any(one is group for one in groups))
+        config, tag = noted.pg_backend_config[group], noted.pg_to_tag[group]
+        registrations.append(Registration(group, noted.pg_names[group], ranks, backend, config, tag, tags))
+    return registrations
+
+
+def register_again(registration: Registration, store: Any, ranks: Sequence[int]) -> None:
+    """Have torch know a group again, of these ranks and over this store: it was destroyed with the default group."""
+    noted, group = _noted(), registration.group
+    noted.pg_map[group] = (registration.backend, store)
+    noted.pg_names[group] = registration.name
+    noted.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    noted.pg_backend_config[group] = registration.config
+    noted.pg_to_tag[group] = registration.tag
+    for tag in registration.tags:
+        noted.tags_to_pg.setdefault(tag, []).append(group)
+    _register_again(registration.name, group)
+
+
+def count_groups() -> int:
+    """Return how many groups torch has numbered in this process."""
+    return int(_noted().group_count)
+
+
+def count_groups_from(number: int) -> None:
+    """Let the next group that torch makes here have this number at least."""
+    noted = _noted()
+    noted.group_count = max(number, noted.group_count)
+
+
+def count_groups_anew() -> None:
+    """Let the next group that torch makes here be its first, by number."""
+    _noted().group_count = 0
+
+
+def _listed() -> dict[Any, Any]:
+    known: dict[Any, Any] = _noted().pg_map
+    return known
+
+
+_NO_LIST = "groups are not found again by name or rank: phalanx.elastic does not work"
+_register_again: Any = find("torch._C._distributed_c10d._register_process_group", loses=_NO_LIST)
+
+
+def _noted() -> Any:
+    """Return torch's notes of its groups; looked up each time, as torch's own tests put another object there."""
+    return find("torch.distributed.distributed_c10d._world", loses=_NO_LIST)

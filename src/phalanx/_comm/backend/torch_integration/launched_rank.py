@@ -1,0 +1,46 @@
+"""In a rank of `phalanx run`, make ours the default backend, and refuse a name of a backend that nobody has."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patch
+from phalanx._comm.backend.torch_integration.rendezvous_handlers import serve_agents_store
+from phalanx._comm.backend.torch_integration.stores import serve_files, serve_prefixes, serve_queues
+
+
+def serve_launcher() -> None:
+    """Let a start that names no backend mean ours, and `env://` use the agent's store, where the launcher says so.
+
+    The zygote of `phalanx run`, which imports torch for all ranks, calls it before the variables are known.
+    """
+    _extend_start()
+    serve_agents_store()
+    serve_queues()
+    serve_files()
+    serve_prefixes()
+
+
+@patch(
+    "torch.distributed.distributed_c10d.init_process_group(backend)",
+    "torch.distributed.device_mesh.init_process_group",
+    loses="init_process_group without a backend's name does not mean 'phalanx' under `phalanx run`; name the backend",
+)
+def _extend_start() -> None:
+    c10d = distributed_c10d()
+    original = c10d.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        module = importlib.import_module("phalanx._comm.backend.start")
+        if backend is not None:
+            module.refuse_unknown_backend(backend)
+            original(backend, *args, **kwargs)
+            return
+        module.init_process_group(original, backend, *args, **kwargs)
+
+    # A device mesh starts the group itself where there is none.
+    for name in ("distributed", "distributed.distributed_c10d", "distributed.device_mesh"):
+        vars(importlib.import_module(f"torch.{name}"))["init_process_group"] = init_process_group

@@ -1,0 +1,66 @@
+"""Make torch accept the backend "mpi" where it was built without MPI: a group of ours whose engine is MPI."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import PrefixStore
+
+from phalanx._comm.backend.rendezvous import mpi_rendezvous
+from phalanx._comm.backend.torch_integration.backend_names import create_group
+from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patch
+from phalanx._comm.transport.options import Options
+
+
+@patch(
+    "torch.distributed.distributed_c10d._new_process_group_helper(group_size, group_rank, global_ranks_in_group, "
+    "backend, store, group_name, timeout)",
+    "torch.distributed.distributed_c10d._MPI_AVAILABLE",
+    loses="backend 'mpi' is not there, as this torch was built without MPI",
+)
+def serve_mpi() -> None:
+    """Let backend "mpi" work; `is_mpi_available()` says so only once a group is made, since libraries choose by it.
+
+    torch's own code for the name asks `is_mpi_available()` and calls `ProcessGroupMPI.create(ranks)`. It passes neither
+    the store nor the timeout, so they are taken one call earlier.
+    """
+    c10d = distributed_c10d()
+    helper = c10d._new_process_group_helper
+    signature = inspect.signature(helper)
+
+    @functools.wraps(helper)
+    def new_process_group(*args: Any, **kwargs: Any) -> Any:
+        asked = signature.bind(*args, **kwargs).arguments
+        if "mpi" not in str(asked["backend"]):
+            return helper(*args, **kwargs)
+        if str(asked["backend"]) != "mpi":
+            raise ValueError(
+                f'backend {asked["backend"]!r}: "mpi" cannot be joined with other backends in one group.\n'
+                'Use "mpi" alone, and make a group of its own for other devices.'
+            )
+        if not asked["global_ranks_in_group"]:  # torch leaves it to MPI to say who the ranks are
+            asked["store"], asked["group_rank"], asked["group_size"] = mpi_rendezvous(asked["timeout"])
+        offered = types.SimpleNamespace(create=lambda ranks: _create(asked))
+        vars(c10d).update(_MPI_AVAILABLE=True, ProcessGroupMPI=offered)
+        return helper(**asked)
+
+    vars(c10d)["_new_process_group_helper"] = new_process_group
+
+
+def _create(asked: Mapping[str, Any]) -> Any:
+    """Return the group for the arguments of torch's `_new_process_group_helper`."""
+    options = types.SimpleNamespace(
+        store=PrefixStore(f"{asked['group_name']}/mpi", asked["store"]),
+        group_rank=asked["group_rank"],
+        group_size=asked["group_size"],
+        timeout=asked["timeout"],
+        group_id=asked["group_name"],
+        global_ranks_in_group=asked["global_ranks_in_group"],
+    )
+    given = asked.get("backend_options") or Options()
+    return create_group(options, replace(given, engine="mpi") if isinstance(given, Options) else given)

@@ -1,0 +1,60 @@
+"""Apply a change to torch once in a process, and only to a torch that has the names that the change builds upon."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from phalanx._base.torch_names import describe_missing, report_loss
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch is a change to torch.
+
+    `needs` names what it needs there, as `phalanx._base.torch_names.find` takes it, and `loses` says what is lost without it.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    loses: str
+
+
+patches: list[Patch] = []
+"""Every change in the files that have been imported."""
+
+_asked: set[str] = set()
+
+
+def patch(*needs: str, loses: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function that changes torch do so at its first call in a process, where torch has all that it `needs`.
+
+    Where torch looks otherwise, nothing is changed, and one line in the log says what is lost.
+    """
+
+    def decorate(change: Callable[..., None]) -> Callable[..., None]:
+        name = f"{change.__module__.rpartition('.')[2]}.{change.__qualname__}"
+        patches.append(Patch(name, needs, loses))
+
+        @functools.wraps(change)
+        def apply(*args: Any) -> None:
+            if name in _asked:
+                return
+            _asked.add(name)
+            if problem := next(filter(None, map(describe_missing, needs)), ""):
+                report_loss(problem, loses)
+            else:
+                change(*args)
+
+        return apply
+
+    return decorate
+
+
+def distributed_c10d() -> ModuleType:
+    """Return torch's module of process groups, imported when it is first needed."""
+    return importlib.import_module("torch.distributed.distributed_c10d")

@@ -1,0 +1,28 @@
+"""Let `load_state_dict` wait for ranks that still read parameters which all ranks share."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from phalanx._comm.backend.shared_updates import await_readers
+from phalanx._comm.backend.torch_integration.patch import patch
+
+
+@patch(
+    "torch.nn.Module.load_state_dict(state_dict, strict, assign)",
+    loses="load_state_dict into parameters that ranks share does not wait for ranks that read them: call "
+    "torch.distributed.barrier() before it",
+)
+def wait_before_loads() -> None:
+    """Let a module's `load_state_dict` begin when no rank reads its parameters any more, where ranks share them."""
+    original = nn.Module.load_state_dict
+
+    @functools.wraps(original)
+    def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        await_readers(self.parameters())
+        return original(self, *args, **kwargs)
+
+    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]

@@ -1,0 +1,138 @@
+"""Give torch's stores what one of them lacks beside the others: queues, lists of keys, appends that lose nothing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patch
+
+
+@patch(
+    "torch.distributed.Store.queue_push",
+    "torch.distributed.Store.queue_pop",
+    "torch.distributed.Store.queue_len",
+    "torch.distributed.FileStore",
+    "torch.distributed.PrefixStore.underlying_store",
+    loses="the store of `phalanx run` has no queues",
+)
+def serve_queues() -> None:
+    """Let a FileStore, by itself or behind prefixes, have queues; ends when torch's has them."""
+    import torch.distributed as dist
+
+    stores: Any = dist
+    theirs = stores.Store
+
+    def module() -> ModuleType:
+        return importlib.import_module("phalanx._comm.backend.store_queues")
+
+    @functools.wraps(theirs.queue_push)
+    def queue_push(self: Any, key: str, value: str) -> None:
+        module().push(self, key, value) if _is_in_file(self) else theirs.queue_push(self, key, value)
+
+    @functools.wraps(theirs.queue_pop)
+    def queue_pop(self: Any, key: str, block: bool = True) -> Any:
+        return module().pop(self, key, self.timeout, block) if _is_in_file(self) else theirs.queue_pop(self, key, block)
+
+    @functools.wraps(theirs.queue_len)
+    def queue_len(self: Any, key: str) -> Any:
+        return module().length(self, key) if _is_in_file(self) else theirs.queue_len(self, key)
+
+    for store in (stores.FileStore, stores.PrefixStore):
+        store.queue_push, store.queue_pop, store.queue_len = queue_push, queue_pop, queue_len
+
+
+def _is_in_file(store: Any) -> bool:
+    import torch.distributed as dist
+
+    stores: Any = dist
+    while isinstance(store, stores.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, stores.FileStore)
+
+
+@patch(
+    "torch.distributed.Store.append",
+    "torch.distributed.FileStore",
+    "torch.distributed.PrefixStore.underlying_store",
+    loses="the store of `phalanx run` may lose what ranks append to a key, and its errors are no DistStoreError",
+)
+def serve_files() -> None:
+    """Let a FileStore, by itself or behind prefixes, append, delete and fail as TCPStore does; ends when torch's does.
+
+    `delete_key` says whether the key was there; of two ranks that delete it at once both may hear so.
+    """
+    import torch.distributed as dist
+
+    stores: Any = dist
+    theirs = stores.Store
+
+    @functools.wraps(theirs.append)
+    def append(self: Any, key: str, value: str) -> None:
+        if _is_in_file(self):
+            importlib.import_module("phalanx._comm.backend.store_appends").append(self, key, value)
+        else:
+            theirs.append(self, key, value)
+
+    @functools.wraps(theirs.delete_key)
+    def delete_key(self: Any, key: str) -> Any:
+        return (not _is_in_file(self) or self.check([key])) and theirs.delete_key(self, key)
+
+    def told_as_store_error(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any) -> Any:
+            try:
+                return method(self, *args)
+            except RuntimeError as error:
+                if type(error) is not RuntimeError or not _is_in_file(self):
+                    raise
+                raise stores.DistStoreError(str(error)) from None
+
+        return call
+
+    for store in (stores.FileStore, stores.PrefixStore):
+        store.append, store.delete_key = append, delete_key
+        for name in ("get", "wait", "multi_get"):
+            setattr(store, name, told_as_store_error(getattr(theirs, name)))
+
+
+@patch(
+    "torch.distributed.PrefixStore.underlying_store",
+    "torch.distributed.PrefixStore.queue_push",
+    "torch.distributed.PrefixStore.queue_pop",
+    "torch.distributed.PrefixStore.queue_len",
+    "torch.distributed.PrefixStore.list_keys",
+    loses="a PrefixStore around a store of ours has no queues and no list of keys",
+)
+def serve_prefixes() -> None:
+    """Let a PrefixStore around a store of ours (one that has `name_through`) have queues and a list of keys.
+
+    torch's C++ passes neither on to a store that is written in Python; ends when it does.
+    """
+    prefixed: Any = distributed_c10d().PrefixStore
+
+    def extend(name: str, ours: Callable[..., Any]) -> None:
+        theirs = getattr(prefixed, name)
+
+        @functools.wraps(theirs)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            store = self
+            while isinstance(store, prefixed):
+                store = store.underlying_store
+            return (
+                ours(store, self, *args, **kwargs) if hasattr(store, "name_through") else theirs(self, *args, **kwargs)
+            )
+
+        setattr(prefixed, name, call)
+
+    def list_keys(store: Any, self: Any) -> list[str]:
+        prefix = store.name_through(self, "")
+        return [key[len(prefix) :] for key in store.list_keys(prefix)]
+
+    extend("queue_push", lambda store, self, key, value: store.queue_push(store.name_through(self, key), value))
+    extend("queue_pop", lambda store, self, key, block=True: store.queue_pop(store.name_through(self, key), block))
+    extend("queue_len", lambda store, self, key: store.queue_len(store.name_through(self, key)))
+    extend("list_keys", list_keys)

@@ -1,0 +1,172 @@
+"""Tell a run report of the parts of a training step: batches, backwards, losses, scaled losses and updates."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from phalanx._comm.backend.torch_integration.patch import patch
+
+_recorders: list[Any] = []  # there is one, or none
+_marks: list[Any] = []  # its log's `mark`, by which a batch or a backward is told
+_hooks: list[Any] = []  # the optimizers' hooks, which tell its log
+
+
+def observe_steps(recorder: Any) -> None:
+    """Tell `recorder` (a `phalanx._comm.diagnostics.step_recorder.StepRecorder`) of batches, backwards and updates.
+
+    If torch has not been imported, this begins with its import. The recorder before is told nothing any more.
+    """
+    _recorders[:] = [recorder]
+    _marks[:] = [recorder.log.mark]
+    if "torch" in sys.modules:
+        begin_to_observe()
+
+
+def begin_to_observe() -> None:
+    """Begin, now that torch is there; `import torch` ends with this call where a recorder has come before it."""
+    if _recorders:
+        _observe_batches()
+        _observe_backward()
+        _observe_scaler()
+        _hook_optimizers()
+
+
+def _hook_optimizers() -> None:
+    """Let torch call the log itself as the optimizers' hooks: a function of ours in between would cost more."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    log = _recorders[0].log
+    while _hooks:
+        _hooks.pop().remove()
+    _hooks.append(register_optimizer_step_pre_hook(log.begin_update))
+    _hooks.append(register_optimizer_step_post_hook(log.end_update))
+
+
+@patch(
+    "torch.utils.data.dataloader._BaseDataLoaderIter.__next__(self)",
+    loses="a run report does not hear of a DataLoader's batches",
+)
+def _observe_batches() -> None:
+    """Tell the report of batches, in few lines: each runs with cold caches, beside a step that fills them."""
+    import torch
+    from torch.utils.data import dataloader
+
+    from phalanx._comm.diagnostics.step_machine import BEGIN_DATA, END_DATA, NO_DATA, WORKERS
+
+    tensor, marks = torch.Tensor, _marks
+    iterators: Any = dataloader._BaseDataLoaderIter
+    theirs = iterators.__next__
+
+    @functools.wraps(theirs)
+    def __next__(self: Any) -> Any:
+        mark = marks[0]
+        try:  # an exception of a signal's handler may come up in the first line, too
+            mark(BEGIN_DATA)
+            batch = theirs(self)
+        except BaseException:
+            mark(NO_DATA)
+            raise
+        try:
+            first = batch[0] if type(batch) in (list, tuple) and batch else batch
+            plain = type(first) is tensor and self._auto_collation and first.dim()
+            samples = len(first) if plain else _samples_in(self, batch)
+            mark(END_DATA + WORKERS * (1 + self._num_workers), samples)
+        except AttributeError:  # an iterator that is none of torch's
+            mark(END_DATA)
+        return batch
+
+    iterators.__next__ = __next__
+
+
+@patch("torch.autograd.backward(tensors)", loses="a run report does not hear of backwards and losses")
+def _observe_backward() -> None:
+    """Tell the report of backwards and losses, in few lines, as they run with cold caches beside each step."""
+    import torch
+
+    from phalanx._comm.diagnostics.interruptions import is_interruption
+    from phalanx._comm.diagnostics.step_machine import BEGIN_BACKWARD, END_BACKWARD, END_BACKWARD_WITH_LOSS
+
+    tensor, marks = torch.Tensor, _marks
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        has_scaled, _has_scaled[0] = _has_scaled[0], False
+        mark = marks[0]
+        try:
+            mark(BEGIN_BACKWARD)
+            backward(tensors, *args, **kwargs)
+        except BaseException:
+            mark(END_BACKWARD)
+            raise
+        if type(tensors) is tensor and tensors.is_cpu and not has_scaled:
+            try:
+                loss = tensors.item()
+            except BaseException as error:  # it has more than one number, or is a tracer's tensor without any
+                mark(END_BACKWARD)
+                if is_interruption(error):
+                    raise
+            else:
+                mark(END_BACKWARD_WITH_LOSS, loss) if type(loss) is float else mark(END_BACKWARD)
+        elif not isinstance(tensors, tensor) or (has_scaled and not hasattr(tensors, "unscaled_loss")):
+            mark(END_BACKWARD)  # there are several, or it was made of a scaled loss
+        else:
+            _recorders[0].end_backward(tensors)
+
+    vars(torch.autograd)["backward"] = observed_backward
+
+
+def _samples_in(iterator: Any, batch: Any) -> float:
+    """Return how many samples a batch has: 1 where the loader makes no batches; 0.0 where that is not known."""
+    from phalanx._comm.diagnostics.sample_count import count_samples
+
+    return (count_samples(batch) or 0.0) if getattr(iterator, "_auto_collation", True) else 1.0
+
+
+_has_scaled = [False]  # a GradScaler has, since the last backward
+
+
+@patch("torch.amp.GradScaler.scale(outputs)", loses="a run report shows the losses of a GradScaler as scaled")
+def _observe_scaler() -> None:
+    """Let what `GradScaler.scale` returns know the loss that it was: the backward begins from a scaled one.
+
+    Scalers of subclasses do so, too: FSDP's ShardedGradScaler has a `scale` of its own. One that is imported later is
+    seen when the first of its kind is made.
+    """
+    import torch
+
+    base: Any = torch.amp.GradScaler
+    begin = base.__init__
+
+    @functools.wraps(begin)
+    def observed_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        for kind in type(self).__mro__:
+            _observe_scale(kind)
+        begin(self, *args, **kwargs)
+
+    base.__init__ = observed_begin
+    kinds = [base]
+    for kind in kinds:
+        _observe_scale(kind)
+        kinds += kind.__subclasses__()
+
+
+def _observe_scale(kind: Any) -> None:
+    import torch
+
+    theirs = vars(kind).get("scale")
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = theirs(self, outputs)
+        if scaled is not outputs:
+            _has_scaled[0] = True
+            if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
+                scaled.unscaled_loss = outputs.detach()  # type: ignore[attr-defined]
+        return scaled
+
+    kind.scale = scale

@@ -1,0 +1,419 @@
+"""`PhalanxWork` is what an asynchronous call returns; `SerialExecutor` is a thread that carries calls out in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.dynamo import untraced
+from phalanx._comm.diagnostics.failure_report import nested
+from phalanx.errors import ClosedError, PhalanxError
+
+_SMALL_BYTES = 64
+_OVER = threading.Event()  # an event of its own is a kilobyte, between the tensors of messages
+_OVER.set()
+
+
+def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """Return a daemon thread, running.
+
+    Raises:
+        PhalanxError: the system gives this process no more threads.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        most = "no limit on" if soft == resource.RLIM_INFINITY else f"at most {soft}"
+        raise PhalanxError(
+            f"{name}: {error}: the system refuses. This user may have {most} processes and threads (ulimit -u); a "
+            "container may have a limit of its own (pids.max), and memory for a thread's stack is needed too.\n"
+            "Raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS, DataLoader workers)."
+        ) from None
+    return thread
+
+
+class _Process:
+    """It counts the forks between this process and the first: work in flight is not inherited."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def after_fork(self) -> None:
+        self.number += 1
+
+
+process = _Process()
+os.register_at_fork(after_in_child=process.after_fork)
+
+
+@untraced
+class PhalanxWork(dist.Work):
+    """This is an operation that runs, or has run, on one of the group's threads.
+
+    `wait` raises the operation's own error. Futures from `get_future` carry the output tensors; their errors arrive
+    as RuntimeError with the same text, which is all that torch's futures can carry.
+    """
+
+    def __init__(self, outputs: Sequence[Any]) -> None:
+        super().__init__()
+        self._outputs: Sequence[Any] | None = outputs
+        self._weak: list[Any] = []
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._settled = False
+        self._source = -1
+        self._process = process.number
+        self.executor: SerialExecutor | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is over; return True, or raise its error."""
+        deadline = Deadline.after(timeout) if timeout is not None and timeout > timedelta(0) else None
+        executor = self.executor
+        if not self._done.is_set():
+            self._check_end_is_near()
+            self._bring_about(deadline)
+        wait = partial(self._done.wait, None if deadline is None else deadline.left_s)
+        try:
+            over = wait() if executor is None or self._done.is_set() else executor.run_here(wait)
+        except BaseException as error:  # it is Ctrl-C, or a signal handler that raised
+            if executor is not None and executor.interrupted is not None:
+                executor.interrupted(error)
+            raise
+        if not over:
+            assert deadline is not None
+            raise TimeoutError(f"the operation was not over after {deadline.timeout_s} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _bring_about(self, deadline: Deadline | None) -> None:
+        """Do what a thread that waits can do for the end, until it has come or the deadline has passed.
+
+        Here that is all of the operation, if it is next in line: it takes as long as it takes.
+        """
+        if deadline is None and self.executor is not None:
+            self.executor.help(self)
+
+    def _check_end_is_near(self) -> None:
+        """Check that this process, and this thread, can wait for its end at all.
+
+        Raises:
+            ClosedError: this process is a fork of the one that called the operation.
+            PhalanxError: this is a signal handler, and what it interrupted must be over first.
+        """
+        if self._process != process.number:
+            raise ClosedError(
+                "wait: the operation was called before this process was forked, and its parent carries it out: here "
+                "its end cannot be seen.\nWait for it in the parent, or start processes that communicate with spawn."
+            )
+        executor = self.executor
+        if executor is not None and executor.is_below():
+            raise nested("wait")
+
+    def synchronize(self) -> None:
+        """Block as `wait` does."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether it is over, well or not."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Return whether it is over and went well."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong, if anything did."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return list(self._values())
+
+    def source_rank(self) -> int:
+        """Return the rank that sent, of a receive from any rank."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future whose value is the list of output tensors."""
+        with self._lock:
+            if self._future is None:
+                self._future = self._new_future()
+                if self._settled:
+                    self._fulfil(self._future, list(self._values()))
+            return self._future.then(self._unwrap)
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+    def _fulfil(self, future: torch.futures.Future[Any], outputs: list[Any]) -> None:
+        future.set_result(outputs)
+
+    def _unwrap(self, future: torch.futures.Future[Any]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return future.value()
+
+    def _values(self) -> Sequence[Any]:
+        if self._outputs is not None:
+            return self._outputs
+        return [ref() for ref in self._weak]
+
+    def settle(self, error: BaseException | None) -> Callable[[], None] | None:
+        """Take the outcome, which no waiter has been told yet. The thread that carried it out calls this once.
+
+        It returns what tells the future's callbacks, if anybody has asked for a future; `release` comes after that.
+
+        From here on tensors are held weakly: torch's C++ side may keep a Work for long, and the group keeps it alive
+        for that (a Work whose Python half is collected would make C++ wait for ever). Only small ones stay: DDP's count
+        of the ranks that have not joined lives nowhere else.
+        """
+        outputs = self._outputs or ()
+        with self._lock:
+            self._error = error
+            self._settled = True
+            if all(isinstance(o, Tensor) for o in outputs) and sum(_nbytes(o) for o in outputs) > _SMALL_BYTES:
+                self._weak = [weakref.ref(o) for o in outputs]
+                self._outputs = None
+            future, self._future = self._future, None
+            self.executor = None
+        if future is None:
+            return None
+        return lambda: self._fulfil(future, list(outputs))
+
+    def release(self) -> None:
+        """Wake up all waiters; the group keeps works for long, and one event for all of those that are over."""
+        self._done.set()
+        self._done = _OVER
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # sparse tensors do not have Tensor.nbytes
+
+
+@untraced
+class DoneWork(dist.Work):
+    """A call that was carried out before it returned answers with this work."""
+
+    def __init__(self, outputs: Sequence[Any] = (), *, source: int = -1) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._source = source
+
+    def source_rank(self) -> int:
+        """Return the rank that sent, of a receive."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Any]:
+        return list(self._outputs)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(list(self._outputs))
+        return future
+
+
+class Closable(Protocol):
+    """A group must see these to their end before it leaves: its executors, its inbox."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Let what is queued end; return whether it did within `timeout_s`."""
+
+
+class Ledger(Protocol):
+    """It must know whether all that was queued is over, for the core's rounds of gradients, which bypass the queue."""
+
+    def issue(self) -> None:
+        """Note that an action is about to be queued."""
+
+    def carried_out(self) -> None:
+        """Note that an action is over, and so are the callbacks of its future."""
+
+
+Action = Callable[[], None]
+Result = TypeVar("Result")
+
+
+class SerialExecutor:
+    """It is one thread that carries out actions in the order in which they came; it starts with the first.
+
+    A thread that waits for the action that is next in line carries it out itself: a call that is waited for at once,
+    such as `dist.recv`, then never changes threads. With `interrupted` this is not so: actions then wait where no
+    signal is heard, so the main thread, which must hear Ctrl-C, never carries one out. It calls `interrupted` with what
+    ended its wait, to end the action too. With `linger_s` the thread ends when there was nothing to do for so long.
+
+    With `callbacks_first`, what a future's callback calls is carried out within that call, before whatever is queued.
+    PowerSGD's callbacks wait for collectives of their own: queued, those would wait for the thread that waits for them;
+    and their place among the others must not depend on how far the main thread of each rank has come.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        callbacks_first: bool = False,
+        interrupted: Callable[[BaseException], None] | None = None,
+        linger_s: float | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.name = name
+        self.callers: set[int] = set()
+        """The threads that carry out an operation, or wait for one; if one of them calls another operation, a signal
+        handler does.
+        """
+        self.interrupted = interrupted
+        self._ledger = ledger
+        self._linger_s = linger_s
+        self._callbacks_first = callbacks_first
+        self._is_passed = False  # a thread is in the block of `passing`
+        self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the executor meanwhile
+        self._items: deque[tuple[Action, PhalanxWork]] = deque()
+        self._busy = False
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Return whether nothing is queued or running, and what is called now need not wait."""
+        return not (self._busy or self._items or self._is_passed)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing is queued or running, and no thread waits for more."""
+        return self.idle and self._thread is None
+
+    def put(self, action: Action, work: PhalanxWork) -> PhalanxWork:
+        """Queue `action`; `work` finishes when the action has run."""
+        if self._callbacks_first and self._in_callbacks == threading.get_ident():
+            self._carry_out((action, work), nested=True)
+            return work
+        work.executor = self
+        with self._changed:
+            if self._closing:  # by another thread, since the caller found the group open
+                work.settle(
+                    ClosedError(f"{self.name}: the group was destroyed in this process before the operation began.")
+                )
+                work.release()
+                return work
+            if self._thread is None:
+                self._thread = start_thread(self._run, self.name)
+            if self._ledger is not None:
+                self._ledger.issue()
+            self._items.append((action, work))
+            self._changed.notify_all()
+        return work
+
+    def is_below(self) -> bool:
+        """Return whether the calling thread runs a signal handler that interrupted an operation."""
+        return threading.get_ident() in self.callers
+
+    def run_here(self, operation: Callable[[], Result]) -> Result:
+        """Carry out `operation` in the calling thread, one of the `callers` meanwhile."""
+        me = threading.get_ident()
+        try:
+            self.callers.add(me)
+            return operation()
+        finally:
+            self.callers.discard(me)
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Let other threads queue what they call, while this one is in an operation that bypasses the queue."""
+        me = threading.get_ident()
+        try:
+            self._is_passed = True
+            self.callers.add(me)
+            yield
+        finally:
+            self.callers.discard(me)
+            self._is_passed = False
+
+    def help(self, work: PhalanxWork) -> None:
+        """Carry out `work` here, if it is next in line and nobody has begun it."""
+        if self.interrupted is not None and threading.current_thread() is threading.main_thread():
+            return
+        with self._changed:
+            if self._busy or not self._items or self._items[0][1] is not work:
+                return
+            self._busy = True  # before it leaves the queue: `idle` looks without the lock
+            item = self._items.popleft()
+        self._carry_out(item)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._busy and (self._items or self._closing), self._linger_s)
+                if not self._items and not self._busy:
+                    if not self._closing:
+                        self._thread = None  # the next action starts another
+                    return
+                if self._busy:
+                    continue
+                self._busy = True
+                item = self._items.popleft()
+            self._carry_out(item)
+            del item
+
+    def _carry_out(self, item: tuple[Action, PhalanxWork], *, nested: bool = False) -> None:
+        action, work = item
+        error: BaseException | None = None
+        try:
+            self.run_here(action)
+        except BaseException as e:  # whatever it was, the waiter must hear it
+            error = e
+        notify = work.settle(error)
+        if notify is not None:
+            self._in_callbacks = threading.get_ident()
+            notify()  # torch keeps what a callback raises for the callback's own future
+        # Free before the waiter wakes up, or its next call would queue behind nothing.
+        if not nested:
+            self._in_callbacks = -1
+            if self._ledger is not None:
+                self._ledger.carried_out()
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+        work.release()
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the thread end after what is queued; return whether it did within `timeout_s`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()

@@ -1,0 +1,280 @@
+"""`Client` asks the coordinator for keys and values, membership, messages and events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.control.connection import Timeout
+from phalanx._comm.control.member_connection import MemberConnection
+from phalanx._comm.control.pending_call import PendingCall, Request
+from phalanx._comm.control.wire import MAX_VALUE_BYTES, Op, pack_number
+from phalanx.errors import DeadlineError
+
+_BUSY_PAUSE_S, _TRY_S = 0.005, 5.0
+_MAX_PART = 4096  # the number of fields that one request may have
+
+
+class Client(MemberConnection):
+    """A `Client` makes requests of the coordinator over its connection. Any number of threads may call it.
+
+    Arguments and errors of the construction are those of `Connection`.
+    """
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # Keys and values, as c10d's Store has them.
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._call(Op.SET, _name(key), _bytes(value))
+
+    def get(self, key: str, timeout: Timeout = None) -> bytes:
+        return self._call(Op.GET, _name(key), deadline=self._deadline(timeout), waits_for=(key,))[0]
+
+    def begin_get(self, key: str) -> PendingGet:
+        """Ask for the value of `key`, without waiting for it."""
+        return PendingGet(self, self._begin(Op.GET, _name(key), deadline=self._deadline(None)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number at `key`, which is zero if it is not there, and return the sum."""
+        return int(self._call(Op.ADD, _name(key), pack_number(amount))[0])
+
+    def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
+        """Add one to the number at `counter`, and set the key made of `prefix` and that number, in one request.
+
+        Return the number as it was before; the first is zero.
+        """
+        return int(self._call(Op.ADD_ITEMS, _name(counter), _name(prefix), _bytes(value))[0])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set `key` to `desired` if its value is `expected`, or if both are missing; return its value then."""
+        return self._call(Op.COMPARE_SET, _name(key), _bytes(expected), _bytes(desired))[0]
+
+    def read_and_check(self, key: str, checked: str) -> tuple[bytes, bool]:
+        """Return the value of `key`, which is set to "" if it is not there, and whether `checked` is there.
+
+        Cost: one round trip, and two requests, each of which the ranks of a host make together.
+        """
+        deadline = self._deadline(None)
+        requests = [(Op.COMPARE_SET, (_name(key), b"", b"")), (Op.CHECK, (_name(checked),))]
+        value, is_there = (call.result(self._where)[0] for call in self._answered(requests, deadline))
+        return value, is_there == b"1"
+
+    def _answered(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
+        """Return calls for these requests, which were sent in one frame, when all are over.
+
+        Raises:
+            DeadlineError: not all were answered in time.
+        """
+        calls = self._begin_all(requests, deadline)
+        with contextlib.ExitStack() as ends:
+            for call in calls:
+                ends.callback(self._end, call)
+            for call in calls:
+                self._await(call, deadline)
+        if not all(call.is_over for call in calls):
+            raise self._late(deadline, ())
+        return calls
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._call(Op.APPEND, _name(key), _bytes(value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._call(Op.CHECK, *part)[0] == b"1" for part in _parts([_name(key) for key in keys], 1))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
+        deadline = self._deadline(timeout)
+        for part in _parts([_name(key) for key in keys], 1):
+            self._call(Op.WAIT, *part, deadline=deadline, waits_for=keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._call(Op.DELETE, _name(key))[0] == b"1"
+
+    def num_keys(self) -> int:
+        return int(self._call(Op.NUM_KEYS)[0])
+
+    def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
+        """Wait until all of `keys` are there, and return their values."""
+        deadline = self._deadline(timeout)
+        values: list[bytes] = []
+        for part in _parts([_name(key) for key in keys], 1):
+            while part:
+                found = self._call(Op.MULTI_GET, *part, deadline=deadline, waits_for=keys)
+                values += found
+                part = part[len(found) :]
+        return values
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        if len(keys) != len(values):
+            raise ValueError(f"multi_set: {len(keys)} keys, and {len(values)} values")
+        fields = [part for key, value in zip(keys, values, strict=True) for part in (_name(key), _bytes(value))]
+        for part in _parts(fields, 2):
+            self._call(Op.MULTI_SET, *part)
+
+    def barrier(self, key: str, size: int, timeout: Timeout = None) -> None:
+        """Wait until `size` calls have been made with this `key`; the number at `key` counts them."""
+        deadline = self._deadline(timeout)
+        self._call(Op.BARRIER, _name(key), pack_number(size), deadline=deadline, waits_for=(key,))
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        self._call(Op.QUEUE_PUSH, _name(key), _bytes(value))
+
+    def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes | None:
+        """Return the oldest item of the queue `key`, for nobody else; without `block`, None where there is none."""
+        deadline = self._deadline(timeout)
+        found = self._call(
+            Op.QUEUE_POP, _name(key), b"1" if block else b"0", deadline=deadline, waits_for=(key,) if block else ()
+        )
+        return found[0] if found else None
+
+    def queue_len(self, key: str) -> int:
+        """Return how many items are in the queue `key`."""
+        return int(self._call(Op.QUEUE_LEN, _name(key))[0])
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return [key.decode() for key in self._call(Op.LIST_KEYS, _name(prefix))]
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Delete the keys that start with `prefix`, and return how many they were."""
+        return int(self._call(Op.DELETE_PREFIX, _name(prefix))[0])
+
+    # Membership.
+
+    def expel(self, member: int, why: str) -> None:
+        """Remove another member from the job: all members are told that it is lost."""
+        self._call(Op.LEAVE, pack_number(member), why.encode())
+
+    def members(self) -> dict[int, dict[str, Any]]:
+        """Return the facts of all current members, by number."""
+        found: dict[int, dict[str, Any]] = {}
+        start = 0
+        while page := self._call(Op.MEMBERS, pack_number(start)):
+            found.update((int(number), json.loads(facts)) for number, facts in zip(page[::2], page[1::2], strict=True))
+            start = max(found) + 1
+        return found
+
+    def post(self, to: int, body: bytes, timeout: Timeout = None) -> None:
+        """Send a message to a member, or with -1 to all others. It waits while the receiver's outbox is full.
+
+        Raises:
+            ValueError: there is no such member (any more).
+        """
+        deadline = self._deadline(timeout)
+        # Each try is answered at once, but for a cut of the network; and what was sent should not be left in doubt.
+        each_s = max(deadline.left_s, _TRY_S)
+
+        def is_taken() -> bool:
+            return self._call(Op.POST, pack_number(to), body, deadline=Deadline.after(each_s)) != [b"busy"]
+
+        if not deadline.wait_until(is_taken, _BUSY_PAUSE_S):
+            raise DeadlineError(
+                f"{self._where}: member {to} has not taken the messages that it got before, within "
+                f"{deadline.timeout_s:.1f} s."
+            )
+
+    def post_all(self, messages: Sequence[tuple[int, bytes]], timeout: Timeout = None) -> list[int]:
+        """Send messages, each to a member or with -1 to all others, in one frame of at most `MAX_MESSAGES`.
+
+        Return the places of those for which a receiver's outbox had no room, which are to be posted again. A message to
+        a member that is not there (any more), or that is too long, is dropped.
+
+        Raises:
+            DeadlineError: not all were answered in time; some may have been posted.
+            CoordinationError: the connection has failed, or the coordinator does not know this process as a member.
+        """
+        deadline = self._deadline(timeout)
+        calls = self._answered([(Op.POST, (pack_number(to), body)) for to, body in messages], deadline)
+        return [place for place, call in enumerate(calls) if self._is_refused_room(call)]
+
+    def _is_refused_room(self, call: PendingCall) -> bool:
+        try:
+            return call.result(self._where) == [b"busy"]
+        except ValueError:  # nobody is there to be told
+            return False
+
+    def report(self, kind: str, body: bytes) -> None:
+        """Hand in a report (a failure, a flight record), which others can ask for."""
+        self._call(Op.REPORT, kind.encode(), body)
+
+    def reports(self, kind: str) -> list[tuple[int, bytes]]:
+        """Return all reports of a kind, each with the number of the member that handed it in."""
+        found: list[tuple[int, bytes]] = []
+        while page := self._call(Op.REPORTS, kind.encode(), pack_number(len(found))):
+            found += ((int(number), body) for number, body in zip(page[::2], page[1::2], strict=True))
+        return found
+
+
+class PendingGet:
+    """A `PendingGet` is a `get` that waits in the coordinator while its caller does something else and polls.
+
+    It must be ended by `cancel`, whether the value has come or not.
+    """
+
+    def __init__(self, client: Client, call: PendingCall) -> None:
+        self._client = client
+        self._call: PendingCall | None = call
+
+    def look(self) -> bytes | None:
+        """Return the value, or None if it is not there yet. It takes at most a millisecond.
+
+        Raises:
+            CoordinationError: the connection has failed.
+            ClosedError: the client was closed.
+        """
+        assert self._call is not None
+        self._client._look(self._call)
+        return self._call.result(self._client._where)[0] if self._call.is_over else None
+
+    def wait(self, timeout: Timeout) -> bytes | None:
+        """Return the value as soon as it is there, or None when time is up.
+
+        Raises:
+            CoordinationError, ClosedError: as `look`.
+        """
+        assert self._call is not None
+        self._client._await(self._call, Deadline.after(timeout))
+        return self._call.result(self._client._where)[0] if self._call.is_over else None
+
+    def cancel(self) -> None:
+        """Stop asking. A second call does nothing."""
+        call, self._call = self._call, None
+        if call is not None:
+            self._client._end(call)
+
+
+def _name(key: str) -> bytes:
+    if not isinstance(key, str):
+        raise TypeError(f"a key is a str, got {type(key).__name__}")
+    return key.encode()
+
+
+def _bytes(value: str | bytes) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError(f"a value is a str or bytes, got {type(value).__name__}")
+    return bytes(value)
+
+
+def _parts(fields: list[bytes], step: int) -> Iterator[list[bytes]]:
+    """Yield the fields in parts that fit in one request, split only after `step` fields; without fields, one part."""
+    part: list[bytes] = []
+    size = 0
+    for at in range(0, len(fields), step):
+        group = fields[at : at + step]
+        grows = sum(map(len, group))
+        if part and (size + grows > MAX_VALUE_BYTES or len(part) >= _MAX_PART):
+            yield part
+            part, size = [], 0
+        part += group
+        size += grows
+    if part or not fields:
+        yield part

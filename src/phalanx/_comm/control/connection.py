@@ -1,0 +1,453 @@
+"""A `Connection` leads to the coordinator: its requests block, with a deadline, and its events do not.
+
+Any number of threads may call; `reader` says which of them reads. A member has one more: see `member_connection`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import zmq
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.wakeup import Wakeup
+from phalanx._base.loss_detection import MEMBER_TIMEOUT_S, heartbeat_s
+from phalanx._comm.control.address import Address
+from phalanx._comm.control.call_room import CallRoom
+from phalanx._comm.control.connection_errors import cut_off, late, started_again, unreachable, without_key
+from phalanx._comm.control.connection_guard import send_in_pieces
+from phalanx._comm.control.dealer import EPOCH_BYTES, EVENTS, HEARTBEAT_S, open_dealer
+from phalanx._comm.control.event import Event
+from phalanx._comm.control.event_inbox import EventInbox
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.pending_call import PendingCall, Request, pack_calls
+from phalanx._comm.control.reader import Reader
+from phalanx._comm.control.refusal import explain_refusal
+from phalanx._comm.control.route import NoRouteError, Route, find_route
+from phalanx._comm.control.wire import (
+    MAX_MESSAGES,
+    VERSION,
+    Op,
+    Status,
+    WireError,
+    pack,
+    pack_number,
+    unpack,
+    unpack_number,
+)
+from phalanx.errors import ClosedError, CoordinationError, DeadlineError
+
+_LONGEST_POLL_S = 3.0  # then what was not answered is looked through
+_MAX_CALLS = 400  # so many calls wait at a time; the coordinator remembers more answers than that
+_HANDSHAKES, _HANDSHAKES_S = 2, 1.0  # that must fail, and for so long, before we believe it is not by accident
+_DIAGNOSIS_S = 2.0
+
+# These are plain numbers: pyzmq's enumerations take longer than what is done with them.
+_NOBLOCK, _POLLIN, _READY = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
+
+Timeout = float | timedelta | None
+
+
+class Connection:
+    """A connection to the coordinator at `address`, which is found, tried and authenticated on construction.
+
+    Arguments:
+        address: HOST:PORT, or the path of the coordinator's socket on this host.
+        key: the job's key; a path needs none.
+        timeout: of each call that is given none of its own, and of the construction.
+        job: compared with the coordinator's, where both have one.
+        heartbeat_s: the pause between ZeroMQ's heartbeats; a process that becomes a member needs few.
+
+    Raises:
+        AuthenticationError: the coordinator has another key, or there is none.
+        CoordinationError: the address leads nowhere, or to something else; the message says what came back from where.
+        DeadlineError: no answer in time.
+    """
+
+    def __init__(
+        self,
+        address: str | Address,
+        key: Key | None = None,
+        *,
+        timeout: Timeout = 30.0,
+        job: str = "",
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self.address = Address.parse(address) if isinstance(address, str) else address
+        if key is None and not self.address.path:
+            raise without_key(self.address)
+        self.timeout = timeout
+        self.member = -1
+        self.is_counted_out = False  # by the coordinator itself, which does not take this process for a member any more
+        self.job = job
+        self.key = key
+        self._given_context, self._heartbeat_s = context, heartbeat_s
+        self._is_closed = False
+        self._reset()
+        try:
+            self._connect(Deadline.after(timeout))
+        except BaseException:
+            self._free()
+            raise
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # it guards the socket, and all that follows
+        self._room = CallRoom(_MAX_CALLS)
+        self._calls: dict[int, PendingCall] = {}
+        self._number = 0
+        self._epoch = b""
+        self._former_epochs: set[bytes] = set()  # the epochs of coordinators that this connection was redirected from
+        self._was_connected = False
+        self._cut_at: float | None = None
+        self._refused_at: float | None = None  # since when the coordinator's port is closed
+        self._failed, self._failed_at = 0, 0.0
+        self._suspect: Route | None = None  # handshakes with it fail: it is to be looked into
+        self._heard_at = time.monotonic()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._route: Route | None = None
+        self._wakeup: Wakeup | None = None
+        self._reader = Reader(self._lock, self._calls)
+        self._inbox = EventInbox()
+        self._beat_s = 1.0
+        self._lost_after_s = MEMBER_TIMEOUT_S
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._is_silent = False
+
+    # Connecting.
+
+    def _connect(self, deadline: Deadline) -> None:
+        endpoint = self.address.endpoint
+        if not self.address.path:
+            self._route = self._find(deadline)
+            endpoint = self._route.address.endpoint
+        elif not os.path.exists(self.address.path):
+            raise CoordinationError(
+                f"there is no coordinator at {self.address.path}: it has ended, or never began.", reason="unreachable"
+            )
+        self._context = self._given_context or zmq.Context(io_threads=1)
+        dealer = self._socket = open_dealer(self._context, None if self.address.path else self.key, self._heartbeat_s)
+        self._monitor = dealer.get_monitor_socket(EVENTS)
+        self._wakeup = self._reader.wakeup = Wakeup()
+        self._poll = select.poll()
+        for fd in (int(dealer.fd), int(self._monitor.fd), self._wakeup.fileno()):
+            self._poll.register(fd, select.POLLIN)
+        dealer.connect(endpoint)
+        try:
+            said, lost_after = self._call(Op.HELLO, pack_number(VERSION), deadline=deadline)
+        except ValueError as error:  # it speaks another version of the protocol
+            raise CoordinationError(f"{self._where}: {error}.", reason="stranger") from None
+        job = said.decode()
+        if self.job and job and self.job != job:
+            raise CoordinationError(f"{self._where} is that of job {job!r}, not of {self.job!r}.", reason="another job")
+        self.job = self.job or job
+        self._lost_after_s = float(lost_after)
+        self._beat_s = heartbeat_s(self._lost_after_s)
+
+    def redirect(self, address: Address, epoch: bytes, timeout: Timeout = None) -> None:
+        """Go on at the coordinator that has taken over: it knows this client, and what it was granted.
+
+        Raises:
+            CoordinationError: the address leads nowhere.
+            ClosedError: this client was closed.
+        """
+        deadline = self._deadline(timeout)
+        before, self.address = self.address, address
+        try:
+            route = self._find(deadline)
+        except CoordinationError:
+            self.address = before
+            raise
+        with self._lock:
+            if self._socket is None or self._is_closed:
+                raise ClosedError(f"{self._where}: this client was closed")
+            self._socket.disconnect(before.endpoint if self._route is None else self._route.address.endpoint)
+            self._route = route
+            self._former_epochs.add(self._epoch)
+            self._epoch = epoch
+            self._cut_at = self._refused_at = None
+            self._heard_at = time.monotonic()
+            self._socket.connect(route.address.endpoint)
+
+    def _find(self, deadline: Deadline) -> Route:
+        try:
+            return find_route(self.address, deadline)
+        except NoRouteError as error:
+            raise unreachable(self.address, error) from None
+
+    @property
+    def endpoint(self) -> str:
+        """Return where the coordinator was found, as ZeroMQ writes it."""
+        return self.address.endpoint if self._route is None else self._route.address.endpoint
+
+    @property
+    def own_host(self) -> str:
+        """Return this host's address from which the coordinator was reached; "" on the coordinator's own socket."""
+        return self._route.own_host if self._route is not None else ""
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def _where(self) -> str:
+        return f"the coordinator at {self.address}"
+
+    def close(self) -> None:
+        """Let go of the connection. A member that has not left will be counted as lost. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = self._reader.is_closed = True
+        if os.getpid() == self._pid:
+            self._stop.set()
+            self._ring()
+            if self._thread is not None:
+                self._thread.join()
+            for call in list(self._calls.values()):
+                self._finish(call, ClosedError(f"{self._where}: this client was closed"))
+            with self._reader.turn:
+                self._free()
+
+    def _free(self) -> None:
+        with self._lock:
+            if self._socket is not None:
+                self._socket.disable_monitor()
+                if self._monitor is not None:
+                    self._monitor.close(0)
+                self._socket.close(0)
+                self._socket = None
+            if self._context is not None and self._given_context is None:
+                self._context.term()
+            if self._wakeup is not None:
+                self._wakeup.close()
+            self._inbox.close()
+
+    # Requests.
+
+    def _deadline(self, timeout: Timeout) -> Deadline:
+        return Deadline.after(self.timeout if timeout is None else timeout)
+
+    def _call(
+        self, what: int, *fields: bytes, deadline: Deadline | None = None, waits_for: Iterable[str] = ()
+    ) -> list[bytes]:
+        if deadline is None:
+            deadline = Deadline.after(self.timeout)
+        call = self._begin(what, *fields, deadline=deadline)
+        try:
+            self._await(call, deadline)
+        finally:
+            self._end(call)  # it is not over if time is up, or after Ctrl-C
+        if not call.is_over:
+            raise self._late(deadline, waits_for)
+        return call.result(self._where)
+
+    def _begin(self, what: int, *fields: bytes, deadline: Deadline) -> PendingCall:
+        """Send a request; every call of this needs one of `_end`."""
+        return self._begin_all([(what, fields)], deadline)[0]
+
+    def _begin_all(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
+        """Send requests in one frame, of at most `MAX_MESSAGES`; each call that is returned needs one of `_end`."""
+        if os.getpid() != self._pid:
+            self._revive(deadline)
+        if self._is_closed:
+            raise ClosedError(f"{self._where}: this client was closed")
+        if not self._room.take(len(requests), deadline.left_s):
+            raise DeadlineError(f"{self._where}: {_MAX_CALLS} calls of this process wait already.")
+        try:
+            with self._lock:
+                if self._socket is None:
+                    raise ClosedError(f"{self._where}: this client was closed")
+                calls = pack_calls(requests, self._number + 1)
+                self._number += len(calls)
+                self._calls.update((call.number, call) for call in calls)
+                self._transmit(*calls)
+                self._read()
+        except BaseException:
+            self._room.give_back(len(requests))
+            raise
+        return calls
+
+    def _await(self, call: PendingCall, deadline: Deadline) -> None:
+        """Wait until the request is answered, or time is up; it goes on nevertheless."""
+        while not call.is_over and not deadline.passed:
+            self._reader.wait(call, deadline, self._poll_once)
+        if not call.is_over:  # this process may have stood still, and the answer lies there
+            self._look(call)
+
+    def _look(self, call: PendingCall) -> None:
+        """Read what has arrived, unless another thread reads."""
+        self._reader.look(call, self._poll_once)
+
+    def _end(self, call: PendingCall) -> None:
+        """Forget a request; the coordinator is told if it was not answered."""
+        try:
+            if not call.is_over:
+                self._withdraw(call)
+        finally:
+            self._room.give_back()
+
+    def _withdraw(self, call: PendingCall) -> None:
+        with self._lock:
+            if self._calls.pop(call.number, None) is not None and self._socket is not None:
+                self._transmit_raw(pack(Op.CANCEL, 0, pack_number(call.number)))
+                self._read()
+
+    def _late(self, deadline: Deadline, waits_for: Iterable[str]) -> DeadlineError:
+        silent_s, is_cut = time.monotonic() - self._heard_at, self._cut_at is not None
+        return late(self._where, deadline.timeout_s, list(waits_for), silent_s, is_cut=is_cut)
+
+    # ZeroMQ's descriptor is readable once for all that has arrived, and a send takes that note away from who polls it:
+    # whoever sends must `_read` afterwards, before it lets go of the lock.
+
+    def _transmit(self, *calls: PendingCall) -> None:
+        now = time.monotonic()
+        for call in calls:
+            call.note_sent(now)
+        self._transmit_raw(b"".join([call.message for call in calls]))
+
+    def _transmit_raw(self, message: bytes) -> None:
+        try:
+            assert self._socket is not None
+            send_in_pieces(self._socket, message)
+        except zmq.Again:  # its queue is full: it will be sent again
+            pass
+
+    def _send_heartbeat(self) -> None:
+        if self.member >= 0:
+            beat = (pack_number(self._inbox.last), pack_number(self.member))
+            self._transmit_raw(pack(Op.HEARTBEAT, self._inbox.taken, *beat))
+            self._inbox.told()
+
+    def _poll_once(self, limit_s: float) -> None:
+        """Wait for something to read, and read it. Only the thread whose turn it is to read."""
+        if self._suspect is not None:
+            self._diagnose(self._suspect, limit_s)
+            return
+        ready = self._poll.poll(min(limit_s, _LONGEST_POLL_S) * 1000 + 1)
+        with self._lock:
+            if self._socket is None:
+                return
+            if self._wakeup is not None and any(fd == self._wakeup.fileno() for fd, _ in ready):
+                self._wakeup.drain()
+            self._read()
+            now = time.monotonic()
+            if self._cut_at is not None and now - self._cut_at > 3 * self._lost_after_s:
+                self._fail_all(cut_off(self._where, now - self._cut_at))
+            unanswered = [call for call in self._calls.values() if now > call.resend_at]
+            for call in unanswered[:MAX_MESSAGES]:
+                self._transmit(call)
+            if unanswered:
+                self._read()
+
+    def _read(self) -> None:
+        """Take what has arrived. Under the lock."""
+        dealer, monitor = self._socket, self._monitor
+        assert dealer is not None
+        assert monitor is not None
+        while int(monitor.get(_READY)) & _POLLIN:
+            self._note(int.from_bytes(monitor.recv_multipart(_NOBLOCK)[0][:2], "little"))
+        while int(dealer.get(_READY)) & _POLLIN:
+            frame = b"".join(dealer.recv_multipart(_NOBLOCK))
+            self._heard_at = time.monotonic()
+            epoch = frame[:EPOCH_BYTES]
+            if epoch != self._epoch:
+                if epoch in self._former_epochs:  # it was under way
+                    continue
+                if self._epoch:
+                    self._fail_all(started_again(self._where))
+                    return
+                self._epoch = epoch
+            try:
+                messages = unpack(frame[EPOCH_BYTES:])
+            except WireError:
+                continue
+            for status, number, fields in messages:
+                if status <= Status.UNKNOWN:
+                    call = self._calls.pop(number, None)
+                    if call is not None:
+                        if call.what == Op.JOIN:
+                            self._inbox.restart()
+                        call.fields = fields
+                        call.answer = status
+                        self._reader.awaken(call)
+                    elif status == Status.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]:
+                        self.is_counted_out = True
+                        self._expelled(fields[0])
+                elif status == Status.HEARTBEAT and fields:
+                    self._beat_s = float(fields[0])
+                elif status == Status.PARKED and number in self._calls:
+                    self._calls[number].is_parked = True
+                elif status == Status.CUT:
+                    self._note(zmq.EVENT_DISCONNECTED)
+                elif status == Status.RESUMED:
+                    self._note(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+                elif status == Status.EVENT:
+                    self._inbox.receive(number, Event(fields[0].decode(), unpack_number(fields[1]), fields[2]))
+                elif status == Status.DATAGRAM:
+                    self._inbox.put(Event("datagram", unpack_number(fields[0]), fields[1]))
+
+    def _note(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if self._was_connected:  # again: what was under way may be lost
+                for call in list(self._calls.values())[:_MAX_CALLS]:
+                    call.num_sent = 0
+                    self._transmit(call)
+                self._send_heartbeat()  # those that TCP had not delivered are lost
+            self._was_connected, self._cut_at, self._refused_at = True, None, None
+        elif event == zmq.EVENT_DISCONNECTED:
+            if self._was_connected and self._cut_at is None:
+                self._cut_at = time.monotonic()
+        # a connection that was let in once has the right key
+        elif event != zmq.EVENT_CONNECTED and not self._was_connected:
+            self._failed += 1
+            now = time.monotonic()
+            if self._failed == 1:
+                self._failed_at = now
+            if self._failed >= _HANDSHAKES and now - self._failed_at >= _HANDSHAKES_S:
+                self._suspect = self._route
+
+    def _diagnose(self, route: Route, limit_s: float) -> None:
+        """Find out who is at the other end of a connection that never came about; without the lock: it takes long."""
+        error = explain_refusal(self.address, route, self.key, min(limit_s, _DIAGNOSIS_S))
+        with self._lock:
+            self._suspect, self._failed = None, 0
+            if self._socket is not None:
+                self._read()
+                if error is not None and not self._was_connected:  # it has not come about meanwhile
+                    self._fail_all(error)
+
+    def _expelled(self, why: bytes) -> None:
+        self._inbox.put(Event("expelled", self.member, why))
+        self._stop.set()
+        self.member = -1
+
+    def _finish(self, call: PendingCall, error: Exception) -> None:
+        call.error = error
+        self._calls.pop(call.number, None)
+        self._reader.awaken(call)
+
+    def _fail_all(self, error: Exception) -> None:
+        for call in list(self._calls.values()):
+            self._finish(call, error)
+        if self.member >= 0:
+            self._expelled(str(error).encode())
+
+    def _ring(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.ring()
+
+    def _revive(self, deadline: Deadline) -> None:
+        """Make a connection of its own in a forked child, which is no member, and has nothing under way."""
+        self._reset()
+        self.member = -1
+        self._given_context = None
+        self._connect(deadline)

@@ -1,0 +1,160 @@
+"""Keep and find a job's key: in a file, a variable, the user's configuration folder, or the person's memory.
+
+The key is never on a command line, which every user of a machine can read (`ps`).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.control.key import Key
+from phalanx.errors import AuthenticationError
+
+FILE_VARIABLE = "PHALANX_KEY_FILE"
+VARIABLE = "PHALANX_KEY"
+_MAX_BYTES = 4096
+_WRITING_S, _WHOLE_BYTES = 2.0, 52
+
+
+def default_path(environment: Mapping[str, str]) -> Path:
+    """Return the path of the user's own key: `phalanx/key` in the configuration folder (XDG_CONFIG_HOME)."""
+    folder = environment.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(folder):  # its specification asks for that
+        folder = os.path.join(environment.get("HOME") or os.path.expanduser("~"), ".config")
+    return Path(folder, "phalanx", "key")
+
+
+def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[str, str] = os.environ) -> Key | None:
+    """Return the job's key: in the file `path`, PHALANX_KEY_FILE's, PHALANX_KEY, or the user's own; else None.
+
+    Raises:
+        AuthenticationError: a file that was named is not there; others can read it; or what is there is no key.
+    """
+    if path is not None:
+        return read_key(path)
+    if environment.get(FILE_VARIABLE):
+        return read_key(environment[FILE_VARIABLE])
+    if environment.get(VARIABLE):
+        try:
+            return Key.parse(environment[VARIABLE])
+        except ValueError as error:
+            raise AuthenticationError(f"the key in {VARIABLE}: {error}.") from None
+    own = default_path(environment)
+    return _read_when_whole(own) if os.path.exists(own) else None
+
+
+def ask_for_key(prompt: str = "The job's key (as `phalanx key --print` shows it): ") -> Key | None:
+    """Return the key from a person at the terminal, who does not see it while typing; None without a terminal."""
+    import getpass
+
+    if not sys.stdin.isatty():
+        return None
+    while True:
+        text = getpass.getpass(prompt)
+        if not text.strip():
+            return None
+        try:
+            return Key.parse(text)
+        except ValueError as error:
+            print(f"{error}.", file=sys.stderr)
+
+
+def read_key(path: str | os.PathLike[str]) -> Key:
+    """Return the key in a file that only its owner can read.
+
+    Raises:
+        AuthenticationError: it cannot be read, others can read it, or it holds no key.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not keep us waiting
+    except OSError as error:
+        raise AuthenticationError(
+            f"the key file {os.fspath(path)}: {error.strerror}.\n`phalanx key {os.fspath(path)}` makes one."
+        ) from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise AuthenticationError(f"the key file {os.fspath(path)} is not a regular file.")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise AuthenticationError(
+                f"the key file {os.fspath(path)} belongs to another user (uid {status.st_uid}), who knows the key and "
+                "can change it.\nMake one of your own: phalanx key"
+            )
+        if status.st_mode & 0o077:
+            raise AuthenticationError(
+                f"the key file {os.fspath(path)} can be read or changed by other users of this host (mode "
+                f"{stat.S_IMODE(status.st_mode):04o}), and so the key may be known to them.\n"
+                f"chmod 600 {os.fspath(path)}   (or, to be sure, make a new one: rm {os.fspath(path)}; phalanx key)"
+            )
+        text = os.read(fd, _MAX_BYTES)
+    finally:
+        os.close(fd)
+    try:
+        return Key.parse(text.decode("ascii"))
+    except ValueError as error:
+        raise AuthenticationError(f"the key file {os.fspath(path)}: {error}.") from None
+
+
+def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
+    """Return the key in the file `path`, which is made if it is not there; and whether it was.
+
+    Several hosts that share the folder and make it at the same time get the same key: it appears whole, once.
+
+    Raises:
+        AuthenticationError: a file is there, and holds no key that may be used; or none can be written.
+    """
+    path = Path(path)
+    if os.path.exists(path):
+        return _read_when_whole(path), False
+    key = Key.generate()
+    draft = path.with_name(f".{path.name}-{os.urandom(8).hex()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "w") as file:
+                print(key, file=file, flush=True)
+                os.fsync(fd)
+            try:
+                os.link(draft, path)  # fails where a file is already: nobody's key is overwritten
+            except FileExistsError:
+                return _read_when_whole(path), False
+            except OSError:  # a file system without links
+                if not _copy_exclusively(draft, path):
+                    return _read_when_whole(path), False
+        finally:
+            os.unlink(draft)
+    except OSError as error:
+        raise AuthenticationError(f"the key file {path} cannot be written: {error.strerror}.") from None
+    return read_key(path), True
+
+
+def _read_when_whole(path: Path) -> Key:
+    """Return the key in `path`, which another process may just be writing."""
+    deadline = Deadline.after(_WRITING_S)
+    while True:
+        was_whole = path.stat().st_size >= _WHOLE_BYTES  # before it is read: it may become whole after that
+        try:
+            return read_key(path)
+        except AuthenticationError:
+            if deadline.passed or was_whole:
+                raise
+            time.sleep(0.01)
+
+
+def _copy_exclusively(draft: Path, path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return False
+    with open(fd, "wb") as file:
+        file.write(draft.read_bytes())
+        file.flush()
+        os.fsync(fd)
+    return True

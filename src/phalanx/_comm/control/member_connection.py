@@ -1,0 +1,169 @@
+"""A process that is a member of the job says that it is there, and hears which other members come and go.
+
+A thread of its own sends a heartbeat, and reads while nobody else does; so events come although nobody calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from phalanx._base.loss_detection import COORDINATOR_REFUSED_S
+from phalanx._comm.control.address import Address
+from phalanx._comm.control.connection import Connection, Timeout
+from phalanx._comm.control.connection_errors import ended
+from phalanx._comm.control.event import Event
+from phalanx._comm.control.route import is_refused
+from phalanx._comm.control.wire import Op, pack, pack_number
+
+_REFUSED_EVERY_S, _PROBE_S = 0.25, 0.3
+_STOOD_STILL_S = 1.0  # a heartbeat that is so late was held up by the whole process, or by its machine
+
+
+class MemberConnection(Connection):
+    """A connection whose process may join. Arguments and errors of the construction are those of `Connection`."""
+
+    is_served: Callable[[], bool] | None = None
+    """Whether the coordinator, if it is one of this process, serves; then its silence means nothing."""
+
+    def join(self, facts: Mapping[str, Any], *, watch: Collection[int] | None = None) -> int:
+        """Become a member, and return its number; from now on report those in `watch`, or all, that join and leave.
+
+        `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
+        """
+        if self.member >= 0:
+            raise ValueError(f"this client is member {self.member} already")
+        body = json.dumps(dict(facts)).encode()
+        if self._thread is not None:  # the thread belongs to a membership that has ended
+            self._stop.set()
+            self._ring()
+            self._thread.join()
+        self._stop.clear()
+        watched = b"all" if watch is None else b",".join(map(pack_number, watch))
+        self.member = int(self._call(Op.JOIN, body, watched)[0])
+        self.is_counted_out = False
+        self._begin_beating()
+        return self.member
+
+    def _begin_beating(self) -> None:
+        self._is_silent = False
+        self._thread = threading.Thread(target=self._beat, name="phalanx-heartbeat", daemon=True)
+        self._thread.start()
+
+    def follow_member(self, member: int, address: Address, epoch: bytes, timeout: Timeout = None) -> None:
+        """Continue as this member at the coordinator that has taken over; errors are those of `redirect`."""
+        self._stop.set()
+        self._ring()
+        if self._thread is not None:
+            self._thread.join()
+        self.redirect(address, epoch, timeout)
+        # what the coordinator before has said until now, for one that this process was lost, holds no more
+        self._stop.clear()
+        self.is_counted_out = False
+        self.member = member
+        self._begin_beating()
+
+    def send_datagram(self, to: int, body: bytes) -> None:
+        """Send a member a message that nobody keeps: nothing holds it up, and it may be lost. This does not wait."""
+        with self._lock:
+            if self._socket is not None:
+                self._transmit_raw(pack(Op.DATAGRAM, 0, pack_number(to), body))
+                self._read()
+
+    def leave(self, why: str = "it has finished") -> None:
+        """Leave the job; the other members are told why."""
+        self._stop.set()
+        self._ring()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.member >= 0:
+            try:
+                self._call(Op.LEAVE, pack_number(-1), why.encode())
+            finally:
+                self.member = -1
+                self._stop.clear()
+
+    def is_over(self) -> bool:
+        """Return whether the coordinator has visibly ended: its host answers, and its port is closed. This is slow."""
+        if self._route is not None:
+            return is_refused(self._route.address, _PROBE_S)
+        return not os.path.exists(self.address.path)
+
+    # Events.
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while there are events to take."""
+        return self._inbox.fileno()
+
+    def take(self) -> list[Event]:
+        """Return the events that have come since the last call; this never blocks. What is taken is not sent again."""
+        with self._lock:
+            events = self._inbox.take()
+            if self._inbox.is_overdue and self._socket is not None:
+                self._send_heartbeat()
+                self._read()
+        return events
+
+    def wait_event(self, timeout: Timeout = None) -> list[Event]:
+        """Wait for an event, and return those that have come since the last call; empty if none comes in time."""
+        deadline = self._deadline(timeout)
+        poll = select.poll()  # select() refuses descriptors above 1,023
+        poll.register(self.fileno(), select.POLLIN)
+        while True:
+            if events := self.take():
+                return events
+            if deadline.passed:
+                return []
+            poll.poll(min(deadline.left_s, 3600.0) * 1000 + 1)
+
+    # The member's thread.
+
+    def _beat(self) -> None:
+        next_at = time.monotonic()
+        while not self._stop.is_set():
+            now = time.monotonic()
+            if now >= next_at:
+                with self._lock:
+                    if now - next_at > _STOOD_STILL_S:  # this process: that it heard nothing is its own doing
+                        self._heard_at = min(now, self._heard_at + now - next_at)
+                    self._send_heartbeat()
+                    self._read()
+                    self._judge(now)
+                next_at = now + self._beat_s
+            left_s = max(0.0, next_at - time.monotonic())
+            if self._cut_at is not None:
+                self._look_for_end(self._cut_at)
+                left_s = min(left_s, _REFUSED_EVERY_S)
+            self._reader.read_for(left_s, self._poll_once)
+
+    def _judge(self, now: float) -> None:
+        """Say once when the coordinator falls silent, and once when it is back."""
+        silent_s = now - self._heard_at
+        is_served = self.is_served is not None and self.is_served()
+        if silent_s > self._lost_after_s and not self._is_silent and not is_served:
+            self._is_silent = True
+            self._inbox.put(Event("unreachable", -1, f"nothing was heard from it for {silent_s:.1f} s".encode()))
+        elif silent_s <= self._lost_after_s and self._is_silent:
+            self._is_silent = False
+            self._inbox.put(Event("reachable"))
+
+    def _look_for_end(self, cut_at: float) -> None:
+        """After a cut connection, check whether the coordinator's host answers but its port is closed: it has ended.
+
+        A host that was switched off, or a link that is cut, says nothing: only silence tells of those.
+        """
+        is_over = self.is_over()
+        now = time.monotonic()
+        self._refused_at = (self._refused_at or now) if is_over else None
+        if self._refused_at is not None and now - self._refused_at >= COORDINATOR_REFUSED_S:
+            with self._lock:
+                if self._socket is not None:
+                    self._read()
+                    if self._cut_at == cut_at:
+                        self._fail_all(ended(self._where))

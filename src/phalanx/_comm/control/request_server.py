@@ -1,0 +1,212 @@
+"""Answer one short request for each connection, whoever connects, and however many do.
+
+    accepted ──► reading ──a whole request──► answering ──all is sent──► closed
+                    ╰─── others crowd in, or time is up ───┴──► closed
+
+A stranger costs no thread, and a bounded number of descriptors and bytes: in each of the two states there are 64
+connections at most, with the beginning of a request or what is left of an answer. Beyond that the oldest is closed.
+One whose request has come does not make room for those that have said nothing. A connection that says nothing at all
+stays in the kernel for its first five seconds.
+"""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from phalanx._base.ipc.wakeup import Wakeup
+
+MOST_OPEN = 64  # in each state
+BACKLOG = 128
+_REQUEST_S = 10.0  # a request must have come whole after that
+_ANSWER_S = 60.0  # and its answer must have been taken
+_LOOK_S = 1.0
+_PAUSE_S = 0.05  # while the process has no descriptor left
+
+Answer = bytes | Callable[[], bytes]
+
+
+class RequestServer:
+    """It serves the connections of `listener`, which it closes, until `close`.
+
+    Arguments:
+        answer: it is called with what has come over a connection. It returns None while that is no whole request; then
+            the answer, or, where the answer takes a while, a function that makes it: in another thread, one by one.
+        most_bytes: a request has so many at most; a connection over which as many came, and no whole one, is closed.
+        name: the threads have this name.
+    """
+
+    def __init__(
+        self, listener: socket.socket, answer: Callable[[bytes], Answer | None], *, most_bytes: int, name: str
+    ) -> None:
+        self._listener = listener
+        self._answer = answer
+        self._most_bytes = most_bytes
+        self._connections: dict[int, _Connection] = {}  # by descriptor
+        # by descriptor, the oldest first: since when
+        self._reading: dict[int, float] = {}
+        self._answering: dict[int, float] = {}
+        self._wanted: queue.SimpleQueue[tuple[_Connection, Callable[[], bytes]] | None] = queue.SimpleQueue()
+        self._made: deque[tuple[_Connection, bytes]] = deque()
+        self._closed = False
+        self._name = name
+        self._maker: threading.Thread | None = None
+        listener.setblocking(False)
+        try:
+            self._wakeup = Wakeup()
+        except OSError:
+            listener.close()
+            raise
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer nobody any more: the port is closed when this returns. A second call does nothing.
+
+        An answer that is being made is not waited for.
+        """
+        self._closed = True
+        self._wanted.put(None)
+        self._wakeup.ring()
+        self._thread.join()
+
+    # -- the thread that has the connections ---------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._wakeup, selectors.EVENT_READ)
+            while not self._closed:
+                self._serve_once(self._selector.select(_LOOK_S if self._connections else None))
+        finally:
+            for connection in self._connections.values():
+                connection.socket.close()
+            for each in (self._selector, self._listener, self._wakeup):
+                each.close()
+
+    def _serve_once(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
+        for key, events in ready:
+            connection = self._connections.get(key.fd)
+            if connection is None:
+                continue
+            if events & selectors.EVENT_READ:
+                self._receive(connection)
+            else:
+                self._send(connection)
+        arrived = {key.fileobj for key, _ in ready}
+        if self._wakeup in arrived:
+            self._wakeup.drain()
+        while self._made:
+            connection, answer = self._made.popleft()
+            if self._connections.get(connection.fd) is connection:
+                connection.left = memoryview(answer)
+                self._send(connection)
+        if self._listener in arrived:
+            self._accept()
+        now = time.monotonic()
+        for waiting, limit_s in ((self._reading, _REQUEST_S), (self._answering, _ANSWER_S)):
+            while waiting and now - next(iter(waiting.values())) > limit_s:
+                self._close(next(iter(waiting)))
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # it has gone again
+            return
+        except OSError:  # no descriptor is free
+            if self._reading:
+                self._close(next(iter(self._reading)))
+            else:
+                time.sleep(_PAUSE_S)
+            return
+        try:
+            accepted.setblocking(False)
+        except OSError:  # it has gone already
+            accepted.close()
+            return
+        connection = _Connection(accepted)
+        self._connections[connection.fd] = connection
+        self._reading[connection.fd] = time.monotonic()
+        self._selector.register(accepted, selectors.EVENT_READ)
+        self._receive(connection)  # what has come with it counts before it may have to make room
+        while len(self._reading) > MOST_OPEN:
+            self._close(next(iter(self._reading)))
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            part = connection.socket.recv(self._most_bytes - len(connection.request))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        connection.request += part
+        answer = self._answer(connection.request) if part else None
+        if answer is not None:
+            self._begin_answer(connection, answer)
+        elif not part or len(connection.request) >= self._most_bytes:
+            self._close(connection.fd)
+
+    def _begin_answer(self, connection: _Connection, answer: Answer) -> None:
+        del self._reading[connection.fd]
+        self._selector.unregister(connection.socket)
+        self._answering[connection.fd] = time.monotonic()
+        connection.request = b""
+        if isinstance(answer, bytes):
+            connection.left = memoryview(answer)
+            self._send(connection)
+        else:
+            self._let_make(connection, answer)
+        while len(self._answering) > MOST_OPEN:
+            self._close(next(iter(self._answering)))
+
+    def _send(self, connection: _Connection) -> None:
+        try:
+            connection.left = connection.left[connection.socket.send(connection.left) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            connection.left = memoryview(b"")
+        if not connection.left:
+            self._close(connection.fd)
+        elif connection.fd not in self._selector.get_map():
+            self._selector.register(connection.socket, selectors.EVENT_WRITE)
+
+    def _close(self, fd: int) -> None:
+        connection = self._connections.pop(fd)
+        self._reading.pop(fd, None)
+        self._answering.pop(fd, None)
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+        connection.socket.close()
+
+    # -- the thread that makes answers ---------------------------------------------------------------------------------
+
+    def _let_make(self, connection: _Connection, make: Callable[[], bytes]) -> None:
+        if self._maker is None:
+            self._maker = threading.Thread(target=self._make_answers, name=f"{self._name}-answers", daemon=True)
+            self._maker.start()
+        self._wanted.put((connection, make))
+
+    def _make_answers(self) -> None:
+        for connection, make in iter(self._wanted.get, None):
+            if self._closed:
+                return
+            if self._connections.get(connection.fd) is connection:
+                self._made.append((connection, make()))
+                self._wakeup.ring()
+
+
+class _Connection:
+    """It is a connection with what has come of its request, and what is left to send of its answer."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self.socket = accepted
+        self.fd = accepted.fileno()
+        self.request = b""
+        self.left = memoryview(b"")

@@ -1,0 +1,161 @@
+"""Find which of a host's addresses leads to the coordinator: each is tried before one is used."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.control.address import Address
+
+_EACH_S = 3.0
+_STAGGER_S = 0.25  # before the next address is tried beside the first, as browsers do
+_LINGER_S, _LEAST_S = 0.05, 0.001
+_NO_HELLO = b"\x04\xc8\x05HELLO" + bytes(194)
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+
+@dataclass(frozen=True)
+class Route:
+    """A numeric address that answered, and the address of this host from which it was reached."""
+
+    address: Address
+    own_host: str
+
+
+@dataclass
+class NoRouteError(Exception):
+    """No address answered; the message says what came back from each that was tried."""
+
+    tried: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{place}: {answer}" for place, answer in self.tried.items())
+
+
+def find_route(place: Address, deadline: Deadline) -> Route:
+    """Return the first address of `place` that takes a connection; they are tried in parallel, each a little later.
+
+    Raises:
+        NoRouteError: none did within the time (a few seconds for each address, or `deadline`).
+    """
+    try:
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise NoRouteError({place.host: f"the name leads nowhere ({error.strerror})"}) from None
+    targets = list(dict.fromkeys((family, target) for family, _, _, _, target in found))
+    problem = NoRouteError()
+    limit = Deadline.after(min(deadline.left_s, _EACH_S + _STAGGER_S * len(targets)), deadline.clock)
+    with selectors.DefaultSelector() as selector:
+        try:
+            while True:
+                if targets:
+                    family, target = targets.pop(0)
+                    _start(selector, family, target, problem)
+                elif not selector.get_map() or limit.passed:
+                    break
+                for ready, _ in selector.select(min(limit.left_s, _STAGGER_S if targets else _EACH_S)):
+                    attempt: socket.socket = ready.fileobj  # type: ignore[assignment]
+                    selector.unregister(attempt)
+                    with attempt:
+                        code = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                        if code == 0:
+                            return Route(_numeric(ready.data), attempt.getsockname()[0])
+                        problem.tried[str(_numeric(ready.data))] = _words(code)
+        finally:
+            for ready in list(selector.get_map().values()):
+                problem.tried[str(_numeric(ready.data))] = "no answer (a firewall, or a host that is not there)"
+                ready.fileobj.close()  # type: ignore[union-attr]
+    raise problem
+
+
+def _start(selector: selectors.BaseSelector, family: int, target: tuple[object, ...], problem: NoRouteError) -> None:
+    attempt = socket.socket(family, socket.SOCK_STREAM)
+    attempt.setblocking(False)
+    code = attempt.connect_ex(target)
+    if code in (0, errno.EINPROGRESS):
+        selector.register(attempt, selectors.EVENT_WRITE, target)
+    else:
+        attempt.close()
+        problem.tried[str(_numeric(target))] = _words(code)
+
+
+def _numeric(target: tuple[object, ...]) -> Address:
+    host, port = str(target[0]), int(str(target[1]))
+    if len(target) == 4 and target[3] and "%" not in host:  # a link-local address means nothing without its interface
+        host = f"{host}%{socket.if_indextoname(int(str(target[3])))}"
+    return Address(host, port)
+
+
+def _words(code: int) -> str:
+    if code == errno.ECONNREFUSED:
+        return "refused (nothing listens at this port there)"
+    return os.strerror(code)
+
+
+def is_refused(address: Address, timeout_s: float) -> bool:
+    """Return whether the host at a numeric address answers that nothing listens at this port."""
+    try:
+        socket.create_connection((address.host, address.port), timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def who_answers(
+    address: Address, timeout_s: float, hangs_up: Callable[[Deadline], bool] = lambda deadline: False
+) -> tuple[str, bool]:
+    """Return what listens at a numeric address: 'coordinator', what it seems to be instead, or '' if nothing answers;
+    and whether a coordinator refuses our handshake.
+
+    `hangs_up` makes that handshake, and returns whether the coordinator ended the connection. It may do so for want of
+    room, or because it ends itself: so another connection stands beside, without a word. That one is older, and would
+    be ended first. It takes no longer than `timeout_s`, however slowly the other end speaks.
+    """
+    deadline = Deadline.after(timeout_s)
+    greeting, refuses = b"", False
+    try:
+        with socket.create_connection((address.host, address.port), max(deadline.left_s, _LEAST_S)) as probe:
+            probe.sendall(_GREETING)
+            while len(greeting) < 64:
+                probe.settimeout(max(deadline.left_s, _LEAST_S))
+                if not (part := probe.recv(64 - len(greeting))):
+                    break
+                greeting += part
+                if deadline.passed:
+                    return "", False
+            if is_coordinator := _is_of_coordinator(greeting):
+                refuses = hangs_up(deadline)
+            time.sleep(_LINGER_S)
+            refuses = refuses and _is_open(probe)
+            probe.sendall(_NO_HELLO)  # so that it is refused, and the coordinator's log has our address for certain
+    except OSError:
+        return "", False
+    if is_coordinator:
+        return "coordinator", refuses
+    if greeting[:1] in (b"", b"\xff") and len(greeting) < 64:  # a coordinator that had no room for us, perhaps
+        return "", False
+    return f"something else ({greeting[:40]!r})", False
+
+
+def _is_of_coordinator(greeting: bytes) -> bool:
+    return len(greeting) == 64 and greeting[0] == 0xFF and greeting[12:32].rstrip(b"\0") == b"CURVE"
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Return whether the other end has not ended this connection, over which nothing more is expected."""
+    connection.setblocking(False)
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -1,0 +1,78 @@
+"""Describe ranks that are not where the others are: in another line of the program, or out of data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from phalanx._comm.diagnostics.flight_recorder import Record
+from phalanx._comm.diagnostics.rank_list import name_ranks
+
+DIVERGENCE_ADVICE = (
+    "A call under `if rank == 0`, or another condition that not every rank meets, is one that only some ranks ever "
+    "reach.\nTake it out of there, or give those ranks a group of their own (dist.new_group)."
+)
+
+EVEN_ADVICE = "Give every rank the same number of batches: phalanx.DistributedSampler does, and drop_last=True"
+"""The advice where ranks run out of data and the others can't go on without them."""
+
+JOIN_ADVICE = f"{EVEN_ADVICE}; or train inside `with torch.distributed.algorithms.Join([model]):`."
+"""The advice where ranks run out of data and the others can go on without them, if they are asked to."""
+
+
+def describe_divergence(operations: Mapping[int, str]) -> str:
+    """Return the sentence on ranks that are in different lines of the program; it is empty when they are in the same.
+
+    `operations` says of each rank what it called as its operation of one number, 'all_reduce #42 (train.py:88)', or
+    nothing. Ranks that are in one operation and one line, and differ in a size or an option, do not diverge.
+    """
+    places: dict[str, list[int]] = {}
+    for rank, operation in operations.items():
+        places.setdefault(operation, []).append(rank)
+    if len(places) < 2:
+        return ""
+    # The few who went astray come first; of two ranks the lower, since it is rank 0 that does extra work.
+    (place, who), *others = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
+    if not place:
+        (place, who), others = others[0], [(place, who), *others[1:]]
+    absent = sorted(rank for _, away in others for rank in away)
+    if len(others) == 1:
+        instead = f"{'it' if len(absent) == 1 else 'they'} {_are(absent, others[0][0])}"
+    else:
+        instead = "; ".join(f"{name_ranks(away)} {_are(away, there)}" for there, away in others)
+    have = "has" if len(absent) == 1 else "have"
+    return (
+        f"{name_ranks(who).capitalize()} {_are(who, place)}, which {name_ranks(absent)} {have} not reached: {instead}."
+    )
+
+
+def describe_left_alone(operation: str, here: Sequence[int], gone: Sequence[int], behind: Mapping[int, str]) -> str:
+    """Return the sentence on an operation whose missing ranks have ended in good order: they can never come.
+
+    `here` are the ranks that have come to it, `gone` those that have left; `behind` says where the rest is.
+    """
+    rest = "".join(f"; rank {rank} {position}" for rank, position in behind.items())
+    return f"{name_ranks(here).capitalize()} {_are(here, operation)}, which {name_ranks(gone)} can never reach{rest}."
+
+
+def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int) -> str:
+    """Return the sentence on the latest operation before `before` that ranks called from different lines, if any.
+
+    Calls that are alike are no disagreement, but one that is answered by another line's is how ranks fall out of step:
+    the operation that fails is then the next but one.
+    """
+    by_rank = [{r.seq: r for r in of_rank if r.is_numbered_call and r.seq < before} for of_rank in records]
+    for number in sorted(set.intersection(*map(set, by_rank)), reverse=True):
+        calls = [of_rank[number] for of_rank in by_rank]
+        if len({call.call_site for call in calls}) > 1:
+            where = ", ".join(
+                f"rank {rank} at {call.call_site}" for rank, call in enumerate(calls[:8]) if call.call_site
+            )
+            return f"They had called {calls[0].label} from different lines, too: {where}."
+    return ""
+
+
+def _are(who: Sequence[int], place: str) -> str:
+    one = len(who) == 1
+    if not place:
+        return f"{'has' if one else 'have'} called nothing yet"
+    return f"{'is' if one else 'are'} in {place}"

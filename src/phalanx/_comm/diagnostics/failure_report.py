@@ -1,0 +1,293 @@
+"""A `FailureReport` says as facts why a group is over; only this module puts these facts into words.
+
+Shared memory, hosts and MPI find out in ways of their own what went wrong. They all end in a `FailureReport`, so that
+the same mistake is told in the same words whatever carries the group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from phalanx._comm.diagnostics.call_sites import IN_THREAD
+from phalanx._comm.diagnostics.divergence import DIVERGENCE_ADVICE, JOIN_ADVICE, describe_divergence
+from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.rank_list import name_ranks
+from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
+
+OVER = "The group can no longer be used."
+MISMATCH_ADVICE = "Make every rank call the same operation with the same dtype, size and options, in the same order."
+THREAD_ADVICE = (
+    "A thread of a library calls collectives of this group while the program does: each rank may have them in another "
+    "order.\nGive the library a group of its own, as in dcp.async_save(..., process_group=dist.new_group())."
+)
+MESSAGE_ADVICE = "Make the receiver's tensor as large as the sender's, with the same dtype."
+LATE_ADVICE = "Read the log of the missing rank first; if it is only slow, raise the timeout of the group."
+SILENT = "does not answer: it hangs, is stopped, or is cut off"
+
+LEFT = "it left the group (destroy_process_group)"
+LEFT_IN_FLIGHT = "it left the group while its operations were in flight (destroy_process_group)"
+QUIET_END = "it ended without destroy_process_group"
+"""The words for a process that ended by itself, well or with an exit code of its own choice."""
+KILLED = "it ended without a word (killed, or crashed)"
+
+Kind = Literal["mismatch", "lost", "interrupted", "late", "no memory", "broken", "internal"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """It is the operation that failed, as messages begin with it: 'all_reduce #42 in group 'dp' on rank 3'."""
+
+    label: str  # 'all_reduce #42', 'send to rank 1'
+    group: str
+    rank: int
+    seq: int = 0
+    call_site: str = ""  # 'train.py:88'
+
+    def __str__(self) -> str:
+        return f"{self.label} in group {self.group!r} on rank {self.rank}"
+
+    @property
+    def place(self) -> str:
+        """Return 'all_reduce #42 (train.py:88)'."""
+        return f"{self.label} ({self.call_site})" if self.call_site else self.label
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """It is what a rank called, 'all_reduce(SUM) of float32 (3, 4) at train.py:88'; `operation` is as in `Position`.
+
+    Without `operation` it is not known which line of the program the rank is in.
+    """
+
+    text: str
+    operation: str = ""
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """It says why the group is over, in the group's numbering. Fields that a kind of failure does not use are empty."""
+
+    kind: Kind
+    ranks: tuple[int, ...] = ()  # the ranks whose doing it is
+    # the words by which people know the processes: 'pid 17 on node3'
+    processes: Mapping[int, str] = field(default_factory=dict)
+    positions: Mapping[int, Position] = field(default_factory=dict)  # where they are; silent ones are not in it
+    calls: Mapping[int, RankCall] = field(default_factory=dict)  # of a mismatch: what each rank called
+    reason: str = ""  # how the rank ended, what interrupted it, or what failed
+    timeout_s: float = 0.0  # the timeout of the rank that gave up waiting; 0 if it is not known
+    waiter: int = -1  # the number of that rank
+    is_collective: bool = True  # else the operation is a message
+    earlier: str = ""  # where the ranks began to be in different lines of the program
+    remarks: tuple[str, ...] = ()  # further sentences
+
+    def message(self, operation: Operation | str) -> str:
+        """Return all that a user reads on the rank that was in `operation`."""
+        sentences: dict[Kind, Callable[[], Sequence[str]]] = {
+            "mismatch": self._mismatch if self.is_collective else self._message_mismatch,
+            "lost": lambda: self._lost(operation),
+            "interrupted": self._interrupted,
+            "late": self._late,
+            "no memory": lambda: [f"{self._who()} had no memory for a message that came before its receive."],
+            "broken": lambda: [f"{self.reason}."],
+            "internal": lambda: [f"{self.reason}. Please report this with the program that shows it."],
+        }
+        return f"{operation}: " + "\n".join(filter(None, sentences[self.kind]())) + f" {OVER}"
+
+    def error(self, operation: Operation) -> PhalanxError:
+        message = self.message(operation)
+        error: PhalanxError
+        if self.kind == "mismatch":
+            error = MismatchError(message, calls={rank: call.text for rank, call in self.calls.items()})
+        elif self.kind in ("lost", "interrupted"):
+            error = PeerLostError(message, ranks=self.ranks)
+        elif self.kind == "late":
+            error = DeadlineError(message, missing=self.ranks)
+        else:
+            error = InternalError(message) if self.kind == "internal" else PhalanxError(message)
+        error.operation, error.seq = operation.label.partition(" ")[0], operation.seq
+        error.group, error.rank, error.call_site = operation.group, operation.rank, operation.call_site
+        error.positions = {rank: str(position) for rank, position in self.positions.items()}
+        return error
+
+    # -- the sentences ---------------------------------------------------------------------------------------------
+
+    def _who(self, rank: int | None = None) -> str:
+        rank = self.ranks[0] if rank is None else rank
+        return f"rank {rank} ({self.processes[rank]})" if rank in self.processes else f"rank {rank}"
+
+    def _called(self) -> str:
+        return "\n".join(f"  rank {rank}: {call.text}" for rank, call in self.calls.items())
+
+    def _mismatch(self) -> list[str]:
+        # A round of gradients has no check at its beginning: buckets that all ranks had are averaged already.
+        in_round = any(call.text.startswith("gradients") for call in self.calls.values())
+        # A rank that finds the root's call the same as its own copies, and does not wait for what the others call.
+        is_early = any(call.text.startswith("broadcast_buffers") for call in self.calls.values())
+        changed = "no tensor was changed"
+        if in_round:
+            changed = "some gradients may be averaged already"
+        elif is_early:
+            changed = "some buffers may be the root's already"
+        known = all(call.operation or call.text == NOTHING_CALLED.text for call in self.calls.values())
+        divergence = describe_divergence({rank: call.operation for rank, call in self.calls.items()}) if known else ""
+        return [
+            f"the ranks called different things; {changed}.",
+            self._called(),
+            *self.remarks,
+            divergence,
+            self.earlier if divergence else "",
+            self._advice(is_divergence=bool(divergence)),
+            f"If a rank has run out of data instead: {JOIN_ADVICE}" if in_round and not self.remarks else "",
+        ]
+
+    def _advice(self, *, is_divergence: bool) -> str:
+        if any(IN_THREAD in call.text for call in self.calls.values()):
+            return THREAD_ADVICE
+        return DIVERGENCE_ADVICE if is_divergence else MISMATCH_ADVICE
+
+    def _message_mismatch(self) -> list[str]:
+        changed = next(iter(self.remarks), "the tensor was not changed")
+        return [f"the message does not fit; {changed}.", self._called(), MESSAGE_ADVICE]
+
+    def _lost(self, operation: Operation | str) -> list[str]:
+        position = self.positions.get(self.ranks[0])
+        if position is not None and isinstance(operation, Operation) and self._was_in_same_line(position, operation):
+            before = position.operation.partition(" (")[0]
+            if before.startswith("gradients"):
+                return [
+                    f"{self._who()} ended its loop at {operation.call_site} after {before}; this rank is in "
+                    f"{operation.label}.",
+                    f"Its data has probably ended. {JOIN_ADVICE}",
+                ]
+            return [
+                f"{self._who()} is gone: {self.reason}, after {before}, in the line that this rank is in.",
+                f"If its data has ended: {JOIN_ADVICE}",
+                "Else read its log first.",
+            ]
+        last = f"It {position}. " if position is not None else ""
+        alone = (*self.remarks, DIVERGENCE_ADVICE) if self.remarks else ()
+        return [f"{self._who()} is gone: {self.reason}.", f"{last}Read its log first.", *alone]
+
+    def _was_in_same_line(self, position: Position, operation: Operation) -> bool:
+        """Return whether the rank ended well, and its last operation came from the line that this rank is in."""
+        finished = not (position.inside or position.failed or position.elsewhere)
+        same_line = bool(operation.call_site) and position.operation.endswith(f"({operation.call_site})")
+        return ended_well(self.reason) and finished and same_line
+
+    def _interrupted(self) -> list[str]:
+        position = self.positions.get(self.ranks[0])
+        where = f"; it {position}" if position is not None else ""
+        return [f"{self._who()} was interrupted ({self.reason}) while the group waited{where}."]
+
+    def _late(self) -> list[str]:
+        if self.timeout_s:
+            span = f" within {self.timeout_s:.1f} s"
+        else:
+            span = f"; rank {self.waiter} gave up waiting" if self.waiter >= 0 else ""
+        if not self.ranks:
+            advice = "A rank or the network is too slow: raise the timeout of the group."
+            return [f"time ran out{span}; by now every rank has come.", advice]
+        lines = [f"R{self._who(r)[1:]} {self.positions.get(r, SILENT)}." for r in self.ranks]
+        advice = DIVERGENCE_ADVICE if self.is_collective else ""
+        return [f"no answer from {name_ranks(self.ranks)}{span}.", *lines, *self.remarks, LATE_ADVICE, advice]
+
+    # -- between processes -----------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Return the report as text, for ranks of other hosts."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> FailureReport:
+        data: dict[str, Any] = json.loads(text)
+        data["ranks"], data["remarks"] = tuple(data["ranks"]), tuple(data["remarks"])
+        data["processes"] = {int(rank): process for rank, process in data["processes"].items()}
+        data["positions"] = {int(rank): Position(**position) for rank, position in data["positions"].items()}
+        data["calls"] = {int(rank): RankCall(**call) for rank, call in data["calls"].items()}
+        return cls(**data)
+
+
+NOTHING_CALLED = RankCall("nothing yet")
+
+
+def ended_well(reason: str) -> bool:
+    """Return whether a rank that says this of its end ended because its program was over."""
+    return reason in (LEFT, QUIET_END)
+
+
+def describe_wait(operation: str, group: str, rank: int, missing: Sequence[int], waited_s: float, where: str) -> str:
+    """Return the warning of a rank that waits for long. Without `missing` ranks it says `where` it waits."""
+    whom = name_ranks(missing) if missing else where
+    positions = f" ({where})" if missing and where else ""
+    return f"{operation} in group {group!r} on rank {rank}: waiting for {whom} for {waited_s:.0f} s{positions}"
+
+
+def describe_interruption(
+    operation: Operation,
+    error: BaseException,
+    processes: Mapping[int, str],
+    positions: Mapping[int, Position] | None,
+) -> str:
+    """Return what the exception says that interrupted `operation`: which ranks were waited for, and where they were.
+
+    `processes` are those of the missing ranks; `positions` is None if none was asked.
+    """
+    awaited = f"waiting for {name_ranks(list(processes))}" if processes else "under way"
+    lines = [f"{operation}: interrupted ({type(error).__name__}); it was {awaited}."]
+    if positions is not None:
+        lines += [f"Rank {r} ({process}) {positions.get(r, SILENT)}." for r, process in processes.items()]
+    return "\n".join([*lines, OVER])
+
+
+def nested(what: str) -> PhalanxError:
+    """Return the error for a call in a signal handler that interrupted an operation of the same group."""
+    return PhalanxError(
+        f"{what}: called in a signal handler that interrupted an operation of the same group, which cannot finish "
+        "before the handler returns.\nLet the handler set a flag, and check the flag between two steps, on every rank."
+    )
+
+
+def occupied(group: str, rank: int, timeout_s: float) -> DeadlineError:
+    """Return the error for a collective that another thread's collective has kept from beginning in time."""
+    return DeadlineError(
+        f"group {group!r} on rank {rank}: another thread's collective was still under way after {timeout_s:.1f} s, so "
+        "this one could not begin.\nLet one thread call the collectives of a group, or give each thread a group of its "
+        "own."
+    )
+
+
+def late(
+    missing: Sequence[int],
+    names: Sequence[str],
+    answers: Mapping[int, Position],
+    waiter: int,
+    timeout_s: float,
+    *,
+    is_collective: bool,
+    remarks: tuple[str, ...] = (),
+) -> FailureReport:
+    """Return the report of rank `waiter`, which gave up after `timeout_s`: `missing` have not come.
+
+    `names` are those of all ranks' processes; `answers` says where the ranks are that still answer.
+    """
+    return FailureReport(
+        "late",
+        tuple(missing),
+        {rank: names[rank] for rank in missing},
+        {rank: answers[rank] for rank in missing if rank in answers},
+        timeout_s=timeout_s,
+        waiter=waiter,
+        is_collective=is_collective,
+        remarks=remarks,
+    )
+
+
+def closed(group: str) -> ClosedError:
+    """Return the error for a group that this process has left."""
+    return ClosedError(
+        f"group {group!r}: it was destroyed in this process, or this process was forked from a rank.\n"
+        "Create the group again, or start processes that communicate with spawn."
+    )

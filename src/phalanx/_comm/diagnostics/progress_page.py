@@ -1,0 +1,197 @@
+"""A rank writes its progress into a page of memory that others read: no rank is asked, and none sends anything.
+
+    rank ──a message, once: the descriptor of its page──▶ agent ──▶ any reader
+    word 0   magic and version          word 4...   track `loop`: steps of a loop, as `phalanx.progress` counts them
+         1   generation                 word 4+T…   track `state`: steps that `phalanx.elastic.State` has committed
+         2   the loop that counts
+
+A track is: steps done, steps in all (0: unknown), samples so far, and for the last 64 steps when each was done and how
+many samples there were by then. There is one writer; each word is written at once, the number of steps last.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx._base.ipc.agent import tell
+from phalanx.errors import PhalanxError
+
+PAGE_BYTES = 4096
+KIND = "progress page"  # the kind of the message that shows it
+
+_MAGIC = 0x3145_4741_5058_4C50  # "PLXPAGE1", little endian
+_HEADER = 4
+_RECENT = 64
+_TRACK = 4 + 2 * _RECENT
+_LOOP, _STATE = _HEADER, _HEADER + _TRACK
+_WORDS = struct.Struct(f"={PAGE_BYTES // 8}Q")
+
+
+@dataclass(frozen=True)
+class Track:
+    """A track is a count of steps.
+
+    `recent` has the last of them, oldest first: when (CLOCK_MONOTONIC, ns), and samples by then.
+    """
+
+    steps: int
+    total_steps: int | None
+    samples: int
+    recent: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """It is what a rank's page says; a track is None if nothing counts on it."""
+
+    generation: int
+    loop: Track | None
+    state: Track | None
+
+
+class ProgressPage:
+    """It is a rank's own page. Every method is a few stores, about half a microsecond; nothing is sent."""
+
+    def __init__(self, memory: mmap.mmap | bytearray) -> None:
+        self._memory = memory
+        self._words = memoryview(memory).cast("Q")
+        self._words[0] = _MAGIC
+        self._num_loops = 0
+
+    def begin_loop(self, total_steps: int | None) -> int:
+        """Begin a loop, and return the number to count it with. Of nested loops the innermost counts."""
+        self._num_loops += 1
+        words = self._words
+        words[_LOOP] = 0
+        words[_LOOP + 1] = total_steps or 0
+        words[_LOOP + 2] = 0
+        words[_LOOP + 4] = time.monotonic_ns()
+        words[_LOOP + 5] = 0
+        words[2] = self._num_loops
+        return self._num_loops
+
+    def count(self, loop: int, samples: int) -> None:
+        """Count one more step of the loop with this number, and as many samples of this rank."""
+        words = self._words
+        if words[2] == loop:
+            _advance(words, _LOOP, words[_LOOP] + 1, words[_LOOP + 2] + samples)
+
+    def commit(self, step: int, samples: int = 0) -> None:
+        """Note that the step with this number is done, with so many samples of this rank, where that is known."""
+        words = self._words
+        _advance(words, _STATE, step, words[_STATE + 2] + samples)
+
+    @property
+    def generation(self) -> int:
+        return self._words[1]
+
+    @property
+    def state_step(self) -> int:
+        return self._words[_STATE]
+
+    def set_generation(self, generation: int) -> None:
+        """Note how many times the ranks have formed their group anew."""
+        for listener in list(_listeners):
+            listener()
+        self._words[1] = generation
+
+
+def _advance(words: memoryview, track: int, step: int, samples: int) -> None:
+    at = track + 4 + 2 * (step % _RECENT)
+    words[at] = time.monotonic_ns()
+    words[at + 1] = samples
+    words[track + 2] = samples
+    words[track] = step
+
+
+def read_page(fd: int) -> Progress | None:
+    """Return what the page with descriptor `fd` says now; None if it is no page, or another version's."""
+    try:
+        data = os.pread(fd, PAGE_BYTES, 0)
+    except OSError:
+        return None
+    return parse_page(data)
+
+
+def parse_page(data: bytes) -> Progress | None:
+    """Return what a page with these bytes says; its writer may have been in the middle of a step."""
+    if len(data) != PAGE_BYTES:
+        return None
+    words = _WORDS.unpack(data)
+    if words[0] != _MAGIC:
+        return None
+    return Progress(words[1], _track(words, _LOOP), _track(words, _STATE))
+
+
+def _track(words: tuple[int, ...], at: int) -> Track | None:
+    steps, total, samples = words[at], words[at + 1], words[at + 2]
+    recent = []
+    for step in range(max(0, steps - _RECENT + 2), steps + 1):  # the oldest may be being written over
+        slot = at + 4 + 2 * (step % _RECENT)
+        if words[slot]:
+            recent.append((words[slot], words[slot + 1]))
+    if not recent:
+        return None
+    recent = [entry for i, entry in enumerate(recent) if i == 0 or entry[0] >= recent[i - 1][0]]
+    return Track(steps, total or None, samples, tuple(recent))
+
+
+_listeners: list[Callable[[], None]] = []
+
+
+def listen_for_generations(listener: Callable[[], None]) -> None:
+    """Call `listener` before a page of this process says another generation."""
+    _listeners.append(listener)
+
+
+def stop_listening(listener: Callable[[], None]) -> None:
+    """Call `listener` no more."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+
+
+_own: ProgressPage | None = None
+
+
+def open_page(agent: str) -> ProgressPage:
+    """Return this process's page, shown to the agent with address `agent` ("name:token") when it is first asked for.
+
+    Without an agent, or without shared memory, it is a page that no process reads.
+    """
+    global _own
+    if _own is None:
+        _own = (_show(agent) if agent else None) or ProgressPage(bytearray(PAGE_BYTES))
+        os.register_at_fork(after_in_child=_forget)
+    return _own
+
+
+def own_generation() -> int:
+    """Return how often the ranks of this process's job have formed their group anew, as far as it has said so."""
+    return 0 if _own is None else _own.generation
+
+
+def own_step() -> int:
+    """Return the step that this process's `phalanx.elastic.State` committed last; 0 if there is none."""
+    return 0 if _own is None else _own.state_step
+
+
+def _forget() -> None:
+    """Give a child of a rank, which is no rank, a page of its own to count on."""
+    global _own
+    _own = ProgressPage(bytearray(PAGE_BYTES))
+
+
+def _show(agent: str) -> ProgressPage | None:
+    from phalanx._comm.symmetric_memory.memfd import memory
+
+    try:
+        with memory("phalanx-progress", PAGE_BYTES) as fd:
+            page = ProgressPage(mmap.mmap(fd, PAGE_BYTES))  # before it is shown: it says what it is
+            return page if tell(agent, KIND, fds=[fd]) else None
+    except (OSError, PhalanxError):  # no memory that can be shared
+        return None

@@ -1,0 +1,64 @@
+"""A feature that takes part in a step notes here what nobody else sees: what it waited for, what the loss is.
+
+The step recorder listens; if nothing listens, nothing is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+from phalanx._comm.diagnostics.step_machine import END_WAIT
+
+
+class _Listener(Protocol):
+    def mark(self, kind: float, value: float = 0.0) -> None: ...
+
+    def tell(self, **facts: Any) -> None: ...
+
+    def read_loss(self, loss: Any) -> float | None: ...
+
+    def note_loss(self, loss: float | None) -> None: ...
+
+
+_listeners: list[_Listener] = []  # there is one, or none
+_told: set[str] = set()
+
+
+def listen(listener: _Listener) -> None:
+    """Listen in place of the listener before."""
+    _listeners[:] = [listener]
+    _told.clear()
+
+
+def stop_listening() -> None:
+    """Let nothing listen any more."""
+    _listeners.clear()
+
+
+def note_wait(seconds: float, on: Literal["stages", "servers"]) -> None:
+    """Note that this rank has waited so long, until now, for other stages of its pipeline, or for parameter servers."""
+    for listener in _listeners:
+        if on not in _told:
+            _told.add(on)
+            listener.tell(waits_for=sorted(_told))
+        listener.mark(END_WAIT, seconds)
+
+
+@contextmanager
+def waiting_for(on: Literal["stages", "servers"]) -> Iterator[None]:
+    """Count what runs inside as a wait."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        note_wait(time.monotonic() - began, on)
+
+
+def note_loss(loss: Any) -> None:
+    """Note the step's loss, a tensor, where it is not what `backward` is called on."""
+    for listener in _listeners:
+        if (value := listener.read_loss(loss)) is not None:
+            listener.note_loss(value)

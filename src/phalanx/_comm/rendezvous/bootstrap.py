@@ -1,0 +1,411 @@
+"""The ranks of a new group find each other through the job's store, once, before anything is shared.
+
+    every rank   add  <n>/came         → the number i of its arrival
+                 set  <n>/rank/<i>     = its rank, its world size, its process and host     (at once, at a coordinator)
+    the first    get  <n>/rank/*       → set  <n>/ranks = all of them, or why there is no group
+    every rank   get  <n>/ranks        → the ranks of one host connect to the socket of the first of them
+
+Keys are numbered by arrival, not by rank: where two processes were given one rank, or different world sizes, both are
+seen and told so; with a key for each rank one would overwrite the other.
+
+`n` counts the starts at this store. A start that is over, or that ended processes have left behind in a file, is left
+as it is: the next rank to arrive begins another. The key `bootstrap` holds its number, and how the last one ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.log import get_logger
+from phalanx._comm.diagnostics.rank_list import name_ranks
+from phalanx._comm.rendezvous.arrivals import OUTCOME, Arrivals
+from phalanx._comm.rendezvous.awaited_key import AwaitedKey
+from phalanx._comm.rendezvous.rank_info import (
+    Arrival,
+    Failure,
+    RankInfo,
+    find_dead,
+    find_problem,
+    host_identity,
+    pack_infos,
+    unpack_infos,
+)
+from phalanx._comm.rendezvous.torch_store import Store, address_of
+from phalanx._comm.symmetric_memory.watch import ProcessId
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
+
+_logger = get_logger(__name__)
+_LONGEST_PAUSE_S = 0.02
+_CHECKS_PER_S = 256  # so many processes a second are checked, by all ranks together, while the first decides
+_LONGEST_UNCHECKED_S = 30.0
+_LONGEST_WAIT_S = 5.0
+_MOST_DESCRIBED = 64  # ranks of a group of which each says who is missing; of more, only the first that came does
+_CHECK_PROCESSES_S = 0.25  # how often a rank checks whether another process has ended
+_ACKNOWLEDGE_S = 1.0
+_PATIENCE_S = 2.0  # the first to arrive reports who is missing; a little later the others do it themselves
+_MOST_REMEMBERED = 64
+NOTICE_S = 5.0
+
+# Called again and again while ranks meet: by raising, whoever knows better ends the wait.
+_check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
+
+
+@contextlib.contextmanager
+def checked_while_meeting(check: Callable[[], None]) -> Iterator[None]:
+    """Let every wait of a group that forms call `check` again and again, inside; what it raises ends the wait."""
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
+
+
+def check_meeting() -> None:
+    """Call what `checked_while_meeting` has set. Every wait that forms a group calls this again and again."""
+    if (check := _check.get()) is not None:
+        check()
+
+
+class _Superseded(Exception):
+    """The start that this rank waits in is over, without it."""
+
+
+class Bootstrap:
+    """One rank's part in one start of a group. `join` is collective over the group's ranks."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        mine: RankInfo,
+        group: str,
+        deadline: Deadline,
+        *,
+        is_further: bool = False,
+    ) -> None:
+        self._store = store
+        self._arrivals = Arrivals(store, Arrival(rank, world_size, mine))
+        self._group = group
+        self._is_further = is_further
+        self._deadline = deadline
+        self._num_judged = 0  # so many who came were looked at by `_decide`
+        self.infos: list[RankInfo] = []
+
+    def join(self) -> list[RankInfo]:
+        """Return every rank's information, by rank; the list is the same on every rank.
+
+        Raises:
+            ValueError: this rank does not exist in a group of this size.
+            MismatchError: the ranks were given different world sizes, or two of them the same rank.
+            PeerLostError: a rank came and ended.
+            DeadlineError: some rank never came; `missing` says which, on every rank that did.
+        """
+        outcome = None
+        while outcome is None:
+            self._arrivals.arrive()
+            self._num_judged = 0
+            with contextlib.suppress(_Superseded):
+                outcome = self._wait()
+        if failure := outcome.get("failure"):
+            # Ranks that are still to come fit no better; ranks that are missing will not come.
+            self.acknowledge_failure(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
+            raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
+        self.infos = unpack_infos(outcome["ranks"])
+        return self.infos
+
+    def contest(self) -> str:
+        """Return what to report of the start that others wait in, or will, once this rank too is kept out."""
+        arrivals = self._arrivals
+        _, arrivals.number, _ = arrivals.current()
+        infos = arrivals.key(OUTCOME)
+        if self._store.check([infos]) or (arrivals.number and not arrivals.read_all()):
+            return ""  # no start is going on
+        arrivals.me = replace(arrivals.me, is_contested=True)
+        arrivals.take_place()
+
+        def is_over() -> bool:
+            if min(arrivals.read_all()) == arrivals.index:
+                self._decide()
+            return self._store.check([infos])
+
+        if not self._poll_until(is_over, self._deadline, _no_notice):
+            return ""
+        failure = json.loads(self._store.get(infos)).get("failure")
+        return str(failure["text"]) if failure else ""
+
+    def acknowledge_failure(self, *, expected: int = 0) -> None:
+        """Wait, in a failed start, until rank 0 may end: its process may serve the store in which others read why.
+
+        It waits for the others, a moment, and until so many as `expected` have come to hear it: without the store they
+        could say only that the store is gone.
+        """
+        with contextlib.suppress(RuntimeError):  # it is gone already
+            if self._me.rank == 0:
+                self._poll_until(lambda: self._have_acknowledged(expected), Deadline.after(_ACKNOWLEDGE_S), _no_notice)
+            else:
+                self._store.set(self._arrivals.key(f"acknowledged/{self._arrivals.index}"), "")
+
+    def _have_acknowledged(self, expected: int) -> bool:
+        others = [i for i, one in self._arrivals.read_all().items() if one.rank != 0]
+        return len(others) >= expected and (
+            not others or self._store.check([self._arrivals.key(f"acknowledged/{i}") for i in others])
+        )
+
+    def forget(self) -> None:
+        """Remove the keys, on rank 0, when all have met, so that a later group of the same name can meet here.
+
+        This comes before the first barrier: a rank that has passed it may begin to meet anew.
+        """
+        members = [[r, {**info.to_json(), "secret": ""}] for r, info in enumerate(self.infos)]
+        how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
+        self._arrivals.end(how, members if len(members) <= _MOST_REMEMBERED else [])
+        self._arrivals.delete()
+
+    @property
+    def _me(self) -> Arrival:
+        return self._arrivals.me
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> dict[str, Any]:
+        """Return the outcome of this start: every rank's information, or why there is no group."""
+        is_first, clock = self._arrivals.index == 0, self._deadline.clock
+        patience = self._deadline if is_first else Deadline.after(min(self._deadline.left_s + _PATIENCE_S, 1e9), clock)
+        # Hundreds of ranks that ask again and again would keep the store from answering the first.
+        check_s = min(max(_CHECK_PROCESSES_S, self._me.world_size / _CHECKS_PER_S), _LONGEST_UNCHECKED_S)
+        next_check = Deadline.after(check_s, clock)
+
+        def is_over() -> bool:
+            nonlocal next_check, is_first
+            if outcome.has_come():
+                return True
+            if is_first:
+                outcome.stop_waiting()  # this rank need not be told what it decides
+                if self._decide():
+                    return True
+            if next_check.passed:
+                next_check = Deadline.after(_CHECK_PROCESSES_S if is_first else check_s, clock)
+                is_first = self._check_processes(is_first)
+            return False
+
+        def pause(pause_s: float) -> None:
+            if is_first:  # it looks four times a second whether those who have come fit together
+                last.wait(min(_CHECK_PROCESSES_S, patience.left_s), pause_s)
+            else:
+                outcome.wait(min(check_s, _LONGEST_WAIT_S, patience.left_s), pause_s)
+
+        def warn() -> None:
+            _logger.warning(self._describe_wait(patience, is_first))
+
+        last_key = self._arrivals.key(f"rank/{self._me.world_size - 1}")  # keys are numbered by arrival
+        with (
+            AwaitedKey(self._store, self._arrivals.key(OUTCOME), is_told=not is_first) as outcome,
+            AwaitedKey(self._store, last_key, is_told=is_first) as last,
+        ):
+            if not self._poll_until(is_over, patience, warn, pause):
+                self._give_up()
+            found: dict[str, Any] = json.loads(outcome.get())
+            return found
+
+    def _decide(self) -> bool:
+        """Say, as the first that came, that the group is complete, or that it never will be; return whether it did."""
+        arrivals = list(self._arrivals.read_all().values())
+        if len(arrivals) == self._num_judged:  # whoever has said who it is stays that
+            return False
+        self._num_judged = len(arrivals)
+        if failure := find_problem(arrivals):
+            self._publish(failure)
+        elif len(arrivals) == self._me.world_size:
+            infos = [one.info for one in sorted(arrivals, key=lambda one: one.rank)]
+            self._store.compare_set(self._arrivals.key(OUTCOME), "", json.dumps({"ranks": pack_infos(infos)}))
+        else:
+            return False
+        return True
+
+    def _check_processes(self, is_first: bool) -> bool:
+        """See whether somebody who came has ended, or nobody will come any more; return whether this rank is the first.
+
+        It becomes the first where those before it have died before they could say who they are.
+        """
+        arrivals = self._arrivals
+        if arrivals.is_superseded():
+            raise _Superseded
+        if is_first:
+            arrived = list(arrivals.read_all().values())
+        else:  # the first alone looks at all
+            is_first = arrivals.seek_first()
+            arrived = [arrivals.first]
+        if failure := find_dead(arrived, self._me.info) or self._find_holder(len(arrivals.known)):
+            self._publish(failure)
+        return is_first and min(arrivals.known) == arrivals.index
+
+    def _find_holder(self, num_arrived: int) -> Failure | None:
+        """Return a failure if this rank stays alone and the rank of its number in the group here still runs."""
+        members = {r: RankInfo.from_json(info) for r, info in self._arrivals.before.get("members", ())}
+        mine = self._me.info
+        waited_s = self._deadline.timeout_s - self._deadline.left_s
+        if num_arrived > 1 or waited_s < NOTICE_S or any(info.process == mine.process for info in members.values()):
+            return None
+        holder = members.get(self._me.rank)
+        if holder is None or holder.host != mine.host or not holder.process.is_running():
+            return None
+        return Failure(
+            "mismatch",
+            f"no other rank has come, and rank {self._me.rank} is another process already: {holder}, which still runs; "
+            f"{self._arrivals.before['how']}.\n"
+            "Give each process a RANK (rank=...) of its own, and each job an address (port, file) of its own.",
+            {self._me.rank: str(holder)},
+        )
+
+    def _give_up(self) -> None:
+        """Say who is missing, since the time is up."""
+        missing = self._arrivals.missing()
+        if missing:
+            size = self._me.world_size
+            where = address_of(self._store)
+            text = (
+                f"{name_ranks(missing)} of {size} never came{f' to {where}' if where else ''} within "
+                f"{self._deadline.timeout_s:.1f} s.\n"
+                f"{self._advice()}"
+            )
+            if where and not self._is_further:
+                text += "\nAll ranks need this address and port (MASTER_ADDR, MASTER_PORT), and a way to it."
+            if self._arrivals.before:
+                text += f"\nBefore this start, {self._arrivals.before['how'].rstrip('.')}."
+            self._publish(Failure("missing", text, dict.fromkeys(missing, "never came")))
+            return
+        first = self._arrivals.first
+        text = (
+            f"all ranks came, and rank {first.rank} ({first.info}), which was to say so, did not within "
+            f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
+        )
+        self._publish(Failure("missing", text, {first.rank: str(first.info)}))
+
+    def _advice(self) -> str:
+        if self._is_further:
+            return (
+                "These ranks have a group already, so the missing ones did not make this one too, or made another "
+                "first.\nAll ranks make all groups, in the same order, also those that they are not in. Look for a "
+                "new_group under a condition that not every rank meets, and read the log of a missing rank."
+            )
+        return (
+            f"Check that {self._me.world_size} processes were started and that each reached init_process_group; "
+            "the log of a missing rank comes first."
+        )
+
+    def _publish(self, failure: Failure) -> None:
+        """Say why there is no group, unless somebody has said something already."""
+        now = time.strftime("%H:%M:%S")
+        data = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
+        self._store.compare_set(self._arrivals.key(OUTCOME), "", json.dumps({"failure": data}))
+
+    def _error(self, failure: Failure) -> Exception:
+        who = {int(r): what for r, what in failure.ranks.items()}
+        here = f"init_process_group of group {self._group!r}"
+        if failure.kind == "missing":
+            return DeadlineError(f"{here}: {failure.text}", missing=tuple(who))
+        here = f"{here} on rank {self._me.rank}"
+        if failure.kind == "lost":
+            return PeerLostError(f"{here}: {failure.text}", ranks=tuple(who))
+        if not 0 <= self._me.rank < self._me.world_size:
+            return ValueError(f"{here}: {failure.text}")
+        return MismatchError(f"{here}: {failure.text}", calls=who)
+
+    def _poll_until(
+        self,
+        is_over: Callable[[], bool],
+        deadline: Deadline,
+        notice: Callable[[], None],
+        pause: Callable[[float], None] = time.sleep,
+    ) -> bool:
+        """Ask until it is over; `notice` is called once, after five seconds. False when time is up.
+
+        Asking, because the `wait` of torch's stores cannot be interrupted by Ctrl-C, counts in whole seconds where the
+        store is a file, and has TCPStore print a warning whenever it ends without the key. `pause` may know better.
+        """
+        notice_at = Deadline.after(NOTICE_S, deadline.clock)
+        spoken, pause_s = False, 0.0005
+        while True:
+            if is_over():
+                return True
+            if deadline.passed:
+                return False
+            check_meeting()
+            if notice_at.passed and not spoken:
+                spoken = True
+                notice()
+            pause(min(pause_s, deadline.left_s))
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+    def _describe_wait(self, patience: Deadline, is_first: bool) -> str:
+        waited = patience.timeout_s - patience.left_s
+        first, size = self._arrivals.first, self._me.world_size
+        if size > _MOST_DESCRIBED and not is_first:  # thousands of ranks would read each other's words
+            num_missing = size - self._arrivals.count()
+            who_knows = f"rank {first.rank}" if first is not self._me else "the rank that came first"
+            whom = f"{num_missing} of {size} ranks ({who_knows} says which)"
+        else:
+            missing = self._arrivals.missing()
+            num_missing, whom = len(missing), name_ranks(missing)
+        if num_missing <= 0:
+            whom = f"rank {first.rank} to say that all have come"
+        before = f" Before this start, {self._arrivals.before['how']}." if self._arrivals.before else ""
+        return (
+            f"init_process_group of group {self._group!r}: waiting for {whom} for {waited:.0f} s; "
+            f"giving up after {self._deadline.timeout_s:.0f} s.{before}"
+        )
+
+
+def exchange(
+    store: Store,
+    rank: int,
+    world_size: int,
+    mine: RankInfo,
+    group: str,
+    deadline: Deadline,
+    *,
+    is_further: bool = False,
+) -> Bootstrap:
+    """Return the start of the group in which all ranks have exchanged their information.
+
+    `is_further` says that this process has a group already: errors then advise about groups, not about processes.
+
+    Raises:
+        ValueError, MismatchError, PeerLostError, DeadlineError: as `Bootstrap.join`.
+        PeerLostError: the store is gone, with the process that served it.
+    """
+    bootstrap = Bootstrap(store, rank, world_size, mine, group, deadline, is_further=is_further)
+    try:
+        bootstrap.join()
+    except PhalanxError:
+        raise
+    except RuntimeError as error:  # DistNetworkError: whoever keeps the store has ended
+        raise PeerLostError(
+            f"init_process_group of group {group!r} on rank {rank}: the job's store is gone, and with it the process "
+            f"that served it: rank 0, or the launcher.\ntorch said: {str(error).splitlines()[0]}\nRead its log first.",
+            ranks=() if rank == 0 else (0,),
+        ) from None
+    return bootstrap
+
+
+def contest(store: Store, rank: int, world_size: int) -> str:
+    """Show the ranks that wait at `store` for a start that this process takes itself for `rank`, too, and keeps out.
+
+    It returns what all of them are told, or "" if no rank waits there. It takes two seconds at most.
+    """
+    info = RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
+    bootstrap = Bootstrap(store, rank, world_size, info, "0", Deadline.after(_PATIENCE_S))
+    return bootstrap.contest()
+
+
+def _no_notice() -> None:
+    pass

@@ -1,0 +1,1 @@
+"""Collectives as schedules: who combines what with whom in which step."""

@@ -1,0 +1,74 @@
+"""Find the cheapest algorithm between hosts by the α-β-γ model, from the schedules themselves.
+
+    α  seconds of latency per message        Link.latency_s
+    β  seconds per byte on a port            1 / Link.bytes_per_s
+    γ  seconds per byte that is combined     1 / _REDUCE_BYTES_PER_S
+
+A transfer of a step takes α·m + β·n + γ·k: m messages of that rank in that direction, n bytes through the busier of the
+two ports, k bytes that the receiver combines in the step. A port carries both directions at once. A step takes as long
+as its longest transfer, and the next one starts when all are through. Every rank has a host of its own.
+
+Source: Hockney (1994) for α and β; Thakur, Rabenseifner and Gropp (2005) for γ and the use made of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from phalanx._comm.schedules.algorithms import build, offering
+from phalanx._comm.schedules.network import Link, Topology
+from phalanx._comm.schedules.schedule import Operation, Schedule, Transfer
+
+ETHERNET = Link(latency_s=30e-6, bytes_per_s=125e6)
+"""What is assumed between hosts: a measurement could change the choice, and with it the bits of a run."""
+
+_REDUCE_BYTES_PER_S = 8e9
+# Times that are closer than this say nothing: measured runs are as far from them.
+_CLOSE = 1.1
+
+
+def cheapest(operation: Operation, nbytes: int, num_hosts: int, link: Link = ETHERNET) -> str:
+    """Return the name of the algorithm; the same arguments give the same name on every rank.
+
+    Cost: it looks at each transfer, once where a phase repeats its steps, so callers keep the answer.
+    """
+    topology = Topology.flat(num_hosts)
+    # On hosts of one rank the hierarchy is a ring, and there is no memory to share.
+    names = [one.name for one in offering(operation) if not one.one_host and one.name != "hierarchical"]
+    seconds = [seconds_of(build(name, operation, topology), nbytes, link) for name in names]
+    # Of those that are close, the one that `ALGORITHMS` lists first: a ring keeps to two connections.
+    return next(name for name, one in zip(names, seconds, strict=True) if one <= min(seconds) * _CLOSE)
+
+
+def seconds_of(schedule: Schedule, nbytes: float, link: Link) -> float:
+    """Return the seconds that `schedule` takes for buffers of `nbytes`."""
+    bytes_per_chunk = nbytes / schedule.num_chunks
+    seconds = 0.0
+    for phase in schedule.phases:
+        repeats = phase.num_steps if phase.alike else 1
+        for step in range(phase.num_steps // max(1, repeats)):
+            seconds += repeats * _longest(list(phase.transfers(step)), bytes_per_chunk, link)
+    return seconds
+
+
+def _longest(transfers: Sequence[Transfer], bytes_per_chunk: float, link: Link) -> float:
+    """Return the seconds of the longest of the `transfers` of one step."""
+    messages: defaultdict[tuple[str, int], int] = defaultdict(int)
+    chunks: defaultdict[tuple[str, int], int] = defaultdict(int)
+    combined: defaultdict[int, int] = defaultdict(int)
+    for t in transfers:
+        for port in (("out", t.src), ("in", t.dst)):
+            messages[port] += 1
+            chunks[port] += t.width
+        if t.kind == "reduce":
+            combined[t.dst] += t.width
+    return max(
+        (
+            max(messages["out", t.src], messages["in", t.dst]) * link.latency_s
+            + max(chunks["out", t.src], chunks["in", t.dst]) * bytes_per_chunk / link.bytes_per_s
+            + (combined[t.dst] if t.kind == "reduce" else 0) * bytes_per_chunk / _REDUCE_BYTES_PER_S
+            for t in transfers
+        ),
+        default=0.0,
+    )

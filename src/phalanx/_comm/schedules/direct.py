@@ -1,0 +1,69 @@
+"""In shared memory every rank reads what it needs straight out of the others' memory.
+
+The ranks of one host see each other's buffers, so no rank sends: rank r combines chunk r from all ranks' memory, all
+wait, then all copy the finished chunks. This schedule explains and prices what the C core does.
+
+Steps: 2, a barrier each. Bytes read per rank: S(P-1)/P in each (S bytes).
+Order: by rank, as the core adds: ((x[0] + x[1]) + …) + x[P-1].
+"""
+
+from __future__ import annotations
+
+from phalanx._comm.schedules.schedule import Kind, Phase, Schedule, Transfer, require_world_size
+
+ORDER = "by rank, from 0 to the last, the same for each chunk"
+
+
+def _everyone(name: str, size: int, kind: Kind) -> Phase:
+    """Return one step in which each rank reads one chunk of every other: its own to reduce, the other's to copy."""
+
+    def sends(step: int, rank: int) -> list[Transfer]:
+        transfers = []
+        for distance in range(1, size):
+            dst = (rank + distance) % size
+            chunk = dst if kind == "reduce" else rank
+            transfers.append(Transfer(rank, dst, chunk, chunk + 1, kind))
+        return transfers
+
+    return Phase(
+        name=name,
+        num_steps=1 if size > 1 else 0,
+        sends=sends,
+        sources=lambda step, rank: [src for src in range(size) if src != rank],
+        senders=lambda step: range(size),
+        by_rank=True,
+    )
+
+
+def all_reduce(world_size: int) -> Schedule:
+    """Return a schedule that reduces the own chunk and copies the others': 2 steps, 2S(P-1)/P bytes read per rank."""
+    require_world_size(world_size)
+    phases = (_everyone("reduce own chunk", world_size, "reduce"), _everyone("copy the others", world_size, "copy"))
+    return Schedule("direct", "all_reduce", world_size, world_size, phases, ORDER)
+
+
+def reduce_scatter(world_size: int) -> Schedule:
+    """Return a schedule that reduces the own chunk: 1 step, S(P-1)/P bytes read per rank."""
+    require_world_size(world_size)
+    phases = (_everyone("reduce own chunk", world_size, "reduce"),)
+    return Schedule("direct", "reduce_scatter", world_size, world_size, phases, ORDER)
+
+
+def all_gather(world_size: int) -> Schedule:
+    """Return a schedule that copies the others' chunks: 1 step, S(P-1)/P bytes read per rank."""
+    require_world_size(world_size)
+    phases = (_everyone("copy the others", world_size, "copy"),)
+    return Schedule("direct", "all_gather", world_size, world_size, phases, "nothing is combined")
+
+
+def broadcast(world_size: int, root: int = 0) -> Schedule:
+    """Return a schedule in which all copy from `root`: 1 step, S bytes read per rank."""
+    require_world_size(world_size)
+    phase = Phase(
+        name="copy from the root",
+        num_steps=1 if world_size > 1 else 0,
+        sends=lambda step, rank: [Transfer(root, d, 0, 1, "copy") for d in range(world_size) if rank == root != d],
+        sources=lambda step, rank: () if rank == root else (root,),
+        senders=lambda step: (root,),
+    )
+    return Schedule("direct", "broadcast", world_size, 1, (phase,), "nothing is combined", root)

@@ -1,0 +1,48 @@
+"""In recursive doubling whole buffers are swapped, in few steps, and with many bytes if there are many ranks.
+
+Distance d = 1, 2, 4, … Q/2: every rank swaps all it has with the rank whose number differs in that bit; both combine.
+
+    Q = 4   rank 0           rank 1           rank 2           rank 3
+    d = 1   swaps with 1     swaps with 0     swaps with 3     swaps with 2      then 0, 1 hold x0+x1 and 2, 3 x2+x3
+    d = 2   swaps with 2     swaps with 3     swaps with 0     swaps with 1      then all hold everything
+
+P ranks that are not a power of two are folded to the Q below, as in `halving_doubling`.
+
+Steps: log2 Q, plus 2 if folded. Bytes sent by the busiest rank: S·log2 Q, plus S if folded (S bytes). Between two ranks
+these are the ring's bytes in half its steps, and nothing that is sent waits for what arrives.
+Order: a balanced tree, the nearest ranks first (folded neighbours before them): (x0 + x1) + (x2 + x3).
+
+Source: Thakur, Rabenseifner and Gropp (2005), Optimization of collective communication operations in MPICH.
+"""
+
+from __future__ import annotations
+
+from phalanx._comm.schedules.halving_doubling import Fold, neighbours
+from phalanx._comm.schedules.schedule import Phase, Schedule, Transfer, require_world_size
+
+
+def all_reduce(world_size: int) -> Schedule:
+    """Return a schedule that folds, doubles, unfolds: log2 Q steps and S·log2 Q bytes, plus 2 and S if P is not Q."""
+    require_world_size(world_size)
+    fold = Fold(world_size, chunk_per_rank=False)
+
+    def partner(step: int, rank: int) -> int | None:
+        actor = fold.actor(rank)
+        return None if actor is None else fold.rank(actor ^ (1 << step))
+
+    def sends(step: int, rank: int) -> tuple[Transfer, ...]:
+        other = partner(step, rank)
+        return () if other is None else (Transfer(rank, other, 0, 1, "reduce"),)
+
+    def sources(step: int, rank: int) -> tuple[int, ...]:
+        other = partner(step, rank)
+        return () if other is None else (other,)
+
+    levels = fold.actors.bit_length() - 1
+    phases = (
+        neighbours("fold", fold, "reduce", inward=True, chunks=lambda odd: (0, 1)),
+        Phase("doubling", levels, sends, sources, lambda step: [fold.rank(actor) for actor in range(fold.actors)]),
+        neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (0, 1)),
+    )
+    order = "a balanced binary tree: folded neighbours first, then the nearest ranks, the farthest last"
+    return Schedule("doubling", "all_reduce", world_size, 1, phases, order)

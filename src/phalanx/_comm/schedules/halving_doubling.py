@@ -1,0 +1,145 @@
+"""Recursive halving and doubling sends as few bytes as the ring in as few steps as a tree, if P is a power of two.
+
+Halving, distance d = Q/2, Q/4, … 1: every rank swaps halves with the rank whose number differs in that bit, and keeps
+and combines the half that it is itself in. Doubling runs the same exchanges backwards, with results instead of parts.
+
+    Q = 4   rank 0           rank 1           rank 2           rank 3
+    d = 2   sends cd to 2    sends cd to 3    sends ab to 0    sends ab to 1     then 0, 1 work on ab and 2, 3 on cd
+    d = 1   sends b to 1     sends a to 0     sends d to 3     sends c to 2      then rank r has chunk r
+
+P ranks that are not a power of two are folded to the Q below: of the first 2(P-Q) ranks the odd ones hand everything
+to their even neighbour, stand aside, and receive the result at the end.
+
+Steps: 2 log2 Q, plus 2 if folded. Bytes sent by the busiest rank: 2S(Q-1)/Q, plus S if folded (S bytes).
+Order: a balanced tree, the farthest ranks first (folded neighbours before them): (x0 + x2) + (x1 + x3).
+
+Source: Rabenseifner (2004), Optimization of collective reduction operations; Thakur, Rabenseifner and Gropp (2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phalanx._comm.schedules.schedule import Kind, Phase, Schedule, Transfer, require_world_size
+
+ORDER = "a balanced binary tree: folded neighbours first, then the farthest ranks, the nearest last"
+
+
+@dataclass(frozen=True)
+class Fold:
+    """It folds P ranks into Q actors, Q the power of two at or below P, each responsible for a run of chunks.
+
+    `chunk_per_rank` gives each actor the chunks of the ranks it acts for, as reduce_scatter and all_gather need;
+    without it there is one chunk for each actor, all of one size.
+    """
+
+    world_size: int
+    chunk_per_rank: bool
+
+    @property
+    def actors(self) -> int:
+        """Return Q, the number of actors."""
+        return 1 << (self.world_size.bit_length() - 1)
+
+    @property
+    def folded(self) -> int:
+        """Return how many ranks stand aside."""
+        return self.world_size - self.actors
+
+    @property
+    def num_chunks(self) -> int:
+        """Return how many chunks the buffer has."""
+        return self.world_size if self.chunk_per_rank else self.actors
+
+    def rank(self, actor: int) -> int:
+        return 2 * actor if actor < self.folded else actor + self.folded
+
+    def actor(self, rank: int) -> int | None:
+        """Return the actor that `rank` is; None if the rank stands aside."""
+        if rank >= 2 * self.folded:
+            return rank - self.folded
+        return None if rank % 2 else rank // 2
+
+    def first_chunk(self, actor: int) -> int:
+        """Return where the chunks of `actor` begin; those of the last one end at first_chunk(actors)."""
+        return self.rank(actor) if self.chunk_per_rank else actor
+
+
+def _exchange(name: str, fold: Fold, kind: Kind) -> Phase:
+    levels = fold.actors.bit_length() - 1
+
+    def distance(step: int) -> int:
+        return 1 << (levels - 1 - step if kind == "reduce" else step)
+
+    def sends(step: int, rank: int) -> tuple[Transfer, ...]:
+        actor = fold.actor(rank)
+        if actor is None:
+            return ()
+        d = distance(step)
+        partner = actor ^ d
+        block = (partner if kind == "reduce" else actor) // d * d
+        start, stop = fold.first_chunk(block), fold.first_chunk(block + d)
+        return (Transfer(rank, fold.rank(partner), start, stop, kind),)
+
+    def sources(step: int, rank: int) -> tuple[int, ...]:
+        actor = fold.actor(rank)
+        return () if actor is None else (fold.rank(actor ^ distance(step)),)
+
+    return Phase(name, levels, sends, sources, lambda step: [fold.rank(actor) for actor in range(fold.actors)])
+
+
+def neighbours(name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]) -> Phase:
+    """Return the step between a rank that stands aside (odd) and the one that acts for it; none if none is folded."""
+
+    def sends(step: int, rank: int) -> tuple[Transfer, ...]:
+        if rank >= 2 * fold.folded or rank % 2 != inward:
+            return ()
+        return (Transfer(rank, rank ^ 1, *chunks(rank | 1), kind),)
+
+    def sources(step: int, rank: int) -> tuple[int, ...]:
+        return (rank ^ 1,) if rank < 2 * fold.folded and rank % 2 != inward else ()
+
+    def senders(step: int) -> Sequence[int]:
+        return range(int(inward), 2 * fold.folded, 2)
+
+    return Phase(name, min(1, fold.folded), sends, sources, senders)
+
+
+def all_reduce(world_size: int) -> Schedule:
+    """Return a schedule that folds, halves, doubles, unfolds: 2 log2 Q steps and 2S(Q-1)/Q bytes; 2 and S if folded."""
+    require_world_size(world_size)
+    fold = Fold(world_size, chunk_per_rank=False)
+    phases = (
+        neighbours("fold", fold, "reduce", inward=True, chunks=lambda odd: (0, fold.num_chunks)),
+        _exchange("halving", fold, "reduce"),
+        _exchange("doubling", fold, "copy"),
+        neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (0, fold.num_chunks)),
+    )
+    return Schedule("halving_doubling", "all_reduce", world_size, fold.num_chunks, phases, ORDER)
+
+
+def reduce_scatter(world_size: int) -> Schedule:
+    """Return a schedule that folds, halves, and gives folded ranks their chunk: log2 Q steps, plus 2 if P is not Q."""
+    require_world_size(world_size)
+    fold = Fold(world_size, chunk_per_rank=True)
+    phases = (
+        neighbours("fold", fold, "reduce", inward=True, chunks=lambda odd: (0, world_size)),
+        _exchange("halving", fold, "reduce"),
+        neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (odd, odd + 1)),
+    )
+    return Schedule("halving_doubling", "reduce_scatter", world_size, world_size, phases, ORDER)
+
+
+def all_gather(world_size: int) -> Schedule:
+    """Return a schedule that takes in the chunks of ranks that stand aside, doubles and hands all back: log2 Q steps,
+    plus 2 if P is not Q.
+    """
+    require_world_size(world_size)
+    fold = Fold(world_size, chunk_per_rank=True)
+    phases = (
+        neighbours("fold", fold, "copy", inward=True, chunks=lambda odd: (odd, odd + 1)),
+        _exchange("doubling", fold, "copy"),
+        neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (0, world_size)),
+    )
+    return Schedule("halving_doubling", "all_gather", world_size, world_size, phases, "nothing is combined")

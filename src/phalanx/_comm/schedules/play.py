@@ -1,0 +1,153 @@
+"""Carry out one rank's part of a schedule over any way of sending and receiving.
+
+Nothing here knows what a buffer is made of: it has a length, and a slice of it is a view, as with a one-dimensional
+numpy array or torch tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from phalanx._comm.schedules.schedule import RankStep, Schedule, chunk_bounds
+
+
+class Handle(Protocol):
+    """A handle is a send or receive under way."""
+
+    def wait(self) -> object:
+        """Wait until it is done; raise if it failed."""
+
+
+class Buffer(Protocol):
+    """A buffer is a row of elements that can be cut into views of itself."""
+
+    def __len__(self) -> int:
+        """Return the number of elements."""
+
+    def __getitem__(self: B, part: slice, /) -> B:
+        """Return a view of a part, not a copy."""
+
+
+B = TypeVar("B", bound=Buffer)
+
+
+def play(
+    schedule: Schedule,
+    rank: int,
+    buffer: B,
+    *,
+    send: Callable[[int, B], Handle | None],
+    recv: Callable[[int, B], Handle | None],
+    combine: Callable[[B, B, B], object],
+    scratch: Callable[[int], B],
+    bounds: Sequence[int] | None = None,
+) -> Iterator[None]:
+    """Play `rank`'s part of `schedule` on `buffer`, in place; the other ranks must play theirs.
+
+    It pauses 1 + `schedule.num_steps` times. At the first pause all receives are started, so that no sender waits for
+    this rank; `buffer` may still be written. At each of the others a step is started, an idle one too. Going on waits
+    for the step and starts the next. Several plays may be carried out in turns, so that the messages of one are under
+    way while another computes, if all ranks take the same turns and messages of different plays are told apart.
+
+    `send(dst, view)` and `recv(src, view)` start and return a handle, or None if there is nothing to wait for. Neither
+    may wait for what the peer does. Messages between two ranks arrive in the order they were sent.
+    `combine(into, first, second)` stores the combination of `first` and `second`, of which `first` came from the lower
+    rank, in `into`, which is one of them; `scratch(n)` gives an uninitialised buffer of n elements. `bounds` are the
+    chunks' bounds where they are not even (num_chunks + 1 numbers from 0 to the length).
+
+    Empty chunks are not sent. What arrives early lies in scratch, or overwrites a chunk whose last value has left this
+    rank: a result that is handed to a rank contains what that rank has sent. Memory: what arrives to be combined is
+    staged, for all steps together. Numerics: see `Schedule.order`; bitwise equal on all ranks.
+
+    Raises:
+        ValueError: `bounds` do not fit the schedule or the buffer.
+        Exception: whatever `send`, `recv`, `combine` or a handle raises; the buffer then holds undefined values.
+    """
+    bounds = chunk_bounds(len(buffer), schedule.num_chunks) if bounds is None else bounds
+    _require_bounds(bounds, schedule.num_chunks, len(buffer))
+    steps = list(schedule.for_rank(rank))
+    staging = scratch(sum(_staged(step, bounds) for step in steps))
+    arrivals = []
+    for step in steps:
+        arrivals.append(_receive(step, buffer, staging, bounds, recv))
+        staging = staging[_staged(step, bounds) :]
+    yield
+    number = 0
+    for step, arrival in zip(steps, arrivals, strict=True):
+        yield from itertools.repeat(None, step.number - number)
+        number = step.number + 1
+        sent = _send(step, buffer, bounds, send)
+        yield
+        _finish(sent, arrival, combine)
+    yield from itertools.repeat(None, schedule.num_steps - number)
+
+
+@dataclass
+class _Arrivals:
+    """`_Arrivals` is what one step receives: its handles, and what to combine in which order, as `combine` takes it."""
+
+    handles: list[Handle | None]
+    parts: list[tuple[Any, Any, Any]]
+
+
+def _receive(
+    step: RankStep, buffer: B, staging: B, bounds: Sequence[int], recv: Callable[[int, B], Handle | None]
+) -> _Arrivals:
+    arrivals = _Arrivals([], [])
+    used = 0
+    below: dict[int, B] = {}  # by rank: what came from lower ranks, by chunk; our own part is added to that
+    for t in step.recvs:
+        begin, end = bounds[t.start], bounds[t.stop]
+        if end == begin:
+            continue
+        view = buffer[begin:end]
+        if t.kind == "reduce":
+            theirs = staging[used : used + end - begin]
+            used += end - begin
+            lower = below.get(t.start) if step.by_rank else None
+            if lower is not None and t.src < t.dst:
+                arrivals.parts.append((lower, lower, theirs))
+            elif step.by_rank and t.src < t.dst:
+                below[t.start] = theirs
+            else:
+                if lower is not None:
+                    arrivals.parts.append((view, below.pop(t.start), view))
+                arrivals.parts.append((view, theirs, view) if t.src < t.dst else (view, view, theirs))
+            view = theirs
+        arrivals.handles.append(recv(t.src, view))
+    for start, lower in below.items():
+        view = buffer[bounds[start] : bounds[start] + len(lower)]
+        arrivals.parts.append((view, lower, view))
+    return arrivals
+
+
+def _send(
+    step: RankStep, buffer: B, bounds: Sequence[int], send: Callable[[int, B], Handle | None]
+) -> list[Handle | None]:
+    pieces = [(t.dst, bounds[t.start], bounds[t.stop]) for t in step.sends]
+    return [send(dst, buffer[begin:end]) for dst, begin, end in pieces if end > begin]
+
+
+def _finish(sent: Sequence[Handle | None], arrivals: _Arrivals, combine: Callable[[B, B, B], object]) -> None:
+    for handle in (*sent, *arrivals.handles):
+        if handle is not None:
+            handle.wait()
+    # Only now: a chunk may be sent and combined in one step, and what is sent is its value from before.
+    for into, first, second in arrivals.parts:
+        combine(into, first, second)
+
+
+def _staged(step: RankStep, bounds: Sequence[int]) -> int:
+    return sum(bounds[t.stop] - bounds[t.start] for t in step.recvs if t.kind == "reduce")
+
+
+def _require_bounds(bounds: Sequence[int], num_chunks: int, length: int) -> None:
+    ordered = all(a <= b for a, b in itertools.pairwise(bounds))
+    if len(bounds) != num_chunks + 1 or not ordered or bounds[0] != 0 or bounds[-1] != length:
+        shown = list(bounds[:8]) + (["…"] if len(bounds) > 8 else [])
+        raise ValueError(
+            f"bounds must be {num_chunks + 1} ascending numbers from 0 to {length}, the buffer's length, got {shown}"
+        )

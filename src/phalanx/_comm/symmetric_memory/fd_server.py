@@ -1,0 +1,184 @@
+"""Hand file descriptors to the other ranks of a host, who come in at a `LocalListener`.
+
+They begin with a message of its token and their rank. A connection that sends nothing does not hold up the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.descriptors import wait_readable
+from phalanx._base.ipc.channel import Channel, Message
+from phalanx._base.ipc.local_listener import MOST_PENDING, LocalAddress, LocalListener, connect
+from phalanx.errors import DeadlineError, PhalanxError
+
+_SLICE_S = 0.5
+_HELLO_TIMEOUT_S, _HELLO_BYTES = 5.0, 256  # a connection has so long to send its token and rank, in so many bytes
+
+Notice = Callable[[set[int]], None]
+
+
+class FdServer(LocalListener):
+    """It is the side of local rank 0. Arguments and errors are those of `LocalListener`."""
+
+    def __enter__(self) -> FdServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.remove()
+
+    def serve(
+        self,
+        ranks: Sequence[int],
+        fds: Sequence[int],
+        deadline: Deadline,
+        notice: Notice,
+        *,
+        own: Mapping[int, int] | None = None,
+    ) -> None:
+        """Send `fds` to each of `ranks` as it connects, followed by its `own` descriptor, if there is one.
+
+        Raises:
+            DeadlineError: some rank did not come; `missing` says which.
+            OSError: this process may open no descriptor for a rank that connects.
+        """
+        own = own or {}
+        missing = set(ranks)
+        connections: dict[int, _Connection] = {}
+        try:
+            while missing:
+                is_late = deadline.passed  # but read once more from who has connected
+                sources: list[socket.socket | Channel] = [
+                    *self.sockets,
+                    *(connection.channel for connection in connections.values()),
+                ]
+                ready = wait_readable(sources, min(_SLICE_S, deadline.left_s))
+                for listener in self.sockets:
+                    if listener in ready:
+                        self._admit(listener, connections)
+                for fd, connection in list(connections.items()):
+                    rank = connection.read_rank(self.address.token)
+                    if rank in missing:
+                        with contextlib.suppress(OSError):  # it gave up, or died, while it waited
+                            connection.channel.put({}, [*fds, *([own[rank]] if rank in own else [])])
+                            if not connection.channel.broken and not connection.channel.waiting:
+                                missing.discard(rank)
+                    if connection.is_done:
+                        connections.pop(fd).channel.close()
+                if missing and is_late:
+                    late = tuple(sorted(missing))
+                    raise DeadlineError(f"no answer from {', '.join(f'rank {r}' for r in late)}", missing=late)
+                if not ready and not deadline.passed:
+                    # A rank that has not connected by now may be unable to use the first address.
+                    with contextlib.suppress(OSError):
+                        self.open_to_containers()
+                    notice(missing)
+        finally:
+            for connection in connections.values():
+                connection.channel.close()
+
+    def _admit(self, listener: socket.socket, connections: dict[int, _Connection]) -> None:
+        admitted = 0
+        try:
+            for sock in self.accept(listener):
+                admitted += 1
+                connections[sock.fileno()] = _Connection(sock)
+                if len(connections) > MOST_PENDING:
+                    connections.pop(next(iter(connections))).channel.close()
+        except OSError:  # there are no more descriptors
+            if not admitted and not connections:
+                raise
+            if not admitted:
+                connections.pop(next(iter(connections))).channel.close()
+
+
+class _Connection:
+    """It is a connection of this user that has yet to send the token and its rank."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.channel = Channel(sock, max_bytes=_HELLO_BYTES, max_fds=0)
+        self.is_done = False
+        self._deadline = Deadline.after(_HELLO_TIMEOUT_S)
+
+    def read_rank(self, token: str) -> int | None:
+        """Return the rank, once it and the right token have arrived; `is_done` is set when nothing more will arrive."""
+        messages = self.channel.take(1)
+        self.is_done = bool(messages) or self.channel.is_garbled or self.channel.gone or self._deadline.passed
+        hello = messages[0].content if messages else {}
+        rank, theirs = hello.get("rank"), str(hello.get("token")).encode()
+        return rank if isinstance(rank, int) and secrets.compare_digest(theirs, token.encode()) else None
+
+
+def receive_fds(
+    address: LocalAddress,
+    rank: int,
+    count: int,
+    deadline: Deadline,
+    *,
+    wait_for_leader: bool = False,
+    look_around: Callable[[], None] = lambda: None,
+) -> list[int]:
+    """Return the `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
+
+    With `wait_for_leader` it may not listen yet: try until it does. An address in the abstract namespace is always
+    tried until it answers: local rank 0 opens it when it knows that some rank needs it. `look_around` is called again
+    and again during the wait, and may raise: a process that has ended opens nothing any more.
+
+    Raises:
+        PhalanxError: local rank 0 is gone, or refused this process.
+        DeadlineError: it did not answer in time.
+    """
+    try:
+        sock = _connect(address, deadline, wait_for_leader, look_around)
+        with contextlib.closing(Channel(sock, max_fds=count)) as channel:
+            channel.send({"token": address.token, "rank": rank})
+            message = _receive(channel, deadline, look_around)
+    except TimeoutError:
+        raise DeadlineError("local rank 0 of this host did not hand over the shared memory in time") from None
+    except OSError as error:
+        raise PhalanxError(f"local rank 0 of this host cannot be reached: {error}") from None
+    fds = [] if message is None else list(message.fds)
+    if len(fds) != count:
+        for fd in fds:
+            os.close(fd)
+        if channel.has_lost_fds:
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise PhalanxError(
+                f"this process may have {soft} open files, and {count} more are needed for the memory of this host "
+                "(ulimit -n)"
+            )
+        raise PhalanxError(
+            f"local rank 0 of this host closed the connection after {len(fds)} of {count} file descriptors: "
+            "read its log"
+        )
+    return fds
+
+
+def _connect(address: LocalAddress, deadline: Deadline, wait: bool, look_around: Callable[[], None]) -> socket.socket:
+    whose = "local rank 0 on this host"
+    if address.path:
+        try:
+            return connect(address, deadline, whose, keep_trying=wait, look_around=look_around)
+        except OSError as error:
+            # /proc may not be read of a process in another container, and for ordinary users of one that has ended.
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise
+    return connect(address.for_containers, deadline, whose, keep_trying=True, look_around=look_around)
+
+
+def _receive(channel: Channel, deadline: Deadline, look_around: Callable[[], None]) -> Message | None:
+    while True:
+        try:
+            return channel.receive(Deadline.after(min(_SLICE_S, deadline.left_s)))
+        except TimeoutError:
+            if deadline.passed:
+                raise
+            look_around()

@@ -1,0 +1,71 @@
+"""Notice that a rank is gone where no pidfd can tell: in another pid namespace, or where a filter forbids pidfds.
+
+There is a pipe per rank, in which nothing is ever written. Only its rank holds the writing end, and all ranks hold the
+reading end. When the rank ends, however it does, the kernel closes its end, and all others find the end of the pipe.
+
+    rank 0   own end of 0     reads 1 2
+    rank 1   own end of 1     reads 0 2          the reading end can be read  <=>  its rank is gone
+    rank 2   own end of 2     reads 0 1
+
+The leader makes the pipes, hands them over with the memory, and keeps no end that is another's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+from phalanx._comm.symmetric_memory.watch import ProcessId, can_watch_each_other
+
+MOST_RANKS = 250  # Linux hands over 253 descriptors at once: two memories, a rank's own end, and everybody's
+
+
+def needs_liveness_pipes(processes: Sequence[ProcessId]) -> bool:
+    """Return whether these processes of one host need pipes to notice each other's end; the same for all."""
+    return len(processes) > 1 and not can_watch_each_other(processes)
+
+
+def why_unwatched(processes: Sequence[ProcessId]) -> str:
+    """Return why there are no liveness pipes for processes that need them, or "". All of them get the same answer."""
+    if len(processes) <= MOST_RANKS or not needs_liveness_pipes(processes):
+        return ""
+    return (
+        f"{len(processes)} ranks of one host cannot watch each other: without pidfds (a filter forbids them, or the "
+        f"ranks are in several pid namespaces) {MOST_RANKS} can"
+    )
+
+
+class LivenessPipes:
+    """They are one rank's ends of the pipes, its own last in `fds`. The ends are copied: the caller keeps its own."""
+
+    def __init__(self, fds: Sequence[int], rank: int) -> None:
+        with contextlib.ExitStack() as undo:
+            copies = []
+            for fd in fds:
+                copies.append(os.dup(fd))
+                undo.callback(os.close, copies[-1])
+            undo.pop_all()
+        *reads, self._own = copies
+        self.fds = tuple(-1 if r == rank else fd for r, fd in enumerate(reads))
+        self.stat_fds = (-1,) * len(reads)  # the processes have no numbers for each other
+        self._open = copies
+
+    def close(self) -> None:
+        """Let go of all ends: for the other ranks this one is gone."""
+        for fd in self._open:
+            os.close(fd)
+        self._open = []
+
+
+@contextlib.contextmanager
+def new_pipes(count: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the reading and the writing ends of `count` pipes, closed on exit."""
+    with contextlib.ExitStack() as stack:
+        reads: list[int] = []
+        writes: list[int] = []
+        for _ in range(count):
+            for end, ends in zip(os.pipe(), (reads, writes), strict=True):
+                stack.callback(os.close, end)
+                ends.append(end)
+        yield reads, writes

@@ -1,0 +1,152 @@
+"""Create memory without a name that processes can share: nothing is to clean up, however any of them dies.
+
+It is a `memfd`. Where the kernel or a seccomp filter has none, it is a file that is unlinked before anything is in it,
+in /dev/shm or else in the folder for temporary files. That file system may be small, and a write beyond its end would
+be a bus error: what will be written is reserved first. For the same reason the size of a memfd that is mapped is
+sealed: no process that holds it can change it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from phalanx._base.descriptors import describe_limit
+from phalanx.errors import PhalanxError
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """It is an anonymous file whose pages exist once they are touched; `reserve` before you touch them."""
+
+    fd: int
+    in_folder: str = ""
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Make sure that these bytes can be written. It costs nothing for a memfd, which only the machine limits.
+
+        Raises:
+            PhalanxError: the file system has no room for them.
+        """
+        if not self.in_folder or nbytes == 0:
+            return
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+        except OSError as error:
+            raise PhalanxError(f"{nbytes} bytes in {self.in_folder}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def memory(name: str, nbytes: int) -> Iterator[int]:
+    """Yield `nbytes` of anonymous writable memory, which lives while a process has the descriptor open or mapped.
+
+    Raises:
+        PhalanxError: there is neither a memfd nor a folder with room; the message says of each why not.
+    """
+    with _first_that_works(name, nbytes, reserved=True) as sparse:
+        yield sparse.fd
+
+
+@contextlib.contextmanager
+def sparse_memory(name: str, nbytes: int) -> Iterator[Sparse]:
+    """Yield memory as `memory` does, but reserve nothing: `nbytes` are addresses to choose from.
+
+    Raises:
+        PhalanxError: as `memory`.
+    """
+    with _first_that_works(name, nbytes, reserved=False) as sparse:
+        yield sparse
+
+
+def create(name: str) -> int:
+    """Return an empty anonymous file that grows as it is written; the caller closes it.
+
+    Raises:
+        PhalanxError: as `memory`.
+    """
+    with _first_that_works(name, 0, reserved=False) as sparse:
+        return os.dup(sparse.fd)
+
+
+def obstacle() -> str:
+    """Return why there can be no anonymous memory in this process, in words, or ""."""
+    try:
+        with _first_that_works("phalanx-probe", 0, reserved=False, warns=False):
+            return ""
+    except PhalanxError as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = True) -> Iterator[Sparse]:
+    problems = []
+    sealable = os.MFD_ALLOW_SEALING if nbytes else 0  # one that grows is read and written, not mapped
+    for folder in _folders():
+        try:
+            fd = _unnamed_file(folder) if folder else os.memfd_create(name, os.MFD_CLOEXEC | sealable)
+        except OSError as error:
+            if error.errno == errno.EMFILE:  # so will the others
+                raise PhalanxError(f"no memory can be shared: {error.strerror}. {describe_limit()}") from None
+            problems.append(f"{folder or 'memfd_create'}: {error.strerror}")
+            continue
+        sparse = Sparse(fd, folder)
+        try:
+            try:
+                os.ftruncate(fd, nbytes)
+                if reserved:
+                    sparse.reserve(0, nbytes)
+            except OSError as error:
+                problems.append(f"{nbytes} bytes in {folder or 'a memfd'}: {error.strerror}")
+                continue
+            except PhalanxError as error:
+                problems.append(str(error))
+                continue
+            if folder and warns:
+                _warn_where(folder, problems)
+            elif sealable and not folder:
+                _seal(fd)
+            yield sparse
+            return
+        finally:
+            os.close(fd)
+    raise PhalanxError(f"no memory can be shared ({'; '.join(problems)})")
+
+
+def _seal(fd: int) -> None:
+    """Fix a memfd's size for good; holes may still be punched."""
+    with contextlib.suppress(OSError):  # a sandbox whose kernel has memfds and no seals
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def _warn_where(folder: str, problems: Sequence[str]) -> None:
+    from phalanx._base.log import get_logger, warn_once  # here, because the agent starts in a few milliseconds
+
+    text = f"shared memory lies in files without a name in {folder}, because {'; '.join(problems)}"
+    warn_once(get_logger(__name__), text)
+
+
+def _folders() -> Iterator[str]:
+    yield ""  # it is a memfd
+    yield "/dev/shm"
+    import tempfile  # it is imported here for the same reason
+
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:  # there is none that we may write to
+        return
+    yield folder
+
+
+def _unnamed_file(folder: str) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
+    except OSError:  # this file system has no such files
+        import tempfile
+
+        fd, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)
+        os.unlink(path)
+        return fd

@@ -1,0 +1,442 @@
+"""`SymmetricMemory` lets the ranks of one host share one piece of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from phalanx import _core
+from phalanx._base.core_numbers import BYTES, MISMATCH
+from phalanx._base.deadline import Deadline, timeout_ns
+from phalanx._base.ipc.local_listener import LocalAddress
+from phalanx._comm.symmetric_memory.fd_server import FdServer, Notice, receive_fds
+from phalanx._comm.symmetric_memory.liveness_pipe import LivenessPipes, needs_liveness_pipes, new_pipes
+from phalanx._comm.symmetric_memory.memfd import Sparse, memory, sparse_memory
+from phalanx._comm.symmetric_memory.sizes import STAGE_BYTES, channel_bytes
+from phalanx._comm.symmetric_memory.symmetric_heap import BlockPlacement
+from phalanx._comm.symmetric_memory.watch import Pidfds, ProcessId
+from phalanx.errors import ClosedError, InternalError, PhalanxError
+
+SPIN_NS = 100_000  # for so long a rank looks at memory before it sleeps: a few times what waking it up costs
+
+# All ranks' heaps together may take so much of the address space, on a machine with less than half as much memory.
+_HEAPS_BYTES = 1 << 42
+
+Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
+
+_BLOCK = struct.Struct("=qQQq")
+_NO_ROOM, _DISK_FULL = -1, -2  # they take the place of a block's index
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """It is a rank of this host: its process, the cores that it may use, and its threads there while it waits."""
+
+    process: ProcessId
+    cpus: frozenset[int]
+    threads: int = 1
+
+
+def is_oversubscribed(members: Sequence[LocalRank]) -> bool:
+    """Return whether there are more threads than cores for them: then a thread that waits must sleep, not spin."""
+    cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
+    return sum(member.threads for member in members) > len(cores)
+
+
+def _background_spin_ns(members: Sequence[LocalRank]) -> int:
+    """Return how long a thread other than the main one spins before it sleeps: 0 where ranks have one core each."""
+    cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
+    return SPIN_NS if len(cores) >= 2 * len(members) else 0
+
+
+def heap_bytes(world_size: int) -> int:
+    """Return the address space for one rank's heap; pages exist only once they are used."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = []
+    for limit, used in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, _address_space_used())):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            limits.append(max(soft - used, 0))
+    return decide_heap_bytes(world_size, total, limits)
+
+
+def decide_heap_bytes(world_size: int, memory_bytes: int, limits: Sequence[int]) -> int:
+    """Return the address space for one rank's heap: all memory that the machine has, if that goes.
+
+    Every rank maps every rank's heap, so it is their sum that must fit: into half of what each of `limits` leaves (of
+    files, `ulimit -f`, and of address space, `ulimit -v`), and, in any case, into the larger of 4 TiB and twice the
+    memory. A process has 128 TiB of addresses on most machines, and dozens of groups may have a heap.
+    """
+    most = min(-(-memory_bytes // (1 << 30)) << 30, 1 << 40)
+    most = min(most, max(_HEAPS_BYTES, 2 * memory_bytes) // world_size)
+    for limit in limits:
+        most = min(most, limit // (2 * world_size))
+    return max(most // _core.PAGE, 1) * _core.PAGE
+
+
+def _how_to_get_addresses() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        return f"Raise the limit on address space (ulimit -v), now {soft // 1024} KiB, the same on every rank."
+    return "Destroy groups that are no longer needed: the addresses of this process, or its mappings, are used up."
+
+
+def _address_space_used() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as f:
+            return int(f.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+class SymmetricMemory:
+    """It is one rank's side of the memory that it shares with the other ranks of its host.
+
+    `core` runs the collectives. `allocate` is one, too: all ranks call it with the same size.
+    """
+
+    def __init__(
+        self,
+        fds: Sequence[int],
+        rank: int,
+        members: Sequence[LocalRank],
+        idle: Callable[[float], None],
+        *,
+        heap_folder: str = "",
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(members)
+        self._members = tuple(members)
+        self._lock = threading.RLock()  # a finalizer may come in the middle, in the same thread
+        self._heap: int | None = None
+        self.one_memory: dict[int, range] = {}
+        """The addresses of the blocks that are one memory for all ranks, by their index."""
+        self._blocks_in_use = 0
+        self._closed = False
+        self._placement: BlockPlacement | None = None
+        control, heap, *liveness_pipes = fds
+        self._control_bytes = os.fstat(control).st_size
+        self._heap_bytes = os.fstat(heap).st_size // self.world_size
+        self._watchers = _watchers(liveness_pipes, members, rank)
+        self._heap_file: Sparse | None = None
+        try:
+            self._control = _core.map(control, self._control_bytes)
+            # One page of the heap keeps it alive until somebody wants it: a thousand idle groups hold no descriptor.
+            self._heap_page: int | None = _core.map(heap, _core.PAGE)
+            if heap_folder:  # the leader reserves room there
+                self._heap_file = Sparse(os.dup(heap), heap_folder)
+        except BaseException:
+            self._watchers.close()
+            raise
+        spins = SPIN_NS, _background_spin_ns(members)
+        told = self._watchers.fds, self._watchers.stat_fds
+        self.core = _core.Group(self._control, self._control_bytes, rank, *spins, *told, idle)
+        me = members[rank].process
+        self.core.join(me.pid, me.start_ticks)
+        _all.add(self)
+
+    @property
+    def heap_bytes(self) -> int:
+        return self._heap_bytes
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def process_of(self, rank: int) -> ProcessId:
+        return self._members[rank].process
+
+    def rank_of(self, process: ProcessId) -> int | None:
+        """Return the rank of a process, if it is one of the group."""
+        return next((rank for rank, member in enumerate(self._members) if member.process == process), None)
+
+    def allocate(
+        self, nbytes: int, deadline: Deadline, call_site: int, check: Callable[[int], None], *, owner: int | None = None
+    ) -> Buffer:
+        """Return this rank's piece of a block that lies at one offset of every rank's heap, as a buffer of `nbytes`.
+
+        With `owner` it is that rank's piece, on every rank: one memory for all. The other pieces stay unused, and what
+        is not used has no pages. The memory outlives its owner.
+
+        All ranks call it. The block is let go when the buffer is collected; its memory is used anew, or given back,
+        once every rank has let it go. `check` raises for a status of the core that is not zero.
+
+        Raises:
+            PhalanxError: the heap has no room for it.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("shared_empty: the group was destroyed")
+            self._blocks_in_use += 1  # from here on another thread that closes the memory leaves the heap to us
+        try:
+            return self._allocate(nbytes, deadline, call_site, check, owner)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def pieces(self, own: Buffer) -> list[Buffer]:
+        """Return every rank's piece of a block, by rank; `own` is this rank's, from `allocate`, and keeps them all."""
+        begin = ctypes.addressof(own) - self.rank * self._heap_bytes
+        others = [(ctypes.c_char * len(own)).from_address(begin + r * self._heap_bytes) for r in range(self.world_size)]
+        return [own if rank == self.rank else other for rank, other in enumerate(others)]
+
+    def _allocate(
+        self, nbytes: int, deadline: Deadline, call_site: int, check: Callable[[int], None], owner: int | None
+    ) -> Buffer:
+        self._map_heap()
+        message = ctypes.create_string_buffer(_BLOCK.size)
+        piece = -1 if owner is None else owner
+        if self.rank == 0:
+            _BLOCK.pack_into(message, 0, *self._place(nbytes, owner), nbytes, piece)
+        span_ns = timeout_ns(deadline.left_s)
+        check(self.core.broadcast(ctypes.addressof(message), _BLOCK.size, BYTES, 0, span_ns, call_site, (nbytes,)))
+        index, offset, *leaders = _BLOCK.unpack(message.raw)
+        if index == _DISK_FULL:
+            raise PhalanxError(
+                f"shared_empty of {nbytes} bytes: the file system in which the group's memory lies is full.\n"
+                "Make room there, or allow memfd_create (a seccomp profile forbids it), which needs no file system."
+            )
+        if index < 0:
+            raise PhalanxError(
+                f"shared_empty of {nbytes} bytes: the group's heap of {self._heap_bytes} bytes per rank has no room, "
+                f"or {_core.BLOCKS} blocks are in use.\nLet go of tensors that you no longer need."
+            )
+        if leaders != [nbytes, piece]:
+            self.core.set_poison(MISMATCH, self.rank)  # the next sync tells everybody
+        self.core.claim(index)
+        # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
+        check(self.core.barrier(span_ns, call_site, (nbytes,)))
+        assert self._heap is not None
+        whose = self.rank if owner is None else owner
+        buffer = (ctypes.c_char * nbytes).from_address(self._heap + whose * self._heap_bytes + offset)
+        if owner is not None and self.world_size > 1:
+            self.one_memory[index] = range(ctypes.addressof(buffer), ctypes.addressof(buffer) + nbytes)
+        weakref.finalize(buffer, self._let_go, index).atexit = False  # tensors may outlive the exit hooks
+        return buffer
+
+    def _place(self, nbytes: int, owner: int | None) -> tuple[int, int]:
+        """Return, on the leader, the index and offset of a new block, or a negative number for why there is none."""
+        self._collect()
+        assert self._placement is not None
+        block = self._placement.place(nbytes)
+        if block is None:
+            return _NO_ROOM, 0
+        try:
+            with self._lock:
+                file = self._heap_file
+                for rank in range(self.world_size) if owner is None else (owner,):
+                    if file is not None:
+                        file.reserve(rank * self._heap_bytes + block.offset, nbytes)
+        except PhalanxError:
+            self._placement.remove(block)
+            return _DISK_FULL, 0
+        return block.index, block.offset
+
+    def heap_offset(self, address: int) -> int:
+        """Return where in this rank's heap an address lies; an allocation lies at the same offset on every rank."""
+        if self._heap is None or not 0 <= address - (self._heap + self.rank * self._heap_bytes) < self._heap_bytes:
+            raise InternalError(f"address {address:#x} is not in the group's heap. Please report this.")
+        return address - self._heap - self.rank * self._heap_bytes
+
+    def address_of(self, rank: int, offset: int) -> int:
+        """Return where `rank`'s heap has this offset, in this process."""
+        if self._heap is None or not (0 <= rank < self.world_size and 0 <= offset < self._heap_bytes):
+            raise InternalError(f"offset {offset:#x} of rank {rank} is not in the group's heap. Please report this.")
+        return self._heap + rank * self._heap_bytes + offset
+
+    def holds(self, address: int) -> bool:
+        """Return whether an address lies in the heap, in this rank's piece or another's."""
+        return self._heap is not None and 0 <= address - self._heap < self._heap_bytes * self.world_size
+
+    def _collect(self) -> None:
+        """Take back, on the leader, the blocks that all have let go, and give their pages to the system."""
+        if self._placement is None:
+            self._placement = BlockPlacement(self._heap_bytes, _core.BLOCKS)
+        assert self._heap is not None
+        for block in self._placement.live:
+            if self.core.is_released(block.index):
+                for r in range(self.world_size):
+                    _core.discard(self._heap + r * self._heap_bytes + block.offset, block.nbytes)
+                self._placement.remove(block)
+
+    def _let_go(self, index: int) -> None:
+        self.one_memory.pop(index, None)
+        self.core.release(index)  # it does nothing once the group is closed
+        self._put_back()
+
+    def _put_back(self) -> None:
+        with self._lock:
+            self._blocks_in_use -= 1
+            if self._closed and self._blocks_in_use == 0:
+                self._unmap_heap()
+
+    def _map_heap(self) -> None:
+        if self._heap is not None:
+            return
+        if self._heap_page is None:
+            raise ClosedError("shared_empty: the group was destroyed")
+        try:
+            self._heap = _core.map_again(self._heap_page, self._heap_bytes * self.world_size)
+        except OSError as error:
+            raise PhalanxError(
+                f"shared_empty: the group's heap of {self._heap_bytes} bytes for each of {self.world_size} ranks "
+                f"cannot be mapped: {error.strerror}.\n{_how_to_get_addresses()}"
+            ) from None
+        self._let_go_of_page()
+        self.core.set_heaps(tuple(self._heap + r * self._heap_bytes for r in range(self.world_size)), self._heap_bytes)
+
+    def _unmap_heap(self) -> None:
+        if self._heap is not None:
+            _core.unmap(self._heap, self._heap_bytes * self.world_size)
+            self._heap = None
+
+    def _let_go_of_page(self) -> None:
+        if self._heap_page is not None:
+            _core.unmap(self._heap_page, _core.PAGE)
+            self._heap_page = None
+
+    def close(self) -> None:
+        """Leave. Ranks that wait for this one hear it at once, and so do threads of this process that are inside.
+
+        The memory goes with the last of these. Shared tensors stay valid as long as they are held.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        _all.discard(self)
+        self.core.close(self._let_go_of_memory)
+
+    def close_for_good(self) -> None:
+        """Close at the end of the process: threads that are inside stay there, and so does the memory."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._blocks_in_use += 1
+        self.core.close(None)
+
+    def _let_go_of_memory(self) -> None:
+        """Let go of the memory, now that no thread is inside, and none will be."""
+        _core.unmap(self._control, self._control_bytes)
+        self._watchers.close()
+        with self._lock:
+            if self._heap_file is not None:
+                os.close(self._heap_file.fd)
+                self._heap_file = None
+            self._let_go_of_page()
+            if self._blocks_in_use == 0:
+                self._unmap_heap()
+
+    def abandon(self) -> None:
+        """Touch nothing that is shared, in a forked child: this memory is the parent's."""
+        self._closed = True
+        self.core.abandon()
+        if isinstance(self._watchers, LivenessPipes):
+            self._watchers.close()  # or the parent would live on in them after its end
+
+
+_all: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
+
+
+def _processes(members: Sequence[LocalRank]) -> list[ProcessId]:
+    return [member.process for member in members]
+
+
+def _watchers(liveness_pipes: Sequence[int], members: Sequence[LocalRank], rank: int) -> Pidfds | LivenessPipes:
+    return LivenessPipes(liveness_pipes, rank) if liveness_pipes else Pidfds(_processes(members), rank)
+
+
+def _after_fork() -> None:
+    for symm_mem in list(_all):
+        symm_mem.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextlib.contextmanager
+def _new_memory(members: Sequence[LocalRank], stage_bytes: int) -> Iterator[tuple[int, Sparse]]:
+    """Yield the control memory, formatted, and the heap, empty; closed on exit."""
+    world_size = len(members)
+    channel = channel_bytes(world_size)
+    nbytes = _core.group_bytes(world_size, stage_bytes, channel)
+    with (
+        memory("phalanx-control", nbytes) as control,
+        sparse_memory("phalanx-heap", heap_bytes(world_size) * world_size) as heap,
+    ):
+        address = _core.map(control, nbytes)
+        try:
+            _core.format(address, world_size, stage_bytes, channel, int(is_oversubscribed(members)))
+        finally:
+            _core.unmap(address, nbytes)
+        yield control, heap
+
+
+def open_as_leader(
+    server: FdServer,
+    members: Sequence[LocalRank],
+    deadline: Deadline,
+    notice: Notice,
+    idle: Callable[[float], None],
+    *,
+    stage_bytes: int = STAGE_BYTES,
+    show: Callable[[int], object] | None = None,
+) -> SymmetricMemory:
+    """Create the memory as rank 0 of the host, and hand it to the others.
+
+    What is copied on its way through the memory goes in chunks of `stage_bytes`, each with a sync.
+    `show` is called with the control memory's descriptor before any rank waits, so that a process can look on.
+
+    Raises:
+        DeadlineError: some rank did not fetch it; `missing` says which.
+    """
+    world_size = len(members)
+    with (
+        _new_memory(members, stage_bytes) as (control, heap),
+        new_pipes(world_size if needs_liveness_pipes(_processes(members)) else 0) as pipes,
+    ):
+        reads, writes = pipes
+        symm_mem = SymmetricMemory(
+            [control, heap.fd, *reads, *writes[:1]], 0, members, idle, heap_folder=heap.in_folder
+        )
+        if show is not None:
+            show(control)
+        try:
+            own = dict(enumerate(writes))
+            server.serve(range(1, world_size), [control, heap.fd, *reads], deadline, notice, own=own)
+        except BaseException:
+            symm_mem.close()
+            raise
+        return symm_mem
+
+
+def open_as_member(
+    address: LocalAddress,
+    rank: int,
+    members: Sequence[LocalRank],
+    deadline: Deadline,
+    idle: Callable[[float], None],
+    look_around: Callable[[], None] = lambda: None,
+) -> SymmetricMemory:
+    """Fetch the memory from rank 0 of the host; `look_around` is called between two attempts to reach it.
+
+    Raises:
+        DeadlineError: it did not answer in time.
+        PhalanxError: it is gone.
+    """
+    count = 2 + (len(members) + 1 if needs_liveness_pipes(_processes(members)) else 0)
+    fds = receive_fds(address, rank, count, deadline, look_around=look_around)
+    try:
+        return SymmetricMemory(fds, rank, members, idle)
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,116 @@
+"""Give torch's allocator blocks of the shared heap while a backward runs; csrc/pool.h has the picture."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx import _core
+from phalanx._base.log import get_logger, warn_once
+from phalanx._comm.symmetric_memory.memory import SymmetricMemory
+
+_SPARE = 2  # blocks of a size for each tensor that is expected: autograd may need one more to make the next
+
+_logger = get_logger(__name__)
+
+
+class SharedPool:
+    """It serves tensors of `expected` sizes (bytes -> how many) to this thread between `enter` and `leave`.
+
+    If a tensor of such a size is made in between, it may lie in the group's heap; `holds` tells. It is an ordinary
+    tensor otherwise, may live as long as it is wanted, and gives its block back when it dies. What the pool has no
+    block for lies in ordinary memory: so does everything, if torch's allocator can't be reached.
+
+    All ranks build theirs together, for the same sizes. Tensors need not lie at the same offset on every rank.
+    `allocate` gives it so many bytes of symmetric memory; pages that are not touched cost nothing.
+    """
+
+    def __init__(
+        self, symm_mem: SymmetricMemory, expected: Mapping[int, int], allocate: Callable[[int], Tensor]
+    ) -> None:
+        _sweep()
+        classes = tuple((nbytes, _SPARE * count) for nbytes, count in sorted(expected.items()))
+        nbytes = sum(math.ceil(size / _core.PAGE) * _core.PAGE * most for size, most in classes)
+        self._sizes = frozenset(expected)
+        self._memory = allocate(nbytes + _core.PAGE)
+        self._symm_mem = symm_mem
+        begin = -(-self._memory.data_ptr() // _core.PAGE) * _core.PAGE
+        self._range = range(begin, begin + nbytes)
+        self._pool: _core.Pool | None = None
+        self._gives = True
+        try:
+            self._pool = _core.Pool(begin, nbytes, classes)
+        except OSError as error:  # this is another build of torch, or there are too many pools
+            self._step_aside(error)
+
+    def _step_aside(self, why: OSError) -> None:
+        self._gives = False
+        warn_once(
+            _logger,
+            f"torch's allocator can't be given the memory that ranks share ({why.strerror or why}): autograd writes "
+            "large gradients elsewhere, and they are copied. Results are the same, steps a little slower.",
+        )
+
+    def enter(self) -> None:
+        """Let this thread's tensors lie in the pool from here on."""
+        self._enter()
+
+    def _enter(self) -> bool:
+        """Enter as `enter` does; return whether this thread was inside already."""
+        if self._pool is not None and self._gives and not self._symm_mem.closed:
+            try:
+                return self._pool.enter()
+            except OSError as error:
+                self._step_aside(error)
+        return False
+
+    def leave(self) -> None:
+        """Let this thread's tensors lie in the pool up to here."""
+        if self._pool is not None:
+            self._pool.leave()
+
+    def serves(self, nbytes: int) -> bool:
+        """Return whether tensors of this size are expected; it is the same on every rank."""
+        return nbytes in self._sizes
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.data_ptr() in self._range
+
+    def empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Return a new tensor in the pool, as `torch.empty_strided` does; None if there is no room."""
+        was_inside = self._enter()
+        try:
+            made = torch.empty_strided(shape, stride, dtype=dtype)
+        finally:
+            if not was_inside:
+                self.leave()
+        return made if self.holds(made) else None
+
+    def close(self) -> None:
+        """Give out no more blocks; those in use stay until their tensors die."""
+        if self._pool is not None:
+            self._pool.leave()
+            _closed[self._pool] = self._memory
+            self._pool = None
+        _sweep()
+
+
+_closed: dict[_core.Pool, Tensor] = {}
+
+
+def _sweep() -> None:
+    """Let go of closed pools that no tensor uses any more.
+
+    Any code that runs here may run a finalizer that closes another pool, and sweeps: so this looks at a copy, and takes
+    out only what it has seen.
+    """
+    for pool in list(_closed):
+        if pool.delete():
+            _closed.pop(pool, None)
+
+
+os.register_at_fork(after_in_child=_core.pools_after_fork)

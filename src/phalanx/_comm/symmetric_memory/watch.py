@@ -1,0 +1,186 @@
+"""Notice that a process is gone, without being its parent: one `pidfd` per process, shared by all groups.
+
+A pidfd becomes readable when the process ends, whatever ended it, and cannot be fooled by a reused process number:
+the start time is compared once, when it is opened. Where processes have no numbers for each other (pid namespaces), or
+may not open pidfds, `liveness_pipe` does the same with pipes.
+
+The kernel frees a process's memory before the pidfd tells, which takes a tenth of a second and more for a gigabyte.
+So whoever waits for a process looks at its /proc/PID/stat, too, which says at once that it is being ended.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phalanx._base.processes import find_exit_status, read_start_ticks, read_stat
+from phalanx.errors import PhalanxError
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """It names a process for good: its number, when it started (clock ticks after boot), and where these hold.
+
+    `namespace` names the pid and time namespace; it is empty where the process cannot tell. `has_pidfds` says that the
+    kernel lets it open pidfds.
+    """
+
+    pid: int
+    start_ticks: int
+    namespace: str
+    has_pidfds: bool = True
+
+    @classmethod
+    def of_self(cls) -> ProcessId:
+        pid = os.getpid()
+        ticks = read_start_ticks(pid)
+        return cls(pid, ticks or 0, _namespace() if ticks is not None else "", _has_pidfds())
+
+    def has_ended(self) -> bool:
+        """Return whether the process is known to run no more; False also if this process cannot see it."""
+        return self._can_be_seen() and not self._is_there()
+
+    def is_running(self) -> bool:
+        """Return whether the process is known to live; False also if this process cannot see it."""
+        return self._can_be_seen() and self._is_there()
+
+    def _can_be_seen(self) -> bool:
+        return bool(self.namespace) and self.namespace == _namespace()
+
+    def _is_there(self) -> bool:
+        fields = read_stat(self.pid)
+        return bool(fields) and find_exit_status(fields) is None and int(fields[19]) == self.start_ticks
+
+
+def can_watch_each_other(processes: Sequence[ProcessId]) -> bool:
+    """Return whether each can open a pidfd of each other one. All of them get the same answer."""
+    return len({p.namespace for p in processes}) == 1 and all(p.namespace and p.has_pidfds for p in processes)
+
+
+def _namespace() -> str:
+    try:
+        pid, time = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))
+    except OSError:
+        return ""
+    return f"{pid} {time}"
+
+
+def _has_pidfds() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # this is another system, or there is an old kernel, or a filter
+        return False
+    return True
+
+
+def wait_status(process: ProcessId) -> int | None:
+    """Return how it ended, or is being ended, as `waitpid` would say, as long as its parent has not heard of it and if
+    we may look at it; else None.
+    """
+    if process.namespace != _namespace():
+        return None
+    fields = read_stat(process.pid)
+    return find_exit_status(fields) if fields and int(fields[19]) == process.start_ticks else None
+
+
+class Watched(NamedTuple):
+    """It is a process that this one watches.
+
+    `pidfd` can be read once it is gone. `stat` is its open /proc/PID/stat, or -1 where that cannot be read.
+    """
+
+    pidfd: int
+    stat: int
+
+
+class _Watch:
+    """It has the descriptors of processes, counted: many groups watch the same few processes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[ProcessId, tuple[Watched, int]] = {}
+
+    def acquire(self, process: ProcessId) -> Watched:
+        """Return descriptors of `process`, which may be gone already. `can_watch_each_other` holds.
+
+        Raises:
+            PhalanxError: this process may not have one more descriptor.
+        """
+        with self._lock:
+            watched, uses = self._open.get(process, (None, 0))
+            if watched is None:
+                try:
+                    watched = _open(process)
+                except OSError as error:
+                    raise PhalanxError(f"process {process.pid} cannot be watched: {error.strerror}") from None
+            self._open[process] = (watched, uses + 1)
+            return watched
+
+    def release(self, process: ProcessId) -> None:
+        """Give back what one `acquire` has returned."""
+        with self._lock:
+            watched, uses = self._open.get(process, (None, 0))
+            if watched is not None and uses > 1:
+                self._open[process] = (watched, uses - 1)
+            elif watched is not None:
+                del self._open[process]
+                _close(watched)
+
+
+def _open(process: ProcessId) -> Watched:
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return _of_the_gone()
+    try:
+        stat = os.open(f"/proc/{process.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # there is no /proc, it hides others' processes, or no descriptor is free
+        stat = -1
+    watched = Watched(pidfd, stat)
+    if read_start_ticks(process.pid) not in (process.start_ticks, None):  # that of the process whose `stat` is open
+        _close(watched)
+        return _of_the_gone()
+    return watched
+
+
+def _of_the_gone() -> Watched:
+    """Return a descriptor that can be read at once."""
+    reading, writing = os.pipe()
+    os.close(writing)
+    return Watched(reading, -1)
+
+
+def _close(watched: Watched) -> None:
+    os.close(watched.pidfd)
+    if watched.stat >= 0:
+        os.close(watched.stat)
+
+
+watch = _Watch()
+
+
+class Pidfds:
+    """It is one rank's view of `processes`, its own the `rank`-th: descriptors for each, -1 for itself."""
+
+    def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
+        self._watched: list[ProcessId] = []
+        found = []
+        try:
+            for r, process in enumerate(processes):
+                found.append(Watched(-1, -1) if r == rank else watch.acquire(process))
+                if r != rank:
+                    self._watched.append(process)
+        except PhalanxError:
+            self.close()
+            raise
+        self.fds = tuple(one.pidfd for one in found)
+        self.stat_fds = tuple(one.stat for one in found)
+
+    def close(self) -> None:
+        """Let go of all descriptors."""
+        for process in self._watched:
+            watch.release(process)
+        self._watched = []

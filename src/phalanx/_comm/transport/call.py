@@ -1,0 +1,164 @@
+"""A `Call` describes what a rank calls in a few bytes, which the ranks compare before data moves."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from torch import Tensor
+
+from phalanx._base.dtypes import dtype_name, dtype_of, reduction_name
+from phalanx._comm.diagnostics.failure_report import RankCall
+
+# A head has the digest, the number in the sequence, and the words.
+HEAD_BYTES = 256
+_DIGEST_BYTES = 16
+_SEQ_BYTES = 4
+_SEPARATOR = "\x1f"
+_MAX_PLACE_BYTES = 120  # the end of a longer path, so that there is room for the rest
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call is one collective as its rank called it.
+
+    `sizes` is what else must be the same everywhere; `place` is file and line.
+    """
+
+    name: str
+    dtype: int = -1
+    redop: int = -1
+    root: int = -1
+    count: int = -1
+    sizes: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    place: str = ""
+
+    def words(self) -> str:
+        """Return the call in words, in three fields: 'all_reduce', 'train.py:88', '(SUM) of float32 (3, 4)'."""
+        options = [reduction_name(self.redop)] if self.redop >= 0 else []
+        if self.root >= 0:
+            options.append(f"{'src' if self.name in ('broadcast', 'scatter') else 'dst'}={self.root}")
+        what = f"({', '.join(options)})" if options else ""
+        if self.dtype >= 0:
+            what += f" of {dtype_name(self.dtype)} {self.shape}"
+        return _SEPARATOR.join((self.name, self.place.encode()[-_MAX_PLACE_BYTES:].decode(errors="ignore"), what))
+
+    def head(self, seq: int) -> bytes:
+        """Return a digest of what must agree, then the words; always `HEAD_BYTES` long."""
+        digest, words = self._common
+        return digest + (seq & 0xFFFFFFFF).to_bytes(_SEQ_BYTES, "little") + words
+
+    @cached_property
+    def _common(self) -> tuple[bytes, bytes]:
+        """Return the digest and the words that all heads of this call have in common."""
+        must_agree = (self.name, self.dtype, self.redop, self.root, self.count, self.sizes)
+        digest = hashlib.blake2b(repr(must_agree).encode(), digest_size=_DIGEST_BYTES - _SEQ_BYTES).digest()
+        room = HEAD_BYTES - _DIGEST_BYTES
+        return digest, self.words().encode()[:room].ljust(room, b"\0")
+
+
+def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCall]:
+    """Return the ranks' words of an all_to_all in which some pairs do not fit; else nothing.
+
+    sizes[r] is what rank r sends to each rank, and what it awaits from each, in bytes.
+    """
+    calls: dict[int, str] = {}
+    for r, (sent, _) in enumerate(sizes):
+        for peer, (_, awaited) in enumerate(sizes):
+            if sent[peer] != awaited[r]:
+                calls.setdefault(r, f"all_to_all that sends {sent[peer]} bytes to rank {peer}")
+                calls.setdefault(peer, f"all_to_all that awaits {awaited[r]} bytes from rank {r}")
+    return {rank: RankCall(text) for rank, text in calls.items()}
+
+
+class Disagreement(Exception):
+    """The ranks called different things. With `complete` all ranks' calls are known, not only some."""
+
+    def __init__(self, calls: Mapping[int, RankCall], *, complete: bool = True, is_collective: bool = True) -> None:
+        super().__init__(calls)
+        self.calls = calls
+        self.complete = complete
+        self.is_collective = is_collective
+
+
+def describe_call(
+    name: str,
+    tensor: Tensor,
+    place: str,
+    *,
+    redop: int = -1,
+    root: int = -1,
+    count: int | None = None,
+    sizes: tuple[int, ...] = (),
+) -> Call:
+    """Return the `Call` of an operation with `tensor`, whose elements are counted where no `count` is given. An
+    argument of -1 is not compared.
+
+    It is made once, with its head: a training loop makes the same calls again and again.
+    """
+    count = tensor.numel() if count is None else count
+    return _same_call(name, dtype_of(tensor.dtype).code, redop, root, count, sizes, tuple(tensor.shape), place)
+
+
+@lru_cache(maxsize=1024)
+def _same_call(
+    name: str,
+    dtype: int,
+    redop: int,
+    root: int,
+    count: int,
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    place: str,
+) -> Call:
+    return Call(name, dtype, redop, root, count, sizes, shape, place)
+
+
+def foreign_head(call: RankCall) -> bytes:
+    """Return a head that agrees with no call's, for a rank of which only its records are known."""
+    digest = hashlib.blake2b(call.text.encode(), digest_size=_DIGEST_BYTES).digest()
+    room = HEAD_BYTES - _DIGEST_BYTES
+    text, _, place = call.text.partition(" at ")
+    name = re.split(r"[( ]", text, maxsplit=1)[0]
+    what = text[len(name) :]
+    words = _SEPARATOR.join((name, place.encode()[-_MAX_PLACE_BYTES:].decode(errors="ignore"), what))
+    return digest + words.encode()[:room].ljust(room, b"\0")
+
+
+def digest_of(head: bytes | bytearray) -> int:
+    """Return a number that differs, most likely, where what must agree does; its last bits, too."""
+    number = int.from_bytes(head[: _DIGEST_BYTES - _SEQ_BYTES], "little")
+    seq = int.from_bytes(head[_DIGEST_BYTES - _SEQ_BYTES : _DIGEST_BYTES], "little")
+    return number ^ seq * 0x9E3779B1
+
+
+def agree(head: bytes, other: bytes) -> bool:
+    """Return whether two ranks called the same."""
+    return head[:_DIGEST_BYTES] == other[:_DIGEST_BYTES]
+
+
+def disagreement(heads: Mapping[int, bytes], seq: int) -> dict[int, RankCall]:
+    """Return what each rank called as its collective number `seq` if the ranks' calls differ; else nothing."""
+    if len({head[:_DIGEST_BYTES] for head in heads.values()}) <= 1:
+        return {}
+    return {r: rank_call(head, seq) for r, head in sorted(heads.items())}
+
+
+def rank_call(head: bytes, seq: int) -> RankCall:
+    """Return what the rank called as its collective number `seq`."""
+    words = head[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
+    name, _, rest = words.partition(_SEPARATOR)
+    place, _, what = rest.partition(_SEPARATOR)
+    operation = f"{name} #{seq}"
+    if not place:
+        return RankCall(name + what, operation)
+    return RankCall(f"{name}{what} at {place}", f"{operation} ({place})")
+
+
+def split_heads(data: bytes, ranks: Sequence[int]) -> dict[int, bytes]:
+    """Return the heads of `ranks`, which lie one after the other in `data`, by rank."""
+    return {r: data[i * HEAD_BYTES : (i + 1) * HEAD_BYTES] for i, r in enumerate(ranks)}

@@ -1,0 +1,339 @@
+"""A `GlooSession` surrounds each operation over Gloo: the ranks agree first, and all tell one report of a failure.
+
+Gloo compares nothing, and says of a peer that is gone or late no more than that its connection broke. So the ranks
+first gather each other's fingerprints, and data may move if they are equal. The rank that sees a failure first finds
+out whose doing it is, posts the report in the job's store and closes its connections, which wakes all others: they tell
+the same report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.loss_detection import AFTER_BREAK_S
+from phalanx._comm.diagnostics.call_sites import short
+from phalanx._comm.diagnostics.failure_report import (
+    KILLED,
+    LEFT,
+    LEFT_IN_FLIGHT,
+    FailureReport,
+    Operation,
+    closed,
+    late,
+)
+from phalanx._comm.diagnostics.failure_store import FailureStore
+from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.engines.engine import DELIVERY_S, InTransit
+from phalanx._comm.engines.gloo import GlooEngine
+from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
+from phalanx._comm.transport.base import CallContext, Transport
+from phalanx._comm.transport.call import HEAD_BYTES, Call, Disagreement, disagreement, split_heads
+from phalanx._comm.transport.call_lock import take_call_lock
+from phalanx._comm.transport.group_reports import StoreReports
+from phalanx._comm.transport.health_monitor import HealthMonitor
+from phalanx._comm.transport.tensors import alias, flat
+
+_PAUSE_S = 0.02
+_SOON_S = 0.01  # Gloo counts milliseconds, and may give up one early
+_LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
+
+
+class GlooFailed(Exception):
+    """Gloo could not finish: a peer is gone or late, or the connections were closed here."""
+
+
+class GlooSession(StoreReports, Transport):
+    """A `GlooSession` is one rank's side of a group over Gloo.
+
+    `names` is what people call each rank's process, 'pid 17 on node3'; `has_ended` says whether a rank's is gone.
+    It runs one collective at a time: the caller of `_running` holds `lock`.
+    """
+
+    is_interruptible = False
+
+    def __init__(
+        self,
+        group: str,
+        engine: GlooEngine,
+        failure_store: FailureStore,
+        names: Sequence[str],
+        has_ended: Callable[[int], bool],
+    ) -> None:
+        self.group = group
+        self.rank = engine.rank
+        self.world_size = engine.world_size
+        self.lock = threading.Lock()
+        self._names = tuple(names)
+        self._seq = 0
+        self._sites: dict[str, int] = {"": 0}
+        self._places = [""]  # by the number of the call site
+        self._entered_s = 0.0
+        self._at = Position()
+        self._engine = engine
+        self._failure_store = failure_store
+        self._has_ended = has_ended
+        self._background, self._background_messages = Background(), Background()
+        self._process = os.getpid()
+        self._is_closed = False
+        self._monitor: HealthMonitor | None = None
+        if self.world_size > 1:
+            self._monitor = HealthMonitor(failure_store, self._where, lambda: False, self._take_report)
+
+    # -- what the process group asks -----------------------------------------------------------------------------
+
+    @property
+    def _position(self) -> Position:
+        return self._at
+
+    @property
+    def seq(self) -> int:
+        return self._seq
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        """Return a number for a (file, line)."""
+        text = f"{short(place[0])}:{place[1]}" if place[0] else ""
+        number = self._sites.get(text)
+        if number is None:
+            number = self._sites[text] = len(self._places)
+            self._places.append(text)
+        return number
+
+    def _place(self, ctx: CallContext) -> str:
+        return self._places[ctx.call_site]
+
+    @property
+    def closed(self) -> bool:
+        """Return whether this process has left, or is a fork of the one that came."""
+        return self._is_closed or os.getpid() != self._process
+
+    def set_exit_reason(self, exit_reason: str) -> None:
+        self._publish_exit_reason(exit_reason)
+        self._linger()
+
+    def leave_in_flight(self) -> None:
+        """Wake the operations of this process that still run."""
+        self._publish_exit_reason(LEFT_IN_FLIGHT)
+        self._engine.close()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._monitor is not None:
+            self._monitor.close()
+        self._publish_exit_reason(LEFT)
+        self._linger()
+        if self._report is None:
+            self._engine.deliver(Deadline.after(DELIVERY_S))
+        self._engine.close()
+        self._background.close()
+        self._background_messages.close()
+
+    def _end(self) -> None:
+        """Wake the threads that wait here, and the ranks that wait for this one."""
+        self._engine.close()
+
+    # -- around a collective -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _collective(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
+        """Agree on `call` with all ranks; what fails inside becomes the error that all ranks raise.
+
+        Raises:
+            MismatchError: some rank called something else; no tensor was changed.
+            PeerLostError, DeadlineError: a rank is gone or late.
+        """
+
+        def check() -> None:
+            if self._report is not None:
+                raise self._report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
+
+        take_call_lock(self.lock, self.group, self.rank, ctx.timeout_s, check)
+        try:
+            with self._running(call, ctx) as deadline:
+                yield deadline
+        finally:
+            self.lock.release()
+
+    @contextlib.contextmanager
+    def _running(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
+        """Agree on `call` with all ranks, under `lock`. What fails inside becomes the error that all ranks raise.
+
+        Raises:
+            MismatchError: some rank called something else; no tensor was changed.
+            PeerLostError, DeadlineError: a rank is gone or late.
+        """
+        with torch.no_grad():
+            self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
+            self._seq += 1
+            operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
+            self._entered_s = time.monotonic()
+            self._at = Position(self._seq, operation.place, inside=True)
+            deadline = Deadline.after(ctx.timeout_s)
+            with self._reporting(operation, deadline):
+                self._agree(call, deadline)
+                yield deadline
+            self._at = Position(self._seq, operation.place)
+
+    def _agree(self, call: Call, deadline: Deadline) -> None:
+        if self.world_size == 1:
+            return
+        mine, heads = bytearray(call.head(self._seq)), bytearray(HEAD_BYTES * self.world_size)
+        self._gather_heads(mine, heads, deadline)
+        if calls := disagreement(split_heads(bytes(heads), range(self.world_size)), self._seq):
+            raise Disagreement(calls)
+
+    def _gather_heads(self, mine: bytearray, heads: bytearray, deadline: Deadline) -> None:
+        into, head = (torch.frombuffer(data, dtype=torch.uint8) for data in (heads, mine))
+        self._run("_allgather_base", [into, head], deadline)
+
+    def _run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
+        """Carry out one of Gloo's collectives. Another thread waits for it, and this one waits for that thread.
+
+        So this thread hears Ctrl-C, and learns that a connection is gone: Gloo tells that to a thread that waits for a
+        message, but not if the message had begun to come.
+        """
+        connected = set(self._others)
+        arguments = _aliases(arguments)
+
+        def carry_out() -> None:
+            with talking():
+                self._engine.begin(method, arguments, timedelta_of(deadline), **options).wait()
+
+        def look() -> None:
+            for peer in sorted(connected):
+                try:
+                    self._engine.check(peer)
+                except RuntimeError as error:
+                    _, position = self._failure_store.exit_reason(peer)
+                    if position is None or position.inside or position.seq < self._seq:
+                        raise GlooFailed(str(error)) from error
+                    connected.discard(peer)  # it has done its part of this collective, and left
+
+        self._background.run(carry_out, look, self.interrupted)
+
+    def _wait_for(self, messages: Sequence[InTransit], peer: int, num_bytes: int, deadline: Deadline) -> None:
+        """Wait for what is under way with `peer`; if a message may be half there, in another thread, as in `_run`."""
+
+        def wait() -> None:
+            with talking():
+                for message in messages:
+                    message.wait(timedelta_of(deadline))
+
+        if num_bytes <= WHOLE_BYTES:
+            wait()
+        else:
+            self._background_messages.run(wait, look_at(self._engine, peer, GlooFailed))
+
+    def _check_open(self, operation: Operation) -> None:
+        if self.closed:
+            raise closed(self.group)
+        if self._report is not None:
+            raise self._report.error(operation)
+
+    def _check_tag(self, tag: int, num_tags: int) -> None:
+        """Raise what is wrong before a message with `tag` is sent or received."""
+        self._check_open(Operation("send and recv", self.group, self.rank))
+        if not 0 <= tag < num_tags:
+            raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1}, got {tag}")
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+        """Turn what fails inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
+        below zero, all if None.
+        """
+        try:
+            yield
+        except (Disagreement, GlooFailed) as cause:
+            if self._report is None:
+                self._publish_report(self._failure_store.report() or self._explain(cause, deadline, peer))
+            else:
+                self._take_report(self._report)
+            assert self._report is not None
+            raise self._report.error(operation) from None
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _explain(self, cause: Exception, deadline: Deadline, peer: int | None) -> FailureReport:
+        """Return what this rank makes of `cause`, unless a rank that knows more posts its report first."""
+        if isinstance(cause, Disagreement):
+            return FailureReport("mismatch", calls=cause.calls, is_collective=cause.is_collective)
+        if deadline.left_s < _SOON_S:
+            return self._explain_late(deadline.timeout_s, peer)
+        patience = Deadline.after(AFTER_BREAK_S)
+        while True:
+            if report := self._failure_store.report() or self._find_lost(peer):
+                return report
+            if patience.passed:
+                break
+            time.sleep(_PAUSE_S)
+        answers = self._failure_store.collect_positions()
+        if fate := self._failure_store.server_fate():
+            return self._report_lost(fate[0], "the job's store, which it served, does not answer", peer)
+        silent = next((r for r in self._others if r not in answers), None)
+        if silent is None:
+            return self._failure_store.report() or FailureReport("broken", reason=f"Gloo failed: {cause}")
+        return self._report_lost(silent, "its connection closed without a word (killed, crashed, or cut off)", peer)
+
+    def _find_lost(self, peer: int | None) -> FailureReport | None:
+        """Return a report of a rank that has said that it leaves, or whose process has ended; None if there is none."""
+        for r in self._others:
+            reason, position = self._failure_store.exit_reason(r)
+            if reason:
+                return self._report_lost(r, reason, peer, position)
+        ended = next((r for r in self._others if self._has_ended(r)), None)
+        return None if ended is None else self._report_lost(ended, KILLED, peer)
+
+    def _explain_late(self, timeout_s: float, peer: int | None) -> FailureReport:
+        answers = self._failure_store.collect_positions()
+        if report := self._failure_store.report():  # another rank was faster
+            return report
+        return self._report_late(answers, timeout_s, peer)
+
+    def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
+        """Report that this rank gave up. `answers` has where the others say they are; `peer` is as for `_reporting`."""
+        if peer is None:
+            missing = self._missing(answers)
+        else:
+            missing = [peer] if peer >= 0 else self._others
+        return late(missing, self._names, answers, self.rank, timeout_s, is_collective=peer is None)
+
+
+@contextlib.contextmanager
+def talking() -> Iterator[None]:
+    """Turn what Gloo raises inside into an error of its connections."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GlooFailed(str(error)) from error
+
+
+def timedelta_of(deadline: Deadline) -> timedelta:
+    """Return what is left, for Gloo's own wait."""
+    return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_S))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a plain tensor."""
+    return flat(tensor).view(torch.uint8)
+
+
+def _aliases(arguments: Sequence[Any]) -> list[Any]:
+    """Return the arguments of one of Gloo's collectives with tensors that any thread may write."""
+    found: list[Any] = []
+    for each in arguments:
+        found.append(_aliases(each) if isinstance(each, list) else alias(each) if isinstance(each, Tensor) else each)
+    return found

@@ -1,0 +1,110 @@
+"""A thread listens for failures while the ranks of this process compute, wait or hang; groups of a store share it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import ClassVar
+
+from phalanx._base.loss_detection import LOOK_S
+from phalanx._comm.diagnostics.failure_report import FailureReport
+from phalanx._comm.diagnostics.failure_signals import FailureSignals
+from phalanx._comm.diagnostics.failure_store import FailureStore
+from phalanx._comm.diagnostics.flight_recorder import Position
+
+_JOIN_S = 2.0  # it may hang in a store whose host was cut off
+
+
+class HealthMonitor:
+    """It says where this rank is when another rank of the group asks, and when the group is over.
+
+    `where` tells this rank's position. `is_over` looks at this host; `over` is called when the group is over here, and
+    (again) with the report when it is told, and wakes whoever still waits. Both are looked at five times a second,
+    as is what the launcher of this host tells of hosts that are lost. The store is read when a signal has come.
+    """
+
+    def __init__(
+        self,
+        failure_store: FailureStore,
+        where: Callable[[], Position],
+        is_over: Callable[[], bool],
+        over: Callable[[FailureReport | None], None],
+    ) -> None:
+        self._failure_store = failure_store
+        self._where = where
+        self._is_over = is_over
+        self._over = over
+        self._woken = False
+        self._looked = False
+        self._looking = threading.RLock()
+        self._is_closed = False
+        self._listener = _Listener.of(failure_store.signals, self)
+
+    def look(self, signals: set[str]) -> None:
+        """Look whether the group is over. The listener's thread calls this, with the groups that were signalled."""
+        with self._looking:
+            if self._is_closed:
+                return
+            # A signal that was sent before we listened is not among them.
+            if not self._looked or self._failure_store.group_key in signals:
+                self._failure_store.report_position(self._where())
+                report = self._failure_store.report()
+                self._looked = True
+            else:
+                report = self._failure_store.report_here()
+            if report is not None:
+                self._is_closed = True
+                self._over(report)
+            elif not self._woken and self._is_over():  # the report is yet to come
+                self._woken = True
+                self._over(None)
+
+    def close(self) -> None:
+        self._listener.remove(self)
+        if self._looking.acquire(timeout=_JOIN_S):
+            self._is_closed = True
+            self._looking.release()
+
+
+class _Listener:
+    """It is the thread that asks the monitors of one store to look."""
+
+    _lock = threading.Lock()
+    _running: ClassVar[dict[tuple[int, int], _Listener]] = {}  # the listeners, by process and signals
+
+    def __init__(self, signals: FailureSignals) -> None:
+        self._signals = signals
+        self._monitors: list[HealthMonitor] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="phalanx-health-monitor", daemon=True)
+
+    @classmethod
+    def of(cls, signals: FailureSignals, monitor: HealthMonitor) -> _Listener:
+        """Return the listener of the store of `signals`, which runs, with `monitor` among its monitors."""
+        with cls._lock:
+            key = (os.getpid(), id(signals))
+            listener = cls._running.get(key)
+            if listener is None:
+                listener = cls._running[key] = cls(signals)
+                listener._thread.start()
+            listener._monitors = [*listener._monitors, monitor]
+            return listener
+
+    def remove(self, monitor: HealthMonitor) -> None:
+        """Ask `monitor` no more; the thread ends with the last one."""
+        with self._lock:
+            self._monitors = [one for one in self._monitors if one is not monitor]
+            if self._monitors or self._stop.is_set():
+                return
+            self._stop.set()
+            self._running.pop((os.getpid(), id(self._signals)), None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def _listen(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            signals = self._signals.receive()
+            for monitor in self._monitors:
+                monitor.look(signals)
+        self._signals.close()

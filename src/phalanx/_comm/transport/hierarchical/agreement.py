@@ -1,0 +1,194 @@
+"""Let the ranks of all hosts learn that they called the same operation, before a tensor of the user changes.
+
+    1  the ranks of a host give their leader the heads of their calls, and little tensors with them: one sync
+    2  the leaders send each other these: one message each way, or some that are forwarded (see `bruck`)
+    3  whatever writes into a tensor of the user on this host waits for its leader, which comes there when all agree
+
+Between 1 and 3 data may travel from scratch to scratch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx._base.core_numbers import BYTES, MISMATCH, OK
+from phalanx._base.deadline import Deadline, timeout_ns
+from phalanx._comm.transport.base import CallContext
+from phalanx._comm.transport.call import HEAD_BYTES, Disagreement, digest_of, foreign_head, rank_call
+from phalanx._comm.transport.hierarchical.exchange import SMALL_BYTES, HostMessage, all_agree
+from phalanx._comm.transport.hierarchical.failure_reports import LocalFailure
+from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, data_tag
+from phalanx._comm.transport.hierarchical.session import HierarchicalSession
+
+Piece = tuple[int, int]
+"""The place of some bytes, and their number."""
+_NOTHING: Mapping[int, Sequence[Piece]] = {}
+
+
+class _Envelope:
+    """It is memory for the head of a rank's call and for what the rank brings, one after the other."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+        self.payload = self.address + HEAD_BYTES
+        self._head = memoryview((ctypes.c_char * HEAD_BYTES).from_address(self.address)).cast("B")
+
+    @property
+    def head(self) -> bytes:
+        return bytes(self._head)
+
+    def pack(self, head: bytes, piece: Piece) -> None:
+        self._head[:] = head
+        address, nbytes = piece
+        if nbytes:
+            ctypes.memmove(self.payload, address, nbytes)
+
+
+class Agreement(HierarchicalSession):
+    """It takes the steps in which a collective begins; its caller is inside `_running`."""
+
+    _envelopes: list[_Envelope] | None = None
+    _gathered: tuple[int, ...] | None = None  # on a leader: where the envelopes lie, and what is in them
+    _payloads: tuple[int, ...] = ()
+    _heads: Sequence[bytes] = ()  # on a leader: the heads of this host's ranks
+
+    @property
+    def _data(self) -> int:
+        """Return the tag of what the operation under way sends, where it sends all in one stream."""
+        return self._stream(0)
+
+    def _stream(self, number: int) -> int:
+        return data_tag(digest_of(self._head), number)
+
+    # -- 1 -------------------------------------------------------------------------------------------------------
+
+    def _give_to_leader(
+        self, ctx: CallContext, deadline: Deadline, mine: Piece = (0, 0), sizes: Sequence[int] | int = 0
+    ) -> Sequence[int]:
+        """Bring what this rank has to its host's leader, sizes[i] bytes from local rank i; a number: from each.
+
+        On the leader it returns where the local ranks' bytes lie until the next operation.
+        """
+        count = len(self.layout.local_ranks)
+        if count == 1:
+            self._heads = (self._head,)
+            return (mine[0],)
+        if self._envelopes is None:
+            self._envelopes = [_Envelope() for _ in range(count if self._leaders is not None else 1)]
+            if self._leaders is not None:
+                self._gathered = tuple(envelope.address for envelope in self._envelopes)
+                self._payloads = tuple(envelope.payload for envelope in self._envelopes)
+        envelopes = self._envelopes
+        envelopes[0].pack(self._head, mine)
+        if isinstance(sizes, int):
+            nbytes = (HEAD_BYTES + sizes,) * count
+        else:
+            nbytes = tuple([HEAD_BYTES + size for size in sizes])
+        status = self._core.gather(
+            envelopes[0].address,
+            self._gathered,
+            nbytes,
+            0,
+            0,
+            timeout_ns(deadline.left_s),
+            ctx.call_site,
+            (nbytes[0],),
+        )
+        if status == MISMATCH and self._leaders is not None:
+            self._report_mismatch_of_sizes(deadline)
+        self._checked(status)
+        if self._leaders is None:
+            return ()
+        self._heads = [self._head, *[envelope.head for envelope in envelopes[1:]]]
+        return self._payloads
+
+    def _report_mismatch_of_sizes(self, deadline: Deadline) -> None:
+        """Report that this host's ranks bring different sizes: they called different things, as their records say."""
+        called = self._called_here()
+        self._heads = [self._head, *(foreign_head(called[r]) for r in self.layout.local_ranks[1:])]
+        try:
+            self._send_heads(deadline)
+            self._agree(deadline)
+        except ConnectionBroken:
+            raise Disagreement(called, complete=True) from None  # that much is certain
+
+    # -- 2 -------------------------------------------------------------------------------------------------------
+
+    def _send_heads(self, deadline: Deadline, payloads: Mapping[int, Sequence[Piece]] = _NOTHING) -> None:
+        """Tell the other leaders what this host's ranks call, and host h what payloads[h] holds; leaders call it."""
+        if self._leaders is not None:
+            self._leaders.send(self._heads, payloads, deadline)
+
+    def _agree(self, deadline: Deadline) -> Mapping[int, HostMessage]:
+        """Return what the other hosts sent, when all ranks are known to have called the same; only leaders call this.
+
+        Raises:
+            Disagreement: some did not; all leaders know every rank's call.
+        """
+        if self._leaders is None:
+            return {}
+        came = self._leaders.receive(deadline)
+        if not all_agree(self._head, self._heads, *[c.heads for c in came.values()]):
+            calls = {}
+            for host, members in enumerate(self.layout.topology.hosts):
+                heads = self._heads if host == self.layout.host else came[host].heads
+                calls.update({r: rank_call(head, self._seq) for r, head in zip(members, heads, strict=True)})
+            raise Disagreement(dict(sorted(calls.items())), complete=True)
+        return came
+
+    def _used(self) -> None:
+        """Give back the memory of what the other hosts sent, which is not needed any more; only leaders call this."""
+        if self._leaders is not None:
+            self._leaders.done()
+
+    # -- 3 -------------------------------------------------------------------------------------------------------
+
+    def _agree_here(self, ctx: CallContext, deadline: Deadline) -> None:
+        """Return when all ranks of all hosts are known to have called the same."""
+        self._give_to_leader(ctx, deadline)
+        self._send_heads(deadline)
+        self._agree(deadline)
+        self._used()
+        if len(self.layout.local_ranks) > 1:
+            self._checked(self._core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ()))
+
+    def _take_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
+        """Copy `nbytes` at `address` from the leader, which comes here when all agree."""
+        if len(self.layout.local_ranks) > 1:
+            left = timeout_ns(deadline.left_s)
+            self._checked(self._core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, (nbytes,)))
+
+    # -- steps in the memory of this host ------------------------------------------------------------------------
+
+    def _checked(self, status: int) -> None:
+        if status != OK:
+            raise LocalFailure(status)
+
+    def _gather_here(
+        self, mine: Tensor, parts: Sequence[Tensor], ctx: CallContext, deadline: Deadline, dtype: int = 0
+    ) -> None:
+        """Write local rank i's `mine` to parts[i], on every rank of the host. `mine` may be its own part."""
+        self._checked(
+            self._core.gather(
+                mine.data_ptr(),
+                tuple(part.data_ptr() for part in parts),
+                tuple(part.nbytes for part in parts),
+                dtype,
+                -1,
+                timeout_ns(deadline.left_s),
+                ctx.call_site,
+                mine.shape,
+            )
+        )
+
+    def _broadcast_here(self, data: Tensor, local_root: int, ctx: CallContext, deadline: Deadline) -> None:
+        """Overwrite `data` (bytes) with that of `local_root`, on every rank of the host."""
+        at, size = data.data_ptr(), len(data)
+        self._checked(
+            self._core.broadcast(at, size, BYTES, local_root, timeout_ns(deadline.left_s), ctx.call_site, data.shape)
+        )

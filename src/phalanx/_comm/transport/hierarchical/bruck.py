@@ -1,0 +1,124 @@
+"""Leaders of many hosts forward each other's messages, as in the all-gather of Bruck et al. (1997).
+
+    round 0   host h sends to host h + 1    its own message
+    round 1             to host h + 2       those of h and h - 1
+    round 2             to host h + 4       those of h, h - 1, h - 2 and h - 3            (numbers modulo the hosts)
+
+So each leader sends and receives ceil(log2 H) messages for an operation of H hosts, where each would send H - 1 to the
+others directly; in bytes it is the same. A round can begin when the one before it has ended, which costs a latency for
+each: for few hosts direct messages are sooner there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.engines.engine import Engine
+from phalanx._comm.transport.hierarchical.exchange import (
+    ALWAYS_SMALL_BYTES,
+    SENT,
+    SMALL_BYTES,
+    DirectExchange,
+    HostMessage,
+    LeaderExchange,
+    aligned,
+    longest_message,
+    read_message,
+    write_message,
+)
+from phalanx._comm.transport.hierarchical.inboxes import Buffer, Inboxes
+from phalanx._comm.transport.hierarchical.layout import Layout
+from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, talking_to
+
+MOST_DIRECT = 5  # of more hosts leaders forward messages
+_HEADER_BYTES = 64  # in front of the messages of a round; the first word is the length of all
+
+
+class _Round(NamedTuple):
+    """It is one round of an operation: how many hosts further a leader sends, to whom, from whom it receives, and the
+    messages of how many hosts.
+    """
+
+    step: int
+    receiver: int
+    sender: int
+    num_hosts: int
+
+
+class BruckExchange(LeaderExchange):
+    """It sends log2 of the number of hosts messages in each operation. All hosts get the same payload."""
+
+    is_direct = False
+
+    def __init__(self, engine: Engine, layout: Layout) -> None:
+        hosts, me = layout.topology.hosts, layout.host
+        size = len(hosts)
+        self._engine = engine
+        # The hosts in the order in which their messages arrive, this one first, and how many ranks each has.
+        self._order = [(me - n) % size for n in range(size)]
+        self._sizes = [len(hosts[host]) for host in self._order]
+        self._rounds = [
+            _Round(step, hosts[(me + step) % size][0], hosts[(me - step) % size][0], min(step, size - step))
+            for step in (1 << number for number in range((size - 1).bit_length()))
+        ]
+        payload_bytes = max(SMALL_BYTES // (size - 1), ALWAYS_SMALL_BYTES)
+        longest = [aligned(longest_message(num_ranks, payload_bytes)) for num_ranks in self._sizes]
+        self._own = Buffer(longest[0])
+        self._messages: list[tuple[int, int]] = []  # those of this operation: addresses and bytes, as in `_order`
+        inboxes = Inboxes(
+            engine,
+            {number: one.sender for number, one in enumerate(self._rounds)},
+            {
+                number: _HEADER_BYTES + sum(longest[one.step : one.step + one.num_hosts])
+                for number, one in enumerate(self._rounds)
+            },
+            lambda _, inbox: int(inbox.first_word.value),
+        )
+        outboxes = {
+            number: [Buffer(_HEADER_BYTES + sum(longest[: one.num_hosts])) for _ in range(SENT)]
+            for number, one in enumerate(self._rounds)
+        }
+        super().__init__(layout, inboxes, outboxes)
+
+    def send(
+        self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
+    ) -> None:
+        """Do as `LeaderExchange.send` says; all payloads are the same, or there is none."""
+        end = write_message(self._own, heads, list(dict.fromkeys(heads)), next(iter(payloads.values()), ()))
+        self._messages = [(self._own.address, aligned(end))]
+        self._send_round(0, deadline)
+
+    def _send_round(self, number: int, deadline: Deadline) -> None:
+        one = self._rounds[number]
+        outbox = self._free_outbox(number, one.receiver, deadline)
+        end = _HEADER_BYTES
+        for address, nbytes in self._messages[: one.num_hosts]:
+            ctypes.memmove(outbox.address + end, address, nbytes)
+            end += nbytes
+        outbox.first_word.value = end
+        with talking_to(one.receiver):
+            outbox.pending = self._engine.send(one.receiver, outbox.first(end), FINGERPRINT)
+
+    def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
+        """Do as `LeaderExchange.receive` says, and forward what others need of it."""
+        found: dict[int, HostMessage] = {}
+        for number, one in enumerate(self._rounds):
+            if number:
+                self._send_round(number, deadline)
+            inbox = self._inboxes.receive(number, deadline)
+            at = _HEADER_BYTES
+            for _ in range(one.num_hosts):
+                place = len(self._messages)
+                message, end = read_message(inbox, at, self._sizes[place])
+                found[self._order[place]] = message
+                self._messages.append((inbox.address + at, end - at))
+                at = end
+        return found
+
+
+def open_exchange(engine: Engine, layout: Layout) -> LeaderExchange:
+    """Return the exchange for so many hosts; it is of the same kind on each."""
+    return DirectExchange(engine, layout) if layout.num_hosts <= MOST_DIRECT else BruckExchange(engine, layout)

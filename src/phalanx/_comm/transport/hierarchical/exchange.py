@@ -1,0 +1,188 @@
+"""The hosts' leaders begin every operation with one message: what their ranks call, and small tensors with it.
+
+    leader of host A  ──heads of A's ranks, payload──>  leader of host B      (and the other way, at the same time)
+
+One message each way is all that a small operation costs between hosts. A message says how long it is, so one that its
+receiver did not expect (another operation, another size) still arrives, and is told for what it is. Between many hosts
+leaders forward each other's messages: see `bruck`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.engines.engine import Engine
+from phalanx._comm.transport.call import HEAD_BYTES, agree
+from phalanx._comm.transport.hierarchical.inboxes import Buffer, Inboxes
+from phalanx._comm.transport.hierarchical.layout import Layout
+from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, talking_to, timedelta_of
+
+# A rank may bring so much to, or take so much from, an operation whose data travel with its heads, for each other host.
+SMALL_BYTES = 2**18
+ALWAYS_SMALL_BYTES = 256  # a sum of so many bytes travels with the heads whatever the options and the number of hosts
+SENT = 2  # operations whose messages may be on their way out
+_PREFIX = struct.Struct("<II")  # the number of different heads, and the payload's bytes
+_ALIGNED = 64
+
+
+@dataclass(frozen=True)
+class HostMessage:
+    """It has what another host's ranks call (`heads`, in their order), and its payload until the next operation."""
+
+    heads: Sequence[bytes]
+    address: int
+    nbytes: int
+
+
+class LeaderExchange(abc.ABC):
+    """It carries the messages between this host's leader and those of the others. Only leaders have one.
+
+    `send` and `receive` alternate, one of each for an operation. The caller of `receive` hears Ctrl-C.
+    """
+
+    is_direct: bool
+    """Whether each host has a message of its own for each other one. If not, all of them get the same payload."""
+
+    def __init__(self, layout: Layout, inboxes: Inboxes, outboxes: Mapping[int, Sequence[Buffer]]) -> None:
+        self.hosts = tuple(host for host in range(layout.num_hosts) if host != layout.host)
+        self._scratch = Buffer(SMALL_BYTES)
+        self.scratch = self._scratch.address  # for what the leader makes of its host's payloads
+        self._inboxes = inboxes
+        self._outboxes = outboxes
+        self._number = 0
+
+    @abc.abstractmethod
+    def send(
+        self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
+    ) -> None:
+        """Start to send to each other host the heads of this host's ranks, and payloads[host]: addresses and bytes."""
+
+    @abc.abstractmethod
+    def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
+        """Return what each other host sent in this operation; it stays as it is until `done`.
+
+        Raises:
+            ConnectionBroken: some host's leader is gone or late.
+        """
+
+    def done(self) -> None:
+        """Let the memory of this operation's messages, which have been used, receive others."""
+        self._number += 1
+        self._inboxes.done()
+
+    def flush(self, deadline: Deadline) -> None:
+        """Return when all that was sent has been taken, or can't be: a peer needs it even if this host does not."""
+        for outboxes in self._outboxes.values():
+            for outbox in outboxes:
+                if outbox.pending is not None:
+                    with contextlib.suppress(RuntimeError):
+                        outbox.pending.wait(timedelta_of(deadline))
+                    outbox.pending = None
+
+    def close(self) -> None:
+        """Let go of the messages after the engine is closed: nothing else ends receives for which nobody sends."""
+        self._inboxes.close()
+        for outboxes in self._outboxes.values():
+            for outbox in outboxes:
+                outbox.pending = None  # the engine's sockets live as long as a message on its way
+
+    def _free_outbox(self, key: int, peer: int, deadline: Deadline) -> Buffer:
+        """Return the memory for this operation's message to `peer`, once the last but one has left it."""
+        outbox = self._outboxes[key][self._number % SENT]
+        if outbox.pending is not None:  # it is of the operation before the last, and most likely over
+            with talking_to(peer):
+                outbox.pending.wait(timedelta_of(deadline))
+        return outbox
+
+
+class DirectExchange(LeaderExchange):
+    """It sends each other host's leader one message in each operation."""
+
+    is_direct = True
+
+    def __init__(self, engine: Engine, layout: Layout) -> None:
+        self._engine = engine
+        self._peers = {host: ranks[0] for host, ranks in enumerate(layout.topology.hosts) if host != layout.host}
+        self._sizes = {host: len(layout.topology.hosts[host]) for host in self._peers}
+        longest = longest_message(len(layout.local_ranks), SMALL_BYTES)
+        inboxes = Inboxes(
+            engine,
+            self._peers,
+            {host: longest_message(size, SMALL_BYTES) for host, size in self._sizes.items()},
+            lambda host, inbox: length_of_message(inbox, self._sizes[host]),
+        )
+        super().__init__(layout, inboxes, {host: [Buffer(longest) for _ in range(SENT)] for host in self._peers})
+
+    def send(
+        self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
+    ) -> None:
+        distinct = list(dict.fromkeys(heads))
+        for host, peer in self._peers.items():
+            outbox = self._free_outbox(host, peer, deadline)
+            end = write_message(outbox, heads, distinct, payloads.get(host, ()))
+            with talking_to(peer):
+                outbox.pending = self._engine.send(peer, outbox.first(end), FINGERPRINT)
+
+    def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
+        return {
+            host: read_message(self._inboxes.receive(host, deadline), 0, self._sizes[host])[0] for host in self._peers
+        }
+
+
+def all_agree(mine: bytes, *hosts: Sequence[bytes]) -> bool:
+    """Return whether all ranks of these hosts called what `mine` says."""
+    return all([head is mine or agree(mine, head) for heads in hosts for head in heads])
+
+
+# -- a host's message: two numbers, for each rank which head is its own, the different heads, the payload --------------
+
+
+def write_message(
+    buffer: Buffer, heads: Sequence[bytes], distinct: Sequence[bytes], pieces: Sequence[tuple[int, int]]
+) -> int:
+    """Write a host's message to the beginning of `buffer`, and return where it ends."""
+    start = _payload_offset(len(heads), len(distinct))
+    end = start
+    for address, nbytes in pieces:
+        ctypes.memmove(buffer.address + end, address, nbytes)
+        end += nbytes
+    _PREFIX.pack_into(buffer.bytes, 0, len(distinct), end - start)
+    buffer.bytes[_PREFIX.size : _PREFIX.size + len(heads)] = bytes([distinct.index(head) for head in heads])
+    buffer.bytes[start - len(distinct) * HEAD_BYTES : start] = b"".join(distinct)
+    return end
+
+
+def read_message(buffer: Buffer, at: int, num_ranks: int) -> tuple[HostMessage, int]:
+    """Return the message of a host with so many ranks that begins at `at`, and where the next one begins."""
+    num_distinct, nbytes = _PREFIX.unpack_from(buffer.bytes, at)
+    start = at + _payload_offset(num_ranks, num_distinct)
+    first = start - num_distinct * HEAD_BYTES
+    distinct = [bytes(buffer.bytes[begin : begin + HEAD_BYTES]) for begin in range(first, start, HEAD_BYTES)]
+    kinds = buffer.bytes[at + _PREFIX.size : at + _PREFIX.size + num_ranks]
+    return HostMessage([distinct[kind] for kind in kinds], buffer.address + start, nbytes), aligned(start + nbytes)
+
+
+def length_of_message(buffer: Buffer, num_ranks: int) -> int:
+    """Return the length of the message that has begun to arrive; it is a guess while its first bytes do."""
+    num_distinct, nbytes = _PREFIX.unpack_from(buffer.bytes)
+    return _payload_offset(num_ranks, num_distinct) + int(nbytes)
+
+
+def longest_message(num_ranks: int, payload_bytes: int) -> int:
+    """Return the largest number of bytes in a message of a host with so many ranks."""
+    return _payload_offset(num_ranks, num_ranks) + payload_bytes
+
+
+def aligned(nbytes: int) -> int:
+    """Return the next place where a message may begin."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _payload_offset(num_ranks: int, num_distinct: int) -> int:
+    return aligned(_PREFIX.size + num_ranks) + num_distinct * HEAD_BYTES

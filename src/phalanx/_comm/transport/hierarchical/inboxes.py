@@ -1,0 +1,166 @@
+"""Messages for which receives are posted several operations ahead, and how a leader waits for them.
+
+Receives are posted several at once: Gloo asks the receiver before it sends, and so it has the answer already. Where no
+signal is heard while the engine waits, a leader looks for a message where that will lie, for a moment, and then has a
+thread wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.engines.engine import Engine, InTransit
+from phalanx._comm.transport.background import LOOK_EVERY_S, WHOLE_BYTES, Background, get_soon, look_at
+from phalanx._comm.transport.hierarchical.rails import (
+    FINGERPRINT,
+    FOR_EVER,
+    ConnectionBroken,
+    NotBegun,
+    talking_to,
+    timedelta_of,
+)
+
+_AHEAD = 8  # operations for which receives are posted; a peer may be one further than this host
+_TOGETHER = 6  # so many are posted at once: the peer's threads wake up once for them
+_LOOKS = 200  # at memory, for a message's first bytes, before a thread is asked to wait for it
+# A look takes so long only if another thread wanted this core, perhaps the one that brings the message. So many
+# messages are not looked for after that.
+_CROWDED_S = 2e-5
+_WITHOUT_LOOKS = 50
+
+
+class Buffer:
+    """A buffer is memory for one message."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+        self.bytes = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
+        self.first_word = ctypes.c_uint32.from_address(self.address)
+        self.pending: InTransit | None = None
+        self._part = self.tensor
+
+    def first(self, nbytes: int) -> Tensor:
+        """Return the first `nbytes` of it as a tensor; most likely they are as many as the last time."""
+        if len(self._part) != nbytes:
+            self._part = self.tensor[:nbytes]
+        return self._part
+
+
+class Inboxes:
+    """`Inboxes` receive one message of each sender in each operation. The first word of a message is never zero.
+
+    Arguments:
+        senders: the rank that sends, by whatever the caller calls it.
+        nbytes: the longest message of each sender.
+        length: returns the length of the message of a sender that has begun to arrive in a buffer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        senders: Mapping[int, int],
+        nbytes: Mapping[int, int],
+        length: Callable[[int, Buffer], int],
+    ) -> None:
+        self._engine = engine
+        self._senders = senders
+        self._length = length
+        self._buffers = {key: [Buffer(nbytes[key]) for _ in range(_AHEAD)] for key in senders}
+        self._number = 0
+        self._background = Background()
+        self._without_looks = 0  # how many of the next messages are not looked for
+        self._used = 0  # slots whose messages have been used, and that are not posted again
+        for slot in range(_AHEAD):
+            self._post(slot)
+
+    def receive(self, key: int, deadline: Deadline) -> Buffer:
+        """Return this operation's message of a sender; it stays as it is until `done`.
+
+        Raises:
+            ConnectionBroken: the sender is gone or late.
+        """
+        inbox, peer = self._buffers[key][self._number % _AHEAD], self._senders[key]
+        if self._engine.is_interruptible or (self._sees(inbox) and self._length(key, inbox) <= WHOLE_BYTES):
+            assert inbox.pending is not None
+            with talking_to(peer):
+                inbox.pending.wait(timedelta_of(deadline))
+        else:
+            self._await(inbox, peer, deadline)
+        return inbox
+
+    def _sees(self, inbox: Buffer) -> bool:
+        """Return whether a message begins to arrive within a moment, in which other threads may have this core.
+
+        Where they do take it, looking only hinders the engine's thread: then the next messages are not looked for.
+        """
+        if self._without_looks > 0:
+            self._without_looks -= 1
+            return bool(inbox.first_word.value)
+        before = time.perf_counter()
+        for _ in range(_LOOKS):
+            if inbox.first_word.value:
+                return True
+            os.sched_yield()
+            now = time.perf_counter()
+            if now - before > _CROWDED_S:
+                self._without_looks = _WITHOUT_LOOKS
+                break
+            before = now
+        return bool(inbox.first_word.value)
+
+    def _await(self, inbox: Buffer, peer: int, deadline: Deadline) -> None:
+        assert inbox.pending is not None
+        arrived = self._background.start(partial(inbox.pending.wait, FOR_EVER))
+        look = look_at(self._engine, peer, partial(ConnectionBroken, peer))
+        while True:
+            try:
+                error = get_soon(arrived, min(timedelta_of(deadline).total_seconds(), LOOK_EVERY_S))
+                break
+            except queue.Empty:
+                if deadline.passed:
+                    raise ConnectionBroken(peer, "nothing came in time") from None
+            if inbox.first_word.value:  # a message that has begun to come may never end, and Gloo would not tell
+                try:
+                    look()
+                except ConnectionBroken:
+                    self._background.over(arrived)
+                    raise
+        self._background.over(arrived)
+        if error is not None:
+            with talking_to(peer):
+                raise error
+
+    def done(self) -> None:
+        """Let the memory of this operation's messages, which have been used, receive others."""
+        self._number += 1
+        self._used += 1
+        if self._used == _TOGETHER:
+            for number in range(self._number - self._used, self._number):
+                self._post(number % _AHEAD)
+            self._used = 0
+
+    def _post(self, slot: int) -> None:
+        for key, peer in self._senders.items():
+            inbox = self._buffers[key][slot]
+            inbox.first_word.value = 0
+            try:
+                inbox.pending = self._engine.recv(peer, inbox.tensor, FINGERPRINT)
+            except RuntimeError as error:  # it has left: nothing that is over needs it
+                inbox.pending = NotBegun(error)
+
+    def close(self) -> None:
+        """Let go of the messages after the engine is closed: nothing else ends receives for which nobody sends."""
+        self._background.close()
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                buffer.pending = None  # the engine's sockets live as long as a message on its way

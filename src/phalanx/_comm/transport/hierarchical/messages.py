@@ -1,0 +1,109 @@
+"""Send and receive between ranks over the engine, even on one host, so that recv-any looks in one place only.
+
+A message is two of the engine's: a header (bytes, dtype), then the elements. The engine would take a wrong size for a
+broken connection; the header tells it apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.dtypes import dtype_name, dtype_of
+from phalanx._comm.diagnostics.failure_report import FailureReport, Operation, RankCall, closed
+from phalanx._comm.transport.background import WHOLE_BYTES, look_at
+from phalanx._comm.transport.base import CallContext
+from phalanx._comm.transport.call import describe_call
+from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, Message, talking_to
+from phalanx._comm.transport.hierarchical.session import HierarchicalSession
+from phalanx._comm.transport.tensors import alias, dense, nbytes, write_back
+
+
+class HierarchicalMessages(HierarchicalSession):
+    """It provides send and recv. Messages between two ranks keep their order per tag."""
+
+    def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
+        """Return when the bytes of `tensor` have left it. It waits for the receive."""
+        self._check_open(f"send to rank {dst}", tag, ctx)
+        data = dense(alias(tensor))
+        header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
+        deadline = Deadline.after(ctx.timeout_s)
+        here = self._operation(f"send to rank {dst}", ctx)
+        with (
+            self._recorded(describe_call("send", data, self._place(ctx)), ctx, dst),
+            self._reporting(here, ctx, deadline, dst),
+        ):
+            messages = []
+            with talking_to(dst):
+                messages.append(Message(self._engine.send(dst, header, tag), dst, deadline))
+                if nbytes(data):
+                    messages.append(Message(self._engine.send(dst, data, tag), dst, deadline))
+            self._wait_for(messages, dst, nbytes(data))
+
+    def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
+        """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
+        self._check_open(f"recv from rank {src}" if src >= 0 else "recv from any rank", tag, ctx)
+        data = dense(alias(tensor))
+        header = torch.empty(2, dtype=torch.int64)
+        deadline = Deadline.after(ctx.timeout_s)
+        here = self._operation(f"recv from rank {src}" if src >= 0 else "recv from any rank", ctx)
+        recorded = self._recorded(describe_call("recv", data, self._place(ctx)), ctx, src)
+        with recorded, self._reporting(here, ctx, deadline, src), torch.no_grad():
+            with talking_to(src):
+                if src >= 0:
+                    Message(self._engine.recv(src, header, tag), src, deadline).wait()
+                    source = src
+                else:
+                    pending = self._engine.recv_any(header, tag)
+                    Message(pending, src, deadline).wait()
+                    source = pending._source_rank()
+            sent_bytes, sent_dtype = header.tolist()
+            code = dtype_of(data.dtype).code
+            if (sent_bytes, sent_dtype) != (nbytes(data), code):
+                self._refuse(here, source, (sent_bytes, sent_dtype), (nbytes(data), code))
+            if sent_bytes:
+                with talking_to(source):
+                    message = Message(self._engine.recv(source, data, tag), source, deadline)
+                self._wait_for([message], source, sent_bytes)
+            if data.data_ptr() != tensor.data_ptr():
+                write_back(alias(tensor), data)
+        return source
+
+    def _wait_for(self, messages: Sequence[Message], peer: int, num_bytes: int) -> None:
+        """Wait for what is under way with `peer`, and notice its closed connection even amid a message.
+
+        Gloo tells that only of a message that has not begun to come; so another thread waits for a long one.
+        """
+
+        def wait() -> None:
+            for message in messages:
+                message.wait()
+
+        if self._engine.is_interruptible or num_bytes <= WHOLE_BYTES:
+            wait()
+        else:
+            self._background_messages.run(wait, look_at(self._engine, peer, partial(ConnectionBroken, peer)))
+
+    def _operation(self, label: str, ctx: CallContext) -> Operation:
+        return Operation(label, self.group, self.rank, call_site=self._place(ctx))
+
+    def _check_open(self, label: str, tag: int, ctx: CallContext) -> None:
+        if self.closed:
+            raise closed(self.group)
+        if not 0 <= tag < (num_tags := self._engine.num_tags):
+            raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1} in a group across hosts, got {tag}")
+        if self._report is not None:
+            raise self._report.error(self._operation(label, ctx))
+
+    def _refuse(self, here: Operation, source: int, sent: tuple[int, int], wanted: tuple[int, int]) -> None:
+        calls = {
+            source: RankCall(f"send of {sent[0]} bytes of {dtype_name(sent[1])} to rank {self.rank}"),
+            self.rank: RankCall(f"recv of {wanted[0]} bytes of {dtype_name(wanted[1])} from rank {source}"),
+        }
+        self._publish_report(FailureReport("mismatch", calls=calls, is_collective=False))
+        assert self._report is not None
+        raise self._report.error(here)

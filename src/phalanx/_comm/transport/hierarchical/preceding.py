@@ -1,0 +1,147 @@
+"""Send messages that have arrived on other hosts by the time that the next collective is over on any rank.
+
+    rank b ──message──▶ rank a        then both take part in the collective
+
+A rank completes the collective only with a's part, and a takes part only when b's message has come. So nobody waits for
+an acknowledgement, and the message travels while b computes what it brings to the collective.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.engines.engine import Engine, InTransit
+from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
+from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, Message, NotBegun, talking_to
+
+# The tag of the first `PrecedingMessages` of a group; that of the next is one less. Collectives' data have lower ones.
+_FIRST_TAG, _NUM_TAGS = 0x7FFFFFFD, 64
+_AHEAD = 2  # messages of one sender for which receives are posted: Gloo asks the receiver before it sends
+_SENT = 2
+_PREFIX_BYTES = 64  # the first word is the message's length, with these
+
+Action = Callable[[Deadline], None]
+
+
+class PrecedingMessages:
+    """`PrecedingMessages` is one rank's end of such messages. `send` and `receive` alternate with the others'."""
+
+    def __init__(self, engine: Engine, tag: int, max_bytes: int, senders: Sequence[int]) -> None:
+        self._engine = engine
+        self._tag = tag
+        self._background = Background()
+        self._outboxes = [_Box(max_bytes) for _ in range(_SENT)]
+        self._underway: list[list[tuple[int, InTransit]]] = [[] for _ in self._outboxes]
+        self._number = 0
+        self._inboxes = {peer: deque(_Box(max_bytes) for _ in range(_AHEAD)) for peer in senders}
+        for peer, boxes in self._inboxes.items():
+            for box in boxes:
+                self._post(peer, box)
+
+    def outbox(self, deadline: Deadline) -> Tensor:
+        """Return the memory for the next message, once the last but one has left it."""
+        slot = self._number % _SENT
+        underway, self._underway[slot] = self._underway[slot], []
+        for peer, pending in underway:
+            self._wait(peer, pending, deadline, is_soon=True)
+        return self._outboxes[slot].payload
+
+    def send(self, receivers: Sequence[int], nbytes: int) -> None:
+        """Start to send the first `nbytes` of the outbox.
+
+        Raises:
+            ConnectionBroken: a receiver is gone.
+        """
+        slot = self._number % _SENT
+        box = self._outboxes[slot]
+        box.length.value = _PREFIX_BYTES + nbytes
+        for peer in receivers:
+            with talking_to(peer):
+                pending = self._engine.send(peer, box.memory[: _PREFIX_BYTES + nbytes], self._tag)
+            self._underway[slot].append((peer, pending))
+        self._number += 1
+
+    def receive(self, peer: int, deadline: Deadline) -> Tensor:
+        """Return the next message of `peer`; it stays as it is until `done`.
+
+        Raises:
+            ConnectionBroken: the peer is gone or late.
+        """
+        box = self._inboxes[peer][0]
+        assert box.pending is not None
+        begun = box.length.value
+        self._wait(peer, box.pending, deadline, is_soon=0 < begun <= WHOLE_BYTES)
+        return box.payload[: box.length.value - _PREFIX_BYTES]
+
+    def done(self, peer: int) -> None:
+        """Let the memory of the last message of `peer`, which has been used, receive another."""
+        boxes = self._inboxes[peer]
+        boxes.rotate(-1)
+        self._post(peer, boxes[-1])
+
+    def close(self) -> None:
+        """Let go of the messages, once the engine is closed: its sockets live as long as a message on its way."""
+        self._background.close()
+        for boxes in self._inboxes.values():
+            for box in boxes:
+                box.pending = None
+        self._underway = [[] for _ in self._outboxes]
+
+    def _post(self, peer: int, box: _Box) -> None:
+        box.length.value = 0
+        try:
+            box.pending = self._engine.recv(peer, box.memory, self._tag)
+        except RuntimeError as error:  # it has left, and may have nothing more to send
+            box.pending = NotBegun(error)
+
+    def _wait(self, peer: int, pending: InTransit, deadline: Deadline, *, is_soon: bool) -> None:
+        """Wait on this thread if that `is_soon` over, or if the engine hears signals; else let another thread wait."""
+        message = Message(pending, peer, deadline)
+        if is_soon or self._engine.is_interruptible:
+            message.wait()
+        else:
+            self._background.run(message.wait, look_at(self._engine, peer, partial(ConnectionBroken, peer)))
+
+
+class _Box:
+    """A box is memory for one message."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = torch.empty(_PREFIX_BYTES + nbytes, dtype=torch.uint8)
+        self.payload = self.memory[_PREFIX_BYTES:]
+        self.length = ctypes.c_uint64.from_address(self.memory.data_ptr())
+        self.pending: InTransit | None = None
+
+
+class Preceding:
+    """`Preceding` holds what a group does before its next collective, and the messages that it sends there."""
+
+    def __init__(self) -> None:
+        self.action: Action | None = None
+        self._opened: list[PrecedingMessages] = []
+
+    def open(self, engine: Engine, max_bytes: int, senders: Sequence[int]) -> PrecedingMessages:
+        """Return this rank's end of messages of at most `max_bytes`, from these senders. All ranks call it together."""
+        if len(self._opened) == _NUM_TAGS:
+            raise ValueError(f"a group has at most {_NUM_TAGS} kinds of messages that precede its collectives")
+        self._opened.append(PrecedingMessages(engine, _FIRST_TAG - len(self._opened), max_bytes, senders))
+        return self._opened[-1]
+
+    def carry_out(self, deadline: Deadline) -> None:
+        """Do what is to be done before the collective that has begun."""
+        action, self.action = self.action, None
+        if action is not None:
+            action(deadline)
+
+    def close(self) -> None:
+        """Let go of all messages, once the engine is closed."""
+        self.action = None
+        for one in self._opened:
+            one.close()

@@ -1,0 +1,216 @@
+"""A rail carries out step 2 of a collective: one slice is reduced or gathered between the ranks that hold it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx import _core
+from phalanx._base.deadline import Deadline
+from phalanx._base.dtypes import dtype_of
+from phalanx._base.malloc import keep_freed_memory
+from phalanx._comm.engines.engine import DATA, Engine, InTransit
+from phalanx._comm.schedules import Link, Schedule, Topology, build, play
+from phalanx._comm.schedules.algorithms import find, offering
+from phalanx._comm.schedules.cost import ETHERNET, cheapest
+from phalanx._comm.schedules.schedule import Operation
+from phalanx._comm.transport.hierarchical.compression import Compression, Widening
+
+# Tags below DATA are those of the user's messages; from it on come those of collectives' data, then those of messages
+# that precede a collective, and last of all those of the fingerprints.
+FINGERPRINT = 0x7FFFFFFE
+_NUMBERS = 4000  # so many messages are told apart within one collective
+_LONGEST_WAIT_S = 1e8  # three years: what a timeout of "for ever" becomes in milliseconds
+FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
+
+
+class ConnectionBroken(Exception):
+    """The engine could not finish a message with `peer`: it is gone or late, or the engine was closed."""
+
+    def __init__(self, peer: int, said: str) -> None:
+        super().__init__(said)
+        self.peer = peer
+
+
+class NotBegun:
+    """A `NotBegun` takes the place of a receive that the engine refused: a wait for it raises the reason."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        """Raise what the engine said."""
+        raise self._error
+
+
+@contextlib.contextmanager
+def talking_to(peer: int) -> Iterator[None]:
+    """Turn what the engine raises inside into an error of the connection with `peer`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionBroken(peer, str(error)) from error
+
+
+def timedelta_of(deadline: Deadline) -> timedelta:
+    """Return what is left until the deadline, as an engine's wait takes it."""
+    return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_WAIT_S))
+
+
+@dataclass(frozen=True)
+class Message:
+    """A `Message` is under way with `peer`."""
+
+    pending: InTransit | Widening
+    peer: int
+    deadline: Deadline
+
+    def wait(self) -> None:
+        """Wait until the message is done; raise ConnectionBroken if it can't be."""
+        with talking_to(self.peer):
+            self.pending.wait(timedelta_of(self.deadline))
+
+
+def data_tag(call: int, number: int) -> int:
+    """Return the tag of a collective's `number`th stream of messages; `call` is a digest of what must agree.
+
+    Ranks that called different things use different tags, so that nothing is taken for what it is not.
+    """
+    return DATA | (call & 0x3FFFF) << 12 | number % _NUMBERS
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    operation: Operation, num_hosts: int, log_bytes: int, root: int, algorithm: str | None, link: Link | None
+) -> Schedule:
+    """Return the schedule between hosts for slices of about 2**log_bytes bytes. It is the same on every rank.
+
+    `algorithm` is used for the operations that it offers; `link` is what the choice takes the network for.
+    """
+    topology = Topology.flat(num_hosts)
+    offered = algorithm is not None and find(algorithm) in offering(operation)
+    if operation == "all_reduce" and num_hosts == 2 and not offered:
+        # The ring's bytes in one step, and what is sent does not wait for what arrives. It costs twice the additions,
+        # which the model counts and a pipeline hides behind the wire.
+        return build("doubling", operation, topology)
+    if algorithm is None or not offered:
+        algorithm = cheapest(operation, 1 << log_bytes, num_hosts, link or ETHERNET)
+    return build("ring" if algorithm == "hierarchical" else algorithm, operation, topology, root)
+
+
+class Rail:
+    """A rail joins the ranks that share it, by host. `run` is a collective of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Sequence[int],
+        host: int,
+        algorithm: str | None,
+        compression: Compression,
+        link: Link | None = None,
+    ) -> None:
+        self._engine = engine
+        self._ranks = tuple(ranks)
+        self._host = host
+        self._algorithm = algorithm
+        self._compression = compression
+        self._link = link
+        keep_freed_memory()  # each large operation takes and frees scratch memory
+
+    def run(
+        self,
+        operation: Operation,
+        buffer: Tensor,
+        deadline: Deadline,
+        *,
+        tag: int,
+        redop: int = -1,
+        root: int = 0,
+        bounds: Sequence[int] | None = None,
+        key: int = 0,
+    ) -> None:
+        """Play this host's part of `operation` on `buffer`, in place. `key` names the tensor, for error feedback.
+
+        Numerics: as the schedule's `order` says; bitwise equal on all ranks of the rail.
+
+        Raises:
+            ConnectionBroken: a peer is gone or late; `buffer` holds undefined values.
+        """
+        schedule = plan(operation, len(self._ranks), buffer.nbytes.bit_length(), root, self._algorithm, self._link)
+        for _ in self.play(schedule, buffer, deadline, tag=tag, redop=redop, bounds=bounds, key=key):
+            pass
+
+    def play(
+        self,
+        schedule: Schedule,
+        buffer: Tensor,
+        deadline: Deadline,
+        *,
+        tag: int,
+        redop: int = -1,
+        bounds: Sequence[int] | None = None,
+        key: int = 0,
+    ) -> Iterator[None]:
+        """Do what `run` does by `schedule`, step by step: see `phalanx._comm.schedules.play`. Plays under way have tags of
+        their own.
+
+        `buffer` is scratch: it may be written before the ranks of the rail have agreed.
+        """
+        reduces = schedule.operation in ("all_reduce", "reduce", "reduce_scatter")
+        shorter = reduces and self._compression.rounds(buffer.dtype)
+        lost: Tensor | None = None
+        code = dtype_of(buffer.dtype).code
+
+        def send(dst: int, view: Tensor) -> Message:
+            rank = self._ranks[dst]
+            if shorter:
+                at = (view.data_ptr() - buffer.data_ptr()) // view.element_size()
+                view = self._compression.shorten(view, None if lost is None else lost[at : at + view.numel()])
+            with talking_to(rank):
+                return Message(PendingSend(self._engine.send(rank, view, tag), view), rank, deadline)
+
+        def recv(src: int, view: Tensor) -> Message:
+            rank = self._ranks[src]
+            with talking_to(rank):
+                if shorter:
+                    short = self._compression.staging(view)
+                    return Message(Widening(self._engine.recv(rank, short, tag), short, view), rank, deadline)
+                return Message(self._engine.recv(rank, view, tag), rank, deadline)
+
+        def combine(into: Tensor, first: Tensor, second: Tensor) -> None:
+            _core.reduce(into.data_ptr(), (first.data_ptr(), second.data_ptr()), into.numel(), code, redop)
+
+        steps = play(
+            schedule,
+            self._host,
+            buffer,
+            send=send,
+            recv=recv,
+            combine=combine,
+            scratch=lambda n: torch.empty(n, dtype=buffer.dtype),
+            bounds=bounds,
+        )
+        next(steps)
+        yield
+        if shorter:  # only now the buffer holds what this host brings
+            lost = self._compression.begin(buffer, key=key)
+        yield from steps
+
+
+class PendingSend:
+    """A `PendingSend` is a send with the tensor that it reads, which the engine does not keep."""
+
+    def __init__(self, pending: Any, tensor: Tensor) -> None:
+        self._pending = pending
+        self._tensor = tensor
+
+    def wait(self, timeout: timedelta) -> None:
+        self._pending.wait(timeout)

@@ -1,0 +1,411 @@
+"""Carry out collectives of large tensors in segments, each through memory, over the rails, and through memory again.
+
+    host A: ranks 0 1                  host B: ranks 2 3
+    1  reduce-scatter in memory        0: A's sum of slice 0   1: A's sum of slice 1   (the same on B)
+    2  all_reduce on each rail         0 <-> 2 on slice 0      1 <-> 3 on slice 1
+    3  gather in memory                every rank has every slice
+
+That is all_reduce; broadcast and all_gather begin at 2 with what a rank brings and end with 3, and reduce_scatter ends
+with 2. While some segments are on the link, the next is reduced in memory and the last is gathered: see `Ticks`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx import _core
+from phalanx._base.deadline import Deadline, timeout_ns
+from phalanx._base.dtypes import dtype_of
+from phalanx._comm.engines.engine import InTransit
+from phalanx._comm.schedules.schedule import Operation, Schedule, chunk_bounds
+from phalanx._comm.transport.base import CallContext
+from phalanx._comm.transport.hierarchical.agreement import Agreement
+from phalanx._comm.transport.hierarchical.rails import Message, PendingSend, plan, talking_to
+from phalanx._comm.transport.hierarchical.segments import Ticks
+from phalanx._comm.transport.numerics import divide, sum_of
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+class SegmentedCollectives(Agreement):
+    """It does what a large collective does between its agreement and its end. Tensors are flat and plain."""
+
+    def _reduce_in_segments(
+        self,
+        source: Tensor,
+        result: Tensor,
+        redop: int,
+        ctx: CallContext,
+        deadline: Deadline,
+        *,
+        root: int,
+        key: int,
+        is_scratch: bool,
+    ) -> None:
+        """Make `result` the reduction of `source` over all ranks. They may be the same tensor.
+
+        With a `root` only its host has the result; elsewhere `result` is scratch. `source` may be overwritten if it is
+        `result`, or if `is_scratch`. The hosts agree on the way, before anything is written to `source` or `result`.
+        """
+        layout = self.layout
+        # A rank that has its host for itself adds up where its tensor lies. (What is rounded is written before all
+        # hosts have agreed.)
+        in_place = len(layout.local_ranks) == 1 and not self._compression.rounds(source.dtype)
+        in_place = in_place and (is_scratch or source.data_ptr() == result.data_ptr())
+        root_host = 0 if root < 0 else layout.topology.host_of[root]
+        schedule = self._plan("all_reduce" if root < 0 else "reduce", source.nbytes // layout.num_rails, root_host)
+        ticks = Ticks.of(source.nbytes, schedule.num_steps, layout.num_hosts)
+        ends = ticks.bounds(source.numel())
+
+        def open_(number: int) -> tuple[Tensor, Iterator[None]]:
+            if self._rail is None:
+                return source[:0], itertools.repeat(None)
+            bounds = chunk_bounds(ends[number + 1] - ends[number], layout.num_rails)
+            if in_place:
+                mine = source[ends[number] : ends[number + 1]]
+            else:
+                mine = torch.empty(bounds[layout.local_rank + 1] - bounds[layout.local_rank], dtype=source.dtype)
+            return self._play(schedule, mine, number, deadline, redop=sum_of(redop), key=key + number)
+
+        def start(number: int, mine: Tensor) -> None:
+            if not in_place:
+                self._reduce_segment(source[ends[number] : ends[number + 1]], mine, redop, ctx, deadline)
+
+        def finish(number: int, mine: Tensor) -> None:
+            if root < 0 or layout.host == root_host:
+                self._finish_segment(mine, result[ends[number] : ends[number + 1]], redop, ctx, deadline)
+
+        self._run_ticks(ticks, open_, start, finish, before_others=lambda: self._agree_in_time(deadline))
+        if in_place:
+            result[:0].zero_()  # what was added up through addresses counts as a change, as a copy does
+
+    def _agree_in_time(self, deadline: Deadline) -> None:
+        """Agree with the other hosts now: from here on their data is awaited, and soon the user's is written."""
+        self._agree(deadline)
+        self._used()
+
+    def _reduce_segment(self, segment: Tensor, mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
+        """Write this host's reduction of this rank's slice of `segment` to `mine`."""
+        if len(self.layout.local_ranks) == 1:
+            mine.copy_(segment)
+            return
+        bounds = chunk_bounds(segment.numel(), self.layout.num_rails)
+        self._reduce_here([segment[a:b] for a, b in itertools.pairwise(bounds)], mine, redop, ctx, deadline)
+
+    def _finish_segment(self, mine: Tensor, result: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
+        """Give every rank of the host every slice, from the rank that drives its rail."""
+        divide(mine, redop, self.world_size)
+        mine = mine.to(result.dtype)
+        if len(self.layout.local_ranks) == 1:
+            if mine.data_ptr() != result.data_ptr():
+                result.copy_(mine)
+        else:
+            self._gather_slices(mine, result, chunk_bounds(len(result), self.layout.num_rails), ctx, deadline)
+
+    # -- broadcast -----------------------------------------------------------------------------------------------
+
+    def _broadcast_in_segments(self, flat: Tensor, root: int, ctx: CallContext, deadline: Deadline) -> None:
+        """Overwrite `flat` (bytes) on every rank with root's."""
+        layout = self.layout
+        root_host = layout.topology.host_of[root]
+        is_source = layout.host == root_host
+        schedule = self._plan("broadcast", len(flat) // layout.num_rails, root_host)
+        ticks = Ticks.of(len(flat), schedule.num_steps)
+        ends = ticks.bounds(len(flat))
+        segments = [flat[a:b] for a, b in itertools.pairwise(ends)]
+        slices = [chunk_bounds(len(segment), layout.num_rails) for segment in segments]
+
+        def open_(number: int) -> tuple[Tensor, Iterator[None]]:
+            return self._play(schedule, self._slice(segments[number], slices[number]), number, deadline)
+
+        def start(number: int, mine: Tensor) -> None:
+            if is_source and len(layout.local_ranks) > 1:
+                self._broadcast_here(segments[number], layout.local_ranks.index(root), ctx, deadline)
+
+        def finish(number: int, mine: Tensor) -> None:
+            if not is_source:
+                self._gather_slices(mine, segments[number], slices[number], ctx, deadline)
+
+        self._run_ticks(ticks, open_, start, finish)
+
+    def _run_ticks(
+        self,
+        ticks: Ticks,
+        open_: Callable[[int], tuple[Tensor, Iterator[None]]],
+        start: Callable[[int, Tensor], None],
+        finish: Callable[[int, Tensor], None],
+        *,
+        before_others: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open each segment (post its receives), start it, play its steps and finish it, in the order of `ticks`.
+
+        `before_others` is called once, before anything of another host is waited for; where leaders forward each
+        other's messages, before anything is sent, behind which those would have to wait.
+        """
+        before_others_at = ticks.per_step if self._leaders is None or self._leaders.is_direct else 0
+        under_way: dict[int, tuple[Tensor, Iterator[None]]] = {}
+        opened = 0
+        for tick in range(ticks.count):
+            for number in range(opened, ticks.opened(tick)):
+                under_way[number] = open_(number)
+            opened = max(opened, ticks.opened(tick))
+            if tick == before_others_at:
+                before_others()
+            if tick < ticks.num_segments:
+                start(tick, under_way[tick][0])
+            for number in ticks.stepping(tick):
+                next(under_way[number][1], None)  # waits for its last step, and starts the next
+            if (done := ticks.finishing(tick)) is not None:
+                finish(done, under_way.pop(done)[0])
+
+    def _plan(self, operation: Operation, slice_bytes: int, root_host: int = 0) -> Schedule:
+        options = self._options
+        log_bytes = slice_bytes.bit_length()
+        return plan(operation, self.layout.num_hosts, log_bytes, root_host, options.algorithm, options.link)
+
+    def _play(
+        self, schedule: Schedule, mine: Tensor, number: int, deadline: Deadline, *, redop: int = -1, key: int = 0
+    ) -> tuple[Tensor, Iterator[None]]:
+        """Return `mine`, and an iterator over what this rank does with it on its rail; the receives are posted."""
+        if self._rail is None:
+            return mine, itertools.repeat(None)
+        steps = self._rail.play(schedule, mine, deadline, tag=self._stream(number), redop=redop, key=key)
+        next(steps)
+        return mine, steps
+
+    # -- all_gather and reduce_scatter -----------------------------------------------------------------------------
+    # What belongs to the j-th rank of a host crosses by rail j; a rank beyond the rails' number has those of another.
+    # Every host sends its ranks' data to each other host at once: no algorithm sends fewer bytes over a host's edge.
+
+    def _all_gather_in_segments(
+        self, mine: Tensor, outputs: Sequence[Tensor], ctx: CallContext, deadline: Deadline
+    ) -> None:
+        """Write rank r's `mine` to outputs[r], in bytes. `mine` may be its own output."""
+        hosts, here = self.layout.topology.hosts, self.layout.host
+        ticks = Ticks.of(sum(map(len, outputs)), 1, self.layout.num_hosts)
+        cuts = {r: [len(output) * n // ticks.num_segments for n in range(ticks.num_segments + 1)]
+                for r, output in enumerate(outputs)}  # fmt: skip
+
+        def piece(r: int, number: int) -> Tensor:
+            return outputs[r][cuts[r][number] : cuts[r][number + 1]]
+
+        def open_(number: int) -> tuple[Tensor, Iterator[None]]:
+            receives = [
+                (hosts[h][self.layout.local_rank], piece(r, number))
+                for h in self._other_hosts
+                for r in self._carried(h)
+            ]
+            return _EMPTY, self._cross(receives, lambda: self._outgoing(piece, number), number, deadline)
+
+        def start(number: int, _: Tensor) -> None:
+            own = mine[cuts[self.rank][number] : cuts[self.rank][number + 1]]
+            self._share_pieces(here, lambda _: own, piece, number, ctx, deadline, rounds=1)
+
+        def finish(number: int, _: Tensor) -> None:
+            for h in self._other_hosts:
+                rounds = -(-len(hosts[h]) // self.layout.num_rails)
+                self._share_pieces(h, lambda r: piece(r, number), piece, number, ctx, deadline, rounds=rounds)
+
+        self._run_ticks(ticks, open_, start, finish)
+
+    @property
+    def _other_hosts(self) -> list[int]:
+        return [h for h in range(self.layout.num_hosts) if h != self.layout.host]
+
+    def _carried(self, host: int) -> Sequence[int]:
+        """Return the ranks of `host` whose data cross by this rank's rail; there are none without a rail."""
+        if self._rail is None:
+            return ()
+        return self.layout.topology.hosts[host][self.layout.local_rank :: self.layout.num_rails]
+
+    def _outgoing(self, piece: Callable[[int, int], Tensor], number: int) -> list[tuple[int, Tensor]]:
+        """Return what this rank's rail brings to each other host: the pieces of the ranks that it carries."""
+        hosts, i = self.layout.topology.hosts, self.layout.local_rank
+        carried = self._carried(self.layout.host)
+        return [(hosts[h][i], piece(r, number)) for h in self._other_hosts for r in carried]
+
+    def _cross(
+        self,
+        receives: Sequence[tuple[int, Tensor]],
+        sends: Callable[[], Sequence[tuple[int, Tensor]]],
+        number: int,
+        deadline: Deadline,
+    ) -> Iterator[None]:
+        """Exchange one step of messages with ranks of other hosts, in two halves; the receives are posted at once."""
+        tag = self._stream(number)
+        messages = [
+            self._post(self._engine.recv, peer, tensor, tag, deadline) for peer, tensor in receives if len(tensor)
+        ]
+
+        def steps() -> Iterator[None]:
+            out = [
+                self._post(self._engine.send, peer, tensor, tag, deadline) for peer, tensor in sends() if len(tensor)
+            ]
+            yield
+            for message in (*out, *messages):
+                message.wait()
+
+        return steps()
+
+    def _share_pieces(
+        self,
+        host: int,
+        mine: Callable[[int], Tensor],
+        piece: Callable[[int, int], Tensor],
+        number: int,
+        ctx: CallContext,
+        deadline: Deadline,
+        *,
+        rounds: int,
+    ) -> None:
+        """Give every rank of this host the pieces of `host`'s ranks, from the local ranks that have them."""
+        local_size, width = len(self.layout.local_ranks), self.layout.num_rails
+        ranks = self.layout.topology.hosts[host]
+        if host == self.layout.host:
+            width = local_size
+        for n in range(rounds):
+            of_round = ranks[n * width : (n + 1) * width]
+            i = self.layout.local_rank
+            source = mine(of_round[i]) if i < len(of_round) else _EMPTY
+            if local_size == 1:
+                into = piece(of_round[0], number)
+                if into.data_ptr() != source.data_ptr():
+                    into.copy_(source)
+                continue
+            parts = [piece(r, number) for r in of_round]
+            self._gather_here(source, [*parts, *[_EMPTY] * (local_size - len(parts))], ctx, deadline)
+
+    def _reduce_scatter_in_segments(
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, deadline: Deadline
+    ) -> None:
+        """Write the reduction over ranks of inputs[rank] to `output`, in the hosts' order; both are in sum types."""
+        layout, rank = self.layout, self.rank
+        hosts, i = layout.topology.hosts, layout.local_rank
+        item = output.element_size()
+        ticks = Ticks.of(sum(map(len, inputs)) * item, 1, layout.num_hosts)
+        cuts = {r: [len(part) * n // ticks.num_segments for n in range(ticks.num_segments + 1)]
+                for r, part in enumerate(inputs)}  # fmt: skip
+        partial: dict[tuple[int, int], Tensor] = {}  # by segment and the rank for which it is
+        arrived: dict[tuple[int, int], Tensor] = {}  # by segment and the host from which it came
+
+        def size(r: int, number: int) -> int:
+            return cuts[r][number + 1] - cuts[r][number]
+
+        def open_(number: int) -> tuple[Tensor, Iterator[None]]:
+            receives = []
+            for h in self._other_hosts:
+                arrived[number, h] = torch.empty(size(rank, number), dtype=output.dtype)
+                receives.append((hosts[h][i % layout.num_rails], arrived[number, h]))
+            return _EMPTY, self._cross_sums(receives, lambda: outgoing(number), number, deadline)
+
+        def outgoing(number: int) -> list[tuple[int, Tensor]]:
+            return [(r, partial.pop((number, r))) for h in self._other_hosts for r in self._carried(h)]
+
+        def start(number: int, _: Tensor) -> None:
+            for h, ranks in enumerate(hosts):
+                width = len(ranks) if h == layout.host else layout.num_rails
+                for first in range(0, len(ranks), width):
+                    of_round = ranks[first : first + width]
+                    pieces = [inputs[r][cuts[r][number] : cuts[r][number + 1]] for r in of_round]
+                    if i < len(of_round):
+                        into = torch.empty(size(of_round[i], number), dtype=output.dtype)
+                        partial[number, of_round[i]] = into
+                    else:
+                        into = output[:0]
+                    if len(layout.local_ranks) == 1:
+                        into.copy_(pieces[0])
+                    else:
+                        self._reduce_here(pieces, into, redop, ctx, deadline)
+
+        def finish(number: int, _: Tensor) -> None:
+            own = partial.pop((number, rank))
+            parts = [own if h == layout.host else arrived.pop((number, h)) for h in range(layout.num_hosts)]
+            into = output[cuts[rank][number] : cuts[rank][number + 1]]
+            if len(into):
+                at = tuple(part.data_ptr() for part in parts)
+                _core.reduce(into.data_ptr(), at, len(into), dtype_of(into.dtype).code, sum_of(redop))
+                divide(into, redop, self.world_size)
+
+        self._run_ticks(ticks, open_, start, finish)
+
+    def _cross_sums(
+        self,
+        receives: Sequence[tuple[int, Tensor]],
+        sends: Callable[[], Sequence[tuple[int, Tensor]]],
+        number: int,
+        deadline: Deadline,
+    ) -> Iterator[None]:
+        """Exchange messages as `_cross` does, of sums, which may be rounded on their way."""
+        if not receives or not self._compression.rounds(receives[0][1].dtype):
+            return self._cross(receives, sends, number, deadline)
+        short = [(peer, self._compression.staging(tensor)) for peer, tensor in receives]
+        steps = self._cross(
+            short,
+            lambda: [(peer, self._compression.shorten(tensor, None)) for peer, tensor in sends()],
+            number,
+            deadline,
+        )
+
+        def widened() -> Iterator[None]:
+            next(steps)
+            yield
+            next(steps, None)
+            for (_, tensor), (_, came) in zip(receives, short, strict=True):
+                tensor.copy_(came)
+
+        return widened()
+
+    def _post(
+        self,
+        begin: Callable[[int, Tensor, int], InTransit],
+        peer: int,
+        tensor: Tensor,
+        tag: int,
+        deadline: Deadline,
+    ) -> Message:
+        with talking_to(peer):
+            return Message(PendingSend(begin(peer, tensor, tag), tensor), peer, deadline)
+
+    def _reduce_here(
+        self, rails: Sequence[Tensor], mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline
+    ) -> None:
+        """Write this host's reduction of rails[i] to `mine`, on the ranks that drive one; it may be rails[i]."""
+        local_size = len(self.layout.local_ranks)
+        if local_size == 1:
+            return
+        rest = [mine[:0]] * (local_size - len(rails))
+        parts = [*rails, *rest]
+        self._checked(
+            self._core.reduce_scatter(
+                tuple(part.data_ptr() for part in parts),
+                tuple(part.numel() for part in parts),
+                mine.data_ptr(),
+                dtype_of(mine.dtype).code,
+                sum_of(redop),
+                timeout_ns(deadline.left_s),
+                ctx.call_site,
+                mine.shape,
+            )
+        )
+
+    # -- slices of one tensor ------------------------------------------------------------------------------------
+
+    def _slice(self, flat: Tensor, bounds: Sequence[int]) -> Tensor:
+        """Return the slice of this rank's rail; it is empty without a rail."""
+        i = self.layout.local_rank
+        return flat[bounds[i] : bounds[i + 1]] if self._rail is not None else flat[:0]
+
+    def _gather_slices(
+        self, mine: Tensor, flat: Tensor, bounds: Sequence[int], ctx: CallContext, deadline: Deadline
+    ) -> None:
+        """Write to `flat`, slice by slice, what the ranks that drive the rails bring as `mine`, on every rank."""
+        local_size = len(self.layout.local_ranks)
+        if local_size == 1:
+            return
+        parts = [flat[a:b] for a, b in itertools.pairwise(bounds)]
+        parts += [flat[:0]] * (local_size - len(parts))
+        self._gather_here(mine, parts, ctx, deadline, dtype_of(flat.dtype).code)

@@ -1,0 +1,369 @@
+"""A `HierarchicalSession` surrounds each operation between hosts: ranks agree first, and all tell one report.
+
+1  ranks of a host    give the head of their call to their leader, in shared memory, and little tensors with it
+2  the hosts' leaders send each other what they were given: see `exchange`, and `agreement` for what all wait for
+3  if ranks disagree, or a peer is lost or late, the first rank that sees it posts the report in the job's store, ends
+   the shared memory of its host and closes its connections; all ranks that this wakes tell the same report
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+from phalanx import _core
+from phalanx._base.core_numbers import INVALID, KIND_NAMES, MISMATCH, OK, PEER_LOST
+from phalanx._base.deadline import Deadline
+from phalanx._base.log import get_logger
+from phalanx._comm.diagnostics import failures
+from phalanx._comm.diagnostics.failure_report import (
+    LEFT,
+    LEFT_IN_FLIGHT,
+    FailureReport,
+    Operation,
+    closed,
+    describe_wait,
+)
+from phalanx._comm.diagnostics.failure_store import FailureStore
+from phalanx._comm.diagnostics.flight_recorder import Position, Record
+from phalanx._comm.engines.engine import DELIVERY_S, Engine
+from phalanx._comm.rendezvous.bootstrap import NOTICE_S
+from phalanx._comm.symmetric_memory.memory import SymmetricMemory
+from phalanx._comm.transport.background import Background
+from phalanx._comm.transport.base import CallContext
+from phalanx._comm.transport.call import Call, Disagreement
+from phalanx._comm.transport.call_lock import take_call_lock
+from phalanx._comm.transport.health_monitor import HealthMonitor
+from phalanx._comm.transport.hierarchical.bruck import open_exchange
+from phalanx._comm.transport.hierarchical.compression import Compression
+from phalanx._comm.transport.hierarchical.exchange import LeaderExchange
+from phalanx._comm.transport.hierarchical.failure_reports import FailureReports, LocalFailure
+from phalanx._comm.transport.hierarchical.layout import Layout
+from phalanx._comm.transport.hierarchical.preceding import Preceding
+from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, Rail
+from phalanx._comm.transport.options import Options
+from phalanx._comm.transport.shared_memory import SharedMemoryTransport
+from phalanx.errors import PhalanxError
+
+_logger = get_logger(__name__)
+_KINDS = {name: kind for kind, name in KIND_NAMES.items()}
+
+
+class Running:
+    """It is one collective of a session, as a context that gives its deadline.
+
+    It is spelt out, since a small one takes microseconds.
+    """
+
+    __slots__ = ("_call", "_ctx", "_deadline", "_record", "_session")
+
+    def __init__(self, session: HierarchicalSession, call: Call, ctx: CallContext) -> None:
+        self._session = session
+        self._call = call
+        self._ctx = ctx
+        self._deadline = Deadline.after(ctx.timeout_s)
+        self._record = -1
+
+    def __enter__(self) -> Deadline:
+        session = self._session
+        session._acquire_lock(self._call, self._ctx.timeout_s)
+        try:
+            self._record = session._begin(self._call, self._ctx)
+        except BaseException:
+            self._leave()
+            raise
+        if session._preceding.action is not None:
+            try:
+                session._preceding.carry_out(self._deadline)
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+        return self._deadline
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        session = self._session
+        status = OK
+        try:
+            if error is not None:
+                status = failures.status_of(error) if isinstance(error, PhalanxError) else INVALID
+                try:
+                    session._fail(error, session._operation_of(self._call), self._ctx, self._deadline)
+                except PhalanxError as told:
+                    status = failures.status_of(told)
+                    raise
+            else:
+                session._inside = False
+        finally:
+            if not session.closed:
+                session._core.end_record(self._record, status)
+            self._leave()
+
+    def _leave(self) -> None:
+        self._session.lock.release()
+
+
+class HierarchicalSession(FailureReports):
+    """A session is one rank's side of a group on several hosts: its host's memory, the engine and the failure store.
+
+    It runs one collective at a time, and holds `lock` meanwhile.
+    """
+
+    def __init__(
+        self, group: str, layout: Layout, options: Options, names: Sequence[str], numbers: Sequence[int] = ()
+    ) -> None:
+        self.group = group
+        self.layout = layout
+        self.lock = threading.Lock()
+        self.rank = layout.rank
+        self.world_size = layout.topology.world_size
+        self._options = options
+        self._names = tuple(names)  # how people call each rank's process: 'pid 17 on node3'
+        self._numbers = tuple(numbers) or tuple(range(self.world_size))  # the ranks' numbers in the job
+        self._memory = SharedMemoryTransport(group)
+        self._seq = 0
+        self._said_seq = -1
+        self._current: Call | None = None  # the call under way, or (unless `_inside`) the last
+        self._inside = False
+        self._entered_s = 0.0
+        self._report: FailureReport | None = None
+        self._compression = Compression(options.wire_dtype, error_feedback=options.error_feedback)
+        self._engine: Engine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemoryTransport
+        self._failure_store: FailureStore = None  # type: ignore[assignment]
+        self._monitor: HealthMonitor | None = None
+        self._rail: Rail | None = None
+        self._leaders: LeaderExchange | None = None
+        self._head = b""  # the head of the call that is under way
+        self._background, self._background_messages = Background(), Background()
+        self._preceding = Preceding()
+
+    def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
+        """Take the memory, the engine and the store; this is called before the first operation."""
+        self._memory.attach(symm_mem)
+        self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
+        self._engine = engine
+        self._failure_store = failure_store
+        failure_store.told_here = self._told_here
+        layout, options = self.layout, self._options
+        if layout.rail:
+            self._rail = Rail(engine, layout.rail, layout.host, options.algorithm, self._compression, options.link)
+        if layout.local_rank == 0:
+            self._leaders = open_exchange(engine, layout)
+        self._monitor = HealthMonitor(failure_store, self._where, self._is_over, self._take_report)
+
+    @property
+    def symm_mem(self) -> SymmetricMemory:
+        return self._memory.symm_mem
+
+    @property
+    def closed(self) -> bool:
+        return self._memory.closed
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine, which carries bytes between the hosts."""
+        return self._engine
+
+    def records(self) -> list[Record]:
+        """Return this rank's last operations, oldest first, as its host's memory keeps them; none once it has left."""
+        return self._memory.records()
+
+    @property
+    def seq(self) -> int:
+        """Return how many collectives this rank has begun."""
+        return self._seq
+
+    @property
+    def _core(self) -> _core.Group:
+        return self._memory.core
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        """Return the number of a (file, line) in the table that other ranks and the agent can read."""
+        return self._memory.call_site(place)
+
+    def idle(self, waited_s: float) -> None:
+        """Say once per operation that ranks of this host are waited for; the core calls this meanwhile."""
+        # The ranks' positions are told when time runs out; to ask for them now would cost a question to everybody.
+        if waited_s >= NOTICE_S and self._said_seq != self._seq and not self.closed:
+            self._said_seq = self._seq
+            operation, where = self._position.operation or "operation", "ranks of this host"
+            _logger.warning("%s", describe_wait(operation, self.group, self.rank, (), waited_s, where))
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def set_exit_reason(self, exit_reason: str) -> None:
+        """Set how this process ends, in the words that the other ranks' errors will have."""
+        self._memory.set_exit_reason(exit_reason)
+        self._publish_exit_reason(exit_reason)
+        self._linger()
+        self._deliver()
+
+    def leave_in_flight(self) -> None:
+        """Wake the operations of this process that still run, for their memory is about to go."""
+        self._memory.set_exit_reason(LEFT_IN_FLIGHT)
+        self._publish_exit_reason(LEFT_IN_FLIGHT)
+        self._end()
+
+    def close(self) -> None:
+        """Leave the group. All ranks that wait for this one hear it at once."""
+        if self._monitor is not None:
+            self._monitor.close()
+        if not self._memory.closed:
+            self._publish_exit_reason(LEFT)
+            self._linger()
+            self._memory.close()
+            self._deliver()
+            self._engine.close()
+        if self._leaders is not None:
+            self._leaders.close()
+        self._preceding.close()
+        self._background.close()
+        self._background_messages.close()
+        if self._engine is not None:
+            self._engine.free()
+
+    def _deliver(self) -> None:
+        """Wait until what others need of this rank's last operation has arrived: to close is to throw the rest away."""
+        if self._report is None:
+            deadline = Deadline.after(DELIVERY_S)
+            if self._leaders is not None:
+                self._leaders.flush(deadline)
+            self._engine.deliver(deadline)
+
+    def _is_over(self) -> bool:
+        # Ranks of this host that differ are over once their leader has asked what the other hosts' ranks called.
+        return self._core.poison()[0] not in (OK, MISMATCH)
+
+    def _end(self) -> None:
+        """Wake all that wait on this host or for it, once the ranks of this host can read why."""
+        if not self.closed:
+            self._tell_here()
+            self._core.set_poison(PEER_LOST, self.layout.local_rank)
+        self._engine.close()
+
+    # -- around an operation -------------------------------------------------------------------------------------
+
+    def _place(self, ctx: CallContext) -> str:
+        return self._memory.place(ctx.call_site)
+
+    def _acquire_lock(self, call: Call, timeout_s: float) -> None:
+        """Take `lock`, for `call`.
+
+        A thread that has it may be stuck in the engine, while the group is over. Errors are those of `take_call_lock`.
+        """
+
+        def check() -> None:
+            if self._report is not None:
+                raise self._report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
+
+        take_call_lock(self.lock, self.group, self.rank, timeout_s, check)
+
+    def _interruptible(self, call: Call, ctx: CallContext, operation: Callable[[], None]) -> None:
+        """Carry out `operation`, which waits in an engine that may hear neither signals nor that a peer is gone.
+
+        Another thread carries it out, and this one waits for that thread. Ctrl-C ends the operation, and the group. So
+        does a connection that is gone: Gloo tells that to a thread that waits for a message, but not if the message had
+        begun to come.
+        """
+        if self._engine.is_interruptible or self.closed:
+            operation()
+            return
+        if self._report is not None:
+            raise self._report.error(self._operation_of(call))
+        deadline = Deadline.after(ctx.timeout_s)
+        abroad = {r for r in range(self.world_size) if r not in self.layout.local_ranks}
+
+        def look() -> None:
+            for peer in sorted(abroad):
+                try:
+                    self._engine.check(peer)
+                except RuntimeError as error:
+                    _, position = self._failure_store.exit_reason(peer)
+                    if position is not None and position.seq >= self._seq and not position.inside:
+                        abroad.discard(peer)  # it has done its part of this operation, and left
+                    else:
+                        self._fail(ConnectionBroken(peer, str(error)), self._operation_of(call), ctx, deadline)
+
+        self._background.run(operation, look, self.interrupted)
+
+    def _running(self, call: Call, ctx: CallContext) -> Running:
+        """Return a context for one collective, with its place in the sequence; a failure becomes all ranks' error.
+
+        Raises:
+            MismatchError: some rank called something else; no tensor was changed.
+            PeerLostError, DeadlineError: a rank died or is late.
+        """
+        return Running(self, call, ctx)
+
+    def _begin(self, call: Call, ctx: CallContext) -> int:
+        """Take the place in the sequence; return the number of the flight recorder's line."""
+        if self.closed:
+            raise closed(self.group)
+        self._seq += 1
+        if self._report is not None:
+            raise self._report.error(self._operation_of(call))
+        self._current, self._inside = call, True
+        self._entered_s = time.monotonic()
+        self._head = call.head(self._seq)
+        core = self._core
+        core.set_awaited(ctx.awaited)  # a thread in the background leaves the core to who computes
+        root = self._numbers[call.root] if call.root >= 0 else -1
+        about = (max(call.dtype, 0), max(call.redop, 0), root, -1, max(call.count, 0))
+        return core.begin_record(self._seq, _KINDS[call.name], *about, ctx.call_site, call.shape)
+
+    @property
+    def _position(self) -> Position:
+        """Return where this rank is, for ranks that ask."""
+        call, inside = self._current, self._inside
+        return Position() if call is None else Position(self._seq, self._operation_of(call).place, inside=inside)
+
+    def _operation_of(self, call: Call) -> Operation:
+        return Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
+
+    @contextlib.contextmanager
+    def _recorded(self, call: Call, ctx: CallContext, peer: int) -> Iterator[None]:
+        """Record a message inside as one line of the flight recorder; it has no place in the sequence."""
+        peer = self._numbers[peer] if peer >= 0 else -1
+        about = (max(call.dtype, 0), 0, -1, peer, max(call.count, 0))
+        number = self._core.begin_record(1, _KINDS[call.name], *about, ctx.call_site, call.shape)
+        status = INVALID
+        try:
+            yield
+            status = OK
+        except PhalanxError as error:
+            status = failures.status_of(error)
+            raise
+        finally:
+            if not self.closed:
+                self._core.end_record(number, status)
+
+    @contextlib.contextmanager
+    def _reporting(self, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
+        """Turn what fails inside, where only `peer` is waited for, into the error that all ranks raise."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error, operation, ctx, deadline, peer)
+            raise
+
+    def _fail(
+        self, error: BaseException, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int | None = None
+    ) -> None:
+        """End the group after an operation that ended with `error`, so that all ranks tell the same.
+
+        Raises:
+            PhalanxError: what they tell, unless `error` is no failure of the group.
+        """
+        if isinstance(error, LocalFailure | ConnectionBroken | Disagreement):
+            if self._report is None:
+                self._publish_report(self._failure_store.report() or self._explain(error, ctx, deadline, peer))
+            else:
+                self._take_report(self._report)
+            assert self._report is not None
+            raise self._report.error(operation) from None
+        if isinstance(error, Exception):
+            self._give_up(error)
+        else:  # it is Ctrl-C
+            self.interrupted(error)

@@ -1,0 +1,69 @@
+"""`Options` are given to a group when it is made: `init_process_group("phalanx", pg_options=phalanx.Options(...))`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phalanx._comm.schedules.algorithms import find
+from phalanx._comm.schedules.network import Link
+
+ENGINES = ("gloo", "mpi")
+_WIRE_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Options:
+    """These are the options of a group that spans hosts. All but `interface` must be the same on every rank.
+
+    Arguments:
+        algorithm: the algorithm between hosts, by its name in `phalanx explain`; None chooses the cheapest.
+        wire_dtype: the type to which float32 (and half) sums are rounded when they are sent between hosts; they are
+            added in float32. None sends them as they are.
+        error_feedback: keep the error of that rounding, and add it to the next all_reduce of the same tensor.
+        engine: what carries the bytes: "gloo", or "mpi" in a job that mpiexec started.
+        interface: the network interface by which other hosts reach this one; None asks the routing table.
+        allow_public_address: between hosts tensors travel neither encrypted nor authenticated, so an address to which
+            the whole internet can send is refused; True allows it, and so does the variable
+            PHALANX_ALLOW_PUBLIC_ADDRESS=1. It has no effect on MPI and NCCL, which choose addresses themselves.
+        link: the latency and bandwidth that the choice of `algorithm` assumes between hosts; None is 30 µs and
+            1 Gbit/s. They are never measured at run time: another algorithm adds in another order, and a run would not
+            repeat the last one's bits.
+
+    Raises:
+        ValueError: an option has a value that does not exist; the message has all problems at once.
+    """
+
+    algorithm: str | None = None
+    wire_dtype: torch.dtype | None = None
+    error_feedback: bool = False
+    engine: str = "gloo"
+    interface: str | None = None
+    link: Link | None = None
+    allow_public_address: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.algorithm is not None:
+            try:
+                find(self.algorithm)
+            except ValueError as error:
+                problems.append(str(error))
+        if type(self.link) not in (Link, type(None)):
+            problems.append(f"link must be a phalanx.collectives.Link, got {type(self.link).__name__}")
+        if self.wire_dtype is not None and self.wire_dtype not in _WIRE_DTYPES:
+            problems.append(f"wire_dtype must be torch.bfloat16 or torch.float16, got {self.wire_dtype}")
+        if self.error_feedback and self.wire_dtype is None:
+            problems.append("error_feedback has no meaning without wire_dtype, which is what rounds")
+        if self.engine == "nccl":
+            problems.append(f"engine is for CPU tensors: {', '.join(ENGINES)}; CUDA tensors go through NCCL unasked")
+        elif self.engine not in ENGINES:
+            problems.append(f"engine {self.engine!r} is unknown; there is: {', '.join(ENGINES)}")
+        if problems:
+            raise ValueError("phalanx.Options: " + "; ".join(problems))
+
+    def agreed(self) -> str:
+        """Return what must be the same on every rank, in words that can be compared."""
+        names = ("algorithm", "wire_dtype", "error_feedback", "engine", "link", "allow_public_address")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

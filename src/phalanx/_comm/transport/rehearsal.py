@@ -1,0 +1,130 @@
+"""A replacement builds its model in a rehearsal, a group without any other rank, before it meets the ranks that train.
+
+Its constructors (DistributedDataParallel's, those of optimizers) call collectives that the others called long ago. Here
+each returns at once, with the result that it has when every rank gives what this one gives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx._base.core_numbers import BXOR, PRODUCT, SUM
+from phalanx._comm.transport.base import CallContext, Transport
+from phalanx.errors import PhalanxError
+
+
+class RehearsalTransport(Transport):
+    """A `RehearsalTransport` is rank `rank` of `world_size`, alone; nothing waits."""
+
+    closes_in_flight = True
+
+    def __init__(self, group: str, rank: int, world_size: int) -> None:
+        self.group = group
+        self.rank = rank
+        self.world_size = world_size
+        self.lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def seq(self) -> int:
+        """Return 0: nothing is counted."""
+        return 0
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        """Return 0: there is no table."""
+        return 0
+
+    def set_exit_reason(self, exit_reason: str) -> None:
+        """Do nothing: no other rank will miss this one."""
+
+    def leave_in_flight(self) -> None:
+        """Do nothing: no operation is running."""
+
+    def close(self) -> None:
+        self._closed = True
+
+    def barrier(self, ctx: CallContext) -> None:
+        """Return at once."""
+
+    def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
+        """Reduce `tensor` with itself, as often as there are ranks."""
+        if root in (-1, self.rank):
+            tensor.detach().copy_(self._reduced(tensor.detach(), redop, factor))
+
+    def _reduced(self, tensor: Tensor, redop: int, factor: Any) -> Tensor:
+        data = tensor if factor is None else tensor * factor
+        if redop == SUM:
+            return data * self.world_size
+        if redop == PRODUCT:
+            return data**self.world_size
+        if redop == BXOR and self.world_size % 2 == 0:
+            return torch.zeros_like(data)
+        return data
+
+    def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
+        """Do nothing: every rank has it already."""
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
+        """Write `tensor` to each of `outputs` that has its shape."""
+        for output in outputs:
+            if output.shape == tensor.shape:
+                output.detach().copy_(tensor.detach())
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
+        """Write `tensor` to `output`, as often as there are ranks."""
+        output.detach().copy_(torch.cat([tensor.detach().reshape(-1)] * self.world_size).view(output.shape))
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
+        """Write this rank's input to `output`, if this rank has inputs."""
+        if inputs:
+            output.detach().copy_(inputs[self.rank].detach())
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
+    ) -> None:
+        """Reduce this rank's part with itself, as often as there are ranks."""
+        output.detach().copy_(self._reduced(inputs[self.rank].detach(), redop, factor))
+
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
+    ) -> None:
+        """Reduce this rank's part with itself, as often as there are ranks."""
+        part = tensor.detach().reshape(self.world_size, -1)[self.rank].view(output.shape)
+        output.detach().copy_(self._reduced(part, redop, factor))
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
+    ) -> None:
+        """Write this rank's part to each output, as if from every rank, where the sizes fit."""
+        for output in outputs:
+            if output.shape == inputs[self.rank].shape:
+                output.detach().copy_(inputs[self.rank].detach())
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
+        """Write this rank's part to each part of `output`, as if from every rank."""
+        part = tensor.detach().reshape(self.world_size, -1)[self.rank]
+        output.detach().copy_(torch.cat([part] * self.world_size).view(output.shape))
+
+    def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
+        """Return at once."""
+
+    def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
+        """Refuse to receive, since no other rank sends.
+
+        Raises:
+            PhalanxError: always.
+        """
+        raise PhalanxError(
+            f"recv in group {self.group!r} on rank {self.rank}: this process replaces a rank that was lost, and meets "
+            "the others in `phalanx.elastic.run`; before it nobody sends.\nReceive messages inside the function that "
+            "`run` is given."
+        )

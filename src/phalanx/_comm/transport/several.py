@@ -1,0 +1,117 @@
+"""Handle several tensors in one call: copy inputs that outputs would overwrite, and combine those of one process.
+
+A call of several tensors is carried out one after the other. What an earlier one writes may be what a later one reads:
+the same tensor twice, views that overlap. Each must be read as it was before the call:
+
+    all_reduce_coalesced([t[:3], t[2:]])     t[:3] ◀─ sum of t[:3]      t[2:] ◀─ sum of a copy of t[2:], made before
+
+The same holds for an input of one operation that overlaps an output, unless it is the rank's own part and lies where
+that goes: transports move large tensors piece by piece, and would read pieces that they have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx._base.core_numbers import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from phalanx._comm.transport.numerics import HALF
+from phalanx._comm.transport.overlaps import extent_of, extents_overlap, overlaps_any
+from phalanx._comm.transport.tensors import write_back
+
+_COMBINE: dict[int, Callable[..., Tensor]] = {
+    SUM: torch.add,
+    PRODUCT: torch.mul,
+    MIN: torch.minimum,
+    MAX: torch.maximum,
+    BAND: torch.bitwise_and,
+    BOR: torch.bitwise_or,
+    BXOR: torch.bitwise_xor,
+}
+"""The function that combines two tensors, by the number of the reduction."""
+_WIDER = {torch.uint16: torch.int64, torch.uint32: torch.int64, **{dtype: torch.float32 for dtype in HALF}}
+_SIGN = -(1 << 63)
+
+
+def can_combine(redop: int) -> bool:
+    """Return whether a reduction over ranks and over the tensors of each means one thing; that of a mean does not."""
+    return redop != AVG
+
+
+def combined(tensors: Sequence[Tensor], redop: int) -> Tensor:
+    """Return a new tensor: the reduction of tensors of one shape and dtype, in their order."""
+    dtype = tensors[0].dtype
+    combine = _COMBINE[redop]
+    with torch.no_grad():
+        # torch cannot reduce these: they are shifted to signed numbers, of which the smallest was 0
+        if dtype == torch.uint64:
+            flip = _SIGN if redop in (MIN, MAX) else 0
+            signed = tensors[0].view(torch.int64) ^ flip
+            for tensor in tensors[1:]:
+                signed = combine(signed, tensor.view(torch.int64) ^ flip)
+            return (signed ^ flip).view(dtype)
+        total = tensors[0].to(_WIDER.get(dtype, dtype), copy=True)
+        for tensor in tensors[1:]:
+            total = combine(total, tensor.to(total.dtype))
+        return total.to(dtype)
+
+
+def copy_to_others(tensors: Sequence[Tensor], source: Tensor) -> None:
+    """Write `source` to all other tensors; it may be one of them."""
+    for tensor in tensors:
+        if tensor is not source:
+            write_back(tensor, source)
+
+
+def unshared(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, own: tuple[int, int, int] | None = None
+) -> Sequence[Tensor]:
+    """Return the inputs of an operation that writes `outputs`, with a copy in place of each that overlaps one of these.
+
+    `own` (i, o, skip) is the part that stays on its rank: input i may begin `skip` bytes behind where output o does, as
+    calls in place have it, and is not copied then.
+    """
+    extents = [extent_of(tensor) for tensor in inputs]
+    written = [extent_of(tensor) for tensor in outputs]
+    if not extents_overlap(extents, written):
+        return inputs
+    read = list(inputs)
+    for at, extent in enumerate(extents):
+        is_in_place = own is not None and own[0] == at and extent[0] == written[own[1]][0] + own[2]
+        if not is_in_place and overlaps_any(extent, written):
+            read[at] = inputs[at].detach().clone()
+    return read
+
+
+def unshared_one(tensor: Tensor, output: Tensor, skip: int) -> Tensor:
+    """Do what `unshared` does, for one input and one output; `skip` is that of `own`, and may be below zero."""
+    start, written = tensor.data_ptr(), output.data_ptr()
+    if (start >= written + output.nbytes or written >= start + tensor.nbytes or start == written + skip) and (
+        tensor.is_contiguous() and output.is_contiguous()
+    ):
+        return tensor
+    return unshared([tensor], [output], own=(0, 0, skip))[0]
+
+
+def unshared_steps(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Return the inputs of steps that each write their `outputs`, with copies of those that earlier steps write.
+
+    Cost: a copy of those. Without any, sorting as many addresses as there are tensors.
+    """
+    if len(inputs) < 2:
+        return inputs
+    extents = [extent_of(tensor) for tensor in inputs]
+    steps = [[extent_of(tensor) for tensor in step] for step in outputs]
+    # A place that one step reads and writes counts once.
+    apart = [extent for own, step in zip(extents, steps, strict=True) for extent in step if extent != own]
+    if not extents_overlap(extents, apart):
+        return inputs
+    read = list(inputs)
+    written: list[tuple[int, int]] = []
+    for at, (extent, step) in enumerate(zip(extents, steps, strict=True)):
+        if overlaps_any(extent, written):
+            read[at] = inputs[at].detach().clone()
+        written += step
+    return read

@@ -1,0 +1,84 @@
+"""Allocate host memory from which a device copies fast: page-locked memory, which all ranks see where possible.
+
+small                       from PyTorch's own cache of page-locked memory, where the device is CUDA
+64 KiB and more             in the ranks' symmetric memory, where they have some: a collective reads the other ranks'
+                            staged tensors where they lie, and nothing is copied between ranks before it is reduced
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx._base.log import get_logger, warn_once
+from phalanx._comm.symmetric_memory.scratch import Scratch
+from phalanx._comm.transport.staging.page_locks import lock_pages, unlock_pages
+
+_logger = get_logger(__name__)
+_PAGE = 4096
+_LARGE_BYTES = 1 << 16
+_LARGEST_BYTES = 1 << 34  # addresses; what nobody uses has no pages
+
+
+def staging_bytes(heap_bytes: int) -> int:
+    """Return how large a piece of a rank's heap staging takes."""
+    return min(_LARGEST_BYTES, heap_bytes // 8) // _PAGE * _PAGE
+
+
+def block_bytes(nbytes: int) -> int:
+    """Return how many bytes a tensor of `nbytes` takes: a power of two in whole pages, so that blocks serve again."""
+    return max(_PAGE, 1 << (nbytes - 1).bit_length())
+
+
+class HostMemory:
+    """`HostMemory` holds staged tensors of a device. `piece` is memory of this rank's symmetric heap; None without one.
+
+    Blocks of it are page-locked when they are first used, and stay so until `close`.
+    """
+
+    def __init__(self, device_type: str, piece: Tensor | None = None) -> None:
+        self._is_cuda = device_type == "cuda"
+        self._lock = threading.Lock()
+        self._page_locked: dict[int, int] = {}
+        self._scratch: Scratch | None = None
+        if piece is not None:
+            skip = -piece.data_ptr() % _PAGE
+            self._scratch = Scratch(piece[skip : skip + (piece.numel() - skip) // _PAGE * _PAGE])
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised, contiguous tensor of the host."""
+        count = math.prod(shape)
+        nbytes = count * dtype.itemsize
+        if self._scratch is None or nbytes < _LARGE_BYTES:
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._is_cuda)
+        with self._lock:
+            block = self._scratch.allocate(block_bytes(nbytes), torch.uint8)
+            if self._is_cuda:
+                self._lock_pages(block)
+        return block[:nbytes].view(dtype).view(tuple(shape))
+
+    def _lock_pages(self, block: Tensor) -> None:
+        at = block.data_ptr()
+        if at in self._page_locked:
+            return
+        error = lock_pages(at, block.numel())
+        if error:
+            warn_once(
+                _logger,
+                f"memory for staging could not be page-locked (CUDA error {error}); copies from and to the GPU are "
+                "slower. A limit on locked memory (ulimit -l) may be the reason.",
+            )
+        self._page_locked[at] = error
+
+    def close(self) -> None:
+        """Unlock the pages, before the memory goes."""
+        with self._lock:
+            blocks, self._page_locked = self._page_locked, {}
+            self._scratch = None
+        for at, error in blocks.items():
+            if not error:
+                unlock_pages(at)

@@ -1,0 +1,150 @@
+"""A copy stream copies a device's tensors from and to the host, beside the stream that computes.
+
+    the caller's stream   ── kernels ──┐                                    ┌── kernels that read the result
+    the copy stream                    └─▶ device to host ─▶ ·····  host to device ─┘
+    the host                                                 the collective
+
+`torch.get_device_module` gives the streams and events of any accelerator that has some, under CUDA's names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx._base.deadline import Deadline
+
+_PAUSE_S = 0.001
+
+
+class CopyStream(Protocol):
+    """A copy stream is where the copies of one device are queued."""
+
+    @property
+    def future_devices(self) -> list[int | str | torch.device]:
+        """Return the devices that a future must be told whose value lies on the device."""
+
+    def follow_caller(self) -> None:
+        """Let what is queued from now on come after all that the calling thread has queued on its own stream."""
+
+    def queueing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which what is done with the device's tensors is queued here."""
+
+    def mark(self) -> Any:
+        """Return a point after all that has been queued here."""
+
+    def drain(self, patience_s: float) -> bool:
+        """Return whether all that was queued here is over, after at most `patience_s`."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the memory of `tensor` from others until what is queued here is over."""
+
+    def await_on_host(self, mark: Any) -> None:
+        """Return when what came before `mark` is over."""
+
+    def is_over(self, mark: Any) -> bool:
+        """Return whether what came before `mark` is over."""
+
+    def await_on_device(self, mark: Any) -> None:
+        """Let what the calling thread queues on its own stream from now on come after `mark`; the host goes on."""
+
+
+class InOrder:
+    """`InOrder` stands for a device whose operations are over when they return."""
+
+    @property
+    def future_devices(self) -> list[int | str | torch.device]:
+        """Return an empty list, since no device has streams."""
+        return []
+
+    def follow_caller(self) -> None:
+        """Do nothing: no operation is under way."""
+
+    @contextlib.contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Run the block as it is: each operation is done at once."""
+        yield
+
+    def mark(self) -> Any:
+        """Return a mark whose operations are over."""
+        return True
+
+    def drain(self, patience_s: float) -> bool:
+        """Return True: nothing is queued."""
+        return True
+
+    def keep(self, tensor: Tensor) -> None:
+        """Do nothing: no operation uses the tensor any longer."""
+
+    def await_on_host(self, mark: Any) -> None:
+        """Do nothing: it is over."""
+
+    def is_over(self, mark: Any) -> bool:
+        """Return True: it is over."""
+        return True
+
+    def await_on_device(self, mark: Any) -> None:
+        """Do nothing: it is over."""
+
+
+class DeviceStream:
+    """A device stream is a stream of its own on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._stream: Any = self._module.Stream(device=device)
+
+    @property
+    def future_devices(self) -> list[int | str | torch.device]:
+        return [self._device]
+
+    def follow_caller(self) -> None:
+        """Let the copy stream wait for the caller's; the host does not wait."""
+        self._stream.wait_stream(self._module.current_stream(self._device))
+
+    def queueing(self) -> contextlib.AbstractContextManager[None]:
+        """Make it this thread's stream for the time of the block."""
+        block: contextlib.AbstractContextManager[None] = self._module.stream(self._stream)
+        return block
+
+    def mark(self) -> Any:
+        """Return an event after what is queued."""
+        event = self._module.Event()
+        event.record(self._stream)
+        return event
+
+    def drain(self, patience_s: float) -> bool:
+        """Poll until all is over or the time is up: a kernel that never ends must not keep the process from ending."""
+        mark = self.mark()
+        return Deadline.after(patience_s).wait_until(lambda: self.is_over(mark), _PAUSE_S)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Tell the device's allocator that the copy stream uses the tensor."""
+        if tensor.layout is torch.strided:
+            tensor.record_stream(self._stream)
+
+    def await_on_host(self, mark: Any) -> None:
+        """Block this thread until the event has come; other threads go on."""
+        mark.synchronize()
+
+    def is_over(self, mark: Any) -> bool:
+        """Ask the device whether the event has come, without waiting."""
+        over: bool = mark.query()
+        return over
+
+    def await_on_device(self, mark: Any) -> None:
+        """Let the caller's stream wait for the event; the host does not wait."""
+        self._module.current_stream(self._device).wait_event(mark)
+
+
+def open_copy_stream(device: torch.device) -> CopyStream:
+    """Return a new copy stream for `device`; it is an `InOrder` where the device has no streams."""
+    module: Any = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
+    if module is None or not (hasattr(module, "Stream") and hasattr(module, "Event")):
+        return InOrder()
+    return DeviceStream(device)

@@ -1,0 +1,104 @@
+"""Ask how a tensor's elements lie in memory, and copy them out and in where that memory cannot be used as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx._base.torch_names import find
+
+is_zero_tensor: Any = find(
+    "torch.Tensor._is_zerotensor", loses="tensors of zeros without memory are not known", instead=lambda tensor: False
+)
+"""Whether a tensor stands for zeros and has no memory: autograd makes such."""
+
+
+def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+copy_all: Any = find("torch._foreach_copy_", loses="copies of many tensors take longer", instead=_copy_each)
+"""A function that copies each tensor of the second list into the one at its place in the first."""
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory, unknown to autograd, to which any thread may write.
+
+    Only inference mode may write to its tensors, and it belongs to a thread: a collective may run in another one.
+    """
+    if not tensor.is_inference() or is_zero_tensor(tensor) or tensor.is_neg() or tensor.is_conj():
+        return tensor.detach()
+    with torch.inference_mode(False):
+        same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return same.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether the elements lie in order in memory and mean what they say."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and not is_zero_tensor(tensor)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return `tensor` itself if it is plain; else a copy that is."""
+    if is_plain(tensor):
+        return tensor
+    if is_zero_tensor(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
+def scaled(tensor: Tensor, factor: Any) -> Tensor:
+    """Return `tensor` itself without a factor; else its product with it, in its own dtype whatever the factor's is."""
+    if factor is None:
+        return tensor
+    with torch.no_grad():
+        product: Tensor = (tensor * factor).to(tensor.dtype)
+        return product
+
+
+def write_back(tensor: Tensor, data: Tensor) -> None:
+    """Copy `data` into a tensor whose own memory could not be used."""
+    # Only inference mode may write to its tensors, and it belongs to the thread: this may be another than the caller's.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        tensor.copy_(data)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Return the number of bytes of the elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the strides visit each element of one block exactly once, in some order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's elements in one dimension of stride 1; a single element's could be anything."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a block that holds the elements in the tensor's memory order; ranks must agree.
+
+    They are the tensor's own if it is dense, else a contiguous one's. The stride of a dimension of 1 is 1.
+    """
+    if tensor.layout is not torch.strided:
+        return ()
+    like = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
+    return tuple(stride if size != 1 else 1 for size, stride in zip(like.shape, like.stride(), strict=True))
+
+
+def same_order(one: Tensor, other: Tensor) -> bool:
+    """Return whether two dense tensors of one shape have each element at the same place; sizes of 1 are free."""
+    return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size != 1)

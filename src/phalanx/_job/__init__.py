@@ -1,0 +1,1 @@
+"""How processes are one job: agents, hosts, the coordinator, the launcher."""

@@ -1,0 +1,449 @@
+"""An `Attempt` is one attempt at a job on this host: it tells what happens to the deciders, and does what they answer.
+
+              ┌─ Supervision  what becomes of the ranks             decide, and know nothing
+              ├─ Elastic      what becomes of the job after a loss  of processes or clocks
+Attempt ──────┤
+              ├─ HostRanks    the processes of this host's ranks
+              ├─ RankNumbers  which ranks they are, where they meet
+              ├─ HostLink     the other hosts: none, those that this one leads, or the first
+              ├─ Requests     who comes over the agent's socket
+              └─ SilentRanks  who keeps the others waiting
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from phalanx._base.ipc.event_loop import EventLoop, Source
+from phalanx._base.processes import ENDING_SIGNALS
+from phalanx._comm.diagnostics.observer import GroupLog
+from phalanx._job.agent import limits
+from phalanx._job.agent.elastic import Elastic
+from phalanx._job.agent.elastic_actions import (
+    Abandon,
+    BeginGeneration,
+    Continue,
+    DropHost,
+    ElasticAction,
+    Evict,
+    GiveUp,
+    PrepareHost,
+    Retire,
+    Say,
+    SendToRank,
+    TellGeneration,
+)
+from phalanx._job.agent.elastic_links import ElasticLinks
+from phalanx._job.agent.failure import Exit, Report, summarise
+from phalanx._job.agent.flights import Flights
+from phalanx._job.agent.host_link import HostLink
+from phalanx._job.agent.host_ranks import HostRanks
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.pages import Pages
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.rank_numbers import RankNumbers
+from phalanx._job.agent.requests import Requests
+from phalanx._job.agent.silent_ranks import SilentRanks
+from phalanx._job.agent.stragglers import describe_stragglers
+from phalanx._job.agent.supervision import Action, Kill, Supervision, Tell, decide_hold_s
+from phalanx._job.agent.target import is_elastic
+
+_READ_S = 0.05  # while output floods in, signals and events are handled this often
+_REPORT_END_AFTER_S = 1.0
+
+
+class Attempt:
+    """An `Attempt` forks this host's ranks and follows them to their end."""
+
+    def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink | None = None) -> None:
+        """Make an attempt. `link` leads to the job's other hosts; None stands for a job on one host."""
+        self.plan = plan
+        self.host = host
+        self.restart_count = restart_count
+        self.link = link or HostLink(plan)
+        self.place = self.link.place
+        self.state = self.link.make_supervision()
+        self.elastic = self.link.make_elastic()
+        self.numbers = RankNumbers(plan, host, restart_count, self.link)
+        self.ranks = HostRanks(plan, host, self.place, self.state, self.elastic, self.numbers, self)
+        self.links = ElasticLinks()
+        self.flights = Flights()
+        self.pages = Pages()
+        # by host: how far its clock is behind, and how fast one of its cores copies
+        self.report_hosts: dict[str, tuple[float, float]] = {}
+        self.report_folder = os.path.abspath(plan.settings.report) if plan.settings.report is not None else ""
+        self._requests = Requests(self)
+        self._silent = SilentRanks(self)
+        self._report_end_at: float | None = None
+        self._asked: set[str] = set()  # the hosts at which a signal has come that ends the job
+        self.link.attach(self)
+
+    def run(self) -> None:
+        """Run until every rank has ended, every process below the zygote is gone and every line was queued.
+
+        The logs in `flights` stay until `close`.
+        """
+        self.elastic.is_script_elastic = is_elastic(self.plan.settings.target)
+        self.elastic.began_at = time.monotonic()
+        self.link.begin()
+        self.host.errors.begin(self.restart_count, self.place.num_ranks)
+        if self.restart_count or self.place.num_nodes > 1:
+            self.host.logs.begin(self.place.ranks, self.restart_count)
+        self.numbers.open()
+        try:
+            self.ranks.fork_some()
+            loop = self._make_loop()
+            self._run_until(loop, lambda: (self.state.finished and not self.host.arrived) or self.link.has_left)
+            self._sweep()
+            self._run_until(loop, lambda: self.ranks.is_swept and self.link.is_swept)
+            if not self.ranks.zygote_lost:
+                self.host.pump.drain()
+            self._release_tracebacks()
+        finally:
+            self._requests.close()
+            self.links.close()
+            self.ranks.close()
+            self.numbers.close()
+        self.link.end(self)
+
+    def take_lead(self, plan: JobPlan, link: HostLink, state: Supervision, elastic: Elastic) -> None:
+        """Continue as the attempt of the host that decides, because the host that did is lost."""
+        self.plan, self.link, self.state, self.elastic = plan, link, state, elastic
+        self.numbers.exchange_link(link)
+        self.ranks.exchange_deciders(state, elastic)
+        link.attach(self)
+
+    def _make_loop(self) -> EventLoop:
+        """Return the loop. The order of its sources matters: reports come before exits, and messages before ends."""
+        host, links = self.host, self.links
+        return EventLoop(
+            host.watch_signals(self.on_signal),
+            Source(self._read_output, lambda: host.pump.pipes),
+            Source(lambda ready: self.link.receive(ready), lambda: self.link.fds, due=lambda: self.link.due),
+            Source(self._requests.receive, lambda: host.agent_socket.fds),
+            Source(self._hear_links, lambda: links.fds, lambda: links.waiting),
+            Source(self._hear_reports, lambda: (self.ranks.reports.fileno(),)),
+            Source(self.ranks.hear_zygote, self._control_fds, self._waiting_control_fds),
+            Source(self._on_turn, due=self._find_due),
+            host.watch_display(),
+        )
+
+    def _run_until(self, loop: EventLoop, done: Callable[[], bool]) -> None:
+        while not done() and not self.ranks.zygote_lost:
+            loop.turn()
+
+    def _control_fds(self) -> tuple[int, ...]:
+        control = self.host.zygote.control
+        return () if control.gone else (control.fileno(),)
+
+    def _waiting_control_fds(self) -> tuple[int, ...]:
+        return self._control_fds() if self.host.zygote.control.waiting else ()
+
+    def _find_due(self) -> float | None:
+        look = self._silent.due if self.state.phase == "running" else None
+        times = (self.state.next_due, self.elastic.next_due, self.ranks.sweep_due, self._report_end_at, look)
+        return min((at for at in times if at is not None), default=None)
+
+    def _read_output(self, ready: set[int]) -> None:
+        """Read the pipes that are ready, for a while; those that were not reached come first in the next turn."""
+        end = time.monotonic() + _READ_S
+        for fd in self.host.pump.pipes:
+            if fd in ready:
+                self.host.pump.read(fd, self.ranks.read_reports)  # a rank reports its failure before it prints it
+                if time.monotonic() > end:
+                    return
+
+    def _hear_links(self, ready: set[int]) -> None:
+        for fd in self.links.waiting:
+            if fd in ready:
+                self.links.send_waiting(fd)
+        for fd in self.links.fds:
+            if fd in ready:
+                for rank, pid, message in self.links.read(fd):
+                    if self.link.is_leaving:  # another host may have a rank in this seat by now
+                        self.link.remind(rank, message)
+                    else:
+                        self.on_rank_message(rank, pid, message)
+
+    def hear_ranks(self) -> None:
+        """Process all messages that elastic ranks of this host have sent until now."""
+        self._hear_links(set(self.links.fds))
+
+    def _hear_reports(self, ready: set[int]) -> None:
+        if self.ranks.reports.fileno() in ready:
+            self.ranks.read_reports()
+
+    def _on_turn(self, ready: set[int]) -> None:
+        """Do what is due, and go on with the forks."""
+        if self.host.display.reader_gone and self.state.interrupted is None:
+            self.ranks.abandon_rest()
+            self.host.display.say(
+                "phalanx run: nobody reads its output any more (stdout was closed): stopping "
+                f"{count_ranks(len(self.state.running))}"
+            )
+            self.do(self.state.on_signal(signal.SIGPIPE, time.monotonic()))
+        now = time.monotonic()
+        self.do(self.state.on_time(now))
+        self.do_elastic(self.elastic.on_time(now))
+        if self.state.phase == "running" and now >= self._silent.due:
+            self._silent.look(now)
+        if self.state.phase not in ("running", "settling"):
+            self._release_tracebacks()
+            if self._report_end_at is None and self.state.interrupted is None:
+                self._report_end_at = now + _REPORT_END_AFTER_S
+        if self._report_end_at is not None and now >= self._report_end_at:
+            self._report_end_at = float("inf")
+            self._report_end()
+        self.ranks.on_time(now)
+        self.ranks.fork_some()
+
+    def _report_end(self) -> None:
+        """Print the first failure at once, while the other ranks may still take their time to end."""
+        failures, running = self.state.failures, len(self.state.running)
+        if failures and running and self.state.interrupted is None and not self.state.overdue:
+            self.host.display.say(
+                f"phalanx run: rank {failures[0].rank} has failed: {summarise(failures[0])}. More when all have ended: "
+                f"{count_ranks(running)} may still take up to {self.state.grace_s:g} s"
+            )
+
+    def _release_tracebacks(self) -> None:
+        """Show the tracebacks that were kept back, unless a failure will be printed at the end."""
+        is_told = self.state.interrupted is None and not self.state.overdue and bool(self.state.failures)
+        if not is_told:
+            self.host.display.release()
+
+    def on_own_start(self, rank: int, pid: int) -> None:
+        """Note that the process of a rank of this host exists, unless the others go on without it."""
+        if not self.link.is_leaving:
+            self.on_started(rank, pid)
+
+    def on_own_report(self, report: Report) -> None:
+        """Process the failure that a rank of this host has reported, unless the others go on without it."""
+        if not self.link.is_leaving:
+            self.on_report(report)
+
+    def on_started(self, rank: int, pid: int) -> None:
+        self.state.on_started(rank)
+        self.elastic.on_started(rank, pid)
+        self.link.on_started(rank, pid)
+        self._requests.admit_early()
+
+    def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
+        """Note that a process of this host has ended, after reading what it sent before."""
+        self.ranks.read_reports()
+        if self.ranks.processes.pids.get(rank) != pid:
+            return  # it was handled before
+        if self.link.is_leaving:
+            self.links.drop(pid)
+            self.ranks.processes.lose(Exit(rank, pid, status, at))
+            self.pages.drop(pid)
+            return
+        for _, _, message in self.links.drop(pid):
+            self.on_rank_message(rank, pid, message)
+        self.ranks.read_error_file(rank, pid, status, at)
+        dump = self.ranks.processes.read_dump(rank)
+        self.on_exit(Exit(rank, pid, status, at, self._silent.evicted.pop(pid, dump)))
+        self.pages.drop(pid)
+
+    def on_exit(self, exit: Exit) -> None:
+        """Process the end of a rank's process on any host, after reading all that it sent."""
+        # these come first, or the last known holder of the state ends before others have said that they hold it
+        self.hear_ranks()
+        for pid in self.ranks.processes.pids.values():
+            progress = self.pages.read(pid)
+            if progress is not None and progress.state is not None:
+                self.elastic.on_step(progress.state.steps)
+        actions = self.elastic.on_exit(exit, time.monotonic()) if self.state.phase == "running" else None
+        if self.state.phase == "settling":  # another rank has told of its end first
+            self.elastic.note_early_loss(exit)
+        if actions is None:
+            if self.elastic.has_trained:  # the others do work of their own now, saving perhaps, and may take their time
+                self.state.settle_s = self.state.grace_s
+            self.do(self.state.on_exit(exit))
+            return
+        self.ranks.processes.lose(exit)
+        self.state.on_lost(exit.rank)
+        self.do_elastic(actions)
+
+    def on_report(self, report: Report) -> None:
+        """Process the failure that a rank has reported: a loss in an elastic job, or a failure of the job."""
+        actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
+        if actions is not None:
+            self.do_elastic(actions)
+            return
+        if report.traceback and not self.plan.settings.traceback:
+            if self.state.phase in ("running", "settling"):
+                self.host.display.expect(report.rank, report.traceback)
+            elif self.state.is_stopped_by_user(report):
+                self.host.display.expect(report.rank, report.traceback, quiet=True)
+        self.do(self.state.on_report(report, time.monotonic()))
+
+    def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
+        """Process a message of an elastic rank of any host."""
+        if message.get("kind") == "lost":
+            self.ranks.hear_of_loss()
+        self.do_elastic(self.elastic.on_message(rank, pid, message, time.monotonic()))
+        self.link.on_rank_message(rank, pid, message)
+
+    def on_signal(self, number: int, where: str = "") -> None:
+        """Process a signal that has come here, or at the agent of the host `where`."""
+        if number == signal.SIGCHLD:  # the zygote's end shows on its socket
+            self.ranks.on_child_signal()
+            return
+        if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop with us, and go on with us
+            if self.place.num_nodes > 1:  # the other hosts would hear nothing of this one, and count it as lost
+                self.host.display.say(
+                    "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended; it goes on"
+                )
+                return
+            self.send_signal(signal.SIGSTOP, self.state.running, group=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        if number in ENDING_SIGNALS:
+            if not where and self.link.take_signal(number):
+                return
+            is_again, self._asked = where in self._asked, {*self._asked, where}
+            if self.state.phase == "stopping" and number == signal.SIGTERM == self.state.interrupted and not is_again:
+                return  # a scheduler signals all hosts itself
+            self.ranks.abandon_rest()
+            if self.state.phase == "running":
+                self.do_elastic([self.elastic.give_up()])  # what was lost is not replaced any more
+            if self.state.phase == "killing":  # the third signal ends all patience
+                self.ranks.give_up_zygote()
+                return
+        running = len(self.state.running)
+        actions = self.state.on_signal(number, time.monotonic())
+        if self.state.interrupted == number and running and self.state.started:
+            name = signal.Signals(number).name + where
+            if self.state.phase == "stopping":
+                self.host.display.say(
+                    f"phalanx run: {name}: stopping {count_ranks(running)}, with "
+                    f"{self.state.grace_s:g} s to end by themselves (again: kill at once)"
+                )
+            elif any(isinstance(action, Kill) for action in actions):
+                self.host.display.say(f"phalanx run: {name} again: killing {count_ranks(running)}")
+        self.do(actions)
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Kill):
+                if not self.ranks.has_started:  # the zygote is still importing and cannot answer
+                    self.host.zygote.kill()
+                    self.link.sweep()
+                else:
+                    self._sweep()
+            elif isinstance(action, Tell):
+                self._report_stragglers(action.waited_s)
+            else:
+                if action.signum in ENDING_SIGNALS:
+                    self.host.zygote.wake()
+                self.send_signal(action.signum, action.ranks, group=action.group, is_relayed=action.is_relayed)
+
+    def do_elastic(self, actions: list[ElasticAction]) -> None:
+        now = time.monotonic()
+        for action in actions:
+            if isinstance(action, BeginGeneration):
+                self.begin_generation(action)
+            elif isinstance(action, SendToRank):
+                self.state.told_to_end = self.state.told_to_end or action.message["kind"] == "end"
+                self.send_to_rank(action.seat, action.message)
+            elif isinstance(action, TellGeneration):
+                self.tell_generation(action.seat)
+            elif isinstance(action, Evict):
+                self.send_signal(signal.SIGKILL, (action.seat,), group=True)
+            elif isinstance(action, Continue):
+                self.send_signal(signal.SIGCONT, (action.seat,), group=True)
+            elif isinstance(action, Abandon):
+                if action.seat in self.ranks.processes.pids:
+                    self.on_ended(action.seat, self.ranks.processes.pids[action.seat], -signal.SIGKILL, now)
+            elif isinstance(action, Retire):
+                for seat in action.seats:
+                    self.state.on_retired(seat)
+            elif isinstance(action, Say):
+                self.host.display.say(action.text)
+            elif isinstance(action, PrepareHost | DropHost):
+                self.link.do(action)
+            elif isinstance(action, GiveUp):
+                for report in action.reports:
+                    self.do(self.state.on_report(report, now))
+                for exit in action.exits:
+                    self.do(self.state.on_exit(exit))
+                self.link.on_given_up()
+        if self.numbers.has_old_stores:  # thousands of ranks are looked at only then
+            generations = (each.generation for each in self.elastic.members.values())
+            self.numbers.close_stores_before(min(generations, default=0))
+
+    def begin_generation(self, begun: BeginGeneration) -> None:
+        """Do this host's part of a generation: fork the processes missing here, and tell the others their ranks."""
+        self.link.begin_generation(begun)
+        part = self.numbers.begin(begun)
+        if part is None:
+            return
+        for rank in part.forked:
+            self.state.on_replaced(rank)
+            try:
+                self.ranks.fork(rank)
+            except OSError as error:
+                self.do_elastic(self.elastic.on_unforked(rank, limits.explain(error), time.monotonic()) or [])
+                return
+            self.host.zygote.let_go_of_lost(rank)
+        for rank in part.seats:
+            if rank not in part.forked:
+                self.tell_generation(rank)
+
+    def tell_generation(self, rank: int) -> None:
+        """Tell an elastic rank of any host which rank it is in the current generation."""
+        message = None if self.link.tell_generation(rank) else self.numbers.plan_message(rank)
+        if message is not None:
+            self.send_to_rank(rank, message)
+
+    def send_to_rank(self, rank: int, message: dict[str, Any]) -> None:
+        """Send a message to an elastic rank of any host; it takes effect if the rank reads it."""
+        if not self.link.send_to_rank(rank, message):
+            self.links.send(rank, message)
+
+    def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
+        """Send a signal to ranks of any host; one that is relayed, unless they receive it from outside as well."""
+        hold_s = decide_hold_s(signum, came_here=signum in self.host.received) if is_relayed else None
+        self.ranks.send_signal(signum, ranks, group=group, hold_s=hold_s)
+        if not is_relayed or signum in ENDING_SIGNALS:  # others are for the host where they came
+            self.link.send_signal(signum, ranks, group=group, is_relayed=is_relayed)
+
+    def _sweep(self) -> None:
+        """Kill every process of the job; a second call does nothing."""
+        if self.ranks.sweep():
+            self.link.sweep()
+
+    def _report_stragglers(self, waited_s: float) -> None:
+        pids, place = self.ranks.processes.pids, self.place
+        text = describe_stragglers(
+            pids, self.state.running, place.world_size, waited_s, self.flights.logs(), place.ranks
+        )
+        if not self.state.overdue:
+            text += "\n`phalanx stacks` shows where they are; --exit-timeout SECONDS would stop them."
+        self.host.display.say(text)
+
+    def collect_logs(self) -> list[GroupLog]:
+        """Return what the ranks of all hosts have recorded, as far as it is known here."""
+        return self.link.merge_logs(self.flights.logs())
+
+    @property
+    def ended_ns(self) -> dict[int, int]:
+        """Return when the ranks' processes ended: by process number, on CLOCK_MONOTONIC."""
+        own = {end.pid: int(end.at * 1e9) for end in self.state.exits.values()}
+        return {**self.ranks.processes.lost_ns, **own, **self.link.ended_ns}
+
+    def close(self) -> None:
+        """Close the memory that the ranks have shared with this process."""
+        self.link.close()
+        self.flights.close()
+        self.pages.close()
+
+
+def count_ranks(ranks: int) -> str:
+    """Return a number of ranks in words."""
+    return f"{ranks} rank{'s' * (ranks != 1)}"

@@ -1,0 +1,442 @@
+"""Decide what becomes of an elastic job when a rank is lost: a state and its transitions, without clock or process.
+
+There is no socket in it, either.
+
+                 a rank is lost          all have ended that were about to       all living say `regrouped`
+    training ─────────────────▶ losing ─────────────────────▶ regrouping ─────────────────────▶ training
+        ▲                          │                              │ one more is lost: losing
+        │                          │
+        │                          ├─ nobody holds the state, or it failed in vain ──▶ GiveUp: an ordinary failure
+        │                          └─ fewer than the minimum, and nobody to wait for ─▶ SendToRank(end)
+        └── a rank has finished: from then on an ordinary job
+
+A rank is known by its seat, the number that it was started with (`phalanx._job.agent.generation`); a replacement has the
+seat of the one that it replaces, and a process number of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from phalanx._base.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S, STARTING_S
+from phalanx._comm.diagnostics.rank_list import name_ranks
+from phalanx._job.agent.elastic_actions import (
+    Abandon,
+    BeginGeneration,
+    Continue,
+    ElasticAction,
+    Evict,
+    GiveUp,
+    LostRank,
+    Retire,
+    Say,
+    SendToRank,
+    TellGeneration,
+    read_int,
+    refuse,
+)
+from phalanx._job.agent.elastic_rank import ElasticRank
+from phalanx._job.agent.failure import Exit, Failure, Report, summarise
+from phalanx._job.agent.generation import Limits, Seating, plan_generation
+from phalanx._job.agent.loss_text import describe_loss, describe_regrouped
+from phalanx._job.agent.repetition import Repetition
+
+BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
+ALL_LEFT = "all ranks have left their group"
+_HAS_ENDED = "another rank has ended its training"
+
+
+class Elastic:
+    """`Elastic` makes the decisions for an elastic job. Every method takes an event and returns what to do now."""
+
+    def __init__(self, seating: Seating, max_replacements: int | None = None, limits: Limits | None = None) -> None:
+        self.seating = seating
+        self.limits = limits or Limits()
+        self.max_replacements = max_replacements
+        self.members: dict[int, ElasticRank] = {}
+        self.generation = plan_generation(0, seating)
+        self.losses: list[LostRank] = []
+        self.num_replaced = 0
+        self.finished = False  # a rank has returned from `elastic.run`: nobody can be replaced any more
+        self.has_trained = False  # a rank has returned from training, and has said so
+        self.given_up = False
+        self.is_script_elastic = False  # its source says so; a rank says it later
+        self.began_at = 0.0
+        self._has_joined = False  # a rank has come to its first `elastic.run`
+        self._killed_early_at: float | None = None  # when a rank was killed before all had come to the first one
+        self.ended: int | None = None  # the exit code with which the ranks were told to end; None before
+        self._ending: dict[str, Any] = {}  # the message with which they were told to
+        self.next_due: float | None = None
+        self._exits: list[tuple[Exit, Report | None]] = []  # the losses that are not decided yet
+        self._newest: list[LostRank] = []  # the same losses, in words for people
+        self._gone: set[int] = set()  # the undecided seats that were lost with their host
+        self._refuses_forks = False  # set when the system has refused to fork
+        self._forking: set[int] = set()  # seats whose process is on its way
+        self._evicted: dict[int, str] = {}  # by process number: why it was killed
+        self._continued: set[int] = set()  # processes that were to be killed and were continued instead
+        self._undying: dict[int, float] = {}  # by seat: when the job goes on although the killed process has not ended
+        self._due: dict[int, tuple[float, str]] = {}  # by seat: when its process is to be killed, and why
+        self._repetition = Repetition()
+        self._told: dict[int, tuple[bool, str]] = {}  # by seat: whether its rank reported a disagreement, and its error
+
+    @property
+    def active(self) -> bool:
+        """Return whether a loss would be survived: every process that was started is elastic, and none has finished."""
+        return (
+            not self.finished
+            and not self.given_up
+            and self.ended is None
+            and bool(self.members)
+            and len({*self.members, *self._forking, *self._gone}) + len(self._exits) >= self.generation.world_size
+            and all(member.joined or self.generation.number for member in self.members.values())
+            and any(member.joined for member in self.members.values())
+        )
+
+    @property
+    def step(self) -> int:
+        """Return the last step that a rank is known to have completed."""
+        return self._repetition.best_step
+
+    def on_step(self, step: int) -> None:
+        self._repetition.on_step(step)
+
+    def rank_of(self, seat: int) -> int:
+        """Return the rank of a seat in the current generation."""
+        seats = self.generation.seats
+        return seats.index(seat) if seat in seats else seat
+
+    def on_started(self, seat: int, pid: int) -> None:
+        """Note that a process was forked into a seat."""
+        self.members[seat] = ElasticRank(seat, pid)
+        self._forking.discard(seat)
+
+    def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
+        """Process a message of a rank; one that makes no sense is ignored."""
+        member = self.members.get(seat)
+        if member is None or member.pid != pid:
+            return []
+        kind = message.get("kind")
+        generation = read_int(message.get("generation"), 0)
+        step = read_int(message.get("step"), -1)
+        if step > member.step:
+            member.step = step
+        if kind in ("progress", "lost", "failed"):
+            self._repetition.on_step(step)
+        if kind == "elastic":
+            return self._on_joined(member, message, generation)
+        if kind == "outlives":
+            member.outlives = True
+        elif kind == "progress":
+            member.progress = dict(message)
+        elif kind == "regrouped":
+            return self._on_regrouped(member, generation, now)
+        elif kind == "lost":
+            disagrees, error = message.get("disagrees") is True, str(message.get("error", ""))
+            return self._on_told_loss(member, generation, (disagrees, error), now)
+        elif kind == "waiting":
+            return self._on_waiting(member, generation, now)
+        elif kind == "finished":
+            self.has_trained = True
+            return self._finish()
+        return []
+
+    def claims(self, seat: int, pid: int) -> bool:
+        """Return whether the end of this process is a loss that the job survives."""
+        member = self.members.get(seat)
+        return member is not None and member.pid == pid and self.active
+
+    def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
+        """Process an exception that nobody caught in a rank, which is ending; return None for an ordinary failure."""
+        if not self.claims(report.rank, report.pid):
+            return None
+        self.members[report.rank].report = report
+        self._set_due(report.rank, now + ENDING_S, f"it did not end within {ENDING_S:g} s of its exception")
+        return []
+
+    def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
+        """Process the end of a rank's process; return None if nothing follows (it ended well, or is not elastic)."""
+        member = self.members.get(exit.rank)
+        if member is None or member.pid != exit.pid:
+            return None
+        if exit.is_orderly and member.report is None:
+            self._finish()
+        if not self.active:
+            self.note_early_loss(exit)
+            self._forget(exit.rank)
+            return None
+        self._forget(exit.rank)
+        self._exits.append((exit, member.report))
+        why = self._evicted.pop(exit.pid, "") or summarise(Failure(exit.rank, member.report, exit))
+        step = max(self.step, member.step)
+        lost = LostRank(exit.rank, self.rank_of(exit.rank), exit.pid, why, exit.at, self.generation.number, step)
+        self._newest.append(lost)
+        self._repetition.on_loss()
+        return self._decide(now)
+
+    @property
+    def lost_early(self) -> bool:
+        """Return whether a rank of an elastic script was killed before all had come to `elastic.run`.
+
+        A script may mention that and not call it: then its source counts only in the first minutes.
+        """
+        if self._killed_early_at is None:
+            return False
+        return self._has_joined or (self.is_script_elastic and self._killed_early_at - self.began_at < STARTING_S)
+
+    def note_early_loss(self, exit: Exit) -> None:
+        """Note the end of a process, if it was killed before all ranks had come to their first `elastic.run`."""
+        member = self.members.get(exit.rank)
+        if member is None or member.pid != exit.pid or exit.status >= 0 or member.report is not None:
+            return
+        if not (self.active or self.generation.number or self.finished or self.given_up or self.step >= 0):
+            self._killed_early_at = exit.at
+
+    def on_unforked(self, seat: int, why: str, now: float) -> list[ElasticAction] | None:
+        """Process the system's refusal to start a process for a seat; return None if it was one of the first."""
+        if not self.generation.number or seat in self.members:
+            return None
+        self._refuses_forks = True
+        self._forking.discard(seat)
+        return [Say(f"phalanx run: rank {self.rank_of(seat)} could not be replaced: {why}"), *self._decide(now)]
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """Return the seats whose process is on its way."""
+        return tuple(sorted(self._forking))
+
+    def on_no_forks(self, now: float) -> list[ElasticAction]:
+        """Note that no more processes can be forked."""
+        self._refuses_forks = True
+        missing, self._forking = self._forking, set()
+        return self._decide(now) if missing else []
+
+    def on_time(self, now: float) -> list[ElasticAction]:
+        """Do what is due; the agent calls this when `next_due` has come."""
+        actions: list[ElasticAction] = []
+        for seat, (at, why) in list(self._due.items()):
+            if now >= at:
+                del self._due[seat]
+                actions += self.evict(seat, why, now)
+        for seat in [seat for seat, at in self._undying.items() if now >= at]:
+            del self._undying[seat]
+            actions.append(Abandon(seat))
+        self._plan_due()
+        return actions
+
+    def evict(self, seat: int, why: str, now: float) -> list[ElasticAction]:
+        """Kill the process in a seat, unless it alone holds the state; the rest follows from its end."""
+        member = self.members.get(seat)
+        if member is None:
+            return []
+        others = [other for other in self.members.values() if other is not member and other.holds_state]
+        if member.holds_state and member.report is None and not others and member.pid not in self._continued:
+            self._continued.add(member.pid)
+            said = "it alone holds the state of the training: it is sent SIGCONT, and not killed yet"
+            return [Say(f"phalanx run: rank {self.rank_of(seat)} (pid {member.pid}): {said}"), Continue(seat)]
+        if member.report is None:
+            self._evicted[member.pid] = f"killed: {why}"
+        self._undying.setdefault(seat, now + DYING_S)
+        self._plan_due()
+        return [Evict(seat, why)]
+
+    def is_evicted(self, pid: int) -> bool:
+        """Return whether this process was to be killed because it kept the others waiting, and has not ended yet."""
+        return pid in self._evicted
+
+    def give_up(self) -> GiveUp:
+        """Treat losses that are not decided yet, and all later ones, as ordinary failures."""
+        self.given_up = True
+        self._due = {}
+        self._plan_due()
+        exits, self._exits = self._exits, []
+        return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
+
+    def _finish(self) -> list[ElasticAction]:
+        """Continue as an ordinary job: nobody is killed for silence, and a rank that waits for others is refused."""
+        self.finished = True
+        self._due = {}
+        self._plan_due()
+        waiting = [member for member in self.members.values() if member.has_lost >= self.generation.number]
+        return [refuse(member.seat, _HAS_ENDED) for member in waiting if self.ended is None]
+
+    def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
+        member.joined = self._has_joined = True
+        member.min_ranks = read_int(message.get("min_ranks"), 1)
+        if not self.generation.number:
+            member.holds_state = True
+        wait_s = message.get("wait_s")
+        member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
+        if self.ended is not None:  # the others were told before
+            return [SendToRank(member.seat, self._ending)]
+        return [TellGeneration(member.seat)] if self.generation.number and not self._exits else []
+
+    def _on_regrouped(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
+        member.generation = generation
+        member.holds_state = True
+        if generation != self.generation.number or self._exits or self._forking or self.given_up:
+            return []
+        if any(other.generation != generation for other in self.members.values()):
+            return []
+        lost = self._newest_told
+        return [Say(describe_regrouped(lost, len(self.members), now))] if lost else []
+
+    @property
+    def _newest_told(self) -> tuple[LostRank, ...]:
+        number = self.generation.number
+        return tuple(lost for lost in self.losses if lost.generation == number - 1)
+
+    def _on_told_loss(
+        self, member: ElasticRank, generation: int, told: tuple[bool, str], now: float
+    ) -> list[ElasticAction]:
+        """Note that a rank has left a generation. If no process has ended, it waits for those that have not left it."""
+        member.has_lost = max(member.has_lost, generation)
+        if why := self._find_no_generation():
+            return [refuse(member.seat, why)]
+        if generation != self.generation.number or self._exits or not self.active:
+            return []
+        self._told.setdefault(member.seat, told)
+        silent = [other for other in self.members.values() if other.has_lost < generation]
+        if not silent:
+            self._repetition.on_loss()
+            if disagreement := next((error for disagrees, error in self._told.values() if disagrees), ""):
+                self._repetition.on_disagreement(disagreement)
+            return self._decide(now, ALL_LEFT)
+        self._set_due_silent(member, silent, now)
+        for seat in [seat for seat in self._due if self.members[seat].has_lost >= generation]:
+            if self.members[seat].report is None:
+                del self._due[seat]
+        return []
+
+    def _set_due_silent(self, member: ElasticRank, silent: list[ElasticRank], now: float) -> None:
+        for other in silent:
+            if other.seat not in self._due and other.pid not in self._evicted:
+                span_s = self.silence_s(other.seat)
+                why = f"rank {self.rank_of(member.seat)} has given up on their group, and it has not for {span_s:g} s"
+                self._set_due(other.seat, now + span_s, why)
+
+    def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
+        """Answer a rank that waits for a generation after this one, so that it does not wait in vain."""
+        if generation < self.generation.number and not self._exits:
+            return [TellGeneration(member.seat)]
+        if why := self._find_no_generation():
+            return [refuse(member.seat, why)]
+        # a rank that was not killed before may still be silent
+        if self.active and not self._exits and member.has_lost >= generation:
+            silent = [other for other in self.members.values() if other.has_lost < generation]
+            self._set_due_silent(member, silent, now)
+        return [SendToRank(member.seat, {"kind": "wait"})]
+
+    def _find_no_generation(self) -> str:
+        """Return why no other generation will be begun; empty if one may be, or if the ranks were told to end."""
+        if self.ended is not None:
+            return ""
+        if self.given_up:
+            return "`phalanx run` has given the job up"
+        if self.finished:
+            return _HAS_ENDED
+        strangers = [seat for seat, other in self.members.items() if not other.joined]
+        if strangers and not self.generation.number:
+            return f"{name_ranks(strangers)} never came to phalanx.elastic.run"
+        return ""
+
+    def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
+        """Decide what follows from the losses, once no rank is about to end, so that one decision covers all."""
+        if any(member.report is not None for member in self.members.values()):
+            return []
+        if not any(member.holds_state for member in self.members.values()):
+            why = "no rank that is left holds the state of the training"
+            said = Say(f"phalanx run: the job ends: {why}. Start again from a checkpoint.")
+            return [*([said] if self.losses else []), *self._fail(why)]  # without losses before, ranks say why
+        if why := self._repetition.find_hopeless(self._exits, self.rank_of):
+            return [Say(f"phalanx run: {why}"), *self._fail(why)]
+        living = frozenset(self.members) | self._forking
+        all_living = {host.member: living & frozenset(host.seats) for host in self.seating.hosts}
+        self.seating = seating = self.seating.with_living(all_living, self.plan_refills(living))
+        missing = seating.find_missing(replace(self.limits, min_ranks=max(self.limits.min_ranks, self._min_ranks)))
+        if missing:
+            return self._end(missing, now)
+        lost, self._newest = self._newest, []
+        generation = plan_generation(self.generation.number + 1, seating)
+        if without_loss == ALL_LEFT and self._told:
+            seat, (_, error) = next(iter(self._told.items()))
+            without_loss = f"{ALL_LEFT} (rank {self.rank_of(seat)}: {error})"
+        forked = {seat for part in generation.parts for seat in part.forked}
+        self.num_replaced += len(forked)
+        lost = [replace(each, replaced=each.seat in forked) for each in lost]
+        self.losses += lost
+        retired = tuple(seat for seat in self.generation.seats if seat not in generation.seats)
+        self.generation = generation
+        self._exits, self._gone = [], set()
+        self._due, self._told = {}, {}
+        self._plan_due()
+        holders = tuple(member.seat for member in self.members.values() if member.holds_state)
+        self._forking |= forked
+        return [
+            Say(self._describe_loss(lost, forked, without_loss)),
+            *([Retire(retired)] if retired else []),
+            BeginGeneration(generation, holders, tuple(lost)),
+        ]
+
+    def _fail(self, why: str) -> list[ElasticAction]:
+        """Fail the job because of the ranks that were lost; if none, because of the error that each rank left with."""
+        told = [] if self._exits or self._gone else [refuse(member.seat, why) for member in self.members.values()]
+        return [*told, self.give_up()]
+
+    def silence_s(self, seat: int) -> float:
+        """Return for how long the process in a seat may keep the others waiting."""
+        return SILENT_RANK_S
+
+    def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
+        """Return, by host, whether its empty seats get a new process."""
+        empty = sum(seat not in living for host in self.seating.hosts for seat in host.seats)
+        refills = self._may_replace(empty)
+        return {host.member: refills for host in self.seating.hosts}
+
+    @property
+    def _min_ranks(self) -> int:
+        return max((member.min_ranks for member in self.members.values()), default=1)
+
+    def _may_replace(self, count: int) -> bool:
+        if self._refuses_forks:
+            return False
+        return self.max_replacements is None or self.num_replaced + count <= self.max_replacements
+
+    def _end(self, missing: str, now: float) -> list[ElasticAction]:
+        """End the job: too many ranks are missing, and none can be replaced."""
+        allowed = "" if self._refuses_forks else f" (--max-restarts {self.max_replacements} are used up)"
+        return self._save_and_end(f"there are {missing}, and no replacement can be made{allowed}")
+
+    def _save_and_end(self, why: str) -> list[ElasticAction]:
+        """End the job after the remaining ranks have saved what they hold."""
+        self.ended = BELOW_MINIMUM_EXIT_CODE
+        self.losses += self._newest
+        self._newest = []
+        message = self._ending = {"kind": "end", "code": self.ended, "why": why}
+        retired = tuple(seat for seat in self.generation.seats if seat not in {*self.members, *self._forking})
+        self._exits = []
+        return [
+            Say(f"phalanx run: {why}: the ranks that are left save what they hold, and end"),
+            *([Retire(retired)] if retired else []),
+            *(SendToRank(seat, message) for seat, member in self.members.items() if member.joined),
+        ]
+
+    def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
+        if not lost:
+            return f"phalanx run: {without_loss or 'a process is missing'}: they form it again"
+        replaced = "" if self.max_replacements is None else f"of {self.max_replacements}: {self.num_replaced}"
+        return describe_loss(lost, len(forked), self.generation.world_size, replaced)
+
+    def _forget(self, seat: int) -> None:
+        self.members.pop(seat, None)
+        self._due.pop(seat, None)
+        self._undying.pop(seat, None)
+        self._plan_due()
+
+    def _set_due(self, seat: int, at: float, why: str) -> None:
+        self._due[seat] = (at, why)
+        self._plan_due()
+
+    def _plan_due(self) -> None:
+        self.next_due = min([*(at for at, _ in self._due.values()), *self._undying.values()], default=None)

@@ -1,0 +1,157 @@
+"""List what can be decided for an elastic job, as data, and plan what its ranks are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx._job.agent.failure import Exit, Report
+from phalanx._job.agent.generation import Generation, HostSeats
+
+
+@dataclass(frozen=True)
+class LostRank:
+    """A rank that was lost: its rank in that generation, why, and when; `step` is the last known to be complete."""
+
+    seat: int
+    rank: int
+    pid: int
+    why: str
+    at: float
+    generation: int
+    step: int
+    host: str = ""
+    replaced: bool = False
+
+
+@dataclass(frozen=True)
+class BeginGeneration:
+    """Begin `generation`: fork the processes that it lacks, and tell the others."""
+
+    generation: Generation
+    holders: tuple[int, ...]  # the seats whose process holds the state
+    lost: tuple[LostRank, ...]
+
+
+@dataclass(frozen=True)
+class SendToRank:
+    """Send a message to the rank with this seat."""
+
+    seat: int
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TellGeneration:
+    """Tell the rank with this seat the current generation, which it has missed."""
+
+    seat: int
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Kill the process in this seat."""
+
+    seat: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Continue the process in this seat, if it was stopped."""
+
+    seat: int
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Go on as if the process in this seat had ended: it was killed, but the kernel cannot end it yet."""
+
+    seat: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Fail the job because of what has happened to these ranks."""
+
+    exits: tuple[Exit, ...]
+    reports: tuple[Report, ...]
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Leave these seats empty."""
+
+    seats: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a line for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class PrepareHost:
+    """Have a host start its ranks for a generation that may never begin; they learn their ranks when one does."""
+
+    seats: HostSeats
+    begun: BeginGeneration
+
+
+@dataclass(frozen=True)
+class DropHost:
+    """A host is of no use; it is sent away."""
+
+    member: int
+    why: str
+
+
+# The last two are of a job on several hosts (`phalanx._job.hosts.elastic_hosts`).
+ElasticAction = (
+    BeginGeneration
+    | SendToRank
+    | TellGeneration
+    | Evict
+    | Continue
+    | Abandon
+    | GiveUp
+    | Retire
+    | Say
+    | PrepareHost
+    | DropHost
+)
+
+
+def plan_message(
+    generation: Generation, seat: int, begin: BeginGeneration, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what the rank with this seat is told of a generation; `environment` is that of a process started now."""
+    seats = generation.seats
+    holders = [seats.index(holder) for holder in begin.holders if holder in seats]
+    return {
+        "kind": "generation",
+        "generation": generation.number,
+        "rank": seats.index(seat),
+        "world_size": len(seats),
+        "store": environment.get("PHALANX_STORE", ""),
+        "survivors": holders,
+        "replacements": [rank for rank in range(len(seats)) if rank not in holders],
+        "lost": [{"rank": e.rank, "host": e.host, "pid": e.pid, "why": e.why} for e in begin.lost],
+        "local_rank": int(environment.get("LOCAL_RANK", "0")),
+        "local_world_size": int(environment.get("LOCAL_WORLD_SIZE", "1")),
+        "node_rank": int(environment.get("GROUP_RANK", "0")),
+        "environment": dict(environment),
+    }
+
+
+def refuse(seat: int, why: str) -> SendToRank:
+    """Return the message to a rank that waits for a generation: there will be none."""
+    return SendToRank(seat, {"kind": "no generation", "why": why})
+
+
+def read_int(value: object, default: int) -> int:
+    """Return a number of a message, or `default` where it has none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else default

@@ -1,0 +1,109 @@
+"""Keep the files in which ranks leave their errors, in the format of `torch.distributed.elastic`'s `record`.
+
+A script whose `main` is decorated with `record` writes its exception to the file that TORCHELASTIC_ERROR_FILE names,
+which lies where torchrun's does, FOLDER/attempt_0/LOCAL_RANK/error.json:
+
+    {"message": {"message": "ValueError: no data", "extraInfo": {"py_callstack": "Traceback …", "timestamp": "17…"}}}
+
+Folders in which nothing was written are removed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+
+from phalanx._job.agent.failure import Report
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_ATTEMPT = "attempt_"
+_MAX_BYTES = 1 << 24  # at most so much of a file is read: a script may write there what it likes
+
+
+class ErrorFiles:
+    """`ErrorFiles` keeps the error files of this host's ranks below `folder`; without a folder there are none."""
+
+    def __init__(self, folder: str = "") -> None:
+        self._folder = folder
+        self._attempt = ""
+
+    def begin(self, attempt: int, num_ranks: int) -> None:
+        """Make the folders for so many ranks, about to start; if that fails, the ranks write no error files."""
+        self._attempt = os.path.join(self._folder, f"{_ATTEMPT}{attempt}") if self._folder else ""
+        try:
+            for local_rank in range(num_ranks if self._attempt else 0):
+                os.makedirs(os.path.join(self._attempt, str(local_rank)), exist_ok=True)
+        except OSError:
+            self._attempt = ""
+
+    def path_of(self, local_rank: int) -> str:
+        """Return the file to which the rank writes; empty, as under torchrun, if there is none."""
+        return os.path.join(self._attempt, str(local_rank), "error.json") if self._attempt else ""
+
+    def renew(self, local_rank: int) -> None:
+        """Remove the file of this rank, whose new process is about to start: what the one before it left was read."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path_of(local_rank))
+
+    def find(self, local_rank: int) -> str:
+        """Return the file of this rank if it has written one; else empty."""
+        path = self.path_of(local_rank)
+        return path if os.path.isfile(path) else ""
+
+    def close(self) -> None:
+        """Remove the folders in which nothing was written."""
+        if self._folder:
+            remove_empty(self._folder)
+
+
+def remove_empty(folder: str) -> None:
+    """Remove the folders of attempts and of ranks in which no file is, and `folder` itself if it is empty then."""
+    with contextlib.suppress(OSError):
+        attempts = [os.path.join(folder, name) for name in os.listdir(folder) if is_attempt(name)]
+        for attempt in attempts:
+            for name in os.listdir(attempt):
+                with contextlib.suppress(OSError):
+                    os.rmdir(os.path.join(attempt, name))
+            with contextlib.suppress(OSError):
+                os.rmdir(attempt)
+        os.rmdir(folder)
+
+
+def is_attempt(name: str) -> bool:
+    """Return whether a folder of this name holds the files of an attempt's ranks."""
+    return name.startswith(_ATTEMPT)
+
+
+def read_report(path: str, rank: int, pid: int, ended_at: float) -> Report | None:
+    """Return the error that a process has left in `path`, which ended at `ended_at`; None if it cannot be read.
+
+    It failed when the file was written: the timestamp inside has whole seconds only.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            message = json.loads(file.read(_MAX_BYTES))["message"]
+            written = time.monotonic() - (time.time() - os.fstat(file.fileno()).st_mtime)
+        text, extra = (message, {}) if isinstance(message, str) else (message["message"], message.get("extraInfo", {}))
+        traceback = str(extra.get("py_callstack", ""))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    kind, colon, _ = str(text).partition(":")
+    types = (kind.rpartition(".")[2],) if colon and kind.isidentifier() else ()
+    summary = next(iter(str(text).splitlines()), "")
+    return Report(rank, pid, min(written, ended_at), types, summary, "", traceback, path)
+
+
+def hand_up(path: str, own: str, exit_code: int) -> None:
+    """Copy the error to `own`, the error file that whoever started this command has named for it; never raises.
+
+    As under torchrun, the field `errorCode` gets the process's exit code (minus the signal that ended it).
+    """
+    with contextlib.suppress(OSError, ValueError):
+        with open(path, encoding="utf-8") as file:
+            error = json.load(file)
+        if exit_code and isinstance(error, dict) and isinstance(error.get("message"), dict):
+            error["message"]["errorCode"] = exit_code
+        with open(own, "w", encoding="utf-8") as file:
+            json.dump(error, file)

@@ -1,0 +1,249 @@
+"""Decide which rank's failure came first, and describe it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+
+from phalanx._base.loss_detection import SILENT_DEATH_LAG_S
+from phalanx._base.processes import describe_address_space, name_signal
+from phalanx._comm.diagnostics.rank_list import name_ranks
+from phalanx._job.inspect.stacks.dump import without_launcher
+from phalanx._job.output.held_tracebacks import without_numbers
+
+# How much later than its cause a silent death (a signal, os._exit) may be seen: the kernel closes the dying rank's
+# sockets first, so peers can raise because of it before its parent hears of it.
+
+_MAX_REPORT_BYTES = 100_000  # a report is one datagram; the default socket buffer takes about 200 kB
+_OUTSIDE_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+@dataclass(frozen=True)
+class Report:
+    """An exception that nobody caught in a rank, reported by the rank itself.
+
+    `types` are the names of its class's MRO. `own_lines` is the traceback without the lines of libraries. `error_file`
+    is the file that the rank has written by the rules of `torch.distributed.elastic`, if it has.
+    """
+
+    rank: int
+    pid: int
+    at: float
+    types: tuple[str, ...]
+    summary: str
+    place: str
+    traceback: str
+    error_file: str = ""
+    own_lines: str = ""
+    advice: str = ""
+
+    def to_bytes(self) -> bytes:
+        """Return the report as one datagram; of a longer traceback the middle is left out."""
+        fields = asdict(self)
+        for key in ("summary", "traceback", "own_lines"):
+            text = fields[key]
+            if len(text) > _MAX_REPORT_BYTES // 12:  # JSON may take six bytes for a character
+                half = _MAX_REPORT_BYTES // 24
+                fields[key] = f"{text[:half]}\n  [… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Report | None:
+        """Read what `to_bytes` wrote; None for what no rank of ours has written."""
+        try:
+            fields = json.loads(data)
+            report = cls(**{**fields, "types": tuple(fields["types"])})
+            texts = (
+                report.summary, report.place, report.traceback, report.error_file, report.own_lines, report.advice,
+            )  # fmt: skip
+            sound = (
+                all(isinstance(number, int) for number in (report.rank, report.pid))
+                and isinstance(report.at, float)
+                and isfinite(report.at)
+                and all(isinstance(text, str) for text in (*report.types, *texts))
+            )
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return report if sound else None
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of a rank's process: `status` is its exit code, or minus the signal that killed it."""
+
+    rank: int
+    pid: int
+    status: int
+    at: float
+    dump: str = ""  # faulthandler's dump of a fatal signal
+
+    @property
+    def is_orderly(self) -> bool:
+        """Return whether the rank has ended well, or asks to be started again later (EX_TEMPFAIL)."""
+        return self.status in (0, os.EX_TEMPFAIL)
+
+
+@dataclass(frozen=True)
+class HostLoss:
+    """A `HostLoss` is a host that is silent: its name, why it counts as lost, and when it was last heard."""
+
+    host: str
+    why: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A `Failure` is a rank that failed: its report, its exit, or both; or its host is lost.
+
+    A rank can report and then hang in its own clean-up.
+
+    `stopped`: it ended by a signal that we sent to stop it, and had not failed before.
+    """
+
+    rank: int
+    report: Report | None
+    exit: Exit | None
+    stopped: bool = False
+    loss: HostLoss | None = None
+
+    @property
+    def pid(self) -> int:
+        known = self.exit or self.report
+        assert known is not None
+        return known.pid
+
+    @property
+    def code(self) -> int:
+        """Return the exit code that a shell would show: 128 + n for signal n; 1 for a reported rank that was killed."""
+        if self.exit is None or (self.report is not None and self.exit.status == -signal.SIGKILL):
+            return 1
+        # a process can end with 0 after its exception (os._exit in a hook): it has failed all the same
+        return (self.exit.status or 1) if self.exit.status >= 0 else 128 - self.exit.status
+
+
+def decide_failures(
+    exits: Mapping[int, Exit],
+    reports: Mapping[int, Report],
+    sent: Mapping[int, float],
+    lost: Mapping[int, HostLoss] | None = None,
+) -> list[Failure]:
+    """Return the failed ranks, the first cause in front.
+
+    Arguments:
+        exits: by rank, of all that ended.
+        reports: by rank.
+        lost: by rank, of those whose host is gone.
+        sent: when we first sent which signal to stop ranks: a death by one of them, later, is our doing.
+
+    The order is that of time, with three corrections. A silent death is dated back by `SILENT_DEATH_LAG_S`; but SIGABRT
+    is not, because a library that aborts has often waited for its peers. A rank whose exception says that a peer was
+    lost comes after all whose does not. What ends after we began to stop ranks comes after what failed before, unless
+    the kernel killed it for a fault of its own.
+    """
+    stopping_since = min(sent.values(), default=float("inf"))
+    placed: list[tuple[tuple[int, float], Failure]] = []
+    for rank, loss in (lost or {}).items():
+        if rank not in reports:
+            placed.append(((0, loss.at), Failure(rank, None, None, loss=loss)))
+    for rank in sorted(set(exits) | set(reports)):
+        end, report = exits.get(rank), reports.get(rank)
+        if report is not None:
+            group = 2 if report.at > stopping_since else 1 if "PeerLostError" in report.types else 0
+            placed.append(((group, report.at), Failure(rank, report, end)))
+        elif end is not None and not end.is_orderly:
+            early = end.at <= stopping_since
+            stopped = not early and -end.status in sent
+            fault = -end.status in _OUTSIDE_CAUSES and not stopped
+            lag = SILENT_DEATH_LAG_S if early and end.status != -signal.SIGABRT else 0.0
+            placed.append(((0 if early or fault else 2, end.at - lag), Failure(rank, None, end, stopped)))
+    return [failure for _, failure in sorted(placed, key=lambda pair: pair[0])]
+
+
+def describe_failures(
+    failures: Sequence[Failure], world_size: int, host: str, *, abandoned: Collection[int] = (), whole: bool = False
+) -> str:
+    """Return what the command prints at the end: a line for each consequence, then the first failure.
+
+    Arguments:
+        abandoned: the ranks that were not started any more because of it.
+        whole: show the whole traceback, with the lines of libraries.
+    """
+    first = failures[0]
+    others = [
+        failure
+        for failure in failures[1:]
+        if not failure.stopped and not (failure.loss is not None and failure.loss == first.loss)
+    ]
+    stopped = [failure.rank for failure in failures[1:] if failure.stopped]
+    lines = []
+    if others or stopped or abandoned:
+        lines.append("After it, and probably because of it:")
+        lines += [f"  {name_ranks(ranks)}: {how}" for ranks, how in _fold(others)]
+        if stopped:
+            lines.append(f"  {name_ranks(stopped)}: stopped by phalanx run")
+        if abandoned:
+            lines.append(f"  {name_ranks(list(abandoned))}: not started any more")
+        lines.append("")
+    if first.loss is not None:
+        ranks = [failure.rank for failure in failures if failure.loss == first.loss]
+        which = f"{name_ranks(ranks)} of {world_size}"
+        lines.append(f"First failure: {first.loss.host}, with {which}, is lost: {first.loss.why}")
+        return "\n".join(lines)
+    lines.append(f"First failure: rank {first.rank} of {world_size} on {host} (pid {first.pid}): {summarise(first)}")
+    if first.report and first.report.traceback:
+        lines += ["", (first.report.traceback if whole else first.report.own_lines or first.report.traceback).rstrip()]
+    elif first.exit and first.exit.dump:
+        lines += ["", without_launcher(first.exit.dump)]
+    if first.report and first.report.error_file:
+        lines += ["", f"Its error file: {first.report.error_file}"]
+    if advice := first.report.advice if first.report and first.report.advice else _advise_on_memory(first):
+        lines += ["", advice]
+    return "\n".join(lines)
+
+
+def _advise_on_memory(failure: Failure) -> str:
+    """Return what to do if the limit on address space, which the ranks have from this command, may be the cause: a
+    library could not be loaded, there was no memory, or the rank could not even report why it ended.
+    """
+    if failure.report is not None:
+        is_likely = failure.report.types[0] in ("ImportError", "MemoryError")
+    else:
+        is_likely = failure.exit is not None and failure.exit.status in (1, -signal.SIGABRT, -signal.SIGSEGV)
+    return describe_address_space() if is_likely else ""
+
+
+def _fold(failures: Sequence[Failure]) -> list[tuple[list[int], str]]:
+    """Return each group of ranks with what it says; ranks that say the same at one place, but for numbers, are one."""
+    folded: dict[tuple[bytes, str], tuple[list[int], list[str]]] = {}
+    for failure in failures:
+        text, said = summarise(failure), failure.report.summary if failure.report is not None else ""
+        key = without_numbers(said.encode(errors="replace")), text.removeprefix(said)
+        ranks, texts = folded.setdefault(key, ([], []))
+        ranks.append(failure.rank)
+        texts.append(text)
+    return [
+        (ranks, texts[0] if len(set(texts)) == 1 else f"{texts[0]}; the numbers are rank {ranks[0]}'s")
+        for ranks, texts in folded.values()
+    ]
+
+
+def summarise(failure: Failure) -> str:
+    """Return a failure in a line, such as `ValueError: the data is wrong at train.py:88 (exit code 1)`."""
+    report, end = failure.report, failure.exit
+    if failure.loss is not None:
+        return f"lost with {failure.loss.host}"
+    if end is None:
+        how = "had not ended yet"
+    elif report is not None and end.status == -signal.SIGKILL:
+        how = "did not end by itself afterwards and was killed"
+    else:
+        how = f"exit code {end.status}" if end.status >= 0 else name_signal(-end.status)
+    if report is None:
+        return how
+    place = f" at {report.place}" if report.place else ""
+    return f"{report.summary}{place} ({how})"

@@ -1,0 +1,195 @@
+"""Plan who is in an elastic job after a loss or a gain, and which rank each process has then. The plan is pure data.
+
+A process is known by its seat: the rank that it was started with. It never changes; a replacement takes the seat of the
+process that it replaces, and a host that comes takes the seats of one that was lost, where it has as many. The rank in
+a generation is the place of the seat among those that are occupied then:
+
+    seats      0 1 | 2 3 | 4 5          hosts a, b, c
+    b is lost  0 1         2 3          ranks of generation 1: survivors keep their order
+    d comes    0 1 | 2 3 | 4 5          generation 2: d has the seats of b, and every rank is what it was
+
+so that with as many ranks as in the beginning each process has its first rank again, and sums their first bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx._job.agent.environment import Place
+
+
+@dataclass(frozen=True)
+class HostSeats:
+    """A `HostSeats` is a host: the processes of the seats in `living` live; `refills`: the others are to be forked.
+
+    `name` identifies a host that comes back; `role` is that of its ranks.
+    """
+
+    member: int
+    first_seat: int
+    num_seats: int
+    living: frozenset[int]
+    refills: bool = True
+    name: str = ""
+    role: str = "default"
+
+    @property
+    def seats(self) -> range:
+        return range(self.first_seat, self.first_seat + self.num_seats)
+
+    @property
+    def occupied(self) -> tuple[int, ...]:
+        """Return the seats that have a process in the next generation."""
+        return tuple(seat for seat in self.seats if self.refills or seat in self.living)
+
+
+@dataclass(frozen=True)
+class ArrivedHost:
+    """An `ArrivedHost` is a host that has come, and is taken in if there is room."""
+
+    member: int
+    num_ranks: int
+    name: str = ""
+    role: str = "default"
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """A `HostPart` is a host in a generation: `seats[local_rank]`; those in `forked` get a new process."""
+
+    member: int
+    seats: tuple[int, ...]
+    forked: tuple[int, ...]
+    place: Place
+
+    def rank_of(self, seat: int) -> int:
+        return self.place.first_rank + self.seats.index(seat)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A `Generation` is one membership of the job, host by host in the order of ranks."""
+
+    number: int
+    parts: tuple[HostPart, ...]
+
+    @property
+    def seats(self) -> tuple[int, ...]:
+        """Return the occupied seats: `seats[rank]`."""
+        return tuple(seat for part in self.parts for seat in part.seats)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.seats)
+
+    @property
+    def replacements(self) -> tuple[int, ...]:
+        """Return the ranks whose process is new."""
+        return tuple(part.rank_of(seat) for part in self.parts for seat in part.forked)
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """Return the ranks whose process was there before."""
+        new = set(self.replacements)
+        return tuple(rank for rank in range(self.world_size) if rank not in new)
+
+    def part_of(self, member: int) -> HostPart | None:
+        """Return a host's part in the generation; None if it has none."""
+        return next((part for part in self.parts if part.member == member), None)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The `Limits` are how many hosts and ranks there must and may be."""
+
+    min_hosts: int = 1
+    max_hosts: int = 1
+    min_ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Seating:
+    """A `Seating` is the hosts of the job with their seats, and the seats that hosts have left behind."""
+
+    hosts: tuple[HostSeats, ...]
+    vacated: tuple[HostSeats, ...] = ()
+
+    @classmethod
+    def begin(cls, hosts: Sequence[HostSeats]) -> Seating:
+        return cls(tuple(hosts))
+
+    @property
+    def num_ranks(self) -> int:
+        """Return how many processes the next generation has."""
+        return sum(len(host.occupied) for host in self.hosts)
+
+    def lose(self, member: int) -> Seating:
+        """Return the seating without a host; its seats are kept for a host that comes."""
+        gone = [replace(host, living=frozenset()) for host in self.hosts if host.member == member]
+        return Seating(tuple(host for host in self.hosts if host.member != member), (*self.vacated, *gone))
+
+    def with_living(self, living: Mapping[int, frozenset[int]], refills: Mapping[int, bool] | None = None) -> Seating:
+        """Return the seating with what is known now, by member: which processes live, and whether others are forked."""
+        hosts = (
+            replace(
+                host,
+                living=living.get(host.member, host.living) & frozenset(host.seats),
+                refills=(refills or {}).get(host.member, host.refills),
+            )
+            for host in self.hosts
+        )
+        return Seating(tuple(hosts), self.vacated)
+
+    def take_in(self, candidate: ArrivedHost) -> Seating:
+        """Return the seating with one more host: in its own seats if it comes back, in vacated ones, or behind all."""
+        fits = [left for left in self.vacated if left.num_seats == candidate.num_ranks]
+        own = [left for left in fits if left.name == candidate.name and candidate.name]
+        chosen = next(iter(own or fits), None)
+        ends = [host.seats.stop for host in (*self.hosts, *self.vacated)]
+        first = chosen.first_seat if chosen is not None else max(ends, default=0)
+        host = HostSeats(
+            candidate.member, first, candidate.num_ranks, frozenset(), name=candidate.name, role=candidate.role
+        )
+        return self.seat(host)
+
+    def seat(self, host: HostSeats) -> Seating:
+        """Return the seating with a host whose seats `take_in` has found before."""
+        hosts = sorted((*self.hosts, host), key=lambda each: each.first_seat)
+        return Seating(tuple(hosts), tuple(left for left in self.vacated if left.first_seat != host.first_seat))
+
+    def find_missing(self, limits: Limits) -> str:
+        """Return in words what the job lacks to go on; empty if it lacks nothing."""
+        hosts = [host for host in self.hosts if host.occupied]
+        lacks = []
+        if len(hosts) < limits.min_hosts:
+            lacks.append(f"{len(hosts)} of at least {limits.min_hosts} hosts")
+        if self.num_ranks < limits.min_ranks:
+            lacks.append(f"{self.num_ranks} of at least {limits.min_ranks} ranks")
+        return " and ".join(lacks)
+
+
+def choose_candidates(seating: Seating, candidates: Sequence[ArrivedHost], limits: Limits) -> list[ArrivedHost]:
+    """Return the candidates that are taken in now: as many as there is room for, and first the hosts that come back."""
+    known = {left.name for left in seating.vacated if left.name}
+    ordered = sorted(candidates, key=lambda each: each.name not in known)  # sorted is stable
+    return ordered[: max(0, limits.max_hosts - len(seating.hosts))]
+
+
+def plan_generation(number: int, seating: Seating) -> Generation:
+    """Return the ranks of all seats. Hosts without any process have no part in the generation."""
+    hosts = [host for host in sorted(seating.hosts, key=lambda each: each.first_seat) if host.occupied]
+    world_size = sum(len(host.occupied) for host in hosts)
+    in_role: dict[str, int] = {}
+    for host in hosts:
+        in_role[host.role] = in_role.get(host.role, 0) + len(host.occupied)
+    parts, first_rank, first_in_role = [], 0, dict.fromkeys(in_role, 0)
+    for node, host in enumerate(hosts):
+        seats = host.occupied
+        place = Place(
+            node, len(hosts), first_rank, len(seats), world_size, first_in_role[host.role], in_role[host.role]
+        )
+        parts.append(HostPart(host.member, seats, tuple(seat for seat in seats if seat not in host.living), place))
+        first_rank += len(seats)
+        first_in_role[host.role] += len(seats)
+    return Generation(number, tuple(parts))

@@ -1,0 +1,337 @@
+"""Manage the processes of this host's ranks: the zygote forks them, tells of their ends, and is replaced if lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from phalanx._base.loss_detection import SWEEP_S
+from phalanx._base.processes import find_exit_status, name_signal, read_stat
+from phalanx._job.agent import error_files, limits
+from phalanx._job.agent.adopted import AdoptedExit
+from phalanx._job.agent.elastic import Elastic
+from phalanx._job.agent.elastic_actions import ElasticAction
+from phalanx._job.agent.environment import Place
+from phalanx._job.agent.failure import Report
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.rank_numbers import RankNumbers
+from phalanx._job.agent.rank_processes import RankProcesses
+from phalanx._job.agent.supervision import Supervision
+from phalanx.errors import LaunchError
+
+_MAX_REPORT_BYTES = 1 << 18
+_MAX_REPORTS = 256
+_FORKS_AHEAD = 8  # the zygote may be told to fork so many ranks ahead: their descriptors are under way
+_MAX_STILLBORN = 3
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dri")  # of the drivers of NVIDIA, AMD and others
+
+
+class Listener(Protocol):
+    """A `Listener` is told what becomes of the processes; the attempt is one."""
+
+    def on_own_start(self, rank: int, pid: int) -> None:
+        """Note that the process of a rank exists."""
+
+    def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
+        """Note that a rank's process has ended."""
+
+    def on_own_report(self, report: Report) -> None:
+        """Process the failure that a rank has reported."""
+
+    def do_elastic(self, actions: list[ElasticAction]) -> None:
+        """Carry out a decision about an elastic job."""
+
+
+class HostRanks:
+    """`HostRanks` manages the processes of the ranks of `place`, by the rank that each was started with."""
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        host: HostResources,
+        place: Place,
+        state: Supervision,
+        elastic: Elastic,
+        numbers: RankNumbers,
+        listener: Listener,
+    ) -> None:
+        """Make them. `state` and `elastic` say whom to fork and whose loss the job survives; `numbers` names ranks."""
+        self._plan = plan
+        self._host = host
+        self._place = place
+        self._state = state
+        self._elastic = elastic
+        self._numbers = numbers
+        self._listener = listener
+        self.processes = RankProcesses()
+        self.reports, self._rank_reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._reported: set[int] = set()  # processes that have reported their failure
+        self._early: list[Report] = []  # reports of ranks that the zygote has forked but not announced yet
+        self._next = 0  # how many were forked
+        self._looks_for_ends = False
+        self._stillborn = 0  # how many zygotes in a row died before a rank was asked of them
+        self._zygote_is_new = False  # the current zygote has replaced another one, and has forked nobody yet
+        self._sweep_due: float | None = None
+        self.is_swept = False
+        self.has_started = False
+        self.zygote_lost = False  # the zygote has ended
+        self.zygote_given_up = False  # it has ended because we killed it: it did not answer
+
+    def exchange_deciders(self, state: Supervision, elastic: Elastic) -> None:
+        """Take the decisions of others from now on: whom to fork, and whose loss the job survives."""
+        self._state, self._elastic = state, elastic
+
+    @property
+    def sweep_due(self) -> float | None:
+        """Return when the zygote must have killed all processes; None if it was not asked to."""
+        return self._sweep_due
+
+    @property
+    def awaits_start(self) -> bool:
+        """Return whether a process of this host may have been forked that the zygote has not announced yet."""
+        return any(rank not in self.processes.pids and self._state.is_running(rank) for rank in self._place.ranks)
+
+    def rank_of(self, pid: int) -> int | None:
+        """Return the rank of a process; None if it is no rank's."""
+        return next((rank for rank, known in self.processes.pids.items() if known == pid), None)
+
+    def fork_some(self) -> None:
+        """Fork the next ranks, as long as the zygote keeps up and the job goes on."""
+        while (
+            self._state.phase == "running"
+            and self._next < self._place.num_ranks
+            and self._next - len(self.processes.pids) < _FORKS_AHEAD
+        ):
+            rank = self._place.first_rank + self._next
+            try:
+                self.fork(rank)
+            except OSError as error:
+                raise LaunchError(limits.explain_start(rank, self._place.world_size, error)) from error
+            self._next += 1
+        if self._state.phase != "running":
+            self.abandon_rest()
+
+    def abandon_rest(self) -> None:
+        """Stop forking: ranks that were not forked are abandoned."""
+        if self._zygote_is_new and self._elastic.awaited:  # nobody waits for its import any more
+            for rank in self._elastic.awaited:
+                self._state.on_retired(rank)
+            self._host.zygote.kill()
+        for rank in self._place.ranks[self._next :]:
+            self._state.on_abandoned(rank)
+        self._next = self._place.num_ranks
+
+    def fork(self, rank: int) -> None:
+        """Fork a process that is known by `rank`: the first one, or one that replaces it.
+
+        Raises:
+            OSError: there are no more descriptors.
+        """
+        self._host.errors.renew(rank - self._place.first_rank)
+        environment = self._numbers.plan_environment(rank)
+        cpus = self._plan.placement.cpus[rank - self._place.first_rank]
+        reports = self._rank_reports.fileno()
+        self.processes.fork(rank, environment, cpus, reports, self._host.zygote, self._host.pump)
+
+    def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool, hold_s: float | None = None) -> None:
+        """Send a signal to those of `ranks` that are on this host.
+
+        `hold_s`: it came from outside. The zygote waits so long to see whether every process of the job receives it.
+        """
+        own = [rank for rank in ranks if rank in self._place.ranks]
+        zygote = self._host.zygote
+        if hold_s is None or self._zygote_is_new or zygote.control.gone:  # a new one may import for seconds
+            zygote.signal(signum, own, group=group)
+            self._host.adopted.signal(signum, own, group=group)
+        else:
+            zygote.relay(signum, own, group=group, hold_s=hold_s)
+
+    def give_up_zygote(self) -> None:
+        """Kill the zygote, and with it the ranks; the agent sweeps what they leave behind."""
+        self._host.zygote.kill()
+        self.zygote_given_up = self.zygote_lost = True
+
+    def sweep(self) -> bool:
+        """Kill every process of the job on this host; return False if it was asked for before."""
+        if self._sweep_due is not None:
+            return False
+        self._sweep_due = time.monotonic() + SWEEP_S
+        zygote, adopted = self._host.zygote, self._host.adopted
+        if adopted.used:
+            self._bury(list(adopted.sweep(zygote.pid)))
+        if zygote.has_forked and not zygote.control.gone:
+            zygote.wake()
+            zygote.sweep()
+        else:  # it is still importing: there is nothing below it
+            self.is_swept = True
+        return True
+
+    def on_time(self, now: float) -> None:
+        """Kill a zygote that has not swept in time, and look for ends of which nobody has told yet."""
+        if self._looks_for_ends:
+            self._find_ends()
+        if self._sweep_due is not None and now > self._sweep_due and not self.is_swept:
+            self.give_up_zygote()
+
+    def read_reports(self) -> None:
+        """Read reports for a short while at most, so that a flood of them does not hold up the rest."""
+        for _ in range(_MAX_REPORTS):
+            try:
+                data = self.reports.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
+            except OSError:  # there is no more
+                return
+            report = Report.from_bytes(data)
+            if report is None:
+                continue
+            if report.rank in self.processes.pids:
+                self._take_report(report)
+            elif report.rank in self._place.ranks and len(self._early) < _MAX_REPORTS:
+                self._early.append(report)
+
+    def _take_report(self, report: Report) -> None:
+        # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
+        if self.processes.pids.get(report.rank) == report.pid:
+            self._reported.add(report.pid)
+            path = self._host.errors.find(report.rank - self._place.first_rank)
+            self._listener.on_own_report(replace(report, error_file=path))
+
+    def read_error_file(self, rank: int, pid: int, status: int, at: float) -> None:
+        """Read the error file of a process that could not report its failure to us, as below a shell script."""
+        path = self._host.errors.find(rank - self._place.first_rank)
+        if status == 0 or not path or pid in self._reported:
+            return
+        report = error_files.read_report(path, rank, pid, at)
+        if report is not None:
+            self._listener.on_own_report(report)
+
+    def hear_zygote(self, ready: set[int]) -> None:
+        """Process the zygote's events, and its end."""
+        control = self._host.zygote.control
+        if control.fileno() not in ready:
+            return
+        control.send_some()
+        for event in control.take():
+            self._on_event(event.content)
+        if control.gone:
+            self._lose_zygote()
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        self._zygote_is_new = False
+        if event["event"] == "started":
+            self.has_started = True
+            self.processes.pids[event["rank"]] = event["pid"]
+            self._listener.on_own_start(event["rank"], event["pid"])
+            early, self._early = self._early, []
+            for report in early:
+                if report.rank == event["rank"]:
+                    self._take_report(report)
+                else:
+                    self._early.append(report)
+        elif event["event"] == "unforked":
+            error = OSError(event["errno"], os.strerror(event["errno"]))
+            actions = self._elastic.on_unforked(event["rank"], limits.explain(error), time.monotonic())
+            if actions is None:
+                raise LaunchError(limits.explain_start(event["rank"], self._place.world_size, error))
+            self._listener.do_elastic(actions)
+        elif event["event"] == "exit":
+            self._listener.on_ended(event["rank"], event["pid"], event["status"], event["at"])
+        elif event["event"] == "swept":
+            self.is_swept = True
+        elif event["event"] == "relay":
+            self._host.adopted.signal(event["signum"], event["ranks"], group=event["group"])
+        elif event["event"] == "spare":
+            self._host.zygote.on_spare(event["pid"])
+            if self._state.phase == "running":
+                self._host.zygote.keep_spare()
+
+    def _lose_zygote(self) -> None:
+        """Start another zygote in place of one that has ended, if the ranks outlive it; else end the job."""
+        zygote, adopted = self._host.zygote, self._host.adopted
+        ranks = {pid: rank for rank, pid in self.processes.pids.items() if self._state.is_running(rank)}
+        # A rank that is lost was started: what becomes of it may not be decided yet.
+        expected = {*self._state.started, *self._elastic.awaited}
+        unstarted = any(rank not in expected and self._state.is_running(rank) for rank in self._place.ranks)
+        outlive = any(member.outlives for member in self._elastic.members.values())
+        if self._state.phase != "running" and adopted.used and all(pid in adopted for pid in ranks):
+            zygote.wait_exit()
+            zygote.control.close()  # it had nobody below it, and nobody is to be forked any more
+            return
+        if self._state.phase != "running" or unstarted or not outlive:
+            self.zygote_lost = True
+            return
+        status = zygote.wait_exit()
+        how = name_signal(-status) if status < 0 else f"exit code {status}"
+        self._stillborn = 0 if zygote.has_forked else self._stillborn + 1
+        who = f"the zygote (pid {zygote.pid}), from which the ranks are forked,"
+        said = f"phalanx run: {who} ended: {how}. The ranks go on"
+        adopted.adopt(zygote.pid, {pid: rank for pid, rank in ranks.items() if pid not in adopted})
+        adopted.signal(
+            signal.SIGKILL, [rank for pid, rank in ranks.items() if self._elastic.is_evicted(pid)], group=True
+        )
+        zygote.control.close()
+        try:
+            if self._stillborn == _MAX_STILLBORN:
+                raise OSError(f"{self._stillborn} in a row have ended like this")
+            self._host.zygote = zygote.start_another(adopted.sessions)
+            self._zygote_is_new = True
+        except OSError as error:
+            self._host.display.say(f"{said}, but none of them can be replaced: {error.strerror or error}")
+            self._listener.do_elastic(self._elastic.on_no_forks(time.monotonic()))
+        else:
+            then = "its spare takes its place" if self._host.zygote.was_spare else "another one is started"
+            self._host.display.say(f"{said}; {then}")
+            for rank in self._elastic.awaited:  # ranks that the old zygote was told to fork, and has not announced
+                self.fork(rank)
+                self._host.zygote.let_go_of_lost(rank)
+            self._host.zygote.keep_spare()
+        self._reap_adopted()
+
+    def on_child_signal(self) -> None:
+        """Handle a SIGCHLD: an adopted rank ended, or somebody stopped the zygote. (Its end shows on its socket.)"""
+        if self._host.adopted.used:
+            self._reap_adopted()
+        if self._host.zygote.was_stopped():
+            self._host.display.say(
+                f"phalanx run: somebody has stopped the zygote (pid {self._host.zygote.pid}), from which the ranks "
+                "are forked. The ranks go on, but their ends are not seen until it does: "
+                f"kill -CONT {self._host.zygote.pid}"
+            )
+
+    def _reap_adopted(self) -> None:
+        """Collect the ends of ranks whose zygote has died: only this process learns of them."""
+        sessions = self._host.adopted.sessions
+        self._bury(list(self._host.adopted.reap(self._host.zygote.pid)))
+        if sessions != self._host.adopted.sessions:
+            self._host.zygote.guard(self._host.adopted.sessions)
+
+    def _bury(self, ends: list[AdoptedExit]) -> None:
+        for end in ends:
+            self._listener.on_ended(end.rank, end.pid, end.status, end.at)
+
+    def hear_of_loss(self) -> None:
+        """Note that a rank says that it has lost another one: it is looked for in this turn of the loop."""
+        self._host.zygote.wake()  # a stopped zygote would not report the rank's end
+        self._looks_for_ends = not any(map(os.path.exists, _DEVICES))
+
+    def _find_ends(self) -> None:
+        """Take ranks that are being ended for ended, before the kernel has freed their memory.
+
+        This is not done on a host with devices, since a replacement may need the same device's memory.
+        """
+        self._looks_for_ends = False
+        for rank, pid in list(self.processes.pids.items()):
+            survives = self._state.phase == "running" and self._elastic.claims(rank, pid)
+            status = find_exit_status(read_stat(pid)) if survives else None
+            if status is not None:
+                self._listener.on_ended(rank, pid, os.waitstatus_to_exitcode(status), time.monotonic())
+
+    def close(self) -> None:
+        self.processes.close()
+        self.reports.close()
+        self._rank_reports.close()

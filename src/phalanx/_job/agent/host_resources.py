@@ -1,0 +1,61 @@
+"""A `HostResources` object keeps what outlives an attempt at a job on this host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from phalanx._base.ipc.event_loop import Source
+from phalanx._base.ipc.signals import read_signals
+from phalanx._base.processes import ENDING_SIGNALS
+from phalanx._job.agent.adopted import Adopted
+from phalanx._job.agent.error_files import ErrorFiles
+from phalanx._job.agent.zygote_process import ZygoteProcess
+from phalanx._job.inspect.agent_socket import AgentSocket
+from phalanx._job.output.display import Display
+from phalanx._job.output.logs import Logs
+from phalanx._job.output.pump import Pump
+
+_REPEAT_S = 0.05
+
+
+@dataclass
+class HostResources:
+    """It has the zygote, the output, and the sources of signals and of requests; every attempt uses the same."""
+
+    zygote: ZygoteProcess
+    pump: Pump
+    display: Display
+    logs: Logs
+    signals: int
+    agent_socket: AgentSocket
+    adopted: Adopted = field(default_factory=Adopted)
+    errors: ErrorFiles = field(default_factory=ErrorFiles)
+    arrived: dict[int, float] = field(default_factory=dict)  # signals that do not count yet, and when they will
+    received: set[int] = field(default_factory=set)  # all signals that have come to this process
+
+    def watch_signals(self, on_signal: Callable[[int], object]) -> Source:
+        """Return the loop's source for signals.
+
+        One that ends a job counts after a moment: the same signal again, as `timeout` sends it, is the same request.
+        """
+
+        def hear(ready: set[int]) -> None:
+            now = time.monotonic()
+            for number in read_signals(self.signals) if self.signals in ready else ():
+                self.received.add(number)
+                self.arrived.setdefault(number, now + _REPEAT_S if number in ENDING_SIGNALS else now)
+            for number in [number for number, at in self.arrived.items() if at <= now]:
+                del self.arrived[number]
+                on_signal(number)
+
+        return Source(hear, lambda: (self.signals,), due=lambda: min(self.arrived.values(), default=None))
+
+    def watch_display(self) -> Source:
+        """Return the loop's source that writes queued output as fast as it is read."""
+        return Source(
+            lambda ready: self.display.tick(),
+            writable=lambda: (writer.fd for writer in self.display.writers),
+            due=lambda: self.display.next_due,
+        )

@@ -1,0 +1,361 @@
+"""Run a job on its zygote, to its exit code: attempts, restarts, the summary at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx._base.ipc.event_loop import EventLoop
+from phalanx._base.processes import ENDING_SIGNALS, kill_descendants, name_signal
+from phalanx._comm.diagnostics.observer import GroupLog
+from phalanx._comm.diagnostics.rank_list import name_ranks
+from phalanx._job.agent import limits
+from phalanx._job.agent.attempt import Attempt
+from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE
+from phalanx._job.agent.elastic_actions import LostRank
+from phalanx._job.agent.end_summary import describe_losses, describe_overdue, describe_signal_end
+from phalanx._job.agent.error_files import VARIABLE, ErrorFiles, hand_up
+from phalanx._job.agent.failure import Failure, describe_failures
+from phalanx._job.agent.folder import JobFolder
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.supervision import Supervision
+from phalanx._job.agent.target import find_local_rank_flag
+from phalanx._job.agent.verdict import Verdict
+from phalanx._job.agent.zygote_process import ZygoteProcess
+from phalanx._job.inspect.agent_socket import AgentSocket
+from phalanx._job.inspect.flight.files import write_flight
+from phalanx._job.inspect.flight.summary import describe_flight
+from phalanx._job.output.display import Display
+from phalanx._job.output.line_prefix import fill, find_template
+from phalanx._job.output.logs import Logs
+from phalanx._job.output.pump import Pump, Viewer
+from phalanx._job.output.screen import wants_colour
+from phalanx.errors import LaunchError
+
+if TYPE_CHECKING:
+    from phalanx._job.agent.job_report import JobReport
+    from phalanx._job.agent.metrics import Metrics
+
+LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
+_OVERDUE_EXIT_CODE = 124  # the exit code that the command `timeout` has
+# an elastic job whose ranks have not all begun to train may be restarted so often; nothing is lost by it
+_MAX_EARLY_RESTARTS = 3
+_HANG_S = 1.0  # a rank that has waited longer than this when the user ended the job is worth a line
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A `Flight` is what the ranks of an attempt recorded, and when their processes ended (by process number)."""
+
+    groups: list[GroupLog]
+    ended_ns: dict[int, int]
+
+
+@dataclass(frozen=True)
+class LedAttempt:
+    """A `LedAttempt` has run to its end on a host that took over from another one; `report` is the job's, which that
+    host has begun then.
+    """
+
+    attempt: Attempt
+    report: JobReport | None
+
+
+def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
+    """Run the job on `zygote` to its end, with signals arriving on descriptor `signals`; return the exit code.
+
+    Raises:
+        LaunchError: the log directory cannot be written.
+    """
+    with opened_host(plan, zygote, signals) as host:
+        code = run_attempts(plan, host, lambda restart_count: Attempt(plan, host, restart_count))
+    return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)
+
+
+@contextlib.contextmanager
+def opened_host(
+    plan: JobPlan, zygote: ZygoteProcess, signals: int, viewer: Callable[[Display], Viewer] = lambda display: display
+) -> Iterator[HostResources]:
+    """Open all that an attempt needs of this host. On exit no process of the job is left, and every line is written.
+
+    `viewer` turns this command's own display into the one that gets the ranks' lines.
+
+    Raises:
+        LaunchError: the log directory cannot be written.
+    """
+    limits.raise_open_files(plan.num_ranks)  # ours: the zygote was started before, and the ranks keep the user's
+    agent_socket = AgentSocket()
+    try:
+        display = Display(colour=wants_colour(plan.environ, plan.terminal), terminal=plan.terminal)
+        template = find_template(plan.settings.log_line_prefix_template, plan.environ)
+        if template:
+            role, name = plan.settings.role, socket.gethostname()
+            display.prefix_of = lambda rank: fill(template, rank=rank, local_rank=rank, role=role, host=name)
+        logs = _open_logs(plan)
+        host = HostResources(zygote, Pump(viewer(display), logs), display, logs, signals, agent_socket)
+    except LaunchError:
+        agent_socket.close()
+        raise
+    metrics: list[Metrics] = []  # it has one entry, or none
+    folder = JobFolder(plan.environ)
+    host.errors = ErrorFiles(logs.attempts or folder.path)
+    try:
+        flag = find_local_rank_flag(plan.settings.target) if plan.settings.local_rank_argument else ""
+        zygote.assign(plan.settings.target, folder.path, flag)
+        if logs.streams:
+            display.say(f"phalanx run: --redirects and --tee write to {logs.attempts}")
+        folder.remove_others()  # the zygote is busy meanwhile
+        if plan.settings.metrics is not None:
+            metrics += _begin_metrics(plan, display, *plan.settings.metrics)
+        yield host
+    finally:
+        for one in metrics:
+            one.close()
+        agent_socket.close()
+        host.zygote.close(kill_descendants([host.zygote.pid]))  # it may be another one by now
+        host.errors.close()
+        folder.close()
+        display.release()
+        host.pump.drain()
+        display.flush()
+        _flush(host)
+        host.pump.close()
+
+
+def run_attempts(
+    plan: JobPlan, host: HostResources, begin: Callable[[int], Attempt], led: LedAttempt | None = None
+) -> int:
+    """Run attempts until the job has succeeded or may not be restarted, print how it ended, and return the exit code.
+
+    `begin` makes the attempt of a number. The first attempt is `led` if this host has led that to its end in the place
+    of another one, which began the job. If a report is asked for it is written, however the job ends.
+
+    Raises:
+        LaunchError: the report's folder cannot be written.
+    """
+    reports: list[JobReport] = []  # it has one entry, or none
+    if led is not None and led.report is not None:
+        reports.append(led.report)
+    code = 1
+    try:
+        code = _run_attempts(plan, host, begin, reports, led)
+    finally:
+        for report in reports:
+            host.display.say(report.write(code))
+    return code
+
+
+def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> list[Metrics]:
+    """Begin to serve the job's numbers; return what does so: one, or none if the host can do without."""
+    from phalanx._job.agent.metrics import TOKEN_VARIABLE, Metrics  # here, because most jobs have none
+
+    try:
+        metrics = Metrics(host, port, plan.environ.get(TOKEN_VARIABLE, ""))
+    except LaunchError as error:
+        if plan.settings.needs_metrics:
+            raise
+        display.say(f"{str(error).removesuffix('.')}. This host serves no metrics.")
+        return []
+    display.say(f"phalanx run: metrics at {metrics.address}")
+    return [metrics]
+
+
+def begin_report(plan: JobPlan, host: HostResources, folder: str) -> JobReport | None:
+    """Begin the report of a job that runs already. If that can't be done it is said, and the job goes on."""
+    try:
+        return _make_report(plan, folder, is_new=False)
+    except LaunchError as error:
+        host.display.say(str(error).replace("--report", "report"))
+    return None
+
+
+def _make_report(plan: JobPlan, folder: str, *, is_new: bool = True) -> JobReport:
+    from phalanx._job.agent.job_report import JobReport  # here, because most jobs leave none
+
+    return JobReport(plan, folder, is_new=is_new)
+
+
+def _run_attempts(
+    plan: JobPlan,
+    host: HostResources,
+    begin: Callable[[int], Attempt],
+    reports: list[JobReport],
+    led: LedAttempt | None,
+) -> int:
+    # How many restarts of all ranks, or replacements in an elastic job, are left; None: of replacements any number.
+    left = plan.settings.max_restarts if led is None else led.attempt.elastic.max_replacements
+    left_early, times = _MAX_EARLY_RESTARTS, ""
+    losses: list[LostRank] = []
+    folder = None if led is not None else plan.settings.report
+    is_report_begun = bool(reports) or folder is not None
+    for restart_count in itertools.count(0 if led is None else led.attempt.restart_count):
+        has_run = led is not None
+        attempt = begin(restart_count) if led is None else led.attempt
+        led = None
+        if folder is not None and not reports:  # not before: the job may go on elsewhere, with records in that folder
+            try:
+                reports.append(_make_report(plan, folder))
+            except LaunchError:
+                attempt.close()
+                raise
+        if left is not None:
+            attempt.elastic.max_replacements = left
+        if times:  # now it is known how many they are: fewer hosts may have come back
+            host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
+        try:
+            if not has_run:
+                attempt.run()
+            state = attempt.state
+            asked_for = plan.settings.log_dir is not None or state.failures or state.interrupted is not None
+            flight = Flight(attempt.collect_logs() if asked_for else [], attempt.ended_ns)
+        finally:
+            attempt.close()
+        if attempt.report_folder and not is_report_begun:  # the program has asked for it
+            report = begin_report(plan, host, attempt.report_folder)
+            reports += [] if report is None else [report]
+            is_report_begun = True
+        for report in reports:
+            report.add_attempt(state, attempt.elastic.losses, state.world_size, attempt.report_hosts)
+        losses += attempt.elastic.losses
+        if attempt.link.has_left:
+            return 128 + signal.SIGTERM
+        left = None if left is None else max(0, left - attempt.elastic.num_replaced)
+        failed = state.interrupted is None and bool(state.failures) and not state.overdue
+        early = attempt.elastic.lost_early and left_early > 0 and failed and state.failures[0].report is None
+        again = failed and bool(left or early) and not attempt.ranks.zygote_lost and attempt.elastic.ended is None
+        _keep_flight(plan, host, flight, restart_count if again else None)
+        if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up and state.interrupted is None:
+            return _report_zygote_lost(host, state)
+        if not again:
+            break
+        if early:
+            left_early -= 1
+            times = "a rank was lost before all had begun to train"
+        else:
+            left = (left or 0) - 1
+            times = "once more" if left == 0 else f"up to {left + 1} times more"
+        for report in reports:
+            report.add_restart(times)
+        _report_failures(host, attempt, flight)
+    if losses:
+        host.display.say(describe_losses(losses))
+    return _conclude(plan, host, attempt, flight)
+
+
+def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flight) -> int:
+    """Print how the job ended, and return the exit code."""
+    state = attempt.state
+    if state.interrupted is not None:
+        if state.interrupted == signal.SIGPIPE:
+            # whoever closed our output wants to read no more, and why the job ends was printed
+            return 128 + signal.SIGPIPE
+        text = describe_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
+        if text:
+            host.display.say(text)
+        host.display.say(describe_signal_end(state, traceback=plan.settings.traceback))
+        # ranks that took the signal as a request, saved their work and returned 0 have succeeded
+        ended_well = state.finished and all(end.is_orderly for end in state.exits.values())
+        return _find_orderly_code(state) if ended_well else 128 + state.interrupted
+    ends = state.exits.values()
+    if state.overdue:
+        host.display.say(describe_overdue(state))
+        return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
+    if attempt.elastic.ended is not None and all(end.status in (0, BELOW_MINIMUM_EXIT_CODE) for end in ends):
+        return attempt.elastic.ended  # why was said
+    if not state.failures:
+        if plan.verdict:
+            Verdict(attempt.place.world_size).write(plan.verdict)
+        if code := _find_orderly_code(state):
+            ranks = name_ranks([rank for rank, end in sorted(state.exits.items()) if end.status])
+            host.display.say(
+                f"phalanx run: {ranks} ended with exit code {code} (EX_TEMPFAIL): start the job again later"
+            )
+        return code
+    _hand_up_error(plan, state.failures[0])
+    if plan.verdict:
+        text = _describe_failures(attempt, flight)
+        Verdict(attempt.place.world_size, state.failures[0].rank, text).write(plan.verdict)
+        host.display.forget()
+    else:
+        _report_failures(host, attempt, flight)
+    return state.failures[0].code
+
+
+def _find_orderly_code(state: Supervision) -> int:
+    """Return EX_TEMPFAIL if a rank of a job without a failure asks to be started again later, otherwise 0."""
+    return max((end.status for end in state.exits.values()), default=0)
+
+
+def _hand_up_error(plan: JobPlan, first: Failure) -> None:
+    """Write what the first failed rank left in its error file to the file that a scheduler named for this."""
+    own = plan.environ.get(VARIABLE)
+    if own and first.report is not None and first.report.error_file:
+        hand_up(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
+
+
+def _report_failures(host: HostResources, attempt: Attempt, flight: Flight) -> None:
+    host.display.say("\n" + _describe_failures(attempt, flight))
+    host.display.forget()
+
+
+def _describe_failures(attempt: Attempt, flight: Flight) -> str:
+    text = describe_flight(flight.groups, flight.ended_ns)
+    state = attempt.state
+    name = attempt.link.name_host(state.failures[0].rank)
+    whole = attempt.plan.settings.traceback
+    failures = describe_failures(state.failures, attempt.place.world_size, name, abandoned=state.abandoned, whole=whole)
+    return f"{text}\n\n{failures}" if text else failures
+
+
+def _keep_flight(plan: JobPlan, host: HostResources, flight: Flight, attempt: int | None) -> None:
+    folder = plan.settings.log_dir
+    if folder is None or not flight.groups:
+        return
+    try:
+        write_flight(folder, flight.groups, flight.ended_ns, attempt=attempt)
+    except OSError as error:
+        host.display.say(
+            f"phalanx run: the flight recorder could not be written to {folder}: {error.strerror or error}"
+        )
+
+
+def _report_zygote_lost(host: HostResources, state: Supervision) -> int:
+    host.display.release()
+    pid, status = host.zygote.pid, host.zygote.wait_exit()
+    how = name_signal(-status) if status < 0 else f"exit code {status}"
+    host.display.say(
+        f"phalanx run: the zygote (pid {pid}), from which the ranks are forked, ended: {how}. "
+        f"All {len(state.exits) + len(state.running)} ranks were killed. "
+        "If nobody killed it, memory is the first suspect; if it ended while importing torch, try --no-preload."
+    )
+    return 1
+
+
+def _open_logs(plan: JobPlan) -> Logs:
+    settings = plan.settings
+    log_dir = settings.log_dir
+    try:
+        logs = Logs(log_dir, plan.run_id, redirects=settings.redirects, tee=settings.tee, shown=settings.shown_ranks)
+        if plan.settings.rendezvous is None:
+            logs.begin(range(plan.num_ranks), 0)
+        return logs
+    except OSError as error:
+        raise LaunchError(
+            f"phalanx run: --log-dir {log_dir}: cannot write {error.filename}: {error.strerror}. "
+            "Choose a directory that is yours.",
+            exit_code=2,
+        ) from error
+
+
+def _flush(host: HostResources) -> None:
+    """Write what is still queued, however slowly it is read; a signal that would end the job ends this, too."""
+    numbers: list[int] = []
+    loop = EventLoop(host.watch_signals(numbers.append), host.watch_display())
+    while host.display.writers and not set(numbers) & set(ENDING_SIGNALS):
+        loop.turn()

@@ -1,0 +1,67 @@
+"""Check that the system allows the descriptors and processes of so many ranks, and tell the user what is missing."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+from phalanx._base.control_groups import find_groups, read_number
+from phalanx._base.descriptors import raise_limit
+
+_FDS_PER_RANK = 5  # the reading ends of two pipes, a file for its dump, one for its stacks, and its log
+_FDS_ON_THEIR_WAY = 40  # five for each of the ranks whose descriptors are being sent to the zygote
+_FDS_OF_JOB = 24  # libraries, signals, the zygote, the store, reports, the agent's socket
+# for groups that show their flight recorder and for commands that ask; without room for them the job runs without
+_FDS_OF_VISITORS = 256
+
+
+def needed_open_files(num_ranks: int) -> int:
+    """Return how many descriptors the agent holds at least for so many ranks."""
+    return (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_ON_THEIR_WAY, 5 * num_ranks) + _FDS_OF_JOB
+
+
+def find_problem(num_ranks: int) -> str | None:
+    """Return why the agent cannot hold the descriptors of so many ranks, in words for the user; None if it can."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = needed_open_files(num_ranks)
+    if hard == resource.RLIM_INFINITY or needed <= hard:
+        return None
+    return (
+        f"{num_ranks} rank{'s' * (num_ranks > 1)} need {needed} open files in this command (RLIMIT_NOFILE), and no "
+        f"more than {hard} are allowed. Raise the limit (`ulimit -Hn`, LimitNOFILE= of a service, --ulimit nofile= of "
+        "a container) or start fewer ranks."
+    )
+
+
+def raise_open_files(num_ranks: int) -> None:
+    """Raise this process's own soft limit to what so many ranks need; processes that run already keep their limits."""
+    raise_limit((_FDS_PER_RANK + 1) * num_ranks + _FDS_ON_THEIR_WAY + _FDS_OF_JOB + _FDS_OF_VISITORS)
+
+
+def explain_start(rank: int, num_ranks: int, error: OSError) -> str:
+    """Return words for the user when `rank` could not be started."""
+    return f"phalanx run: rank {rank} of {num_ranks} could not be started: {explain(error)}"
+
+
+def explain(error: OSError) -> str:
+    """Return what the system refused, and which limits to check."""
+    why = f"{error.strerror or error}."
+    if error.errno == errno.EAGAIN:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+        return (
+            f"{why} There are too many processes: this user may have {limit} (`ulimit -u`), and a container or a "
+            f"service may allow fewer{_read_pids_limit()}."
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"{why} This command may have {soft} open files (`ulimit -n`; at most {hard}, `ulimit -Hn`)."
+    if error.errno == errno.ENOMEM:
+        return f"{why} Start fewer ranks, or look at `ulimit -v` and the memory limit of the container."
+    return why
+
+
+def _read_pids_limit() -> str:
+    """Return the limit of this process's control groups, such as ` (pids.max is 100)`; empty if they have none."""
+    limits = [limit for group in find_groups() if (limit := read_number(group, "pids.max")) is not None]
+    return f" (pids.max is {min(limits)})" if limits else ""

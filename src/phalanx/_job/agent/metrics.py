@@ -1,0 +1,54 @@
+"""Serve the job's numbers to a scraper: `phalanx run --metrics :9400`."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx._job.inspect.http_server import HTTPServer, Page
+from phalanx._job.inspect.stacks.jobs import find_jobs
+from phalanx._job.inspect.top.prometheus import CONTENT_TYPE, as_prometheus
+from phalanx._job.inspect.top.watch import Watch
+from phalanx.errors import LaunchError
+
+TOKEN_VARIABLE = "PHALANX_METRICS_TOKEN"
+_COMMAND = "phalanx run --metrics"
+
+
+class Metrics:
+    """`Metrics` serves at /metrics what `phalanx top` knows of this agent's job.
+
+    It asks the agent over its socket, as `phalanx top` does, from a thread of its own; the ranks do nothing for it.
+
+    Raises:
+        LaunchError: it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        self._watch: Watch | None = None
+        shown = f"{host}:{port}"
+        try:
+            self._server = HTTPServer(host, port, {"/metrics": self._make}, token=token)
+        except ValueError as error:
+            raise LaunchError(
+                f"phalanx run: --metrics {shown}: {error}. Set {TOKEN_VARIABLE} to a secret that the scraper sends "
+                "(Authorization: Bearer ...), or give a port alone, which only this host reaches.",
+                exit_code=2,
+            ) from None
+        except OSError as error:
+            raise LaunchError(f"phalanx run: --metrics {shown}: {error.strerror or error}", exit_code=2) from None
+
+    @property
+    def address(self) -> str:
+        """Return the address that a scraper reads."""
+        return f"{self._server.address}/metrics"
+
+    def _make(self) -> Page:
+        if self._watch is None:
+            job = next((job for job in find_jobs(_COMMAND) if job.pid == os.getpid()), None)
+            if job is None:
+                raise LaunchError(f"{_COMMAND}: the agent cannot be asked on this system")
+            self._watch = Watch(job)
+        return Page(CONTENT_TYPE, as_prometheus(self._watch.look()).encode())
+
+    def close(self) -> None:
+        self._server.close()

@@ -1,0 +1,99 @@
+"""Tell which rank each process of this host is, and where the ranks meet, in the current generation."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from phalanx._job.agent import error_files
+from phalanx._job.agent.elastic_actions import BeginGeneration, plan_message
+from phalanx._job.agent.environment import JobEnvironment, plan_rank_environment
+from phalanx._job.agent.generation import HostPart, Seating, plan_generation
+from phalanx._job.agent.host_link import HostLink
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.plan import JobPlan
+
+
+class RankNumbers:
+    """`RankNumbers` knows a process by the rank it was started with (its seat); generations may renumber it."""
+
+    def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink) -> None:
+        self._plan = plan
+        self._host = host
+        self._restart_count = restart_count
+        self._link = link
+        self._begun = link.first  # the newest generation after the first one
+        self.generation = 0 if link.first is None else link.first.generation.number
+        part = None if link.first is None else link.first.generation.part_of(link.member)
+        self.part = part or self._plan_first_part()
+        self.store: int | None = None
+        self._old_stores: dict[int, int] = {}  # by generation: some ranks may still be about to open them
+        self._job: JobEnvironment
+
+    @property
+    def begun(self) -> BeginGeneration | None:
+        """Return the newest generation; None in the first one."""
+        return self._begun
+
+    def exchange_link(self, link: HostLink) -> None:
+        """Create the stores of later generations through another link."""
+        self._link = link
+
+    def set_master(self, address: str, port: int) -> None:
+        """Use another MASTER_ADDR and MASTER_PORT for the ranks of later generations."""
+        self._plan = replace(self._plan, master_addr=address, master_port=port)
+
+    def _plan_first_part(self) -> HostPart:
+        (part,) = plan_generation(0, Seating.begin([self._link.own_seats()])).parts
+        return HostPart(part.member, part.seats, (), self._link.place)
+
+    def open(self) -> None:
+        """Create the store in which the first generation meets."""
+        self._open_store()
+
+    def _open_store(self) -> None:
+        self.store, path = self._link.create_store()
+        job = self._plan.describe_job(self.part.place, self._restart_count, path, self._host.agent_socket.address)
+        self._job = replace(job, generation=self.generation)
+
+    def begin(self, begun: BeginGeneration) -> HostPart | None:
+        """Begin another generation; return this host's part in it, or None if it has none."""
+        self._begun = begun
+        self.generation = begun.generation.number
+        part = begun.generation.part_of(self.part.member)
+        if part is None:
+            return None
+        self.part = part
+        if self.store is not None:
+            self._old_stores[begun.generation.number - 1] = self.store
+        self._open_store()
+        return part
+
+    def plan_environment(self, rank: int) -> dict[str, str]:
+        """Return the variables of the process that is known by `rank`, whose error file stays the same."""
+        variables = plan_rank_environment(self._job, self.part.rank_of(rank))
+        path = self._host.errors.path_of(rank - self._link.place.first_rank)
+        return {**variables, error_files.VARIABLE: path}
+
+    def plan_message(self, rank: int) -> dict[str, Any] | None:
+        """Return what an elastic rank is told of the current generation; None if it is not in it."""
+        if self._begun is None or rank not in self.part.seats:
+            return None
+        return plan_message(self._begun.generation, rank, self._begun, self.plan_environment(rank))
+
+    @property
+    def has_old_stores(self) -> bool:
+        """Return whether stores of earlier generations are open."""
+        return bool(self._old_stores)
+
+    def close_stores_before(self, generation: int) -> None:
+        """Close the stores of earlier generations, which no rank will open any more."""
+        for number in [number for number in self._old_stores if number < generation]:
+            os.close(self._old_stores.pop(number))
+
+    def close(self) -> None:
+        for fd in (*self._old_stores.values(), *([] if self.store is None else [self.store])):
+            os.close(fd)
+        self._old_stores.clear()
+        self.store = None

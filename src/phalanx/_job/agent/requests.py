@@ -1,0 +1,147 @@
+"""Answer requests at the agent's socket: ranks show their memory, and others ask where the ranks are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING
+
+from phalanx._base.processes import read_state
+from phalanx._comm.diagnostics.progress_page import KIND as PROGRESS_PAGE
+from phalanx._comm.diagnostics.report_request import KIND as REPORT
+from phalanx._job.inspect.agent_socket import AgentSocket, Request
+from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, answer
+
+if TYPE_CHECKING:
+    from phalanx._job.agent.attempt import Attempt
+
+# requests that only ranks may make: they know the token
+_OF_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)
+_MAX_KNOCKING = 256  # connections of so many ranks may come before the zygote announces them
+
+
+class Requests:
+    """`Requests` answers requests at the agent's socket during one attempt."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._knocking: list[Request] = []
+        self._started_ns = time.monotonic_ns()
+
+    @property
+    def _socket(self) -> AgentSocket:
+        return self._attempt.host.agent_socket
+
+    def receive(self, ready: set[int]) -> None:
+        """Answer the requests that have come on the descriptors that are ready."""
+        for fd in self._socket.fds:
+            if fd not in ready:
+                continue
+            request = self._socket.read(fd)
+            if request is not None:
+                self._answer(request)
+            for notice in self._socket.take_notices():
+                self._attempt.host.display.say(f"phalanx run: {notice}")
+
+    def _answer(self, request: Request) -> None:
+        attempt = self._attempt
+        kind = request.message.get("kind")
+        if kind in _OF_RANKS and not self._socket.has_token(request):
+            request.close()
+        elif kind == "group":
+            request.channel.close()
+            attempt.flights.add(request.message, request.fds, attempt.ranks.processes.lost_ns)
+        elif kind == PROGRESS_PAGE:
+            attempt.pages.add(request.channel.peer.pid, request.fds)
+            request.channel.close()
+        elif kind == REPORT:
+            attempt.report_folder = attempt.report_folder or str(request.message.get("folder", ""))
+            request.close()
+        elif kind == "elastic":
+            self._admit(request)
+        elif kind == "stacks of other hosts":
+            attempt.link.ask_for_stacks(request)
+        else:
+            if kind == "store" and attempt.numbers.store is not None:
+                with contextlib.suppress(OSError):  # no descriptor is free
+                    request.channel.put({}, [attempt.numbers.store])
+            elif kind == "snapshot":
+                self._answer_snapshot(request)
+            request.close()
+
+    def _admit(self, request: Request) -> None:
+        """Accept the connection by which a rank tells that it survives the loss of others.
+
+        The kernel says which process it is: processes that a rank has started know the token, too.
+        """
+        attempt, zygote = self._attempt, self._attempt.host.zygote
+        pid = request.channel.peer.pid
+        rank = attempt.ranks.rank_of(pid)
+        if rank is None and attempt.ranks.awaits_start:
+            self._knocking.append(request)  # the zygote may announce the process soon
+            if len(self._knocking) > _MAX_KNOCKING:
+                self._knocking.pop(0).close()
+            return
+        if rank is None:
+            self._refuse(request, pid)
+            return
+        for fd in request.fds:
+            os.close(fd)
+        zygote.let_go_of_lost(rank)
+        zygote.warm_up()
+        zygote.keep_spare()
+        welcome = {"kind": "welcome", "generation": attempt.numbers.generation}
+        attempt.links.admit(request.channel, rank, pid, welcome)
+        attempt.on_rank_message(rank, pid, request.message)
+
+    def admit_early(self) -> None:
+        """Look again at connections that came before the zygote announced their process."""
+        knocking, self._knocking = self._knocking, []
+        for request in knocking:
+            self._admit(request)
+
+    def _refuse(self, request: Request, pid: int) -> None:
+        """Refuse a process that wants to be a rank and is none, such as one below `phalanx run bash train.sh`."""
+        why = f"phalanx.elastic works in a process that phalanx run has started itself, and pid {pid} is none of them"
+        request.channel.put({"kind": "refused", "why": why})
+        request.close()
+        lost = self._attempt.ranks.processes.lost_ns
+        if pid not in lost and read_state(pid) not in ("", "Z"):  # it may have been a rank until now
+            self._socket.notice("no rank", f"{why}. To this one, the loss of a rank is the end of the job")
+
+    def _answer_snapshot(self, request: Request) -> None:
+        """Answer with the processes of all ranks, and with copies of the descriptors of what they write."""
+        attempt = self._attempt
+        processes, settings, place = attempt.ranks.processes, attempt.plan.settings, attempt.numbers.part.place
+        living = [rank for rank in attempt.state.running if rank in processes.pids]
+        observed = attempt.flights.observed
+        pages = attempt.pages.fds_of([processes.pids[rank] for rank in living])
+        with_stacks = bool(request.message.get("stacks", True))
+        snapshot = JobSnapshot(
+            os.getpid(),
+            settings.target.name,
+            attempt.state.world_size,
+            attempt.host.zygote.pid,
+            tuple((rank, processes.pids[rank]) for rank in living),
+            tuple(observer.group_info for observer in observed),
+            place.node,
+            place.num_nodes,
+            tuple(pages),
+            with_stacks,
+            tuple((rank, end.status) for rank, end in sorted(attempt.state.exits.items())),
+            attempt.restart_count,
+            settings.max_restarts or 0,
+            attempt.numbers.generation,
+            self._started_ns,
+            tuple((lost.rank, lost.pid, int(lost.at * 1e9), lost.why) for lost in attempt.elastic.losses),
+            attempt.report_folder,
+        )
+        stacks = [processes.stacks[rank] for rank in living] if with_stacks else []
+        answer(request.channel, snapshot, stacks, [observer.control for observer in observed], list(pages.values()))
+
+    def close(self) -> None:
+        """Close the connections that were not admitted."""
+        for request in self._knocking:
+            request.close()
+        self._knocking.clear()

@@ -1,0 +1,58 @@
+"""Describe the ranks that are still there when others have ended: in which state, and what they did last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from phalanx._base.processes import read_state
+from phalanx._comm.diagnostics.flight_recorder import position_of
+from phalanx._comm.diagnostics.observer import GroupLog
+
+_MAX_LINES = 12
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in a system call that cannot be interrupted (a disk or a network file system?)",
+    "T": "stopped (SIGSTOP or Ctrl-Z); `kill -CONT {pid}` lets it go on",
+    "t": "stopped by a debugger",
+    "Z": "ended, and about to be noticed",
+}
+
+
+def describe_stragglers(
+    pids: Mapping[int, int],
+    ranks: Sequence[int],
+    world_size: int,
+    waited_s: float,
+    groups: Sequence[GroupLog],
+    local_ranks: range,
+) -> str:
+    """Return a line for each of `ranks`, whose processes are `pids`; `groups` are the logs of what they recorded.
+
+    Of a rank that is not among `local_ranks` the line says only that it is on another host.
+    """
+    gone = world_size - len(ranks)
+    lines = [f"phalanx run: {gone} of {world_size} ranks have ended; still there {waited_s:.1f} s later:"]
+    for rank in ranks[:_MAX_LINES]:
+        pid = pids.get(rank)
+        absent = "not started yet" if rank in local_ranks else "on another host"
+        said = describe_process(pid, groups) if pid is not None else (absent,)
+        lines.append(f"  rank {rank}" + (f" (pid {pid})" if pid else "") + ": " + "; ".join(filter(None, said)))
+    if len(ranks) > _MAX_LINES:
+        lines.append(f"  … and {len(ranks) - _MAX_LINES} more")
+    return "\n".join(lines)
+
+
+def describe_process(pid: int, groups: Sequence[GroupLog]) -> tuple[str, str]:
+    """Return what the system and the recorder say of a process; empty if they know nothing."""
+    return _STATES.get(read_state(pid), "").format(pid=pid), _describe_last(pid, groups)
+
+
+def _describe_last(pid: int | None, groups: Sequence[GroupLog]) -> str:
+    """Return where the recorder saw the process last, in any group; empty if it knows nothing."""
+    logs = [log.records for group in groups for log in group.ranks if log.pid == pid and log.records]
+    if not logs:
+        return ""
+    return str(position_of(max(logs, key=lambda records: records[-1].enter_ns), time.monotonic_ns()))

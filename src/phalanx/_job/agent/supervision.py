@@ -1,0 +1,230 @@
+"""Decide what to do about each thing that happens to a job: a state and its transitions, without clock or process.
+
+                       a rank fails              settled, or the user's signal          all gone
+    running ──────────────────────────▶ settling ────────────────────▶ stopping ─────────────▶ finished
+       │                                                                  │ grace over, or a second signal
+       ├── all ranks end with 0 ─▶ finished                             └──▶ killing ─▶ finished
+       └── some end with 0, others not within the exit timeout ─▶ stopping
+
+A failing job settles for a moment before its other ranks are stopped, so that they can still say what they saw: the
+rank that died in silence is told from those that raised because of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from phalanx._base.loss_detection import HOST_LOSS_SETTLE_S, SAME_SIGNAL_S, SAME_SIGTERM_S, SETTLE_S
+from phalanx._base.processes import ENDING_SIGNALS, RELAYED_SIGNALS
+from phalanx._job.agent.failure import Exit, Failure, HostLoss, Report, decide_failures
+
+_TELL_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send `signum` to `ranks`; to their process groups, as a terminal would, if `group`.
+
+    `is_relayed`: the agent has received it, and the ranks may have, too.
+    """
+
+    signum: int
+    ranks: tuple[int, ...]
+    group: bool
+    is_relayed: bool = False
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill every process of the job with SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Print which ranks are still there, `waited_s` after the end of another."""
+
+    waited_s: float
+
+
+Action = Signal | Kill | Tell
+
+
+def decide_hold_s(signum: int, *, came_here: bool) -> float:
+    """Return how long a host holds a signal from outside, which may be on its way to every process of the job.
+
+    A scheduler sends SIGTERM to other hosts a moment later.
+    """
+    return SAME_SIGNAL_S if came_here or signum != signal.SIGTERM else SAME_SIGTERM_S
+
+
+@dataclass
+class Supervision:
+    """`Supervision` decides about one attempt at the job. Every method takes an event and returns what to do now."""
+
+    world_size: int
+    grace_s: float
+    exit_timeout_s: float | None = None
+    exits: dict[int, Exit] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+    lost: dict[int, HostLoss] = field(default_factory=dict)  # the ranks whose host is lost
+    started: set[int] = field(default_factory=set)
+    abandoned: set[int] = field(default_factory=set)  # the job was told to end before they were forked
+    retired: set[int] = field(default_factory=set)  # the ranks without which an elastic job goes on
+    sent: dict[int, float] = field(default_factory=dict)
+    interrupted: int | None = None
+    killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
+    overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
+    settle_s: float = SETTLE_S
+    is_alone: bool = True  # no rank is on another host
+    told_to_end: bool = False  # the ranks of an elastic job save what they hold, and end: nobody hurries them
+    phase: str = "running"
+    next_due: float | None = None
+    _first_end: float | None = None
+    _last_end: float = 0.0
+    _told: int = 0  # how often the remaining ranks were named since the last end
+    _witness: int = 0  # a rank that was still running when it was last checked
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Return the ranks that have not ended, or are still to be started."""
+        return tuple(rank for rank in range(self.world_size) if self.is_running(rank))
+
+    def is_running(self, rank: int) -> bool:
+        """Return whether this rank has not ended, or is still to be started."""
+        gone = (self.exits, self.abandoned, self.lost, self.retired)
+        return rank < self.world_size and not any(rank in ranks for ranks in gone)
+
+    @property
+    def has_running(self) -> bool:
+        """Return whether a rank is left. It costs nothing as long as the rank that was found last still runs."""
+        if not self.is_running(self._witness):
+            others = itertools.chain(range(self._witness, self.world_size), range(self._witness))
+            self._witness = next(filter(self.is_running, others), self._witness)
+        return self.is_running(self._witness)
+
+    @property
+    def finished(self) -> bool:
+        return not self.has_running
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Return the failed ranks, the first cause in front."""
+        return decide_failures(self.exits, self.reports, self.sent, self.lost)
+
+    def is_stopped_by_user(self, report: Report) -> bool:
+        """Return whether a rank reports only the end that the user asked for: by Ctrl-C, or by a peer's end."""
+        return self.interrupted is not None and not {"KeyboardInterrupt", "PeerLostError"}.isdisjoint(report.types)
+
+    def on_started(self, rank: int) -> None:
+        self.started.add(rank)
+
+    def on_abandoned(self, rank: int) -> None:
+        """Note that `rank` will not be started any more."""
+        self.abandoned.add(rank)
+
+    def on_lost(self, rank: int) -> None:
+        """Note that `rank`'s process has ended and an elastic job goes on; its earlier report counts as no failure."""
+        self.reports.pop(rank, None)
+
+    def on_retired(self, rank: int) -> None:
+        """Note that `rank` is lost, and that an elastic job goes on without it."""
+        self.retired.add(rank)
+
+    def on_replaced(self, rank: int) -> None:
+        """Note that `rank` is lost, and that a process is forked again for its number."""
+        self.started.discard(rank)
+        self.retired.discard(rank)
+
+    def on_exit(self, exit: Exit) -> list[Action]:
+        """Decide what follows when the process of a rank has ended."""
+        self.exits[exit.rank] = exit
+        if not exit.is_orderly or (exit.status and exit.rank in self.reports):
+            return self._settle(exit.at)
+        if self._first_end is None:
+            self._first_end = exit.at
+        self._last_end, self._told = exit.at, 0
+        if self.phase == "running":
+            self._wait_for_rest()
+        return []
+
+    def on_report(self, report: Report, now: float) -> list[Action]:
+        """Decide what follows when a rank tells of an exception; its process may take its time to end."""
+        self.reports.setdefault(report.rank, report)
+        return self._settle(now)
+
+    def on_host_lost(self, ranks: Iterable[int], loss: HostLoss, now: float) -> list[Action]:
+        """Decide what follows when the host of these ranks is lost."""
+        self.lost.update({rank: loss for rank in ranks if rank not in self.exits and rank not in self.abandoned})
+        return self._settle(now, HOST_LOSS_SETTLE_S) if self.lost else []
+
+    def on_signal(self, signum: int, now: float) -> list[Action]:
+        """Decide what follows when the agent received a signal: one that ends the job, or one to pass on."""
+        if signum not in ENDING_SIGNALS:
+            is_for_group = signum not in (signal.SIGUSR1, signal.SIGUSR2)
+            return [Signal(signum, self.running, is_for_group, is_relayed=signum in RELAYED_SIGNALS)]
+        if self.phase == "stopping" or not self.started:
+            self.interrupted = self.interrupted or signum
+            return self._kill(now)
+        if self.phase == "killing":
+            return []
+        self.interrupted = signum
+        if signum == signal.SIGPIPE:
+            return self._stop(signal.SIGTERM, now)
+        hold_s = decide_hold_s(signum, came_here=self.is_alone)
+        return self._stop(signum, now, hold_s)
+
+    def on_time(self, now: float) -> list[Action]:
+        """Do what is due; the agent calls this when `next_due` has come."""
+        if self.next_due is None or now < self.next_due:
+            return []
+        if self.phase == "running":
+            return self._notice(now)
+        if self.phase == "settling":
+            return self._stop(signal.SIGTERM, now)
+        if self.phase == "stopping":
+            self.killed = self.running
+            return self._kill(now)
+        return []
+
+    def _wait_for_rest(self) -> None:
+        """Plan when to report the ranks that are still there. They may take their time, but whoever waits for the
+        command is told of them.
+        """
+        assert self._first_end is not None
+        often = len(_TELL_AFTER_S) - 1
+        times = [self._last_end + _TELL_AFTER_S[min(self._told, often)] * max(1, self._told - often + 1)]
+        if self.exit_timeout_s is not None:
+            times.append(self._first_end + self.exit_timeout_s)
+        self.next_due = min(times) if self.has_running else None
+
+    def _notice(self, now: float) -> list[Action]:
+        assert self._first_end is not None
+        if self.exit_timeout_s is not None and now >= self._first_end + self.exit_timeout_s:
+            self.overdue = self.running
+            return [Tell(now - self._last_end), *self._stop(signal.SIGTERM, now)]
+        self._told += 1
+        self._wait_for_rest()
+        return [Tell(now - self._last_end)]
+
+    def _settle(self, now: float, span_s: float = 0.0) -> list[Action]:
+        if self.phase == "running" and not self.told_to_end:
+            self.phase, self.next_due = "settling", now + max(span_s, self.settle_s)
+        return []
+
+    def _stop(self, signum: int, now: float, hold_s: float | None = None) -> list[Action]:
+        """Send `signum` to the ranks; the grace period begins after `hold_s`, if the signal is held so long first."""
+        self.phase, self.next_due = "stopping", now + (hold_s or 0.0) + self.grace_s
+        self.sent.setdefault(signum, now)
+        # Ctrl-C goes to whole groups, as a terminal sends it: programs expect that. Other signals go to the rank alone,
+        # which must get the chance to stop its own children in order. A rank that reported is ending already.
+        ranks = tuple(rank for rank in self.running if rank not in self.reports)
+        is_for_group = signum == signal.SIGINT
+        return [Signal(signum, ranks, is_for_group, is_relayed=hold_s is not None)] if ranks else []
+
+    def _kill(self, now: float) -> list[Action]:
+        self.phase, self.next_due = "killing", None
+        self.sent.setdefault(signal.SIGKILL, now)
+        return [Kill()]

@@ -1,0 +1,40 @@
+"""Set what `ps` shows of a process that was forked: the words of the command that it has become."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+from phalanx._base.processes import read_stat
+
+_PR_SET_MM = 35
+_PR_SET_MM_ARG_END = 9
+
+
+def set_command(words: Sequence[str]) -> None:
+    """Set the command that `ps`, `top` and `pgrep -f` show to `words`, as far as there is room.
+
+    The first word should be what it was: the C library takes it for the program's path. Where the system does not tell
+    where the words lie, nothing changes.
+    """
+    try:
+        start, end = map(int, read_stat("self")[45:47])
+    except ValueError:
+        return
+    room = end - start
+    if start == 0 or room < 2:
+        return
+    data = b"".join(os.fsencode(word) + b"\0" for word in words)
+    if len(data) > room:
+        data = data[: room - 1] + b"\0"
+    # Python has copied the words long ago, and the last byte stays 0: from there the kernel would read on
+    ctypes.memmove(start, data.ljust(room, b"\0"), room)
+    # a privileged process can cut off the rest, too; else zeros follow
+    numbers = (_PR_SET_MM, _PR_SET_MM_ARG_END, start + len(data), 0, 0)
+    ctypes.CDLL(None).prctl(*(ctypes.c_ulong(number) for number in numbers))
+
+
+def count_room(words: Sequence[str]) -> int:
+    """Return how many bytes `words` take where the kernel keeps them."""
+    return sum(len(os.fsencode(word)) + 1 for word in words)

@@ -1,0 +1,315 @@
+"""Turn a fork of the zygote into a rank: the user's `python script.py`, `python -m module` or program.
+
+The script is the process's real `__main__`, run at the bottom of the stack; when it ends, the interpreter's own
+finalisation follows (threads joined, atexit run, output flushed) and its own exit code. We only listen: an exception
+that nobody caught is reported to the agent with its time before the interpreter prints it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import functools
+import io
+import marshal
+import os
+import resource
+import runpy
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from string import Template
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from phalanx._base.processes import STACKS_SIGNAL, die_with_parent
+from phalanx._job.agent.ending import can_end_quickly, end_quickly
+from phalanx._job.agent.folder import use_in_rank
+from phalanx._job.agent.reporter import Reporter
+from phalanx._job.agent.target import BYTECODE_HEADER, Kind, Target, find_form
+from phalanx._job.agent.title import set_command
+
+_OUR_FDS = 8  # we take so many numbers from the upper end of those that a rank's descriptors may have
+_CALLS = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "launch", "calls", name)
+    for name in ("__main__.py", "rank.py")
+)
+_LAUNCHER_FILES = (__file__, *_CALLS, "<string>", runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """An `Assignment` is all that a rank needs; the first five fields are descriptors, which the rank owns."""
+
+    stdout: int
+    stderr: int
+    reports: int
+    dump: int
+    stacks: int
+    parent: int
+    rank: int
+    environment: dict[str, str]
+    cpus: list[int]
+    kind: Kind
+    name: str
+    arguments: list[str]
+    folder: str
+    local_rank_flag: str = ""
+
+    @property
+    def target(self) -> Target:
+        """Return the script, module or program of the rank, with the argument for its local rank if it takes one.
+
+        As torchrun does, it replaces `${local_rank}` in the arguments by the local rank, and `$$` by a dollar sign.
+        """
+        local_rank = self.environment["LOCAL_RANK"]
+        told = [f"{self.local_rank_flag}={local_rank}"] if self.local_rank_flag else []
+        given = [Template(argument).safe_substitute(local_rank=local_rank) for argument in self.arguments]
+        return Target(self.kind, self.name, (*told, *given))
+
+
+def run_worker(assignment: Assignment) -> None:
+    """Become the assigned rank; end the process when its code has ended.
+
+    If the interpreter must end it, this returns, or raises what the user's code raised.
+    """
+    shared = frozenset(sys.modules)
+    _become_own_process(assignment)
+    report = Reporter(assignment.rank, _move_up(assignment.reports))
+    if assignment.kind == "program":
+        _execute(assignment, report)
+    _reseed()
+    use_in_rank(assignment.folder)
+    if not faulthandler.is_enabled():  # else the user asked for dumps on stderr
+        faulthandler.enable(file=_move_up(assignment.dump))
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(
+            STACKS_SIGNAL, file=_move_up(assignment.stacks), all_threads=True
+        )  # the handler is written in C, so that it also works in a hang
+    _record_steps()
+    code = _prepare_main(assignment, report)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # else whoever started us has chosen to ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = 0
+    try:
+        code()
+    except BaseException as error:
+        failed_at = time.monotonic()
+        error.__traceback__ = _without_launcher(error.__traceback__)
+        if os.getpid() != report.pid:
+            raise  # a child that the script forked by hand: its end is the script's affair
+        if isinstance(error, SystemExit):
+            if compute_exit_status(error.code) == os.EX_TEMPFAIL and type(error) is SystemExit:
+                pass  # no failure: the script asks to be started again later
+            elif compute_exit_status(error.code) != 0:
+                report.send(error, failed_at)
+            elif error.code:
+                print(
+                    f"phalanx run: sys.exit({error.code!r}) is success: of an exit code the system keeps eight bits, 0",
+                    file=sys.stderr,
+                )
+            if not can_end_quickly():
+                raise
+            status = compute_exit_status(error.code)
+            if error.code is not None and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+            error.__traceback__ = None  # the frames hold what is to be freed
+            error.code = None
+        else:
+            _report_error(error, failed_at, report)
+            if isinstance(error, KeyboardInterrupt) or not can_end_quickly():
+                raise
+            status = 1
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+    if os.getpid() == report.pid and can_end_quickly():
+        del code
+        end_quickly(status, shared)
+        sys.exit(status)
+
+
+def _report_error(error: BaseException, failed_at: float, report: Reporter) -> None:
+    """Report an error to the agent, and print it as the interpreter does, but without our frames."""
+    report.send(error, failed_at)
+    sys.excepthook(type(error), error, error.__traceback__)
+    sys.excepthook = lambda *_: None  # the interpreter's end shall not print it again
+
+
+def compute_exit_status(code: object) -> int:
+    """Return the exit code of a process whose script calls `sys.exit(code)`, as the interpreter finds it."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF if -(1 << 63) <= code < 1 << 63 else 0xFF  # a C long, of which the system keeps eight bits
+    return 1  # it was printed
+
+
+def _move_up(fd: int) -> int:
+    """Move `fd` to a high number, closed in programs that the rank starts; return the number.
+
+    A script that closes descriptors which it has not opened (`os.closerange(3, 64)`, as daemons do) misses it. If the
+    script closes it all the same, a file that it opens later gets a low number: what we write never goes into a file of
+    the user's.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    floor = (1024 if soft == resource.RLIM_INFINITY else min(soft, 1024)) - _OUR_FDS
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(floor, 3))
+    except OSError:  # all numbers up there are taken
+        return fd
+    os.close(fd)
+    return high
+
+
+def _become_own_process(assignment: Assignment) -> None:
+    die_with_parent(assignment.parent)
+    os.setpgid(0, 0)  # the terminal's signals reach the agent only; it passes them on, once
+    os.dup2(assignment.stdout, 1)
+    os.dup2(assignment.stderr, 2)
+    os.close(assignment.stdout)
+    os.close(assignment.stderr)
+    os.environ.update(assignment.environment)
+    if assignment.cpus:
+        _pin(frozenset(assignment.cpus))
+    for stream in (sys.stdout, sys.stderr):
+        # Output goes to a pipe but is meant to be seen live, as on a terminal.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def _pin(cpus: frozenset[int]) -> None:
+    """Pin this process to `cpus`. Its children (DataLoader workers, programs) may use all cores of the job."""
+    everywhere = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        return  # the cores were taken from us since the agent looked; running unpinned is right, only slower
+    if cpus == everywhere:
+        return
+
+    def release() -> bool:
+        chosen = os.sched_getaffinity(0) != cpus  # by the script
+        if not chosen:
+            os.sched_setaffinity(0, everywhere)
+        return not chosen
+
+    os.register_at_fork(after_in_child=release)
+    _release_while_starting_programs(release, lambda: os.sched_setaffinity(0, cpus))
+    # DataLoader compares its workers with the cores that the rank is pinned to, and would warn of too many
+    counts = "|".join(str(count) for count in range(1, len(everywhere) + 1))
+    warnings.filterwarnings("ignore", f"This DataLoader will create ({counts}) worker", UserWarning)
+
+
+def _release_while_starting_programs(release: Callable[[], bool], pin: Callable[[], None]) -> None:
+    """Unpin the calling thread while it starts a program: the program inherits its cores, and runs no fork hook.
+
+    `subprocess` and multiprocessing's "spawn" and "forkserver" start programs through these functions.
+    """
+    import _posixsubprocess
+
+    def released(start: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(start)
+        def start_released(*arguments: Any, **options: Any) -> int:
+            if not release():
+                return start(*arguments, **options)
+            try:
+                return start(*arguments, **options)
+            finally:
+                pin()
+
+        return start_released
+
+    for module in (_posixsubprocess, sys.modules.get("subprocess"), os):
+        for name in ("fork_exec", "_fork_exec", "posix_spawn", "posix_spawnp"):
+            if hasattr(module, name):
+                setattr(module, name, released(getattr(module, name)))
+
+
+def _execute(assignment: Assignment, report: Reporter) -> NoReturn:
+    """Replace this process by the target's program."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an ignored signal would stay ignored
+    try:
+        os.execvpe(assignment.name, list(assignment.target.command), os.environ)
+    except OSError as error:
+        report.send(error, time.monotonic())
+        print(f"cannot run {assignment.name}: {error.strerror}", file=sys.stderr)
+        os._exit(126)
+
+
+def _reseed() -> None:
+    """Give each rank the random state that a fresh interpreter would have: its own, from the operating system."""
+    # Python's `random` reseeds itself after a fork.
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()  # not torch.seed(): that would queue a seed for CUDA too
+
+
+def _record_steps() -> None:
+    """Record this process's steps for the run's report, if one is asked for; its children record nothing."""
+    folder = os.environ.pop("PHALANX_REPORT", "")
+    if folder:
+        from phalanx._job.report.recording import begin_in_rank
+
+        try:
+            begin_in_rank(folder)
+        except (OSError, ImportError) as error:  # without the C core nothing can be recorded
+            print(f"phalanx run: --report: this rank's steps cannot be recorded: {error}", file=sys.stderr)
+
+
+def _prepare_main(assignment: Assignment, report: Reporter) -> Callable[[], object]:
+    """Set up `__main__`, `sys.argv` and `sys.path` as the interpreter does; return the function that runs the code."""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    if sys.version_info < (3, 14):  # since then a module computes its annotations when it is asked for them
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    command, arguments = assignment.target.command, assignment.target.arguments
+    sys.orig_argv = list(command)
+    set_command(command)
+    safe_path = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
+    if assignment.kind == "module":
+        sys.argv = ["-m", *arguments]
+        if not safe_path:
+            sys.path.insert(0, os.getcwd())
+        # private, but it is what `python -m` itself calls, and unchanged since Python 3.3
+        run_module: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
+        return lambda: run_module(assignment.name)
+    sys.argv = [assignment.name, *arguments]
+    path = os.path.abspath(assignment.name)
+    form = find_form(path)
+    if form in ("folder", "archive"):
+        sys.path.insert(0, path)  # as Python does, even with -P
+        run_main: Callable[[str, bool], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
+        return lambda: run_main("__main__", False)
+    if not safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(assignment.name)))
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+
+    loader = SourcelessFileLoader if form == "bytecode" else SourceFileLoader
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
+
+    def run_script() -> None:
+        with io.open_code(path) as file:
+            content = file.read()
+        if form == "bytecode":
+            report.script = marshal.loads(memoryview(content)[BYTECODE_HEADER:])
+        else:
+            report.script = compile(content, path, "exec", dont_inherit=True)
+        exec(report.script, main.__dict__)
+
+    return run_script
+
+
+def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and _is_launcher(trace.tb_frame):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_launcher(frame: FrameType) -> bool:
+    return frame.f_code.co_filename in _LAUNCHER_FILES

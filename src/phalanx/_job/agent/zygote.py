@@ -1,0 +1,374 @@
+"""The zygote is the process that imports torch once and forks the ranks.
+
+    agent ──control socket──▶ zygote ──fork──▶ rank 0, 1, 2 …        (each becomes `python script.py`)
+
+It holds no CUDA context (an import that makes one has it begin again, without), starts no thread and never runs user
+code. It adopts every orphan below it, and when the
+agent's end of the socket closes, for whatever reason, it kills all that descends from it before it ends itself. When
+the zygote dies, the kernel kills the ranks (their death signal) and the agent adopts and kills what they leave.
+
+In an elastic job it has a spare: a fork of itself, which does nothing until the zygote is killed and it takes its
+place, without an import. To the agent it is another zygote, which hears its first command then.
+
+A signal may be sent to the agent alone (`docker stop`, Ctrl-C) or to every process of the job (systemd, `scancel`). The
+zygote survives it, and so can tell the two apart: nobody signals the zygote alone. It passes on what the agent has
+received, unless it receives the same signal itself, since then the ranks do, too.
+
+A rank is known by the number that it was started with. In an elastic job the same number is forked again when its
+process was lost, and the ranks outlive the zygote: the agent adopts them, and a new zygote forks later ones.
+
+Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
+           signal {signum, ranks, group};  sweep;
+           relay {signum, ranks, group, hold_s}: send a signal that the agent received, unless the zygote receives it;
+           elastic {rank}: if it is lost, the job goes on without what it leaves in its process group;
+           warm: import what ranks need to begin to train, which may be soon;
+           guard {sessions}: those of earlier zygotes, which are killed with all else when the agent has gone;
+           spare, with a descriptor, the spare's control socket: fork a spare;
+           membership {membership}, for the first host to be told when the agent is killed;
+Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept;
+           spare {pid}: 0 where it could not be forked, or has ended;
+           relay {signum, ranks, group}: send it to those that the zygote has not forked
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from phalanx._base.ipc.channel import Channel
+from phalanx._base.ipc.signals import caught_signals, read_signals
+from phalanx._base.loss_detection import SAME_SIGTERM_S
+from phalanx._base.processes import (
+    RELAYED_SIGNALS,
+    adopt_orphans,
+    blocked_signals,
+    die_with_parent,
+    kill_descendants,
+    kill_sessions,
+    outlive_parent,
+    reap_children,
+    signal_children,
+)
+from phalanx._job.agent.cuda_context import close_devices, describe, find_own_cuda_use
+from phalanx._job.agent.folder import remove
+from phalanx._job.agent.title import set_command
+from phalanx._job.agent.worker import Assignment, run_worker
+from phalanx._job.agent.zygote_command import plan_zygote_code
+
+# What a rank imports when it begins to train. The first costs every process half a second and more, and any optimizer
+# of torch's imports it: a rank that takes the place of another one would keep all waiting for that.
+_FOR_TRAINING = (
+    "torch._dynamo", "torch.nn.parallel.distributed", "torch.utils.data", "phalanx.ddp.module", "phalanx.data.sampler",
+    "phalanx.optim.zero", "phalanx.elastic.run",
+)  # fmt: skip
+
+
+def main(
+    control: int, agent: int, preload: bool, warm: bool = False, sessions: Sequence[int] = (), tells: bool = False
+) -> None:
+    """Serve the agent on descriptor `control` until it ends; return only in a rank, when its script has ended.
+
+    `warm`: import more, because ranks will train, or may have to be restarted. `sessions` are those of earlier
+    zygotes, whose ranks live. `tells`: if the agent is killed, the first host is told, also while torch is being
+    imported.
+    """
+    if (
+        not sessions and not tells
+    ):  # while torch is being imported nobody watches the socket, and there is nothing to clean up
+        die_with_parent(agent)
+    adopt_orphans()
+    set_command([sys.executable, f"(phalanx run {agent}: the zygote, from which the ranks are forked)"])
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until a rank runs its script, Ctrl-C ends it without a traceback of ours. Python's handler only takes a note
+        # of the signal; in a rank that is about to become a program the note would be lost with Python.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()  # an import makes objects that stay: to look for garbage in between only takes time
+    if preload:
+        _import_torch()
+    if use := find_own_cuda_use():
+        print(describe(use, preloads=preload), file=sys.stderr, flush=True)
+        if preload:
+            _begin_again(control, agent, sessions, tells, preload=False)
+    elif warm:
+        _import_for_training()
+        if find_own_cuda_use():  # then each rank imports that by itself, as under any other launcher
+            _begin_again(control, agent, sessions, tells, preload=preload)
+    gc.freeze()  # this also keeps the pages of the modules shared when the ranks' collector runs
+    gc.enable()
+    assignment = _Zygote(Channel(socket.socket(fileno=control)), agent, sessions).serve(tells=tells)
+    run_worker(assignment)
+
+
+def _begin_again(control: int, agent: int, sessions: Sequence[int], tells: bool, *, preload: bool) -> None:
+    """Start again as a zygote that imports less: with what this one has imported its forks cannot use a GPU."""
+    close_devices()
+    own, room = sys.orig_argv.index("-c"), sys.orig_argv[-1]
+    code = plan_zygote_code(control, agent, preload=preload, warm=False, sessions=sessions, tells=tells)
+    os.execv(sys.executable, [*sys.orig_argv[:own], "-c", code, room])
+
+
+def _import_torch() -> None:
+    """Import what the ranks will import: torch, and our backend."""
+    loading = threading.Thread(target=_load_torch_library, name="phalanx-load")
+    loading.start()
+    try:
+        import torch  # noqa: F401
+
+        import phalanx._comm.backend.preloaded  # noqa: F401
+        from phalanx._comm.backend.torch_integration.launched_rank import serve_launcher
+
+        serve_launcher()
+    except Exception:
+        pass  # a script without torch runs all the same; one with it fails in its own import, which says why
+    finally:
+        loading.join()  # nothing may be forked while a thread runs
+
+
+def _import_for_training() -> None:
+    before = set(os.environ)
+    for name in _FOR_TRAINING:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            pass  # a script without torch runs all the same
+    for name in os.environ.keys() - before:  # torch._dynamo names a folder for its cache, as it would in the rank
+        del os.environ[name]
+
+
+def _load_torch_library() -> None:
+    """Load torch's largest library in a thread, while Python imports what torch's modules need first."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        library = os.path.join(folder, "lib", "libtorch_cpu.so")
+        if os.path.exists(library):
+            try:
+                ctypes.CDLL(library)
+            except OSError:
+                pass  # torch's own import loads it, or says what is wrong
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python warns of threads that a library has started in C. Python's own have ended, and the child of a library
+        # that cannot be forked is found out by `find_own_cuda_use`.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+class _Zygote:
+    def __init__(self, control: Channel, agent: int, sessions: Sequence[int]) -> None:
+        self._control = control
+        self._pid = os.getpid()
+        self._agent = agent
+        self._sessions = tuple(sessions)  # the sessions of earlier zygotes
+        self._elastic: set[int] = set()  # the processes of elastic ranks
+        self._ranks: dict[int, int] = {}  # by process: its rank, until it is reaped
+        self._target: dict[str, Any] = {}
+        self._membership: dict[str, Any] = {}  # the agent's membership, in a job on several hosts
+        self._caught = contextlib.ExitStack()  # while it is open, signals do not interrupt but are read
+        self._received: dict[int, float] = {}  # by signal: when this process received it last
+        self._held: list[tuple[float, dict[str, Any]]] = []  # what is to be relayed, and when
+        self._spare = 0  # the process of the spare
+        self._is_spare = False  # whether this process is a spare whose zygote lives
+
+    def serve(self, *, tells: bool = False) -> Assignment:
+        """Serve the agent's commands; return in each rank that this forks, and nowhere else.
+
+        `tells`: what the agent sent before it was killed is read, too, because it says where the first host is.
+        """
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the agent may have ignored it
+        signals = self._caught.enter_context(caught_signals([signal.SIGCHLD, *RELAYED_SIGNALS]))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED_SIGNALS)
+        outlive_parent()
+        if not (self._is_spare or tells) and os.getppid() != self._agent:  # it died while nobody was looking
+            kill_sessions(self._sessions)
+            os._exit(1)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(signals, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poll.poll(self._wait_ms())]
+            # Also where poll() has not seen it: a signal that was sent before a command is here before the command.
+            for number in read_signals(signals):
+                self._on_signal(number)
+            self._relay_due()
+            if self._control.fileno() in ready:
+                # One, because a rank that is forked for it would inherit the descriptors of those after it.
+                for message in self._control.take(limit=1):
+                    self._is_spare = False
+                    assignment = self._execute(message.content, message.fds)
+                    if assignment is not None:
+                        return assignment
+                if self._control.gone:
+                    self._end_with_agent()
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            self._reap()
+            return
+        self._received[number] = time.monotonic()
+        self._held = [held for held in self._held if held[1]["signum"] != number]
+
+    def _hold(self, message: dict[str, Any]) -> None:
+        """Hold a signal that the agent has received, unless this process has received it."""
+        now = time.monotonic()
+        at = self._received.get(message["signum"])
+        if at is None or now > at + SAME_SIGTERM_S:
+            self._held.append((now + message["hold_s"], message))
+
+    def _wait_ms(self) -> int | None:
+        """Return how long to wait for an event; None: until there is one."""
+        due = min((at for at, _ in self._held), default=None)
+        return None if due is None else max(0, math.ceil((due - time.monotonic()) * 1000))
+
+    def _relay_due(self) -> None:
+        now = time.monotonic()
+        due = [message for at, message in self._held if at <= now]
+        self._held = [held for held in self._held if held[0] > now]
+        for message in due:
+            self._send_signal(message)
+            others = [rank for rank in message["ranks"] if rank not in self._ranks.values()]
+            if others:
+                event = {"signum": message["signum"], "ranks": others, "group": message["group"]}
+                self._send_event({"event": "relay", **event})
+
+    def _send_signal(self, message: dict[str, Any]) -> None:
+        named = [pid for pid, rank in self._ranks.items() if rank in message["ranks"]]
+        signal_children(named, message["signum"], group=message["group"])
+
+    def _end_with_agent(self) -> NoReturn:
+        """End this process and all ranks, because the agent has ended; a spare leaves that to the zygote."""
+        if self._is_spare:
+            os._exit(0)
+        kill_sessions(self._sessions)
+        kill_descendants(list(self._ranks))
+        if self._target:
+            remove(self._target["folder"])  # the agent would do it, if it had not been killed
+        if self._membership:
+            self._tell_first_host()
+        os._exit(0)
+
+    def _execute(self, message: dict[str, Any], fds: Sequence[int]) -> Assignment | None:
+        command = message["command"]
+        if command == "target":
+            self._target = message["target"]
+            if self._target["kind"] != "program":
+                from multiprocessing import process  # noqa: F401  once for all ranks: each says where its sockets go
+        elif command == "membership":
+            self._membership = message["membership"]
+        elif command == "warm":
+            _import_for_training()
+            gc.freeze()
+        elif command == "guard":
+            self._sessions = tuple(message["sessions"])
+        elif command == "elastic":
+            self._elastic |= {pid for pid, rank in self._ranks.items() if rank == message["rank"]}
+        elif command == "signal":
+            self._send_signal(message)
+        elif command == "relay":
+            self._hold(message)
+        elif command == "sweep":
+            self._report_exits(kill_descendants(list(self._ranks)))
+            self._send_event({"event": "swept"})
+        elif command in ("fork", "spare"):
+            # A signal that reaches the child before it has its own dispositions stays pending there.
+            with blocked_signals(RELAYED_SIGNALS):
+                return self._fork(message, fds) if command == "fork" else self._fork_spare(*fds)
+        return None
+
+    def _fork_spare(self, control: int) -> Assignment | None:
+        """Fork a spare, which waits; return the assignment of a rank that the spare forks, and None in this process."""
+        try:
+            self._spare = _fork()
+        except OSError:
+            self._spare = 0
+        if self._spare == 0 and os.getpid() != self._pid:
+            self._leave()
+            adopt_orphans()  # no fork inherits this
+            os.setsid()  # a session of its own, by which its ranks are known
+            set_command([sys.executable, f"(phalanx run {self._agent}: the spare zygote)"])
+            spare = _Zygote(Channel(socket.socket(fileno=control)), self._agent, ())
+            spare._target, spare._membership, spare._is_spare = self._target, self._membership, True
+            return spare.serve()
+        os.close(control)
+        self._send_event({"event": "spare", "pid": self._spare})
+        return None
+
+    def _tell_first_host(self) -> None:
+        """Tell the first host after the agent was killed; nothing else is left to do here."""
+        try:
+            from phalanx._job.agent.orphaned import tell_first_host
+
+            tell_first_host(self._membership, self._agent)
+        except Exception:
+            pass  # the first host finds out by our silence
+
+    def _fork(self, message: dict[str, Any], fds: Sequence[int]) -> Assignment | None:
+        """Fork one rank; return its assignment in the child, None in the zygote."""
+        rank, parent = message["rank"], os.getpid()
+        try:
+            pid = _fork()
+        except OSError as error:
+            for fd in fds:
+                os.close(fd)
+            self._send_event({"event": "unforked", "rank": rank, "errno": error.errno})
+            return None
+        if pid == 0:
+            self._leave()
+            stdout, stderr, reports, dump, stacks = fds
+            environment, cpus = message["environment"], message["cpus"]
+            return Assignment(stdout, stderr, reports, dump, stacks, parent, rank, environment, cpus, **self._target)
+        self._ranks[pid] = rank
+        for fd in fds:
+            os.close(fd)
+        try:
+            os.setpgid(pid, pid)  # the rank does it too: whoever comes first, so that signals find the group
+        except OSError:
+            pass  # it has ended, or runs another program already
+        self._send_event({"event": "started", "rank": rank, "pid": pid})
+        return None
+
+    def _leave(self) -> None:
+        """Undo, in the child, what made this process a zygote."""
+        self._caught.close()
+        self._control.close()
+
+    def _reap(self) -> None:
+        # Told before it is reaped: if we are killed in between, the agent adopts it and finds the same once more.
+        for pid, status in reap_children():
+            if pid in self._elastic and status != 0:  # what it leaves (DataLoader workers) must not stay with the job
+                signal_children([pid], signal.SIGKILL, group=True)
+            self._report_exit(pid, status)
+
+    def _report_exits(self, exits: dict[int, int]) -> None:
+        for pid, status in exits.items():
+            self._report_exit(pid, os.waitstatus_to_exitcode(status))
+
+    def _report_exit(self, pid: int, status: int) -> None:
+        rank = self._ranks.pop(pid, None)  # None: an orphan that we adopted
+        self._elastic.discard(pid)
+        if pid == self._spare:
+            self._spare = 0
+            self._send_event({"event": "spare", "pid": 0})
+        if rank is not None:
+            self._send_event({"event": "exit", "rank": rank, "pid": pid, "status": status, "at": time.monotonic()})
+
+    def _send_event(self, event: dict[str, Any]) -> None:
+        try:
+            self._control.send(event)
+        except OSError:
+            pass  # the agent has gone; the next receive sees it

@@ -1,0 +1,19 @@
+"""Plan the command that starts a zygote, for the agent and for a zygote that begins again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Run by `python -c`, so that below the script there are as few frames as can be. The empty entry is the working
+# directory, which must not shadow modules (the user's `random.py`) while torch is imported.
+_BOOT = (
+    "import sys; '' in sys.path and sys.path.remove(''); "
+    "from phalanx._job.agent.zygote import main; main({control}, {agent}, {preload}, {warm}, {sessions}, {tells})"
+)
+
+
+def plan_zygote_code(
+    control: int, agent: int, *, preload: bool, warm: bool, sessions: Sequence[int], tells: bool
+) -> str:
+    """Return what `python -c` runs; the arguments are those of `zygote.main`."""
+    return _BOOT.format(control=control, agent=agent, preload=preload, warm=warm, sessions=tuple(sessions), tells=tells)

@@ -1,0 +1,271 @@
+"""A `ZygoteProcess` is the zygote as the agent sees it: a child, a socket, and an end that must be noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx._base.ipc.channel import Channel
+from phalanx._base.processes import RELAYED_SIGNALS, SUPPORTED, blocked_signals, has_working_directory
+from phalanx._job.agent.target import Target
+from phalanx._job.agent.zygote_command import plan_zygote_code
+
+_MAX_ROOM = 1 << 14
+_MAX_SPARES = 20  # one zygote may have so many spares: whatever ends them will not stop
+
+
+class Spare:
+    """A `Spare` is a fork of the zygote, which takes its place when that is killed. `pid` is 0 until it exists."""
+
+    def __init__(self, control: Channel) -> None:
+        self.control = control
+        self.pid = 0
+
+
+class _ForkedProcess:
+    """A child that this process did not start, with as much of `subprocess.Popen` as a zygote needs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            try:
+                found, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # it was reaped elsewhere
+                self.returncode = -signal.SIGKILL
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if found else None
+        return self.returncode
+
+    def wait(self) -> int:
+        code = self.poll(0)
+        assert code is not None
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ZygoteProcess:
+    """It is this host's zygote. No call waits for it, or sends to a dead one: `control` shows its end."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        *,
+        preload: bool,
+        warm: bool = False,
+        room: int = 0,
+        tells: bool = False,
+        sessions: Sequence[int] = (),
+        spare: Spare | None = None,
+    ) -> None:
+        """Start a zygote. `warm`: it also imports what ranks import when they begin to train, once for all, because
+        they will train, or may have to be restarted.
+
+        `tells`: the first host must be told if this process is killed, also while the zygote imports.
+
+        `room` is the number of bytes that the ranks will need for the words that `ps` shows of them.
+
+        `sessions` are those of earlier zygotes, whose ranks live. `spare`: the zygote is this spare, its own has ended.
+        """
+        self.has_forked = False  # whether it has forked, or was told to
+        self._environment, self._preload, self._warm, self._room = environment, preload, warm, room
+        self._tells = tells
+        self._told: list[dict[str, Any]] = []  # what a zygote that replaces this one must know, too
+        self._spare: Spare | None = None
+        self._num_spares = 0
+        self._process: subprocess.Popen[bytes] | _ForkedProcess
+        self.was_spare = spare is not None
+        if spare is not None:
+            self.control, self._process = spare.control, _ForkedProcess(spare.pid)
+            self.guard(sessions)
+            return
+        ours, theirs = socket.socketpair()
+        self.control = Channel(ours)
+        code = plan_zygote_code(
+            theirs.fileno(), os.getpid(), preload=preload, warm=warm, sessions=sessions, tells=tells
+        )
+        # -O, -X, -W and their like are this interpreter's and hold for the ranks
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        if not has_working_directory() and sys.version_info >= (3, 11):
+            # Python 3.13.0 asks for the folder of `-c` at a missing attribute, and dies where it has gone. Only a
+            # program runs there, and what becomes a program keeps none of the interpreter's flags.
+            flags.append("-P")
+        # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.
+        stdin = subprocess.DEVNULL if os.isatty(0) else None
+        with theirs, blocked_signals(RELAYED_SIGNALS):  # which it unblocks once it can survive them
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, "-c", code, " " * min(room, _MAX_ROOM)],
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=stdin,
+                stdout=2,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def assign(self, target: Target, folder: str, local_rank_flag: str = "") -> None:
+        """Tell the zygote what the ranks will run, and the job's temporary folder; call this once, before `fork`.
+
+        `local_rank_flag` is the option, if any, by which the target is told its local rank.
+        """
+        fields = {
+            "kind": target.kind,
+            "name": target.name,
+            "arguments": target.arguments,
+            "folder": folder,
+            "local_rank_flag": local_rank_flag,
+        }
+        self._tell({"command": "target", "target": fields})
+
+    def start_another(self, sessions: Sequence[int]) -> ZygoteProcess:
+        """Return a zygote that replaces this one and is told what this one was told; `sessions` are those of its ranks.
+
+        It is the spare, if there is one: that has imported everything that this one had.
+
+        Raises:
+            OSError: no process could be started.
+        """
+        another = ZygoteProcess(
+            self._environment,
+            preload=self._preload,
+            warm=self._warm,
+            room=self._room,
+            tells=self._tells,
+            sessions=sessions,
+            spare=self._take_spare(),
+        )
+        for message in self._told:
+            another._tell(message)
+        return another
+
+    def start_in(self, environment: Mapping[str, str]) -> ZygoteProcess:
+        """Kill this zygote, which has forked nobody, and return one in another environment: it imports again.
+
+        Raises:
+            OSError: no process could be started.
+        """
+        self.kill()
+        self.wait_exit()
+        self.control.close()
+        another = ZygoteProcess(environment, preload=self._preload, warm=self._warm, room=self._room, tells=self._tells)
+        for message in self._told:
+            another._tell(message)
+        return another
+
+    def keep_spare(self) -> None:
+        """Have the zygote fork a spare of itself, if it has none."""
+        if self._spare is None and self._num_spares < _MAX_SPARES and not self.control.gone:
+            self._num_spares += 1
+            ours, theirs = socket.socketpair()
+            self._spare = Spare(Channel(ours))
+            with theirs:
+                self.control.put({"command": "spare"}, [theirs.fileno()])
+
+    def on_spare(self, pid: int) -> None:
+        """Note the process of the spare; 0 says that there is none, or that it has ended."""
+        if pid and self._spare is not None:
+            self._spare.pid = pid
+        elif (spare := self._take_spare()) is not None:
+            spare.control.close()
+
+    def _take_spare(self) -> Spare | None:
+        """Return the spare if it lives, and give it up."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        spare.control.take()  # it says nothing: its end is all that there may be to hear
+        if spare.pid and not spare.control.gone:
+            return spare
+        spare.control.close()
+        return None
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._told.append(message)
+        self.control.put(message)
+
+    def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
+        """Tell the zygote to fork `rank` with `fds`: stdout, stderr, reports, dump, stacks."""
+        self.has_forked = True
+        self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
+
+    def remember(self, membership: Mapping[str, Any]) -> None:
+        """Tell the zygote how to tell the job's first host that this process was killed (`phalanx._job.agent.orphaned`)."""
+        self._tell({"command": "membership", "membership": membership})
+
+    def warm_up(self) -> None:
+        """Have the zygote import what a rank imports when it begins to train, before a rank has to be restarted."""
+        if self._preload and not self._warm:
+            self._warm = True
+            self.control.put({"command": "warm"})
+
+    def let_go_of_lost(self, rank: int) -> None:
+        """Tell the zygote that the job goes on if `rank` is lost: it kills what is left of the rank's process group."""
+        self.control.put({"command": "elastic", "rank": rank})
+
+    def guard(self, sessions: Sequence[int]) -> None:
+        """Have the zygote kill the processes of these sessions when this process has ended."""
+        self.control.put({"command": "guard", "sessions": list(sessions)})
+
+    def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
+        self.control.put({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
+
+    def relay(self, signum: int, ranks: Sequence[int], *, group: bool, hold_s: float) -> None:
+        """Have the zygote send a signal that came to this process, unless every process of the job receives it.
+
+        The zygote waits `hold_s` to see whether it receives the signal itself. It returns, in an event `relay`, the
+        signal for those of `ranks` that are not its children.
+        """
+        message = {"command": "relay", "signum": signum, "ranks": ranks, "group": group, "hold_s": hold_s}
+        self.control.put(message)
+
+    def sweep(self) -> None:
+        """Have the zygote kill every process below it; it answers `swept`."""
+        self.control.put({"command": "sweep"})
+
+    def wake(self) -> None:
+        """Continue the zygote if somebody has stopped it: what it must do now cannot wait for `kill -CONT`."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def was_stopped(self) -> bool:
+        """Return whether the zygote has been stopped since this was last asked."""
+        if not SUPPORTED or self._process.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG) is not None
+        except ChildProcessError:
+            return False
+
+    def poll(self) -> None:
+        """Reap the zygote if it has ended."""
+        self._process.poll()
+
+    def kill(self) -> None:
+        """Kill the zygote at once, and with it the ranks: the kernel sees to that."""
+        self._process.kill()
+
+    def wait_exit(self) -> int:
+        """Return the exit code of the zygote, whose socket has closed; minus the signal if one killed it."""
+        return self._process.wait()
+
+    def close(self, reaped: Mapping[int, int]) -> None:
+        """Close the socket. `reaped` are wait statuses by process that were collected elsewhere."""
+        self.on_spare(0)
+        self.control.close()
+        if self._process.returncode is None and self.pid in reaped:
+            self._process.returncode = os.waitstatus_to_exitcode(reaped[self.pid])

@@ -1,0 +1,1 @@
+"""The coordinator holds a job's membership, keys and values."""

@@ -1,0 +1,52 @@
+"""Run the coordinator as a command: print one line that says where it is, then serve until a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from phalanx._base.loss_detection import MEMBER_TIMEOUT_S
+from phalanx._comm.control.address import Address
+from phalanx._comm.control.key_file import ask_for_key, find_key
+from phalanx._job.coordinator.service import Service
+
+
+def run_coordinator(
+    bind: str,
+    key_file: str | None,
+    *,
+    job: str = "",
+    lost_after_s: float = MEMBER_TIMEOUT_S,
+    say: Callable[[str], None],
+) -> None:
+    """Serve at `bind` until Ctrl-C or SIGTERM.
+
+    Raises:
+        AuthenticationError: there is no key, or not one that may be used.
+        CoordinationError: the address cannot be bound.
+        ValueError: it is none.
+    """
+    Address.parse(bind)
+    key = find_key(key_file) or ask_for_key()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Service(
+        bind, key, job=job, lost_after_s=lost_after_s, say=lambda line: say(f"coordinator: {line}")
+    ) as service:
+        assert service.address is not None
+        assert key is not None
+        place = Address(advertised_host(service.address.host), service.address.port)
+        with contextlib.suppress(KeyboardInterrupt):
+            say(f"coordinator: listening at {place} (key {key.fingerprint}). To join: phalanx join {place}")
+            while service.problem is None:
+                time.sleep(1.0)
+    if service.problem is not None:
+        raise service.problem
+    say("coordinator: ended.")
+
+
+def advertised_host(host: str) -> str:
+    """Return what to tell others where we listen on `host`: itself, or this host's name if that is every interface."""
+    return host if host not in ("", "*", "::", "0.0.0.0") else socket.gethostname()

@@ -1,0 +1,396 @@
+"""The `Coordinator` has the state of a job, and answers requests, without sockets and without a clock.
+
+frame from a session ──► handle() ──► answers, for this session and for those who waited   ──► outgoing
+                time ──► tick()   ──► members that are lost, events for the others         ──► outgoing
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+from phalanx._base.loss_detection import CONNECTION_ENDED_S, MEMBER_TIMEOUT_S, heartbeat_s
+from phalanx._comm.control.wire import (
+    MAX_FIELDS,
+    MAX_VALUE_BYTES,
+    VERSION,
+    Message,
+    Op,
+    Status,
+    WireError,
+    pack,
+    pack_number,
+    unpack,
+    unpack_number,
+    unpack_text,
+)
+from phalanx._comm.diagnostics.printable import printable
+from phalanx._job.coordinator.journal import Kind
+from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError
+from phalanx._job.coordinator.membership import MAX_FACTS_BYTES, MAX_MEMBERS, OUTBOX_BYTES, Member, Membership
+from phalanx._job.coordinator.reports import Reports
+from phalanx._job.coordinator.session import Answer, Relayed, Route, Session
+from phalanx._job.coordinator.store_requests import StoreRequests
+
+# so much may wait for one member of events that it did not ask for (members that join and leave)
+MAX_WAITING_BYTES = 8 * OUTBOX_BYTES
+MAX_SESSIONS = 1 << 16
+MAX_ROUTE_BYTES = 64
+FORGOTTEN_AFTER_S = 600.0  # a session that is silent for so long, waits for nothing and is no member, is forgotten
+UNPARKED_AFTER_S = 60.0  # a client that waits says so every few seconds
+SWEEP_EVERY_S = 5.0
+MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # so much may wait for a client that does not read its answers
+_PAGE_BYTES = 4 << 20
+_STATUS_AT = 2  # the index of the status in an answer
+
+_CHANGES = frozenset({
+    Op.SET, Op.ADD, Op.COMPARE_SET, Op.APPEND, Op.DELETE, Op.MULTI_SET, Op.QUEUE_PUSH, Op.QUEUE_POP, Op.DELETE_PREFIX,
+    Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT, Op.BARRIER, Op.ADD_ITEMS,
+})  # fmt: skip
+
+# Requests that look at the whole state: a frame may have one of them, so that the next member's turn comes.
+_LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS, Op.REPORTS})
+
+
+class Coordinator(StoreRequests):
+    """A `Coordinator` has the state of one job."""
+
+    def __init__(self, *, job: str = "", lost_after_s: float = MEMBER_TIMEOUT_S, max_bytes: int = 1 << 30) -> None:
+        super().__init__(KeyValueStore(max_bytes))
+        self.job = job
+        self.epoch = os.urandom(8)  # it tells this coordinator from one that was here before
+        self.members = Membership(lost_after_s)
+        self.reports = Reports()
+        self.sessions: dict[Route, Session] = {}
+        self.num_malformed = 0
+        self._swept_at = -math.inf  # when the sessions were last looked through
+        self._handlers: dict[int, Callable[[Session, Message], Answer | None]] = {
+            Op.HELLO: self._hello, Op.SET: self._set, Op.GET: self._get, Op.ADD: self._add,
+            Op.COMPARE_SET: self._compare_set, Op.APPEND: self._append, Op.CHECK: self._check, Op.WAIT: self._wait,
+            Op.DELETE: self._delete, Op.NUM_KEYS: self._num_keys, Op.MULTI_GET: self._multi_get,
+            Op.MULTI_SET: self._multi_set, Op.QUEUE_PUSH: self._queue_push, Op.QUEUE_POP: self._queue_pop,
+            Op.QUEUE_LEN: self._queue_len, Op.LIST_KEYS: self._list_keys, Op.DELETE_PREFIX: self._delete_prefix,
+            Op.CANCEL: self._cancel, Op.JOIN: self._join, Op.LEAVE: self._leave, Op.HEARTBEAT: self._heartbeat,
+            Op.MEMBERS: self._list_members, Op.POST: self._post, Op.REPORT: self._report,
+            Op.REPORTS: self._list_reports, Op.BARRIER: self._barrier, Op.ADD_ITEMS: self._add_items,
+            Op.OF_MEMBER: self._note_opener,
+        }  # fmt: skip
+
+    def handle(self, route: Route, frame: bytes, now: float) -> bool:
+        """Do what a frame asks for; return False if it is malformed, wholly or in part."""
+        session = self.sessions.get(route)
+        if session is None:
+            if len(self.sessions) >= MAX_SESSIONS:
+                return False
+            session = self.sessions[route] = Session(route, now)
+        session.heard_at = now
+        if session.member is not None:
+            self.members.hear(session.member, now)
+        try:
+            messages = unpack(frame, MAX_FIELDS)  # a frame may hold millions of empty messages
+        except WireError:
+            self.num_malformed += 1
+            return False
+        if messages and messages[0].what in (Op.RELAY, Op.UNDELIVERED):
+            return self._handle_relay(route, messages, now)
+        fine, num_long = True, 0
+        for message in messages:
+            num_long += message.what in _LONG
+            if num_long > 1 and message.what in _LONG:
+                self._send(session, pack(Status.WRONG_CALL, message.number, b"one such request at a time"))
+            else:
+                fine &= self._handle(session, message)
+        return fine
+
+    def _handle_relay(self, relay: Route, messages: list[Message], now: float) -> bool:
+        """Do what the processes of a relay's host ask for; each of them has a session of its own."""
+        if isinstance(relay, Relayed):
+            self.num_malformed += 1
+            return False
+        fine = True
+        for what, _, fields in messages:
+            if what == Op.RELAY and len(fields) % 2 == 0:
+                for route, frame in zip(fields[::2], fields[1::2], strict=True):
+                    fine &= len(route) <= MAX_ROUTE_BYTES and self.handle(Relayed(relay, route), frame, now)
+            elif what == Op.UNDELIVERED and fields:
+                fine &= self._hear_undelivered(Relayed(relay, fields[0]), fields[1:])
+            else:
+                fine = False
+        self.num_malformed += not fine
+        return fine
+
+    def _hear_undelivered(self, route: Route, numbers: Sequence[bytes]) -> bool:
+        session = self.sessions.get(route)
+        try:
+            for number in map(unpack_number, numbers):
+                if session is not None:
+                    self.take_back(session, number)
+        except WireError:
+            return False
+        if session is not None and session.member is not None:
+            session.member.rewind(0)
+        return True
+
+    def _handle(self, session: Session, message: Message) -> bool:
+        what, number, fields = message
+        handler = self._handlers.get(what)
+        if handler is None:
+            self.num_malformed += 1
+            return False
+        fine = True
+        if number in session.parked:  # sent again while it waits
+            self._send(session, pack(Status.PARKED, number))
+            return True
+        answer: Answer | None = session.answered(number) if what in _CHANGES else None
+        if answer is None and session.outgoing_bytes > MAX_OUTGOING_BYTES:
+            answer = pack(Status.WRONG_CALL, number, b"you ask for more than you read")
+        if answer is None:
+            at = len(self.journal)
+            try:
+                answer = handler(session, message)
+            except RefusedError as error:
+                answer = pack(Status.WRONG_CALL, number, str(error).encode())
+            except (WireError, ValueError, IndexError, RecursionError):  # the fields are not those of this request
+                self.num_malformed += 1
+                answer = pack(Status.WRONG_CALL, number, f"malformed request ({what})".encode())
+                fine = False
+            else:
+                granted = False
+                if what in _CHANGES and isinstance(answer, bytes) and answer[_STATUS_AT] in (Status.OK, Status.EMPTY):
+                    granted = True
+                    session.remember(number, answer)
+                if granted or (what == Op.BARRIER and answer is None):  # it has been counted
+                    self.journal.add(Kind.REQUEST, session.route, number, bytes((what,)), *fields, at=at)
+        if answer is not None:
+            self._send(session, answer)
+        return fine
+
+    def tick(self, now: float) -> list[str]:
+        """Let time pass: find members that are lost, and end sessions that are over. Return lines for a person."""
+        said = []
+        for member in self.members.silent(now):
+            silence_s = now - member.heard_at
+            why = f"the coordinator did not hear from it for {silence_s:.1f} s ({self._limit} are allowed)"
+            said += self._find_lost(member, why)
+        for member in self.members.take_grown():
+            if member.num_bytes > MAX_WAITING_BYTES and not member.suspicion:
+                why = f"{member.num_bytes >> 20} MiB of events wait, and it does not take them"
+                said += self._find_lost(member, why)
+        said += [self.lose(member, member.suspicion) for member in self.members.suspects if not self._is_voter(member)]
+        if self.journal.is_kept and (taken := self.members.take_progress()):
+            self.journal.add(Kind.TAKEN, None, 0, *map(pack_number, taken))
+        if now - self._swept_at < SWEEP_EVERY_S:
+            return said
+        self._swept_at = now
+        for session in list(self.sessions.values()):
+            silent_s = now - session.heard_at
+            if silent_s > UNPARKED_AFTER_S and session.parked:
+                self._unpark_repeatable(session)
+            if silent_s > FORGOTTEN_AFTER_S and session.member is None:
+                self.journal.add(Kind.FORGET, session.route, 0)
+                self._forget_session(session)
+        return said
+
+    def _forget_session(self, session: Session) -> None:
+        for number in list(session.parked):
+            self._unpark(session, number)
+        del self.sessions[session.route]
+
+    def forgive(self, pause_s: float, now: float) -> None:
+        """Note that nobody could be heard for a while because the coordinator did not listen: no member is lost by
+        that, and every session keeps what it has already done for a client that asks again.
+        """
+        self.members.forgive(pause_s, now)
+        for session in self.sessions.values():
+            session.heard_at = min(now, session.heard_at + pause_s)
+
+    @property
+    def _limit(self) -> str:
+        return f"{self.members.lost_after_s:g} s"
+
+    def lose_disconnected(self, route: Route, silent_since: float) -> list[str]:
+        """Declare the member behind a route lost, if there is one: its process closed the connection. Return log lines.
+
+        Where nothing was heard since that time, the connection has ended by silence, which is judged by itself.
+        """
+        session = self.sessions.get(route)
+        if session is None or session.member is None or session.heard_at <= silent_since:
+            return []
+        why = f"its connection to the coordinator has ended, and it did not connect again for {CONNECTION_ENDED_S:g} s"
+        return [] if session.member.suspicion else self._find_lost(session.member, why)
+
+    def _find_lost(self, member: Member, why: str) -> list[str]:
+        """Declare a member lost, or leave that to the hosts that vote on it. Return lines for a person."""
+        if not self._is_voter(member):
+            return [self.lose(member, why)]
+        self.journal.add(Kind.SUSPECT, None, member.id, why.encode())
+        self.members.suspect(member, why)
+        self._send_changes()
+        return []
+
+    def _is_voter(self, member: Member) -> bool:
+        """Return whether hosts vote on whether they go on without this member."""
+        return False
+
+    def lose(self, member: Member, why: str) -> str:
+        """Declare a member lost, and tell the others and itself why. Return a line for a person."""
+        self.journal.add(Kind.LOSE, None, member.id, why.encode())
+        return self._lose(member, why)
+
+    def _lose(self, member: Member, why: str) -> str:
+        session = member.owner
+        assert isinstance(session, Session)
+        self.members.remove(member, b"lost", why)
+        session.member, session.gone = None, why
+        self._unpark_repeatable(session)
+        self._send(session, pack(Status.UNKNOWN, 0, why.encode(), pack_number(member.id)))
+        if relays := {one.route for one in self.sessions.values() if one.opened_by == member.id}:
+            self.end_clients(one for one in self.sessions.values() if one.route[0] in relays)
+        self._send_changes()
+        return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
+
+    def end_clients(self, sessions: Iterable[Session]) -> None:
+        """Note that clients are lost with their host: nothing waits for them any more, and an item that one took from a
+        queue is there again for others, if the client has changed nothing since.
+        """
+        lost = list(sessions)
+        for session in lost:
+            self._unpark_repeatable(session)
+        for session in lost:
+            if session.popped and (number := next(reversed(session.popped))) >= session.newest:
+                self.take_back(session, number)
+
+    def who(self, route: Route) -> str:
+        """Return what messages to a person call the client behind `route`."""
+        session = self.sessions.get(route)
+        member = session.member if session is not None else None
+        return "somebody who knows the key" if member is None else f"member {member.id} ({self.name_of(member)})"
+
+    def name_of(self, member: Member) -> str:
+        """Return what messages to a person call a member: by its host, if it has told one."""
+        try:
+            facts = json.loads(member.facts)
+            name = str(facts.get("host") or f"member {member.id}")[:200]
+        except (ValueError, AttributeError, RecursionError):
+            return f"member {member.id}"
+        return printable(name)
+
+    # Requests. Each returns its answer, or None where it waits or needs none.
+
+    def _hello(self, session: Session, message: Message) -> Answer:
+        version = unpack_number(message.fields[0])
+        if version != VERSION:
+            raise RefusedError(f"the coordinator speaks version {VERSION} of the protocol, and you {version}")
+        return pack(Status.OK, message.number, self.job.encode(), repr(self.members.lost_after_s).encode())
+
+    def _note_opener(self, session: Session, message: Message) -> None:
+        member = unpack_number(message.fields[0])
+        if self.members.get(member) is None:
+            raise WireError("there is no such member")
+        session.opened_by = member
+        self.journal.add(Kind.OPENED, session.route, session.opened_by)
+
+    def _cancel(self, session: Session, message: Message) -> None:
+        number = unpack_number(message.fields[0])
+        waiter = self._unpark(session, number)
+        if waiter is not None and waiter.owner[1].what == Op.BARRIER:
+            self.journal.add(Kind.UNPARK, session.route, number)
+        self.take_back(session, number)  # if the item has crossed the news that nobody waits for it any more
+
+    def _join(self, session: Session, message: Message) -> Answer:
+        facts, watches = message.fields
+        if len(facts) > MAX_FACTS_BYTES or len(self.members) >= MAX_MEMBERS:
+            raise RefusedError(f"facts of {len(facts)} bytes (at most {MAX_FACTS_BYTES}), {len(self.members)} members")
+        if not isinstance(json.loads(facts), dict):
+            raise WireError("facts are not an object")
+        watched = None if watches == b"all" else frozenset(map(unpack_number, filter(None, watches.split(b","))))
+        if session.member is not None:  # it has not heard the answer to an earlier request in time, and asks again
+            self._part_with(session, session.member, "it joins again")
+        session.member = self.members.join(session, facts, watched, session.heard_at)
+        session.gone = ""
+        self._send_changes()
+        return pack(Status.OK, message.number, pack_number(session.member.id))
+
+    def _leave(self, session: Session, message: Message) -> Answer:
+        who, why = unpack_number(message.fields[0]), unpack_text(message.fields[1])[:4096]
+        me = session.member
+        if me is None:
+            return self._unknown(session, message)
+        if who in (-1, me.id):
+            self._part_with(session, me, why)
+            self._send_changes()
+        elif (member := self.members.get(who)) is not None:
+            self._lose(member, member.suspicion or f"{self.name_of(me)} (member {me.id}) says: {why}")
+        return pack(Status.OK, message.number)
+
+    def _part_with(self, session: Session, member: Member, why: str) -> None:
+        self.members.remove(member, b"left", why)
+        session.member, session.gone = None, why or "it left"
+        self._unpark_repeatable(session)
+
+    def _heartbeat(self, session: Session, message: Message) -> Answer:
+        if session.member is None:
+            return pack(Status.UNKNOWN, 0, (session.gone or "it has not joined").encode(), message.fields[1])
+        taken, seen = message.number, unpack_number(message.fields[0])
+        session.member.took(taken)
+        if seen < session.member.sent:  # on their way, or lost with a connection; twice does no harm
+            session.member.rewind(seen)
+            self.outgoing[session] = None
+        beat_s = heartbeat_s(self.members.lost_after_s, len(self.members))
+        return pack(Status.HEARTBEAT, taken, b"%.3f" % beat_s)
+
+    def _unknown(self, session: Session, message: Message) -> Answer:
+        return pack(Status.UNKNOWN, message.number, (session.gone or "it has not joined").encode(), b"-1")
+
+    def _list_members(self, session: Session, message: Message) -> Answer:
+        start = unpack_number(message.fields[0]) if message.fields else 0
+        found: list[bytes] = []
+        size = 0
+        for member in self.members:
+            if member.id >= start and (not found or size < _PAGE_BYTES) and len(found) < 1024:
+                found += (pack_number(member.id), member.facts)
+                size += len(member.facts)
+        return pack(Status.OK, message.number, *found)
+
+    def _post(self, session: Session, message: Message) -> Answer:
+        to, detail = unpack_number(message.fields[0]), message.fields[1]
+        me = session.member
+        if me is None:
+            return self._unknown(session, message)
+        if len(detail) > MAX_VALUE_BYTES:
+            raise RefusedError(f"a message of {len(detail)} bytes; the longest may have {MAX_VALUE_BYTES}")
+        if to == -1:
+            receivers = [member for member in self.members if member is not me]
+        else:
+            receivers = [member for member in (self.members.get(to),) if member is not None]
+        if to != -1 and not receivers:
+            raise RefusedError(f"there is no member {to} (any more): {self.members.why_gone(to) or 'it never joined'}")
+        if not self.is_copy and not all(member.has_room(len(detail)) for member in receivers):
+            return pack(Status.BUSY, message.number)
+        for member in receivers:
+            self.members.post(me.id, member, detail)
+            assert isinstance(member.owner, Session)
+            self.outgoing[member.owner] = None
+        return pack(Status.OK, message.number)
+
+    def _report(self, session: Session, message: Message) -> Answer:
+        kind, body = message.fields
+        me = session.member
+        if me is None:
+            return self._unknown(session, message)
+        if not self.reports.add(me.id, kind, body):
+            raise RefusedError(f"{self.name_of(me)} has handed in as many reports as are kept")
+        return pack(Status.OK, message.number)
+
+    def _list_reports(self, session: Session, message: Message) -> Answer:
+        kind, start = message.fields
+        found = self.reports.page(kind, unpack_number(start), _PAGE_BYTES)
+        fields = [part for sender, body in found for part in (pack_number(sender), body)]
+        return pack(Status.OK, message.number, *fields)
+
+    def _send_changes(self) -> None:
+        for member in self.members.take_told():
+            assert isinstance(member.owner, Session)
+            self.outgoing[member.owner] = None

@@ -1,0 +1,159 @@
+"""`Followers` sends a coordinator's journal to its standbys, and holds answers back until they have it.
+
+    requests ──► journal ──cut──► batch n ──► every standby ──FOLLOWED n──┐
+        └──────► answers ──held with n────────────────────────────────────┴──► released, to the clients
+
+An answer leaves the coordinator when every standby that is required has all that the answer may tell of. The clients
+of the coordinator's own agent are not held up: they are lost with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from phalanx._comm.control.wire import MAX_MESSAGES, Status, pack, pack_number
+from phalanx._job.coordinator.journal import Entry, pack_entry
+from phalanx._job.coordinator.key_value import RefusedError
+from phalanx._job.coordinator.session import Answer, Session
+
+STALLED_S = 1.0  # its coordinator is told when a standby holds answers up for so long
+_MOST_STREAMS = 16  # the most standbys that may follow; a job needs two at a time
+_PART_BYTES = 1 << 20  # entries travel together up to so many bytes, or one that is larger
+
+
+@dataclass
+class _Stream:
+    """One standby: `sent` messages have gone to it, and it has everything up to batch `acknowledged`."""
+
+    session: Session
+    sent: int = 0
+    acknowledged: int = -1
+
+
+class Followers:
+    """`Followers` knows the standbys, what each of them has, and which answers are held back for them.
+
+    Another thread may set `required`, `leader` and `voters`.
+
+    required: tickets of the standbys without which nothing is answered.
+    leader: the member whose answers are never held back.
+    voters: the members that are lost only when a majority of them has agreed, and are no voters any more.
+    on_stalled: is called with the ticket of a required standby that holds answers up.
+    """
+
+    def __init__(self) -> None:
+        self.required: frozenset[bytes] = frozenset()
+        self.leader = -1
+        self.voters: frozenset[int] = frozenset()
+        self.on_stalled: Callable[[bytes], object] = lambda ticket: None
+        self._streams: dict[bytes, _Stream] = {}
+        self._batch = 0
+        self._held: deque[tuple[int, Session, list[Answer]]] = deque()
+        self._held_since = 0.0
+        self._told: set[bytes] = set()  # the tickets of which `on_stalled` was told
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether anything has to be done for standbys."""
+        return bool(self._streams or self.required or self._held)
+
+    def begin(self, ticket: bytes, session: Session, state: Sequence[Entry]) -> list[Answer]:
+        """Let a standby follow; return the messages that send it the whole state.
+
+        Raises:
+            RefusedError: as many follow as may.
+        """
+        if ticket not in self._streams and len(self._streams) >= _MOST_STREAMS:
+            raise RefusedError(f"{len(self._streams)} standbys follow already")
+        self._streams[ticket] = stream = _Stream(session)
+        return self._pack(stream, state)
+
+    def cut(self, entries: Sequence[Entry]) -> Iterator[tuple[Session, list[Answer]]]:
+        """Begin another batch with the changes `entries`; yield each session with the messages to send to it."""
+        if entries:
+            self._batch += 1
+            for stream in self._streams.values():
+                yield stream.session, self._pack(stream, entries)
+
+    def _pack(self, stream: _Stream, entries: Sequence[Entry]) -> list[Answer]:
+        parts: list[list[bytes]] = [[]]
+        size = 0
+        for entry in entries:
+            packed = pack_entry(entry)
+            if parts[-1] and (size + len(packed) > _PART_BYTES or len(parts[-1]) == MAX_MESSAGES):
+                parts.append([])
+                size = 0
+            parts[-1].append(packed)
+            size += len(packed)
+        messages: list[Answer] = []
+        for number, part in enumerate(parts, 1):
+            stream.sent += 1
+            batch = pack_number(self._batch) if number == len(parts) else b""
+            messages.append(pack(Status.JOURNAL, stream.sent, batch, b"".join(part)))
+        return messages
+
+    def acknowledge(self, ticket: bytes, session: Session, batch: int) -> None:
+        """Note that a standby has everything up to this batch."""
+        stream = self._streams.get(ticket)
+        if stream is not None and stream.session is session:
+            stream.acknowledged = max(stream.acknowledged, min(batch, self._batch))
+            self._told.discard(ticket)
+
+    def lose(self, session: Session) -> bool:
+        """Note that nothing can be delivered to this client; a standby stops following. Return whether it was one."""
+        lost = [ticket for ticket, stream in self._streams.items() if stream.session is session]
+        for ticket in lost:
+            del self._streams[ticket]
+            if ticket in self.required:
+                self._tell_stalled(ticket)
+        return bool(lost)
+
+    @property
+    def is_followed(self) -> bool:
+        return bool(self._streams)
+
+    def follows(self, session: Session) -> bool:
+        return any(stream.session is session for stream in self._streams.values())
+
+    @property
+    def _common(self) -> int:
+        """Return the batch up to which all required standbys have everything."""
+        streams = [self._streams.get(ticket) for ticket in self.required]
+        return min((-1 if each is None else each.acknowledged for each in streams), default=self._batch)
+
+    def hold(self, session: Session, answers: list[Answer]) -> bool:
+        """Hold answers back if they may depend on changes that a required standby lacks; return whether it did."""
+        if self._common >= self._batch and not self._held:
+            return False
+        member = session.member
+        if (member is not None and member.id == self.leader) or self.follows(session):
+            return False
+        if not self._held:
+            self._held_since = time.monotonic()
+        self._held.append((self._batch, session, answers))
+        return True
+
+    def release(self) -> Iterator[tuple[Session, list[Answer]]]:
+        """Yield the answers that need not be held back any more."""
+        common = self._common
+        while self._held and self._held[0][0] <= common:
+            _, session, answers = self._held.popleft()
+            self._held_since = time.monotonic()
+            yield session, answers
+
+    def look(self, now: float) -> None:
+        """Let time pass: report the standbys that hold answers up for too long."""
+        if self._held and now - self._held_since > STALLED_S:
+            common = self._common
+            for ticket in self.required:
+                stream = self._streams.get(ticket)
+                if stream is None or stream.acknowledged == common:
+                    self._tell_stalled(ticket)
+
+    def _tell_stalled(self, ticket: bytes) -> None:
+        if ticket not in self._told:
+            self._told.add(ticket)
+            self.on_stalled(ticket)

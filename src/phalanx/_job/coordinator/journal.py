@@ -1,0 +1,125 @@
+"""A journal has the changes of a coordinator's state, in order: a copy that replays them has the same state.
+
+    request ──► the coordinator does it ──► entry ──► replay, on another host
+
+Only what changes something is an entry, and only what cannot be derived from the entries before it: a request that was
+granted, with all that follows from it, is one. A request is no entry if it has no effect beyond an answer, or is asked
+for again when it gets none (a `get` that waits).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from phalanx._comm.control.wire import WireError, pack, unpack
+from phalanx._job.coordinator.session import Direct, Relayed, Route
+
+
+class Kind(enum.IntEnum):
+    """A `Kind` says what an entry tells."""
+
+    # A state, part by part.
+    BEGIN = 1  # the copy forgets what it has: epoch, job, limits; `number` is that of the next member
+    KEYS = 2  # keys with their values
+    QUEUE = 3  # the name of a queue, and items behind those that it has
+    GONE = 4  # why member `number` has gone
+    MEMBER = 5  # member `number`: facts, whom it watches, the number of its last event
+    EVENT = 6  # an event that member `number` has yet to take: its number, and the event
+    REPORT = 7  # a report of member `number`: its kind and its body
+    SESSION = 8  # a client, and why it is no member any more
+    ANSWERS = 9  # numbers of requests, with what was answered
+    POPPED = 10  # request `number` has taken an item: from which queue, and the item
+    PARKED = 11  # request `number` waits at a barrier: its fields
+    OPENED = 12  # a relay, which member `number` has opened
+    SUSPECTED = 13  # member `number` seems to be lost: why; its watchers have been told
+
+    # A change of it.
+    REQUEST = 20  # request `number` was granted: what it is, and its fields
+    UNPOP = 21  # the item that request `number` took is back in its queue
+    UNPARK = 22  # request `number` does not wait at a barrier any more
+    LOSE = 23  # member `number` is lost: why
+    TAKEN = 24  # members, with the number up to which each has taken its events
+    FORGET = 25  # a client is forgotten
+    SUSPECT = 26  # member `number` seems to be lost: why; its watchers are told
+
+
+class Entry(NamedTuple):
+    """An entry is one change. `route` is that of a client, if the entry is about one."""
+
+    kind: int
+    route: Route | None
+    number: int
+    fields: list[bytes]
+
+
+class Journal:
+    """A `Journal` keeps entries while `is_kept` is set."""
+
+    def __init__(self) -> None:
+        self.is_kept = False
+        self._entries: list[Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, kind: Kind, route: Route | None, number: int, *fields: bytes, at: int | None = None) -> None:
+        """Add a change; `at` is the position to insert it at, if entries that follow from it are there already."""
+        if self.is_kept:
+            self._entries.insert(len(self._entries) if at is None else at, Entry(kind, route, number, list(fields)))
+
+    def stop(self) -> None:
+        """Stop keeping entries: nobody reads them any more."""
+        self.is_kept = False
+        self._entries = []
+
+    def take(self) -> list[Entry]:
+        """Return the entries since the last call."""
+        entries, self._entries = self._entries, []
+        return entries
+
+
+def pack_entry(entry: Entry) -> bytes:
+    """Return an entry as a message; a frame is several of them, one after another."""
+    return pack(entry.kind, entry.number, pack_route(entry.route), *entry.fields)
+
+
+def unpack_entries(frame: bytes) -> Iterable[Entry]:
+    """Yield the entries of a frame.
+
+    Raises:
+        WireError: it is not made of entries.
+    """
+    for kind, number, fields in unpack(frame):
+        if not fields:
+            raise WireError("an entry without a route")
+        yield Entry(kind, unpack_route(fields[0]), number, fields[1:])
+
+
+def pack_route(route: Route | None) -> bytes:
+    """Return a route as a field."""
+    if route is None:
+        return b""
+    direct, behind = (route.relay, route.route) if isinstance(route, Relayed) else (route, None)
+    head = bytes((2 * direct.listener + (behind is not None), len(direct.identity)))
+    return head + direct.identity + (behind or b"")
+
+
+def unpack_route(field: bytes) -> Route | None:
+    """Return the route in a field.
+
+    Raises:
+        WireError: it is none.
+    """
+    if not field:
+        return None
+    if len(field) < 2 or len(field) < 2 + field[1] or field[0] > 3:
+        raise WireError("not a route")
+    end = 2 + field[1]
+    direct = Direct(field[0] // 2, field[2:end])
+    if field[0] % 2:
+        return Relayed(direct, field[end:])
+    if len(field) > end:
+        raise WireError("not a route")
+    return direct

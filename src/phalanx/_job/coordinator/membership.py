@@ -1,0 +1,273 @@
+"""`Membership` knows who is in the job, who has gone and why, and what each member has yet to be told.
+
+Every member has an outbox: numbered events that are kept until it says that it has taken them, so that a cut of the
+network loses none. An outbox has a limit; a sender to a member whose outbox is full is told to ask again. There is no
+clock here, and no network.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from phalanx._comm.control.wire import Status, pack, pack_number, unpack, unpack_number
+
+MAX_FACTS_BYTES = 64 << 10
+MAX_MEMBERS = 1 << 16
+OUTBOX_BYTES = 8 << 20
+_GONE_KEPT = 4096  # members that have gone, of whom it is still known why
+_OVERHEAD_BYTES = 100
+
+
+@dataclass(eq=False)
+class Member:
+    """A `Member` is a process that has joined. `heard_at` is when it last said anything.
+
+    `watches` holds the members of which it is told that they join and go; None stands for all.
+    """
+
+    id: int
+    owner: object
+    facts: bytes
+    watches: frozenset[int] | None
+    heard_at: float
+    _outbox: deque[tuple[int, bytes]] = field(default_factory=deque)
+    _last: int = 0
+    _sent: int = 0
+    _taken: int = 0
+    _copied: int = 0  # the number of the last event that copies know as taken
+    suspicion: str = ""  # why it seems to be lost, as long as others have yet to agree
+    num_bytes: int = 0
+
+    def has_room(self, size: int) -> bool:
+        """Return whether an event of `size` bytes fits in the outbox; an empty outbox takes one of any size."""
+        return not self._outbox or self.num_bytes + size <= OUTBOX_BYTES
+
+    def put(self, kind: bytes, member: int, detail: bytes) -> None:
+        """Put an event into this member's outbox."""
+        self._last += 1
+        event = pack(Status.EVENT, self._last, kind, pack_number(member), detail)
+        self._outbox.append((self._last, event))
+        self.num_bytes += len(event) + _OVERHEAD_BYTES
+
+    def took(self, number: int) -> None:
+        """Note that the member has taken all events up to `number`."""
+        self._taken = max(self._taken, min(number, self._last))
+        while self._outbox and self._outbox[0][0] <= number:
+            self.num_bytes -= len(self._outbox.popleft()[1]) + _OVERHEAD_BYTES
+
+    def unsent(self) -> Iterator[bytes]:
+        """Yield the events that have not been sent since the last `rewind`, and mark them as sent."""
+        if not self._outbox or self._sent == self._last:
+            return
+        start = max(0, self._sent + 1 - self._outbox[0][0])
+        for at in range(start, len(self._outbox)):
+            yield self._outbox[at][1]
+        self._sent = self._last
+
+    def rewind(self, number: int) -> None:
+        """Mark the events after `number` as not sent, so that they are sent again."""
+        self._sent = min(self._sent, max(number, 0))
+
+    @property
+    def sent(self) -> int:
+        """Return the number of the last event that was sent."""
+        return self._sent
+
+    @property
+    def last(self) -> int:
+        return self._last
+
+    def waiting(self) -> list[tuple[int, bytes]]:
+        """Return the events that the member has yet to take, with their numbers."""
+        return list(self._outbox)
+
+    def unread_messages(self) -> list[tuple[int, bytes]]:
+        """Return the messages that the member has yet to take, with their senders."""
+        events = (unpack(event)[0].fields for _, event in self._outbox)
+        return [(unpack_number(sender), detail) for kind, sender, detail in events if kind == b"message"]
+
+    def restore_last(self, number: int) -> None:
+        """Restore the count: events up to this number were put and taken."""
+        self._last = self._taken = self._copied = number
+
+    def restore_event(self, number: int, event: bytes) -> None:
+        """Restore an event that is not taken yet; call this for the oldest one first."""
+        self._taken = self._copied = min(self._taken, number - 1)
+        self._outbox.append((number, event))
+        self.num_bytes += len(event) + _OVERHEAD_BYTES
+
+    def take_progress(self) -> int | None:
+        """Return the number up to which events were taken, unless an earlier call returned it."""
+        if self._copied == self._taken:
+            return None
+        self._copied = self._taken
+        return self._taken
+
+
+class Membership:
+    """The members of a job, by the number that each got when it joined."""
+
+    def __init__(self, lost_after_s: float) -> None:
+        self.lost_after_s = lost_after_s
+        self._members: dict[int, Member] = {}
+        self._watchers: dict[int | None, set[int]] = {}  # by the member that is watched; None: those that watch all
+        self._gone: dict[int, str] = {}
+        self._next = 0
+        self._told: list[Member] = []
+        self._heard: OrderedDict[int, None] = OrderedDict()  # the members; who was heard last is the last
+        self._grown: set[int] = set()  # members whose outboxes have grown since they were looked at
+        self._own: set[int] = set()  # members in the coordinator's own process
+        self._suspects: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    def get(self, member: int) -> Member | None:
+        """Return the member with this number, if it is in the job now."""
+        return self._members.get(member)
+
+    def why_gone(self, member: int) -> str:
+        """Return why a member has gone; empty for one that never was, or that went long ago."""
+        return self._gone.get(member, "")
+
+    def join(self, owner: object, facts: bytes, watches: frozenset[int] | None, now: float) -> Member:
+        """Return a new member; the others that watch it are told its facts."""
+        member = Member(self._next, owner, facts, watches, now)
+        self._next += 1
+        self._tell(b"joined", member.id, facts)
+        self._members[member.id] = member
+        self._note_watches(member)
+        self._heard[member.id] = None
+        return member
+
+    def hear(self, member: Member, now: float) -> None:
+        member.heard_at = now
+        if member.id in self._heard:
+            self._heard.move_to_end(member.id)
+
+    def suspect(self, member: Member, why: str) -> None:
+        """Tell those that watch a member that it is lost, and keep it: others have yet to agree."""
+        member.suspicion = why
+        self._suspects.add(member.id)
+        self._tell(b"lost", member.id, why.encode())
+
+    @property
+    def suspects(self) -> list[Member]:
+        """Return the members that seem lost, on which others have yet to agree. It is free while there are none."""
+        return [self._members[number] for number in sorted(self._suspects)]
+
+    def restore_suspicion(self, member: Member, why: str) -> None:
+        """Suspect a member of which those that watch it know already; or, with "", do so no more."""
+        member.suspicion = why
+        (self._suspects.add if why else self._suspects.discard)(member.id)
+
+    def remove(self, member: Member, kind: bytes, why: str) -> None:
+        """Remove a member that has `left`, or is `lost`; tell those that watch it why, unless they know."""
+        self._forget_watches(member)
+        del self._members[member.id]
+        del self._heard[member.id]
+        self._suspects.discard(member.id)
+        self._gone[member.id] = why
+        if len(self._gone) > _GONE_KEPT:
+            del self._gone[next(iter(self._gone))]
+        if not member.suspicion:
+            self._tell(kind, member.id, why.encode())
+
+    @property
+    def next(self) -> int:
+        """Return the number of the next member that joins."""
+        return self._next
+
+    @property
+    def gone(self) -> Mapping[int, str]:
+        """Return why members have gone, by number."""
+        return self._gone
+
+    def restore_next(self, number: int) -> None:
+        """Give this number to the next member that joins."""
+        self._next = number
+
+    def restore_gone(self, member: int, why: str) -> None:
+        self._gone[member] = why
+
+    def restore(self, member: Member, last: int) -> Member:
+        """Restore a member of another `Membership`; `last` is the number of its last event."""
+        self._members[member.id] = member
+        self._note_watches(member)
+        self._heard[member.id] = None
+        self._grown.add(member.id)
+        member.restore_last(last)
+        return member
+
+    def take_progress(self) -> list[int]:
+        """Return the members with the number up to which each has taken its events, if that is new."""
+        found = []
+        for member in self._members.values():
+            taken = member.take_progress()
+            if taken is not None:
+                found += [member.id, taken]
+        return found
+
+    def silent(self, now: float) -> list[Member]:
+        """Return the members that have been silent for too long. It costs nothing while there are none."""
+        found = []
+        for number in self._heard:
+            member = self._members[number]
+            if now - member.heard_at <= self.lost_after_s:
+                break
+            if number not in self._own and not member.suspicion:
+                found.append(member)
+        return found
+
+    def keep(self, member: int) -> None:
+        """Never take a member for silent, since it lives and ends with the coordinator's own process."""
+        self._own.add(member)
+
+    def take_grown(self) -> list[Member]:
+        """Return the members whose outboxes have grown since the last call."""
+        grown, self._grown = self._grown, set()
+        return [self._members[number] for number in grown if number in self._members]
+
+    def forgive(self, pause_s: float, now: float) -> None:
+        """Note that nobody could be heard for a while because the coordinator did not listen."""
+        for member in self:
+            member.heard_at = min(now, member.heard_at + pause_s)
+
+    def post(self, sender: int, to: Member, detail: bytes) -> None:
+        to.put(b"message", sender, detail)
+        self._grown.add(to.id)
+
+    def watch(self, member: Member, watches: frozenset[int] | None) -> None:
+        """Have a member told of these others from now on; None stands for all."""
+        self._forget_watches(member)
+        member.watches = watches
+        self._note_watches(member)
+
+    def _note_watches(self, member: Member) -> None:
+        for watched in (None,) if member.watches is None else member.watches:
+            self._watchers.setdefault(watched, set()).add(member.id)
+
+    def _forget_watches(self, member: Member) -> None:
+        for watched in (None,) if member.watches is None else member.watches:
+            watchers = self._watchers[watched]
+            watchers.remove(member.id)
+            if not watchers:
+                del self._watchers[watched]
+
+    def _tell(self, kind: bytes, member: int, detail: bytes) -> None:
+        """Tell those that watch a member what becomes of it; with thousands of members these are few."""
+        for number in sorted(self._watchers.get(None, set()) | self._watchers.get(member, set())):
+            other = self._members[number]
+            other.put(kind, member, detail)
+            self._grown.add(number)
+            self._told.append(other)
+
+    def take_told(self) -> list[Member]:
+        """Return the members that have been told of a change since the last call."""
+        told, self._told = self._told, []
+        return told

@@ -1,0 +1,65 @@
+"""A `Rendezvous` says where the hosts of a job meet: at the coordinator that one of them runs.
+
+Nothing here looks at the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx._base.loss_detection import HOST_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """A `Rendezvous` says where the hosts of a job meet, and as which of them this one comes.
+
+    `endpoint` is HOST:PORT of the first host; empty where this host is the first, takes a free port and prints the line
+    for the others. `leads`: whether this host starts the coordinator there; None where HOST tells: it does if that is
+    an address of its own. `node_rank` is None where hosts are numbered as they come, behind the one that leads.
+    `key` is the job's key as text; None where it is to be looked up.
+
+    `more_endpoints` are tried after `endpoint`: the first host takes the first that it can bind, the others the first
+    where this job answers. `is_local`: all agents run on one host, no port is opened and no key is needed; the others'
+    `endpoint` is the path that `announce` was called with on the first, as soon as its coordinator was there. `witness`
+    is where a vote of its own lies, for a job of two hosts that goes on without one; the first host alone needs it.
+    """
+
+    endpoint: str = ""
+    leads: bool | None = None
+    node_rank: int | None = None
+    min_nodes: int = 1
+    max_nodes: int = 1
+    key: str | None = None
+    join_timeout_s: float = 600.0
+    last_call_s: float = 30.0
+    host_timeout_s: float = HOST_TIMEOUT_S
+    local_addr: str = ""
+    more_endpoints: tuple[str, ...] = ()
+    is_local: bool = False
+    announce: Callable[[str], object] | None = None
+    witness: str = ""
+
+
+def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
+    """Return host and port of HOST, HOST:PORT, [V6] or [V6]:PORT, as torchrun does; V6::1:PORT ends in the port.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    text = endpoint.strip()
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(default_port)
+    host = host.removeprefix("[").removesuffix("]")
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535):
+        raise ValueError(f"must be HOST or HOST:PORT, with a port from 0 to 65535, got {endpoint!r}")
+    if not host or not all(letter.isalnum() or letter in "_.:-%" for letter in host):
+        raise ValueError(f"must be HOST or HOST:PORT, with a name or an address as HOST, got {endpoint!r}")
+    return host, int(port)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """Return HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,278 @@
+"""Copy a coordinator's state to other hosts, as entries; a copy follows those, and can take over.
+
+primary ── snapshot ──► entries ──► replay ── copy
+   │                                             │
+   └── journal.take, as it changes ──► replay ───┘── take_over: it is the primary now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from phalanx._base.loss_detection import MEMBER_TIMEOUT_S
+from phalanx._comm.control.wire import Message, Op, Status, WireError, pack, pack_number, unpack_number
+from phalanx._job.coordinator.coordinator import Coordinator
+from phalanx._job.coordinator.followers import Followers
+from phalanx._job.coordinator.journal import Entry, Kind
+from phalanx._job.coordinator.key_value import KeyValueStore, Waiter
+from phalanx._job.coordinator.membership import Member, Membership
+from phalanx._job.coordinator.reports import Reports
+from phalanx._job.coordinator.session import Answer, Route, Session
+from phalanx._job.coordinator.store_requests import barrier_key
+
+# a state is sent in parts of at most so many bytes and fields, or of one item
+_ENTRY_BYTES, _ENTRY_FIELDS = 1 << 20, 1 << 10
+
+
+class ReplicatedCoordinator(Coordinator):
+    """A coordinator that can be copied, and can be a copy."""
+
+    def __init__(self, *, job: str = "", lost_after_s: float = MEMBER_TIMEOUT_S, max_bytes: int = 1 << 30) -> None:
+        super().__init__(job=job, lost_after_s=lost_after_s, max_bytes=max_bytes)
+        self.followers = Followers()
+        self._datagrams: list[tuple[Session, list[Answer]]] = []
+        self._handlers |= {Op.FOLLOW: self._follow, Op.FOLLOWED: self._followed, Op.DATAGRAM: self._datagram}
+
+    # Standbys on other hosts.
+
+    def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
+        """Yield what may be sent, by session; answers wait until the required standbys have what they depend on."""
+        datagrams, self._datagrams = self._datagrams, []
+        yield from datagrams
+        followers = self.followers
+        if not followers.is_active:
+            yield from super().take_outgoing()
+            return
+        self._cut()
+        yield from followers.release()
+        for session, answers in super().take_outgoing():
+            if not followers.hold(session, answers):
+                yield session, answers
+
+    def _cut(self) -> None:
+        """Send the changes since the last call to the standbys."""
+        for session, messages in self.followers.cut(self.journal.take()):
+            for message in messages:
+                self._send(session, message)
+
+    def undelivered(self, session: Session, answers: Iterable[Answer]) -> None:
+        if self.followers.lose(session) and not self.followers.is_followed:
+            self.journal.stop()
+        super().undelivered(session, answers)
+
+    def tick(self, now: float) -> list[str]:
+        """Let time pass, as `Coordinator` does; also find standbys that are late."""
+        self.followers.look(now)
+        return super().tick(now)
+
+    def _is_voter(self, member: Member) -> bool:
+        """Return whether hosts vote on whether they go on without this member.
+
+        A leader that hears nobody would otherwise have its standbys lose all members, and themselves.
+        """
+        return member.id in self.followers.voters and member.id != self.followers.leader
+
+    def _follow(self, session: Session, message: Message) -> None:
+        (ticket,) = message.fields
+        self._cut()  # the changes so far are in the state already
+        self.journal.is_kept = True
+        for part in self.followers.begin(ticket, session, self.snapshot()):
+            self._send(session, part)
+
+    def _followed(self, session: Session, message: Message) -> None:
+        ticket, batch = message.fields
+        self.followers.acknowledge(ticket, session, unpack_number(batch))
+
+    def _datagram(self, session: Session, message: Message) -> None:
+        to, body = message.fields
+        receiver = self.members.get(unpack_number(to))
+        if session.member is not None and receiver is not None:
+            assert isinstance(receiver.owner, Session)
+            told = pack(Status.DATAGRAM, 0, pack_number(session.member.id), body)
+            self._datagrams.append((receiver.owner, [told]))
+
+    # The whole state, and what changes it.
+
+    def snapshot(self) -> list[Entry]:
+        """Return the whole state. A copy that replays it, and then the journal, becomes equal to this coordinator."""
+        return list(self._describe_state())
+
+    def replay(self, entry: Entry, now: float) -> None:
+        """Apply a change of another coordinator, of which this one is a copy that has all earlier entries.
+
+        Raises:
+            WireError: the entry makes no sense.
+        """
+        self.is_copy = True
+        kind, route, number, fields = entry
+        try:
+            if kind == Kind.BEGIN:
+                self._begin(number, *fields)
+            elif route is not None:
+                self._replay_of_session(kind, self._find_session(route, now), number, fields, now)
+            else:
+                self._replay_of_all(kind, number, fields)
+        except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+            raise WireError(f"an entry of kind {kind}: {error!r}") from None
+
+    def take_over(self, now: float) -> None:
+        """Become the coordinator: clients that speak to it from now on find everything that was granted to them.
+
+        It has heard none of them until now, so no client counts as silent for that.
+        """
+        self.is_copy = False
+        self.outgoing.clear()
+        for session in self.sessions.values():
+            session.heard_at = now
+        for member in self.members:
+            member.heard_at = now
+            self.members.restore_suspicion(member, "")  # it is for this coordinator to say
+            member.rewind(0)
+        self.members.take_told()
+
+    def _find_session(self, route: Route, now: float) -> Session:
+        session = self.sessions.get(route)
+        if session is None:
+            session = self.sessions[route] = Session(route, now)
+        return session
+
+    # The state.
+
+    def _describe_state(self) -> Iterator[Entry]:
+        yield Entry(
+            Kind.BEGIN,
+            None,
+            self.members.next,
+            [
+                self.epoch,
+                self.job.encode(),
+                repr(self.members.lost_after_s).encode(),
+                pack_number(self.store.max_bytes),
+            ],
+        )
+        keys = self.store.keys()
+        for fields in _grouped((key, self.store.get(key) or b"") for key in keys):
+            yield Entry(Kind.KEYS, None, 0, fields)
+        for queue, items in self.store.queues():
+            for fields in _grouped((item,) for item in items):
+                yield Entry(Kind.QUEUE, None, 0, [queue, *fields])
+        for member, why in self.members.gone.items():
+            yield Entry(Kind.GONE, None, member, [why.encode()])
+        for kind, sender, body in self.reports:
+            yield Entry(Kind.REPORT, None, sender, [kind, body])
+        for session in self.sessions.values():
+            yield from _describe_session(session)
+        for each in self.members:
+            watches = b"all" if each.watches is None else b",".join(map(pack_number, sorted(each.watches)))
+            assert isinstance(each.owner, Session)
+            yield Entry(Kind.MEMBER, each.owner.route, each.id, [each.facts, watches, pack_number(each.last)])
+            for number, event in each.waiting():
+                yield Entry(Kind.EVENT, None, each.id, [pack_number(number), event])
+            if each.suspicion:
+                yield Entry(Kind.SUSPECTED, None, each.id, [each.suspicion.encode()])
+
+    def _begin(self, next_member: int, epoch: bytes, job: bytes, lost_after: bytes, max_bytes: bytes) -> None:
+        self.epoch, self.job = epoch, job.decode()
+        self.store = KeyValueStore(unpack_number(max_bytes))
+        self.members = Membership(float(lost_after))
+        self.members.restore_next(next_member)
+        self.reports = Reports()
+        self.sessions.clear()
+        self.outgoing.clear()
+
+    def _replay_of_all(self, kind: int, number: int, fields: Sequence[bytes]) -> None:
+        if kind == Kind.KEYS:
+            for key, value in zip(fields[::2], fields[1::2], strict=True):
+                self.store.set(key, value)
+        elif kind == Kind.QUEUE:
+            for item in fields[1:]:
+                self.store.restore_item(fields[0], item)
+        elif kind == Kind.GONE:
+            self.members.restore_gone(number, fields[0].decode())
+        elif kind == Kind.REPORT:
+            self.reports.add(number, fields[0], fields[1])
+        elif kind == Kind.EVENT:
+            self._member(number).restore_event(unpack_number(fields[0]), fields[1])
+        elif kind == Kind.SUSPECTED:
+            self.members.restore_suspicion(self._member(number), fields[0].decode())
+        elif kind == Kind.SUSPECT:
+            self.members.suspect(self._member(number), fields[0].decode())
+            self.members.take_told()
+        elif kind == Kind.LOSE:
+            self._lose(self._member(number), fields[0].decode())
+            self.members.take_told()
+        elif kind == Kind.TAKEN:
+            for member, taken in zip(map(unpack_number, fields[::2]), map(unpack_number, fields[1::2]), strict=True):
+                self._member(member).took(taken)
+        else:
+            raise WireError("an unknown kind")
+
+    def _replay_of_session(self, kind: int, session: Session, number: int, fields: list[bytes], now: float) -> None:
+        if kind == Kind.REQUEST:
+            session.heard_at = now
+            what = fields[0][0]
+            self._handle(session, Message(what, number, fields[1:]))
+            self.members.take_told()
+            if session.answered(number) is None and not (what == Op.BARRIER and number in session.parked):
+                raise WireError("a request that is not granted here")
+        elif kind == Kind.UNPOP:
+            self.take_back(session, number)
+        elif kind == Kind.UNPARK:
+            self._unpark(session, number)
+        elif kind == Kind.FORGET:
+            self._forget_session(session)
+        elif kind == Kind.SESSION:
+            session.gone = fields[0].decode()
+        elif kind == Kind.OPENED:
+            session.opened_by = number
+        elif kind == Kind.ANSWERS:
+            for answered, answer in zip(map(unpack_number, fields[::2]), fields[1::2], strict=True):
+                session.remember(answered, answer)
+        elif kind == Kind.POPPED:
+            session.note_popped(number, fields[0], fields[1])
+        elif kind == Kind.PARKED:
+            waiter = Waiter(session, (barrier_key(fields[0]),), takes_queues=True)
+            self._park(session, Message(Op.BARRIER, number, fields), waiter)
+        elif kind == Kind.MEMBER:
+            facts, watches, last = fields
+            watched = None if watches == b"all" else frozenset(map(unpack_number, filter(None, watches.split(b","))))
+            session.member = self.members.restore(Member(number, session, facts, watched, now), unpack_number(last))
+        else:
+            raise WireError("an unknown kind")
+
+    def _member(self, number: int) -> Member:
+        member = self.members.get(number)
+        if member is None:
+            raise WireError(f"there is no member {number}")
+        return member
+
+
+def _describe_session(session: Session) -> Iterator[Entry]:
+    route = session.route
+    if session.gone:
+        yield Entry(Kind.SESSION, route, 0, [session.gone.encode()])
+    if session.opened_by >= 0:
+        yield Entry(Kind.OPENED, route, session.opened_by, [])
+    for fields in _grouped(((pack_number(number), answer) for number, answer in session.answers())):
+        yield Entry(Kind.ANSWERS, route, 0, fields)
+    for number, (queue, item) in session.popped.items():
+        yield Entry(Kind.POPPED, route, number, [queue, item])
+    for number, waiter in session.parked.items():
+        message = waiter.owner[1]
+        if message.what == Op.BARRIER:
+            yield Entry(Kind.PARKED, route, number, message.fields)
+
+
+def _grouped(items: Iterable[tuple[bytes, ...]]) -> Iterator[list[bytes]]:
+    """Yield the fields of items; small ones are combined."""
+    fields: list[bytes] = []
+    size = 0
+    for item in items:
+        grows = sum(map(len, item))
+        if fields and (size + grows > _ENTRY_BYTES or len(fields) >= _ENTRY_FIELDS):
+            yield fields
+            fields, size = [], 0
+        fields += item
+        size += grows
+    if fields:
+        yield fields

@@ -1,0 +1,121 @@
+"""A `Session` is one client of the coordinator, as the coordinator sees it.
+
+A session lasts through all reconnections of a client. A client sends a request again when no answer came; one that
+changes something is done once, since the session remembers its last answers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from phalanx._comm.control.wire import MAX_VALUE_BYTES, Status, pack_head
+from phalanx._job.coordinator.key_value import Waiter
+from phalanx._job.coordinator.membership import Member
+
+MAX_ANSWERS = 1024  # kept per session; a client never has half as many requests under way that change something
+MAX_ANSWER_BYTES = 4 * MAX_VALUE_BYTES
+MAX_POPPED, MAX_POPPED_BYTES = 512, 5 * MAX_VALUE_BYTES  # more than may be on their way to a client at a time
+
+
+class SharedAnswer:
+    """A `SharedAnswer` is an answer with one field, of which all sessions that get the same `value` hold one copy."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, status: Status, number: int, value: bytes) -> None:
+        self.parts = pack_head(status, number, (len(value),)), value
+
+    def __len__(self) -> int:
+        return len(self.parts[0]) + len(self.parts[1])
+
+
+Answer = bytes | SharedAnswer
+
+
+def take_apart(answers: Iterable[Answer]) -> Iterator[bytes]:
+    """Yield the parts of answers, which are sent one after another."""
+    for answer in answers:
+        if isinstance(answer, SharedAnswer):
+            yield from answer.parts
+        else:
+            yield answer
+
+
+THIS_HOST, OTHER_HOSTS = 0, 1  # the coordinator's listeners
+
+
+class Direct(NamedTuple):
+    """The route to a client that is connected to one of the coordinator's listeners."""
+
+    listener: int
+    identity: bytes
+
+
+class Relayed(NamedTuple):
+    """The route to a client that is connected to a relay."""
+
+    relay: Direct
+    route: bytes
+
+
+Route = Direct | Relayed
+
+
+@dataclass(eq=False)
+class Session:
+    """A `Session` is one client. `route` is what the service needs in order to answer it."""
+
+    route: Route
+    heard_at: float
+    member: Member | None = None
+    gone: str = ""  # why it is no member any more
+    opened_by: int = -1  # of a relay: the member that has opened it
+    newest: int = 0  # the highest number of a request that has changed something
+    parked: dict[int, Waiter] = field(default_factory=dict)
+    num_parked_keys: int = 0
+    outgoing: list[Answer] = field(default_factory=list)
+    outgoing_bytes: int = 0
+    # by request: the queue and the item that it took lately
+    popped: OrderedDict[int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)
+    popped_bytes: int = 0
+    _answers: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
+    _answer_bytes: int = 0
+
+    def answered(self, number: int) -> bytes | None:
+        """Return the answer that this request got before; None if it is not known."""
+        return self._answers.get(number)
+
+    def answers(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the requests whose answers are remembered, each with its answer."""
+        yield from self._answers.items()
+
+    def remember(self, number: int, answer: bytes) -> None:
+        """Remember an answer, which is given again if the request comes again."""
+        self._answers[number] = answer
+        self.newest = max(self.newest, number)
+        self._answer_bytes += len(answer)
+        while len(self._answers) > MAX_ANSWERS or (self._answer_bytes > MAX_ANSWER_BYTES and len(self._answers) > 1):
+            self._answer_bytes -= len(self._answers.popitem(last=False)[1])
+
+    def note_popped(self, number: int, queue: bytes, item: bytes) -> None:
+        """Note that a request has taken an item, which goes to another client if it does not reach this one."""
+        self.popped[number] = queue, item
+        self.popped_bytes += len(item)
+        while len(self.popped) > MAX_POPPED or (self.popped_bytes > MAX_POPPED_BYTES and len(self.popped) > 1):
+            self.popped_bytes -= len(self.popped.popitem(last=False)[1][1])
+
+    def take_popped(self, number: int) -> tuple[bytes, bytes] | None:
+        """Return, once, the queue and the item that a request has taken; None if it is not known to have taken one."""
+        found = self.popped.pop(number, None)
+        if found is not None:
+            self.popped_bytes -= len(found[1])
+        return found
+
+    def unanswer(self, number: int) -> None:
+        """Forget an answer that never reached the client and is no longer true."""
+        answer = self._answers.pop(number, None)
+        if answer is not None:
+            self._answer_bytes -= len(answer)

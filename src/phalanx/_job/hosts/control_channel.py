@@ -1,0 +1,354 @@
+"""Send messages between the agents of a job through the coordinator. An agent never waits for one to be sent.
+
+agent ── put ──▶ queue ──▶ thread ──▶ coordinator ──▶ events ── fileno, take ──▶ agent
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.wakeup import Mailbox
+from phalanx._comm.control.address import Address
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.event import Event
+from phalanx._comm.control.wire import MALFORMED
+from phalanx._job.hosts.send_queue import KEY, Entry, SendQueue
+from phalanx.errors import PhalanxError
+
+if TYPE_CHECKING:
+    from phalanx._job.coordinator.service import Service
+
+FIRST = 0  # the first host's member: it joins before anybody else can
+_POST_S = 5.0  # one try takes so long; while the link is cut the next one follows
+MAX_WAITING_BYTES = 1 << 20
+_FLUSH_PAUSE_S = 0.005
+_FULL_PAUSE_S = 0.005  # before what an outbox had no room for is sent again
+
+
+@dataclass(frozen=True)
+class ControlMessage:
+    """A message from `member`, whose `kind` and `body` are its own words."""
+
+    kind: str
+    member: int
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """The coordinator tells that `member` has joined, left or is lost; or that this process is expelled, or has lost
+    it (unreachable), or has it back (reachable). No member can post one.
+    """
+
+    kind: str
+    member: int
+    facts: dict[str, Any]  # the facts of one that has joined
+    why: str
+
+
+class Notices(Mailbox[str]):
+    """`Notices` takes lines for a person from other threads of this process."""
+
+    def put_refusal(self, line: str) -> None:
+        """Do as `put`, with the coordinator's words; those on lost members come from the agent, who knows more."""
+        if not line.startswith("member "):
+            self.put(line)
+
+
+class ControlChannel:
+    """The agent's part in the coordinator's messages. Owns `client`, and the thread that sends.
+
+    first: the member that leads the job: that of the first host, as long as no other one has taken over.
+    survives: whether the messages wait when the coordinator is lost: another one may take over.
+    """
+
+    def __init__(self, client: Client, notices: Notices | None = None) -> None:
+        self._client = client
+        self.member = client.member
+        self.first = FIRST
+        self.survives = False
+        self._redirects = 0  # how often another coordinator has taken over
+        self._is_held = False
+        self._own_lines: list[bytes] = []  # what was to be told the leader, as this host became it
+        self.notices = notices or Notices()
+        self._queue = SendQueue()
+        self._lock = threading.Condition()
+        self._is_closing = False
+        self._number = 0
+        self._taken: dict[int, int] = {}  # member -> number of its last message: one may come twice after a cut
+        self._given_back: list[ControlMessage | Change] = []
+        self._offsets: dict[int, float] = {}  # member -> how much its clock is behind ours, at most
+        self._thread = threading.Thread(target=self._send, name="phalanx-control", daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        """Return where the coordinator was found, as ZeroMQ writes it."""
+        return self._client.endpoint
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `take` has something."""
+        return self._client.fileno()
+
+    @property
+    def full(self) -> bool:
+        """Return whether so much is still to be sent that nothing more should be printed."""
+        return self._queue.num_bytes > MAX_WAITING_BYTES
+
+    def put(self, member: int, kind: str, **body: Any) -> None:
+        """Have a message sent to `member` (-1: to all others)."""
+        self.put_many((member,), kind, **body)
+
+    def put_many(self, members: Iterable[int], kind: str, **body: Any) -> None:
+        """Have the same message sent to each of `members`; it is put into words once."""
+        with self._lock:
+            self._number += 1
+            data = json.dumps({"kind": kind, "number": self._number, "now": time.monotonic(), **body}).encode()
+            for member in members:
+                self._queue.put(member, data)
+            self._lock.notify()
+
+    def put_key(self, key: str, value: bytes) -> None:
+        """Have a key set in the store, before what is put after it is sent."""
+        with self._lock:
+            self._queue.put(KEY, key.encode() + b"\0" + value)
+            self._lock.notify()
+
+    def put_datagram(self, member: int, **body: Any) -> None:
+        """Send a message of kind "datagram" at once, which may be lost, and which nothing holds up."""
+        self._client.send_datagram(member, json.dumps(body).encode())
+
+    def expel(self, member: int) -> None:
+        """Have the coordinator count `member` out, after what it was sent before."""
+        with self._lock:
+            self._queue.put(member, b"")
+            self._lock.notify()
+
+    def give_back(self, messages: Sequence[ControlMessage | Change]) -> None:
+        """Put back what was taken, and is for whoever takes next; `has_more` says so, the descriptor does not."""
+        self._given_back += messages
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether `take` has something that was given back."""
+        return bool(self._given_back)
+
+    def take(self) -> list[ControlMessage | Change]:
+        """Return what has come; does not wait."""
+        messages, self._given_back = self._given_back, []
+        for event in self._client.take():
+            if event.kind == "datagram":
+                with contextlib.suppress(*MALFORMED):
+                    messages.append(ControlMessage("datagram", event.member, dict(_decode(event.body))))
+                continue
+            if event.kind != "message":
+                messages.append(_read_change(event))
+                continue
+            for line in event.body.split(b"\n"):
+                message = self.read_line(event.member, line)
+                if message is not None:
+                    messages.append(message)
+        return messages
+
+    def read_line(self, member: int, line: bytes) -> ControlMessage | None:
+        """Return the message; None if it makes no sense, or has come before."""
+        try:
+            body = _decode(line)
+            kind, number, sent_at = str(body.pop("kind")), int(body.pop("number")), float(body.pop("now"))
+        except MALFORMED:
+            return None  # another version of Phalanx, or a program that speaks with us: not for the agent
+        if number <= self._taken.get(member, 0):
+            return None
+        self._taken[member] = number
+        behind = time.monotonic() - sent_at
+        self._offsets[member] = min(behind, self._offsets.get(member, behind))
+        return ControlMessage(kind, member, body)
+
+    def to_own_clock(self, member: int, at: float) -> float:
+        """Return a time from `member`'s clock on this host's monotonic one: late by the shortest way of a message."""
+        return at + self._offsets.get(member, 0.0)
+
+    def join_again(self, facts: Mapping[str, Any], timeout_s: float, watch: Collection[int]) -> None:
+        """Be a new member, after this one was given up: what was to be sent, or was taken and given back, is dropped.
+
+        Raises:
+            PhalanxError: the coordinator does not answer within the time.
+        """
+        with self._lock:
+            self._queue.drop()
+        self._client.timeout = timeout_s
+        if self._client.member >= 0:  # it may count on us again, but our ranks are gone
+            self._client.leave("it has lost the first host for a while")
+        self.member = self._client.join(facts, watch=watch)
+        self._given_back = [message for message in self.take() if isinstance(message, ControlMessage)]
+
+    @property
+    def is_counted_out(self) -> bool:
+        """Return whether the coordinator itself has said that this host is no member any more."""
+        return self._client.is_counted_out
+
+    def redirect(self, first: int, address: Address, epoch: bytes, timeout_s: float) -> None:
+        """Go on at the coordinator that has taken over, led by `first`. Of what was not sent, lines are kept.
+
+        Raises:
+            PhalanxError: that coordinator is not reached within the time.
+        """
+        with self._lock:
+            self._redirects += 1
+            self._is_held = True
+        try:
+            self._client.follow_member(self.member, address, epoch, timeout_s)
+            self._readdress(first)
+        finally:
+            with self._lock:
+                self._is_held = False
+                self._lock.notify()
+
+    def keep_at(self, service: Service) -> None:
+        """Be a member in the process of this coordinator: neither takes the other for lost by its silence."""
+        service.keep(self._client)
+
+    def _readdress(self, first: int) -> None:
+        with self._lock:
+            kept = [Entry(first, data) for to, data in self._queue.unsent if to == self.first and _is_lines(data)]
+            if first == self.member:
+                self._own_lines, kept = [entry.data for entry in kept], []
+            self._queue.replace(kept)
+            self.first = first
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the coordinator has ended, as far as can be seen. This is slow."""
+        return self._client.is_over()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all has been sent; False when time is up."""
+        Deadline.after(timeout_s).wait_until(
+            lambda: not self._queue.num_bytes or not self._thread.is_alive(), _FLUSH_PAUSE_S
+        )
+        return not self._queue.num_bytes
+
+    def take_back(self, kind: str) -> list[dict[str, Any]]:
+        """Return the messages of a kind that were not sent, and will not be: whoever was to read them has gone."""
+        with self._lock:
+            waiting = [json.loads(data) for member, data in self._queue.unsent if data and member != KEY]
+            self._queue.drop()
+            self._is_closing = True
+            self._lock.notify()
+        return [message for message in waiting if message["kind"] == kind]
+
+    def take_own_lines(self) -> list[dict[str, Any]]:
+        """Return the messages with lines that the leader was to be sent, once this host is the leader itself."""
+        lines, self._own_lines = self._own_lines, []
+        return [json.loads(data) for data in lines]
+
+    def leave(self, timeout_s: float) -> None:
+        """Be a member no more, having said all; for so long at most."""
+        self.flush(timeout_s)
+        self._client.timeout = timeout_s
+        if self._client.member >= 0:
+            with contextlib.suppress(PhalanxError):
+                self._client.leave()
+
+    def close(self) -> None:
+        """Send nothing more, and let go of the connection."""
+        with self._lock:
+            self._is_closing = True
+            self._lock.notify()
+        self._client.close()
+        self._thread.join(_POST_S)
+        self.notices.close()
+
+    def _send(self) -> None:
+        while not self._is_closing:
+            with self._lock:
+                if not len(self._queue) or self._is_held:
+                    self._lock.wait()
+                    continue
+                batch = self._queue.take_batch()
+                redirects = self._redirects
+            full = self._send_batch(batch, redirects)
+            with self._lock:
+                if full is None or redirects != self._redirects:
+                    self._queue.take_back_batch()
+                else:
+                    self._queue.settle(full)
+            if full:
+                time.sleep(_FULL_PAUSE_S)
+
+    def _send_batch(self, batch: Sequence[Entry], redirects: int) -> Collection[int] | None:
+        """Try until the batch is sent; return the members whose outboxes had no room, or None if sending is over."""
+        while not self._is_closing and redirects == self._redirects:
+            try:
+                return self._try_to_send(batch)
+            except ValueError:  # it has gone: nobody is there to be told
+                return ()
+            except PhalanxError:
+                if self._client.member < 0 and not self.survives:
+                    return ()  # the coordinator does not count us any more: an event says so
+                time.sleep(0.05)
+        return None
+
+    def _try_to_send(self, batch: Sequence[Entry]) -> Collection[int]:
+        member, data = batch[0]
+        if member == KEY:
+            key, _, value = data.partition(b"\0")
+            self._client.set(key.decode(), value)
+        elif not data:
+            self._client.expel(member, "the first host has given it up")
+        else:
+            return {batch[place].member for place in self._client.post_all(batch, timeout=_POST_S)}
+        return ()
+
+
+def without_own_changes(messages: Sequence[ControlMessage | Change]) -> list[ControlMessage | Change]:
+    """Return the messages without those on what this process and its lost coordinator were to each other."""
+    own = ("expelled", "unreachable", "reachable")
+    return [each for each in messages if not (isinstance(each, Change) and each.kind in own)]
+
+
+def _is_lines(data: bytes) -> bool:
+    return data.startswith(b'{"kind": "lines"')
+
+
+def _read_change(event: Event) -> Change:
+    if event.kind != "joined":
+        return Change(event.kind, event.member, {}, event.why)
+    try:
+        return Change(event.kind, event.member, dict(_decode(event.body)), "")
+    except MALFORMED:  # no agent tells such things of itself
+        return Change(event.kind, event.member, {}, "")
+
+
+def _decode(data: bytes) -> Any:
+    """Read JSON, and refuse numbers that are none, whether by name (Infinity) or by size (1e999).
+
+    Raises:
+        ValueError: it is none.
+    """
+    return json.loads(data, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+def encode_lines(lines: Sequence[bytes]) -> list[str]:
+    """Return lines as text that JSON can hold, whatever bytes they have."""
+    return [line.decode("utf-8", "surrogateescape") for line in lines]
+
+
+def decode_lines(lines: Sequence[str]) -> list[bytes]:
+    """Read what `encode_lines` wrote."""
+    return [str(line).encode("utf-8", "surrogateescape") for line in lines]

@@ -1,0 +1,350 @@
+"""Decide, on the first host, what becomes of an elastic job when hosts are lost, come, come back, or wait as spares.
+
+    comes ──▶ spare ──room──▶ arriving: its ranks start, and train nothing ──all are ready──▶ in the job
+                │                                                                             ▲
+                └── a host was lost: at once, in its place ───────────────────────────────────┘
+
+As long as the others have work, a host that comes keeps nobody waiting: it is taken in at the next step after all its
+ranks have come as far as training. In the place of a lost host one that waits is taken at once, and the others wait for
+its ranks as for a replacement. With fewer than the minimum the ranks that are left hold what they have in memory, for
+the time that they state; then they are told to save it, and to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from phalanx._comm.diagnostics.rank_list import name_ranks
+from phalanx._job.agent.elastic import ALL_LEFT, Elastic
+from phalanx._job.agent.elastic_actions import (
+    BeginGeneration,
+    DropHost,
+    ElasticAction,
+    LostRank,
+    PrepareHost,
+    Say,
+    SendToRank,
+)
+from phalanx._job.agent.elastic_rank import ElasticRank
+from phalanx._job.agent.failure import Exit, Failure, Report, summarise
+from phalanx._job.agent.generation import ArrivedHost, HostSeats, Limits, Seating, choose_candidates, plan_generation
+
+_MAX_TRIES = 2  # the first may be in vain because the new ranks took longer to start than the others could wait
+
+
+@dataclass
+class Arrival:
+    """`Arrival` is a host whose ranks start while the others train."""
+
+    seats: HostSeats
+    members: dict[int, ElasticRank] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether all its ranks have come as far as training."""
+        return len(self.members) == self.seats.num_seats and all(member.joined for member in self.members.values())
+
+
+class ElasticHosts(Elastic):
+    """As `Elastic`, over several hosts; `own` is the first one's number, which is not lost while this object lives."""
+
+    def __init__(
+        self,
+        seating: Seating,
+        max_replacements: int | None,
+        limits: Limits,
+        own: int,
+        host_timeout_s: float,
+    ) -> None:
+        super().__init__(seating, max_replacements, limits)
+        self._own = own
+        self._host_timeout_s = host_timeout_s
+        self.spares: dict[int, ArrivedHost] = {}  # by number, in the order of coming
+        self.arrivals: dict[int, Arrival] = {}
+        self._untried: set[int] = set()  # hosts that are new in this generation, in which no rank is yet
+        self._tries = 0  # how many tries with them were in vain
+        self._waits_since: float | None = None
+        self._waits_for = ""
+
+    def restore_members(self, members: Iterable[ElasticRank], forking: Iterable[int]) -> None:
+        """Know of processes that there are, and of seats whose process is on its way."""
+        for member in members:
+            self.members[member.seat] = member
+            self._repetition.on_step(member.step)
+        self._forking |= set(forking)
+
+    def note_gone(self, seat: int, lost: LostRank) -> None:
+        """Know of a seat whose process has ended, of which nothing was decided yet."""
+        self._gone.add(seat)
+        self._newest.append(lost)
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Return the seats that were lost with their hosts, of which nothing was decided yet."""
+        return frozenset(self._gone)
+
+    @property
+    def wait_s(self) -> float:
+        """Return for how many seconds the ranks hold what they have when too few are left."""
+        return min((member.wait_s for member in self.members.values() if member.joined), default=0.0)
+
+    @property
+    def is_regrouped(self) -> bool:
+        """Return whether all ranks have come to the newest generation, and none is on its way."""
+        number = self.generation.number
+        return not self._forking and all(member.generation == number for member in self.members.values())
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether too few are left, and hosts are awaited."""
+        return self._waits_since is not None and self.ended is None
+
+    def on_started(self, seat: int, pid: int) -> None:
+        arrival = self._arrival_of(seat)
+        if arrival is not None:
+            arrival.members[seat] = ElasticRank(seat, pid)
+        else:
+            super().on_started(seat, pid)
+
+    def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
+        arrival = self._arrival_of(seat)
+        kind = message.get("kind")
+        if arrival is None:
+            actions = super().on_message(seat, pid, message, now)
+            if kind == "regrouped" and message.get("generation") == self.generation.number:
+                self._untried.clear()
+                self._tries = 0
+            if kind in ("regrouped", "elastic"):
+                actions += self._take_in_arrivals(now)
+            if kind == "elastic":  # from now on there may be something to come to
+                actions += self._use_spares(now)
+            return actions
+        member = arrival.members.get(seat)
+        if member is None or member.pid != pid:
+            return []
+        if kind == "outlives":
+            member.outlives = True
+        if kind == "elastic":
+            self._on_joined(member, message, 0)  # which of the generations it is in follows when it is taken in
+            member.holds_state = False
+        return self._take_in_arrivals(now)
+
+    def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
+        """Hear of an exception that nobody caught in a rank."""
+        arrival = self._arrival_of(report.rank)
+        if arrival is None:
+            return super().on_report(report, now)
+        arrival.reports[report.rank] = report
+        return []
+
+    def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
+        """Hear that the process of a rank has ended."""
+        arrival = self._arrival_of(exit.rank)
+        if arrival is None:
+            return super().on_exit(exit, now)
+        del self.arrivals[arrival.seats.member]
+        how = summarise(Failure(exit.rank, arrival.reports.get(exit.rank), exit))
+        why = f"a rank that it has started ended before it could take part: {how}"
+        return [DropHost(arrival.seats.member, why), *self._use_spares(now)]
+
+    def on_host_came(self, candidate: ArrivedHost, now: float) -> list[ElasticAction]:
+        """Hear that a host is there, with so many places for ranks."""
+        self.spares[candidate.member] = candidate
+        return self._use_spares(now)
+
+    def on_host_lost(self, member: int, label: str, why: str, now: float) -> list[ElasticAction] | None:
+        """Note that nothing more will be heard of a host; None: that is an ordinary failure."""
+        if self._forget_newcomer(member):
+            return self._use_spares(now)
+        host = self._find_host(member)
+        if host is None or not self.active:
+            return None
+        for seat in host.seats:
+            if seat in self.generation.seats:
+                self._newest.append(self._lose_seat(seat, label, why, now))
+        self._take_out(host)
+        self._repetition.on_loss()
+        return self._decide(now)
+
+    def on_host_leaves(self, member: int, name: str, now: float) -> list[ElasticAction] | None:
+        """Hear that a host is to leave whose ranks live; None: the job cannot go on without it."""
+        if self._forget_newcomer(member):
+            return self._use_spares(now)
+        host = self._find_host(member)
+        if host is None or not self.active:
+            return None
+        if not any(other.holds_state for seat, other in self.members.items() if seat not in host.seats):
+            return None
+        self._take_out(host)
+        how = f"{name}, with {name_ranks(list(host.seats))}, leaves after this step (SIGTERM)"
+        actions = self._decide(now, how)
+        is_said = any(isinstance(action, BeginGeneration) for action in actions)
+        return actions if is_said else [Say(f"phalanx run: {how}"), *actions]
+
+    def _find_host(self, member: int) -> HostSeats | None:
+        return next((host for host in self.seating.hosts if host.member == member), None)
+
+    def _forget_newcomer(self, member: int) -> bool:
+        """Let go of a host that waits, or starts its ranks; return whether it was one."""
+        return self.spares.pop(member, None) is not None or self.arrivals.pop(member, None) is not None
+
+    def _take_out(self, host: HostSeats) -> None:
+        """Go on without a host; its seats are kept for whoever comes."""
+        self._gone |= set(host.seats) & set(self.generation.seats)
+        for seat in host.seats:
+            self._forking.discard(seat)
+            self._forget(seat)
+        self.seating = self.seating.lose(host.member)
+        self._untried.discard(host.member)
+
+    def on_time(self, now: float) -> list[ElasticAction]:
+        actions = super().on_time(now)
+        if self._waits_since is not None and self.ended is None and now >= self._waits_since + self.wait_s:
+            why = f"{self._waits_for} left, and nobody has come within {self.wait_s:g} s"
+            actions += self._save_and_end(why)
+            self._waits_since = None
+            self._plan_due()
+        return actions
+
+    def silence_s(self, seat: int) -> float:
+        """Return for how long the process in a seat may keep others waiting: its host may be cut off, and come back."""
+        is_own = any(seat in host.seats for host in self.seating.hosts if host.member == self._own)
+        return super().silence_s(seat) + (0.0 if is_own else self._host_timeout_s)
+
+    def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
+        """Return by host whether its empty seats get a new process. A host that has come gets all of them."""
+        empty = sum(
+            seat not in living for host in self.seating.hosts if host.member not in self._untried for seat in host.seats
+        )
+        refills = self._may_replace(empty)
+        return {host.member: refills or host.member in self._untried for host in self.seating.hosts}
+
+    def _lose_seat(self, seat: int, label: str, why: str, now: float) -> LostRank:
+        gone = self.members.get(seat) or ElasticRank(seat, 0)
+        why = f"its host, {label}, is lost: {why}"
+        step = max(self.step, gone.step)
+        return LostRank(seat, self.rank_of(seat), gone.pid, why, now, self.generation.number, step, label)
+
+    def pid_of(self, seat: int) -> int | None:
+        """Return the process in a seat, of those that have not ended."""
+        arrival = self._arrival_of(seat)
+        member = (self.members if arrival is None else arrival.members).get(seat)
+        return None if member is None else member.pid
+
+    def is_arriving(self, seat: int) -> bool:
+        """Return whether the rank in this seat has yet to be taken in."""
+        return self._arrival_of(seat) is not None
+
+    def _arrival_of(self, seat: int) -> Arrival | None:
+        return next((each for each in self.arrivals.values() if seat in each.seats.seats), None)
+
+    def _with_arrivals(self) -> Seating:
+        seating = self.seating
+        for arrival in self.arrivals.values():
+            seating = seating.seat(arrival.seats)
+        return seating
+
+    def _find_seats(self, candidate: ArrivedHost) -> HostSeats:
+        hosts = self._with_arrivals().take_in(candidate).hosts
+        return next(host for host in hosts if host.member == candidate.member)
+
+    def _use_spares(self, now: float) -> list[ElasticAction]:
+        """Take in who waits, where there is room."""
+        if not self.active:
+            return []
+        if self.is_waiting:
+            return self._decide(now)
+        actions: list[ElasticAction] = []
+        for candidate in choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits):
+            del self.spares[candidate.member]
+            seats = self._find_seats(candidate)
+            self.arrivals[candidate.member] = Arrival(seats)
+            # It is as it would be if it were taken in now: its ranks need numbers to start with.
+            generation = plan_generation(self.generation.number + 1, self._with_arrivals())
+            actions.append(PrepareHost(seats, BeginGeneration(generation, (), ())))
+        return actions
+
+    def _take_in_arrivals(self, now: float) -> list[ElasticAction]:
+        """Have the ranks of hosts that are ready trained with from the next step on."""
+        ready = [arrival for arrival in self.arrivals.values() if arrival.is_ready]
+        if not ready or not self.active or self._exits or self._forking:
+            return []
+        number = self.generation.number
+        if not self.is_waiting and any(member.generation != number for member in self.members.values()):
+            return []  # they form a group, and hear of the next when they have
+        joining = {"kind": "joining", "generation": number + 1}
+        actions: list[ElasticAction] = [SendToRank(seat, joining) for seat in self.members]
+        for arrival in ready:
+            del self.arrivals[arrival.seats.member]
+            self.seating = self.seating.seat(replace(arrival.seats, living=frozenset(arrival.members)))
+            self._untried.add(arrival.seats.member)
+            self.members.update(arrival.members)
+        names = ", ".join(arrival.seats.name for arrival in ready)
+        return [*(() if self.is_waiting else actions), *self._decide(now, f"{names}: taken in")]
+
+    def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
+        if without_loss == ALL_LEFT and self._untried:
+            self._tries += 1
+            if self._tries >= _MAX_TRIES:
+                return self._drop_untried(now)
+        is_short = bool(self._gone) or self.is_waiting
+        taken = choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits) if is_short else []
+        for candidate in taken:
+            del self.spares[candidate.member]
+            self.seating = self.seating.seat(self._find_seats(candidate))
+            self._untried.add(candidate.member)
+        actions = super()._decide(now, without_loss)
+        if any(isinstance(action, BeginGeneration) for action in actions):
+            self._waits_since, self._waits_for = None, ""
+            self._plan_due()
+        return actions
+
+    def _drop_untried(self, now: float) -> list[ElasticAction]:
+        """Go on without the new hosts of a group that was never formed, and that all have left."""
+        why = "the others could not form a group with it (what they print says why)"
+        dropped = [DropHost(member, why) for member in sorted(self._untried)]
+        actions: list[ElasticAction] = [*dropped]
+        for drop in dropped:
+            for host in [host for host in self.seating.hosts if host.member == drop.member]:
+                self._take_out(host)
+        self._untried.clear()
+        self._tries = 0
+        return [*actions, *super()._decide(now, "a host that came is sent away")]
+
+    def _end(self, missing: str, now: float) -> list[ElasticAction]:
+        """Wait for hosts that may come, since too many are missing."""
+        if self.wait_s <= 0:
+            return self._save_and_end(f"{missing} left, and the ranks do not wait for more")
+        if self._waits_since is not None:
+            return []
+        self._waits_since, self._waits_for = now, missing
+        self._plan_due()
+        return [
+            Say(
+                f"phalanx run: {missing} left: the ranks hold what they have, and wait up to {self.wait_s:g} s for "
+                "more (`phalanx join` on another host)"
+            )
+        ]
+
+    def _plan_due(self) -> None:
+        super()._plan_due()
+        if self._waits_since is not None:
+            limit = self._waits_since + self.wait_s
+            self.next_due = limit if self.next_due is None else min(self.next_due, limit)
+
+    def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
+        host_losses = [each for each in lost if each.host]  # of these a host was said
+        rest = [each for each in lost if not each.host]
+        if rest or not (host_losses or without_loss):
+            return super()._describe_loss(rest, forked, without_loss)
+        size = self.generation.world_size
+        count = f"{size} rank{'s' * (size != 1)} on {len(self.generation.parts)} host" + "s" * (
+            len(self.generation.parts) != 1
+        )
+        before = f"{without_loss}; " if without_loss else ""
+        verb = "is" if len(forked) == 1 else "are"
+        anew = f": {name_ranks(sorted(map(self.rank_of, forked)))} {verb} started anew" if forked else ""
+        return f"phalanx run: {before}{count} go on{anew}"

@@ -1,0 +1,215 @@
+"""`connect` finds the first host: at one of the addresses that were named, with the key, as soon as it is there."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.event_loop import EventLoop, Source
+from phalanx._base.ipc.wakeup import Mailbox, Wakeup
+from phalanx._base.processes import ENDING_SIGNALS, name_signal
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.dealer import MEMBER_HEARTBEAT_S
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.key_file import default_path, find_key
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.coordinator.rendezvous import Rendezvous
+from phalanx._job.hosts.job_spec import KEY, JobSpec
+from phalanx._job.hosts.succession.moved_job import find_moved
+from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError, LaunchError, PhalanxError
+
+T = TypeVar("T")
+_PAUSE_S = 0.1
+_FIRST_TRY_S, _TRY_S = 5.0, 20.0
+_CALL_S = 30.0  # for each question to a coordinator that has answered
+_KEY_S = 20.0
+_TELL_AFTER_S = 3.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A connection to the first host's coordinator, with the key that opened it, and what that host says of the job."""
+
+    client: Client
+    key: Key | None
+    job_spec: JobSpec
+
+
+def connect(
+    endpoints: Sequence[str],
+    key: Key | None,
+    timeout_s: float,
+    *,
+    job: str = "",
+    is_over: Callable[[], bool],
+    say: Callable[[str], None],
+) -> Joined:
+    """Connect to the coordinator, which may start later than we do, at the first of `endpoints` where `job` answers.
+
+    If it says there that the job has moved, it is that of the host that leads now. Its job spec follows at once.
+
+    Raises:
+        LaunchError: it cannot be reached in time, has another key or another version; the message says which.
+    """
+    deadline, told = Deadline.after(timeout_s), False
+    began = time.monotonic()
+    for endpoint in itertools.cycle(endpoints):
+        try:
+            limit_s = _TRY_S if told else min(_FIRST_TRY_S, timeout_s)
+            client = _open(endpoint, key, limit_s, job)
+            break
+        except AuthenticationError as error:
+            if len(endpoints) == 1:
+                raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+            problem: PhalanxError = error
+        except CoordinationError as error:
+            problem = error
+        except DeadlineError:
+            problem = DeadlineError(
+                f"Something listens at {endpoint}, and says nothing that a coordinator of Phalanx says: it is another "
+                "program's port (a store of torchrun, say), or the first host's command is stopped. Look there which "
+                "process has the port (`ss -ltnp`), or give another port on all hosts."
+            )
+        now = time.monotonic()
+        if deadline.passed or is_over():
+            raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {problem}") from None
+        if not told and now - began > _TELL_AFTER_S:
+            told = True
+            say(f"phalanx run: waiting for the first host. {str(problem).splitlines()[0]}")
+        time.sleep(_PAUSE_S)
+    client.timeout = _CALL_S
+    try:
+        job_spec = JobSpec.from_bytes(client.get(KEY, max(deadline.left_s, 1.0)))
+    except (PhalanxError, ValueError) as error:
+        client.close()
+        raise LaunchError(f"phalanx run: {client.address}: {error}") from None
+    return Joined(client, key, job_spec)
+
+
+def _open(endpoint: str, key: Key | None, limit_s: float, job: str) -> Client:
+    client = Client(endpoint, key, timeout=limit_s, job=job, heartbeat_s=MEMBER_HEARTBEAT_S)
+    try:
+        moved = find_moved(client)
+    except PhalanxError:
+        client.close()
+        raise
+    if not moved:
+        return client
+    client.close()
+    return Client(moved, key, timeout=limit_s, job=job, heartbeat_s=MEMBER_HEARTBEAT_S)
+
+
+def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) -> Joined:
+    """Call `connect` while signals are heard.
+
+    Raises:
+        LaunchError: as `connect`; there is no key; or a signal came.
+    """
+    over = threading.Event()
+
+    def join(say: Callable[[str], None]) -> Joined:
+        key = None if rendezvous.is_local else _find_key(plan, rendezvous, over, say)
+        endpoints = (rendezvous.endpoint, *rendezvous.more_endpoints)
+        job = plan.settings.run_id
+        return connect(endpoints, key, rendezvous.join_timeout_s, job=job, is_over=over.is_set, say=say)
+
+    return while_listening(host, over, join)
+
+
+def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, timeout_s: float) -> Joined:
+    """Call `connect` with the key that is known, while signals are heard.
+
+    Raises:
+        LaunchError: as `connect`; or a signal came.
+    """
+    over = threading.Event()
+    return while_listening(host, over, lambda say: connect(endpoints, key, timeout_s, is_over=over.is_set, say=say))
+
+
+def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say: Callable[[str], None]) -> Key:
+    """Return the job's key. It is awaited for a moment: where hosts share a home and are started together for the first
+    time, the first of them makes it as they start.
+
+    Raises:
+        LaunchError: there is none, or one that may not be used.
+    """
+    wait_s = min(_KEY_S, rendezvous.join_timeout_s)
+    deadline, told = Deadline.after(wait_s), False
+    try:
+        if rendezvous.key is not None:
+            return Key.parse(rendezvous.key)
+        while (key := find_key(plan.settings.key_file, plan.environ)) is None and not deadline.passed:
+            if not told:
+                told = True
+                say(
+                    f"phalanx run: no key yet ({default_path(plan.environ)}); waiting {wait_s:g} s for the first host "
+                    "to make one, in case it shares this home"
+                )
+            if over.wait(_PAUSE_S):
+                break
+    except (AuthenticationError, ValueError) as error:
+        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+    if key is not None:
+        return key
+    raise LaunchError(
+        f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` makes one, once, on any host; then it "
+        "lies in ~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode "
+        "600). PHALANX_KEY_FILE names another file.",
+        exit_code=2,
+    )
+
+
+def while_listening(
+    host: HostResources,
+    over: threading.Event,
+    work: Callable[[Callable[[str], None]], T],
+    when: str = "before the job began",
+) -> T:
+    """Return what `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard, which came `when`.
+
+    It is given a function by which it tells the user something.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    said: Mailbox[str] = Mailbox()
+    ended = Wakeup()
+
+    def run() -> None:
+        try:
+            results.append(work(said.put))
+        except BaseException as error:
+            errors.append(error)
+        ended.ring()
+
+    def show(ready: set[int]) -> None:
+        for text in said.take() if said.fileno() in ready else ():
+            host.display.say(text)
+
+    def on_signal(number: int) -> None:
+        if number in ENDING_SIGNALS:
+            over.set()
+            raise LaunchError(f"phalanx run: stopped by {name_signal(number)} {when}", exit_code=128 + number)
+
+    thread = threading.Thread(target=run, name="phalanx-join", daemon=True)
+    thread.start()
+    loop = EventLoop(
+        host.watch_signals(on_signal),
+        Source(lambda ready: None, lambda: (ended.fileno(),)),
+        Source(show, lambda: (said.fileno(),)),
+        host.watch_display(),
+    )
+    while not (results or errors):
+        loop.turn()
+    thread.join()
+    show({said.fileno()})
+    said.close()
+    ended.close()
+    if errors:
+        raise errors[0]
+    return results[0]

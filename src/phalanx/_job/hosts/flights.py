@@ -1,0 +1,51 @@
+"""Merge what the ranks of several hosts have recorded, by group and onto one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from phalanx._comm.diagnostics.flight_recorder import Record
+from phalanx._comm.diagnostics.observer import GroupLog, RankLog
+
+
+def logs_to_json(logs: Sequence[GroupLog]) -> list[dict[str, Any]]:
+    """Return it as plain data."""
+    return [asdict(log) for log in logs]
+
+
+def logs_from_json(
+    groups: Sequence[Mapping[str, Any]], ended_ns: Mapping[str, int], offset_ns: int
+) -> tuple[list[GroupLog], dict[int, int]]:
+    """Read what another host wrote, with all times `offset_ns` later: on the clock of this host."""
+    logs = []
+    for group in groups:
+        ranks = []
+        for rank in group["ranks"]:
+            records = tuple(_shift(Record(**{**record, "shape": tuple(record["shape"])}), offset_ns)
+                            for record in rank["records"])  # fmt: skip
+            ranks.append(RankLog(**{**rank, "records": records}))
+        logs.append(GroupLog(str(group["name"]), int(group["world_size"]), tuple(ranks)))
+    return logs, {int(pid): int(at) + offset_ns for pid, at in ended_ns.items()}
+
+
+def _shift(record: Record, offset_ns: int) -> Record:
+    leave_ns = record.leave_ns + offset_ns if record.leave_ns else 0
+    return replace(record, enter_ns=record.enter_ns + offset_ns, leave_ns=leave_ns)
+
+
+def merge_logs(logs: Sequence[GroupLog]) -> list[GroupLog]:
+    """Return one log for each group, with the ranks of all hosts."""
+    merged: dict[tuple[str, int], GroupLog] = {}
+    apart: list[GroupLog] = []
+    for log in logs:
+        known = merged.get((log.name, log.world_size))
+        if known is None:
+            merged[log.name, log.world_size] = log
+        elif {rank.rank for rank in known.ranks} & {rank.rank for rank in log.ranks}:
+            apart.append(log)  # they are two groups of one name, one after the other
+        else:
+            ranks = sorted((*known.ranks, *log.ranks), key=lambda rank: rank.rank)
+            merged[log.name, log.world_size] = replace(known, ranks=tuple(ranks))
+    return [*merged.values(), *apart]

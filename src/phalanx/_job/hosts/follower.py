@@ -1,0 +1,396 @@
+"""A host that is not the first reports what becomes of its ranks, and does as the first one says.
+
+When nothing is heard of the first host any more, it stops its ranks by itself, says so, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phalanx._base.loss_detection import HOST_LOSS_SETTLE_S
+from phalanx._base.processes import ENDING_SIGNALS
+from phalanx._comm.diagnostics.printable import printable
+from phalanx._comm.diagnostics.rank_list import name_ranks
+from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
+from phalanx._job.agent.attempt import Attempt
+from phalanx._job.agent.elastic import Elastic
+from phalanx._job.agent.elastic_actions import BeginGeneration, ElasticAction
+from phalanx._job.agent.environment import Place
+from phalanx._job.agent.failure import Exit, Report
+from phalanx._job.agent.generation import Seating
+from phalanx._job.agent.host_link import HostLink
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.supervision import Action, Kill, Signal, Supervision
+from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx._job.hosts.flights import logs_to_json
+from phalanx._job.hosts.forward import Forward
+from phalanx._job.hosts.generation_message import generation_from_json
+from phalanx._job.hosts.succession.departure import LEAVE
+from phalanx._job.hosts.succession.followed_succession import FollowedSuccession
+from phalanx._job.inspect.stacks.report import report_own_stacks
+from phalanx._job.inspect.top.look import look_at_own
+from phalanx._job.inspect.top.memory import MemoryReader
+from phalanx._job.output.display import Display
+
+if TYPE_CHECKING:
+    from phalanx._job.agent.job_report import JobReport
+
+_FULL_S = 0.02  # how soon to look again whether lines may be sent
+_WAIT = {"kind": "wait"}  # what ranks are told
+
+
+@dataclass
+class FollowerSupervision(Supervision):
+    """What a host that is not the first does about each thing: it tells the first, and does what that says."""
+
+    place: Place = field(default_factory=lambda: Place.alone(1))
+    channel: ControlChannel | None = None
+    attempt: int = 0
+    times_asked: int = 0
+    asked_for: int = 0  # the signal of which the leading host was told last
+    asked_member: int = -1  # which one that was
+    is_elastic: bool = False  # a rank of this host has said that it survives the loss of others
+    abandoned_by: str = ""  # why the first host is not there any more
+    leaves: bool = False  # the others go on without this host, whose ranks finish their step and end
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Return the ranks of this host that have not ended."""
+        return tuple(rank for rank in self.place.ranks if self.is_running(rank))
+
+    def is_running(self, rank: int) -> bool:
+        """Return whether this rank is one of this host's, and has not ended."""
+        return rank in self.place.ranks and rank not in self.exits and rank not in self.abandoned
+
+    @property
+    def finished(self) -> bool:
+        """Return whether no rank is left, and none will be: what an elastic job has lost may be started again."""
+        is_replaced = self.is_elastic and self.phase == "running" and not self.leaves
+        awaits_orders = is_replaced and not all(end.is_orderly for end in self.exits.values())
+        return not self.running and not awaits_orders
+
+    def _tell(self, kind: str, **body: Any) -> None:
+        if self.channel is not None:
+            self.channel.put(self.channel.first, kind, attempt=self.attempt, **body)
+
+    def on_replaced(self, rank: int) -> None:
+        """Hear that a rank is started again."""
+        super().on_replaced(rank)
+        self.exits.pop(rank, None)
+        self.reports.pop(rank, None)
+
+    def on_abandoned(self, rank: int) -> None:
+        """Tell the first host."""
+        super().on_abandoned(rank)
+        self._tell("abandoned", rank=rank)
+
+    def on_exit(self, exit: Exit) -> list[Action]:
+        self.exits[exit.rank] = exit
+        self._tell("exit", rank=exit.rank, pid=exit.pid, status=exit.status, at=exit.at, dump=exit.dump)
+        return []
+
+    def on_report(self, report: Report, now: float) -> list[Action]:
+        self.reports.setdefault(report.rank, report)
+        self._tell("report", report=asdict(report))
+        return []
+
+    def on_signal(self, signum: int, now: float) -> list[Action]:
+        """Leave it to the first host to decide what ends a job."""
+        if self.abandoned_by or self.leaves or signum not in ENDING_SIGNALS:
+            return super().on_signal(signum, now)
+        self.times_asked += 1
+        if self.times_asked > 2:  # the first host did not answer to the first two
+            self.interrupted = signum
+            return self._kill(now)
+        self._ask(signum)
+        return []
+
+    def _ask(self, signum: int) -> None:
+        """Tell the host that leads of a signal: it decides, for all."""
+        if self.channel is not None:
+            self.asked_for, self.asked_member = signum, self.channel.first
+        self._tell("signal", signum=signum)
+
+    def ask_again(self) -> None:
+        """Ask the host that leads now what another one was asked, which may not have heard it."""
+        is_undecided = self.asked_for and self.phase == "running" and not self.leaves
+        if is_undecided and self.channel is not None and self.channel.first != self.asked_member:
+            self._ask(self.asked_for)
+
+    def on_remote_signal(
+        self, signum: int, ranks: Iterable[int], group: bool, is_relayed: bool = False
+    ) -> list[Action]:
+        """Send `signum`, as the first host wants."""
+        chosen = tuple(rank for rank in ranks if rank in self.running)
+        if signum in ENDING_SIGNALS and self.phase == "running":
+            self.phase = "stopping"
+        return [Signal(signum, chosen, group, is_relayed)] if chosen else []
+
+    def sweep(self) -> list[Action]:
+        """Leave no process, as the first host wants."""
+        self.phase = "killing"
+        return [Kill()]
+
+    def on_first_host_lost(self, why: str, now: float) -> list[Action]:
+        """End what is left, since nobody tells us any more what to do."""
+        if self.abandoned_by:
+            return []
+        self.abandoned_by = why
+        if self.phase == "stopping":
+            return self._stop(signal.SIGTERM, now)
+        return self._settle(now, HOST_LOSS_SETTLE_S)
+
+
+def tells_first_lost(change: Change, first: int) -> bool:
+    """Return whether this host and the first one, which is member `first`, are not in one job any more."""
+    return change.kind in ("unreachable", "expelled") or (change.member == first and change.kind in ("left", "lost"))
+
+
+def say_host_lost(message: ControlMessage, display: Display) -> None:
+    """Hear from the first host that another one is lost."""
+    ranks = message.body["ranks"]
+    host, why = printable(str(message.body["host"])), printable(str(message.body["why"]))
+    display.say(f"phalanx run: {host}, with {name_ranks(ranks)}, is lost: {why}")
+
+
+class ObservedElastic(Elastic):
+    """What the ranks of this host have said of themselves; what becomes of them the first host decides."""
+
+    def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
+        """Note what a rank says, which generation it is in for one."""
+        super().on_message(seat, pid, message, now)
+        member = self.members.get(seat)
+        if message.get("kind") == "elastic" and message.get("generation") and member is not None:
+            member.holds_state = False  # it has come later, and is handed the state
+        return []
+
+
+class FollowerLink(HostLink):
+    """The link to the first host, which is told what becomes of this host's ranks, and says what to do with them."""
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        host: HostResources,
+        number: int,
+        place: Place,
+        channel: ControlChannel,
+        store: tuple[str, str, str],
+        first: BeginGeneration | None = None,
+        succession: FollowedSuccession | None = None,
+    ) -> None:
+        """Make the link of attempt `number`; `store` are the coordinator's address, the key and the relay's path.
+
+        `succession` is what becomes of the job when the first host is lost; without one it ends.
+        """
+        super().__init__(plan, place, channel.member, first)
+        self.wait_s = 0.0  # how long elastic ranks wait for hosts
+        self.ended: dict[str, Any] | None = None  # the first host's `end`, if it came
+        self.supervision = FollowerSupervision(
+            place.world_size, plan.settings.grace_s, place=place, channel=channel, attempt=number
+        )
+        self._host = host
+        self._attempt: Attempt
+        self._began_at = time.monotonic()
+        self._channel = channel
+        self._number = number
+        self._store_location = store
+        assert isinstance(host.pump.viewer, Forward)
+        self._forward = host.pump.viewer
+        self._forward.attempt = number
+        self._memory = MemoryReader()
+        self._records: list[tuple[str, dict[str, Any]]] = []  # messages: their kinds and bodies
+        self._succession = succession
+        self._is_led_by_another = False  # the host that led the job has left it, and another one is to lead
+
+    def attach(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+
+    def make_supervision(self) -> FollowerSupervision:
+        """Return who tells the first host what becomes of the ranks: that one decides."""
+        return self.supervision
+
+    def make_elastic(self) -> ObservedElastic:
+        elastic = ObservedElastic(Seating.begin([self.own_seats()]), self._plan.settings.max_restarts)
+        elastic.given_up = True
+        return elastic
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Return descriptors that are readable when `receive` has something to do."""
+        return (self._channel.fileno(), *(() if self._succession is None else self._succession.fds))
+
+    @property
+    def due(self) -> float | None:
+        """Return when to look again although nothing has come."""
+        if self._channel.has_more:
+            return time.monotonic()
+        return time.monotonic() + _FULL_S if self._channel.full else None
+
+    def receive(self, ready: set[int]) -> None:
+        """Read what the other hosts say."""
+        if self._channel.fileno() in ready or self._channel.has_more:
+            for message in self._channel.take():
+                self._read(message)
+        if self._succession is not None and self._succession.receive(ready, self._attempt):
+            asked_for = self.supervision.asked_for  # the leader that was asked could not answer any more
+            if asked_for and not self.supervision.leaves:
+                self._attempt.on_signal(asked_for)
+            return  # this host leads the job now, by another link
+        if self._succession is not None and self._succession.failed and not self.supervision.abandoned_by:
+            self._give_up(self._succession.failed)
+        if self._succession is not None and not self._succession.is_electing:
+            self.supervision.ask_again()
+        self._forward.flush()
+
+    def create_store(self) -> tuple[int | None, str]:
+        """Return the coordinator, by the way that leads there from this host."""
+        return create_agent_file(*(self._store_location if self._succession is None else self._succession.store))
+
+    def on_started(self, rank: int, pid: int) -> None:
+        """Tell the first host that the process of a rank exists."""
+        self._channel.put(self._channel.first, "started", attempt=self._number, rank=rank, pid=pid)
+
+    def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
+        """Tell the first host what an elastic rank says."""
+        if message.get("kind") == "elastic":
+            self.supervision.is_elastic = True
+            wait_s = message.get("wait_s")
+            self.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
+        if self.supervision.leaves and message.get("kind") in ("elastic", "waiting"):  # it was not there to be told
+            self._attempt.links.send(rank, LEAVE)
+        if self._succession is not None and self._succession.is_electing and message.get("kind") == "waiting":
+            self._attempt.links.send(rank, _WAIT)
+        self._channel.put(self._channel.first, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
+
+    def end(self, attempt: Attempt) -> None:
+        """Tell the first host that no process is left here, after all that it is to know of them."""
+        self._forward.flush()
+        if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up:
+            return
+        ended_ns = {str(pid): at for pid, at in attempt.ended_ns.items()}
+        if attempt.report_folder:
+            self._records += self._take_report(attempt.report_folder)
+        groups = logs_to_json(attempt.collect_logs())
+        if groups:
+            self._records.append(("flight", {"groups": groups, "ended_ns": ended_ns}))
+        self.send_records()
+
+    def send_records(self) -> None:
+        """Send the host that leads what the ranks of this host have recorded, which have all ended."""
+        for kind, body in self._records:
+            self._channel.put(self._channel.first, kind, attempt=self._number, **body)
+        self._channel.put(self._channel.first, "swept", attempt=self._number)
+
+    @property
+    def report(self) -> JobReport | None:
+        """Return the job's report, if this host has taken the lead and begun it."""
+        return None if self._succession is None else self._succession.report
+
+    @property
+    def has_finished(self) -> bool:
+        """Return whether all ranks of this host have ended well."""
+        exits = self.supervision.exits
+        return all(rank in exits and not exits[rank].status for rank in self.place.ranks)
+
+    def close(self) -> None:
+        """Send the lines that are left."""
+        self._forward.flush()
+
+    def _take_report(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the messages with what the job's report says of this host; the files go, as they are sent."""
+        from phalanx._job.report.copy_speed import measure_copy_speed  # here, because most jobs leave none
+        from phalanx._job.report.job_record import RANKS
+        from phalanx._job.report.transfer import pack_files
+
+        for name, text in pack_files(folder, self._plan.run, self._began_at):
+            yield "rank file", {"name": name, "text": text}
+            if not self.supervision.abandoned_by:
+                with contextlib.suppress(OSError):  # a folder that nobody may write to any more
+                    os.unlink(os.path.join(folder, RANKS, name))
+        with contextlib.suppress(OSError):  # the folder is not empty, or shared
+            os.rmdir(os.path.join(folder, RANKS))
+        yield "report host", {"host": socket.gethostname(), "copy_bytes_per_s": measure_copy_speed()}
+
+    def _read(self, message: ControlMessage | Change) -> None:
+        state = self.supervision
+        if self._succession is not None and self._succession.take(message):
+            return
+        if isinstance(message, Change):
+            if tells_first_lost(message, self._channel.first):
+                self._lose_first(message.why)
+        elif message.member == self._channel.first and message.kind == "host lost":
+            say_host_lost(message, self._host.display)
+            self._tell_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
+        elif message.member == self._channel.first and message.kind == "hands over":
+            self._is_led_by_another = state.leaves
+            self._lose_first("it leaves (SIGTERM)", leaves=True)
+        elif message.member == self._channel.first and message.kind == "end":
+            self.ended = message.body
+            self._attempt.do(state.sweep() if not state.finished else [])
+        elif message.member == self._channel.first and message.body.get("attempt") == self._number:
+            if message.kind == "leave":
+                state.leaves = True
+                for rank in self.place.ranks:
+                    self._attempt.links.send(rank, LEAVE)
+                text = "SIGTERM: the ranks of this host finish their step and end; the others go on (again: stop them)"
+                self._host.display.say(f"phalanx run: {text}")
+            elif message.kind == "signal":
+                signum = int(message.body["signum"])
+                if signum in ENDING_SIGNALS:
+                    self._attempt.ranks.abandon_rest()
+                group, is_relayed = bool(message.body["group"]), bool(message.body.get("is_relayed"))
+                self._attempt.do(state.on_remote_signal(signum, message.body["ranks"], group, is_relayed))
+            elif message.kind == "generation":
+                self._attempt.begin_generation(generation_from_json(message.body["begun"]))
+            elif message.kind == "tell generation":
+                self._attempt.tell_generation(int(message.body["rank"]))
+            elif message.kind == "to rank":
+                self._attempt.send_to_rank(int(message.body["rank"]), message.body["message"])
+            elif message.kind == "stacks":
+                asked = (message.body["request"], message.body.get("what"))
+                threading.Thread(target=self._tell_stacks, args=asked, daemon=True).start()
+            elif message.kind == "sweep":
+                self._attempt.ranks.abandon_rest()
+                self._attempt.do(state.sweep())
+
+    def _tell_stacks(self, request: Any, what: Any) -> None:
+        """Give the ranks a second to answer, and ask the agent itself who they are; this runs in a thread."""
+        text = look_at_own(self._memory) if what == "top" else report_own_stacks()
+        self._channel.put(self._channel.first, "stacks", attempt=self._number, request=request, text=text)
+
+    def _lose_first(self, why: str, *, leaves: bool = False) -> None:
+        if self.supervision.abandoned_by or self.ended is not None or self._is_led_by_another:
+            return
+        goes_on = self.supervision.phase == "running" and not self.supervision.leaves
+        succession = self._succession if goes_on else None
+        if succession is None or not (succession.is_electing or succession.begin(why, leaves=leaves)):
+            self._give_up(why)
+
+    def _give_up(self, why: str) -> None:
+        """End the ranks of this host: nobody leads the job any more."""
+        running = len(self._attempt.state.running)
+        self._host.display.say(
+            f"phalanx run: the first host is lost: {why}. Stopping the {running} rank{'s' * (running != 1)} of this "
+            "host"
+        )
+        self._attempt.ranks.abandon_rest()
+        now = self._attempt.numbers.part.place
+        others = [rank for rank in range(now.world_size) if rank not in now.ranks]
+        self._tell_ranks(others, f"this host and the first one do not hear each other any more ({why})")
+        actions = self.supervision.on_first_host_lost(why, time.monotonic())
+        # Nobody goes on from what elastic ranks hold that are cut off: the others do, or it is lost.
+        self._attempt.do(self.supervision.sweep() if self.supervision.is_elastic else actions)
+
+    def _tell_ranks(self, ranks: Sequence[int], reason: str) -> None:
+        if self._attempt.numbers.store is not None:
+            tell_lost(self._attempt.numbers.store, LostHost(tuple(ranks), reason))

@@ -1,0 +1,81 @@
+"""`Forward` takes the lines of this host's ranks to the host that leads the job, or to the display here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx._job.hosts.control_channel import ControlChannel, decode_lines, encode_lines
+from phalanx._job.output.display import Display
+
+
+class Forward:
+    """Sends the lines of this host's ranks to the first host, which shows them; a viewer of the pump."""
+
+    def __init__(self) -> None:
+        self._channel: ControlChannel | None = None
+        self._display: Display | None = None  # the display of this host, once it leads the job
+        self.attempt = 0
+        self._items: list[list[Any]] = []  # rank, stream, lines, status, whether it was the last of both streams
+        self._shown: dict[tuple[int, int], bytes] = {}
+
+    def connect(self, channel: ControlChannel) -> None:
+        self._channel = channel
+
+    @property
+    def full(self) -> bool:
+        """Return whether so much is still to be sent that the ranks should wait."""
+        if self._display is not None:
+            return self._display.full
+        return self._channel is not None and self._channel.full
+
+    def lead(self, display: Display) -> None:
+        """Have lines shown here from now on."""
+        self._display = display
+        sent = self._channel.take_own_lines() if self._channel is not None else []
+        for rank, stream, lines, status, ended in [*(item for body in sent for item in body["items"]), *self._items]:
+            display.show(rank, stream, decode_lines(lines), decode_lines([status])[0])
+            if ended:
+                display.end(rank)
+        self._items = []
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """Do nothing where another host leads: it knows."""
+        if self._display is not None:
+            self._display.begin(ranks)
+
+    def end(self, rank: int) -> None:
+        """Tell the first host that the rank prints nothing more."""
+        if self._display is not None:
+            self._display.end(rank)
+            return
+        self._items.append([rank, 1, [], "", True])
+
+    def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
+        """Send lines, with the status behind them."""
+        if self._display is not None:
+            self._display.show(rank, stream, lines, status)
+            return
+        if lines or self._shown.get((rank, stream), b"") != status:
+            self._shown[rank, stream] = status
+            self._items.append([rank, stream, encode_lines(lines), encode_lines([status])[0], False])
+
+    def say_once(self, what: str, text: str) -> None:
+        if self._display is not None:
+            self._display.say_once(what, text)
+        elif self._channel is not None:
+            self._channel.put(self._channel.first, "say", attempt=self.attempt, text=text)
+
+    def show_here(self, display: Display) -> None:
+        """Show here what the first host, which is lost, has not seen."""
+        self.flush()
+        for message in self._channel.take_back("lines") if self._channel is not None else ():
+            for rank, stream, lines, _, _ in message["items"]:
+                display.show(rank, stream, decode_lines(lines), b"")
+
+    def flush(self) -> None:
+        if self._display is not None:
+            self._display.flush()
+        elif self._items and self._channel is not None:
+            items, self._items = self._items, []
+            self._channel.put(self._channel.first, "lines", attempt=self.attempt, items=items)

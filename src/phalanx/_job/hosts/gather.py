@@ -1,0 +1,422 @@
+"""The first host waits, before each start, until all hosts have come, and every host has reached every other one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.descriptors import wait_readable
+from phalanx._base.host_addresses import OwnAddress, find_interface
+from phalanx._base.ipc.event_loop import EventLoop, Source
+from phalanx._base.processes import ENDING_SIGNALS, name_signal
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.wire import MALFORMED
+from phalanx._comm.diagnostics.printable import printable
+from phalanx._job.agent.attempt import Attempt
+from phalanx._job.agent.environment import describe_ranks
+from phalanx._job.agent.generation import Limits
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.plan import JobPlan, find_free_port
+from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint
+from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
+from phalanx._job.hosts.first_host import join_leader
+from phalanx._job.hosts.job_spec import name_own_address
+from phalanx._job.hosts.leader import LeaderLink
+from phalanx._job.hosts.leader_state import KEY as LEADER_STATE
+from phalanx._job.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
+from phalanx._job.hosts.peer_hosts import PeerHosts, tell_start
+from phalanx._job.hosts.reach import TRY_S, Target, choose_targets, describe, try_all
+from phalanx._job.hosts.succession.lead_guard import LeadGuard
+from phalanx._job.hosts.succession.moved_job import MOVED_KEY, JobMovedError, describe_second_job, read_notice
+from phalanx.errors import LaunchError
+
+_TELL_AFTER_S = 3.0
+_END_TIMEOUT_S = 5.0
+_FIND_S = 10.0  # for the way to a host that has just said that it leads
+
+
+@dataclass(frozen=True)
+class JoinedHost:
+    """A host that has come: what it says of itself, and under which address it found us."""
+
+    facts: HostFacts
+    reached: str
+
+
+class Gathering:
+    """Everybody who has come to the job, for all its attempts."""
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        rendezvous: Rendezvous,
+        host: HostResources,
+        channel: ControlChannel,
+        key: Key,
+        advertised: Sequence[OwnAddress],
+        port: int,
+    ) -> None:
+        self._plan = plan
+        self._rendezvous = rendezvous
+        self._host = host
+        self._channel = channel
+        self._key = key
+        self._advertised = advertised
+        self._port = port
+        self._joined_hosts: dict[int, JoinedHost] = {}  # in the order of coming
+        self._trial = 0
+        self._ports: dict[int, tuple[int, str]] = {}  # where each member answers in this trial; 0, and why it does not
+        self._results: dict[int, dict[int, str]] = {}  # member -> node -> what came back in this trial
+        self._tried: set[int] = set()  # the members that this trial is about
+        self._gone: set[int] = set()  # the members that have gone since it began
+        self._peers: PeerHosts | None = None
+        self.guard: LeadGuard | None = None
+        self._link: LeaderLink | None = None  # the link of the newest attempt
+        self._loop = EventLoop(
+            host.watch_signals(self._on_signal),
+            Source(self._hear_zygote, lambda: (host.zygote.control.fileno(),)),
+            Source(self._hear_notices, lambda: (channel.notices.fileno(),)),
+            Source(self._hear_hosts, lambda: (channel.fileno(),)),
+            host.watch_display(),
+        )
+
+    def take_over(self, link: LeaderLink) -> None:
+        """Go on from an attempt that this host leads in the place of a lost one: the others of its hosts have come."""
+        self._link, self.guard, self._peers = link, link.guard, link.peers
+        for member, node in link.peers.others.items():
+            self._joined_hosts[member] = JoinedHost(node.facts, self._advertised[0].address)
+
+    def begin(self, restart_count: int, local_store: str) -> Attempt:
+        """Return the next attempt, with all that have come; every other host has been told to start.
+
+        Raises:
+            LaunchError: too few came in time; two want one number; they cannot reach each other; or a signal came.
+            JobMovedError: this job has begun before, and another host leads it.
+        """
+        if self._peers is not None:
+            for message in (*self._peers.taken_in.values(), *self._peers.late.values()):
+                self._read(message)
+            for member in self._peers.lost:
+                self._joined_hosts.pop(member, None)
+        while True:
+            nodes = self._gather()
+            if self._rendezvous.is_local or self._try_reach(nodes):
+                break
+        own = next(node for node in nodes if node.facts.member == self._channel.member)
+        if restart_count:  # nobody takes over from what was decided in the attempt before
+            self._channel.put_key(LEADER_STATE, b"")
+        self._peers = peers = PeerHosts(
+            self._channel,
+            nodes,
+            own,
+            self._rendezvous.host_timeout_s,
+            Limits(self._rendezvous.min_nodes, self._rendezvous.max_nodes),
+        )
+        address = own.facts.address
+        known = {} if self._rendezvous.is_local else name_own_address(address, find_interface(address))
+        plan = replace(
+            self._plan,
+            master_addr=address,
+            master_port=find_free_port(),
+            rank_variables={**self._plan.rank_variables, **known},
+        )
+        self._host.display.say(
+            f"phalanx run: {len(nodes)} hosts: "
+            + "; ".join(f"{node.where} {describe_ranks(node.place)}" for node in nodes)
+        )
+        self._link = link = LeaderLink(
+            plan, self._host, restart_count, peers, (local_store, str(self._key)), self.guard
+        )
+        attempt = Attempt(plan, self._host, restart_count, link)
+        for node in peers.others.values():
+            tell_start(peers, node, restart_count, plan.run_id, plan.run, (address, plan.master_port))
+        return attempt
+
+    @property
+    def has_left(self) -> bool:
+        """Return whether this host has left the job, which goes on under the lead of another one."""
+        return self._link is not None and self._link.has_left
+
+    def end(self, code: int, why: str) -> None:
+        """Tell all that the job is over, and wait a moment until they have heard it."""
+        waiting = set(self._joined_hosts)
+        if self._peers is not None:
+            spares = self._peers.late.keys() & self._peers.spares
+            for member in self._peers.late.keys() - spares:
+                self._refuse(member, "the job is over, and had begun without this host")
+            waiting = (waiting | set(self._peers.taken_in) | spares) - set(self._peers.lost)
+        self._channel.put(-1, "end", code=code, why=why)
+        deadline = Deadline.after(_END_TIMEOUT_S)
+        while waiting and not deadline.passed:
+            wait_readable([self._channel], 0.1)
+            for message in self._channel.take():
+                if not isinstance(message, Change):
+                    continue
+                if message.kind in ("left", "lost", "unreachable", "expelled"):
+                    waiting.discard(message.member)
+                elif message.kind == "joined":  # too late
+                    self._channel.put(message.member, "end", code=code or 1, why=why or "phalanx run: that job is over")
+        self._channel.flush(1.0)
+
+    @property
+    def _own(self) -> HostFacts:
+        # The hosts use the address that leads here; of several, the first host to come knows best.
+        reached = (joined_host.reached for joined_host in self._joined_hosts.values())
+        address = next(reached, self._advertised[0].address)
+        settings = self._plan.settings
+        return HostFacts(
+            self._channel.member, socket.gethostname(), os.getpid(), self._plan.num_ranks, settings.role, address,
+            self._rendezvous.node_rank, self._plan.run_id,
+            describe_nnodes(self._rendezvous.min_nodes, self._rendezvous.max_nodes),
+        )  # fmt: skip
+
+    def _gather(self) -> list[Node]:
+        rendezvous = self._rendezvous
+        end = time.monotonic() + rendezvous.join_timeout_s
+        last_call: float | None = None
+        tell_at = time.monotonic() + (0.0 if self._is_inviting else _TELL_AFTER_S)
+        while True:
+            now = time.monotonic()
+            count = 1 + len(self._joined_hosts)
+            if count >= rendezvous.max_nodes:
+                break
+            if count >= rendezvous.min_nodes:
+                last_call = last_call or now + rendezvous.last_call_s
+                if now >= last_call:
+                    break
+            else:
+                last_call = None
+            if now >= end:
+                raise LaunchError(self._explain_missing(count))
+            if tell_at <= now:
+                tell_at = float("inf")
+                self._host.display.say(self._invite(count))
+            self._loop.turn(min(at for at in (end, tell_at, last_call) if at is not None) - now)
+        joined_hosts = list(self._joined_hosts.values())[: rendezvous.max_nodes - 1]
+        for late in list(self._joined_hosts)[rendezvous.max_nodes - 1 :]:
+            self._refuse(late, f"the job has its {rendezvous.max_nodes} hosts")
+        hosts = [self._own, *(joined_host.facts for joined_host in joined_hosts)]
+        self._check_conflict(hosts)
+        return plan_nodes(hosts)
+
+    def _check_conflict(self, hosts: Sequence[HostFacts]) -> None:
+        conflict = find_conflict(hosts, self._rendezvous.max_nodes)
+        if conflict:
+            raise LaunchError(f"phalanx run: {conflict}.", exit_code=2)
+
+    @property
+    def _is_inviting(self) -> bool:
+        """Return whether others can only know from us where to come."""
+        return not self._rendezvous.endpoint or self._rendezvous.endpoint.startswith(":")
+
+    def _invite(self, count: int) -> str:
+        missing = self._rendezvous.min_nodes - count
+        more = f"{missing} more host{'s' * (missing != 1)}" if missing > 0 else "more hosts"
+        first, *others = [join_endpoint(own.address, self._port) for own in self._advertised]
+        if not self._is_inviting:
+            return f"phalanx run: waiting for {more} at {first} (key {self._key.fingerprint})"
+        text = f"phalanx run: waiting for {more}. There, type:\n\n    phalanx join {first}\n"
+        if others:
+            text += f"\nor, where that leads nowhere: {', '.join(others)}"
+        return text
+
+    def _explain_missing(self, count: int) -> str:
+        here = ", ".join(["this one", *(f"{g.facts.name} ({g.facts.address})" for g in self._joined_hosts.values())])
+        places = ", ".join(join_endpoint(own.address, self._port) for own in self._advertised)
+        return (
+            f"phalanx run: {count} of {self._rendezvous.min_nodes} hosts came within "
+            f"{self._rendezvous.join_timeout_s:g} s: {here}. The others were awaited at {places}. Look at what they "
+            "say: "
+            "each tells which address it tried, and what came back."
+        )
+
+    def _on_signal(self, number: int) -> None:
+        if number in ENDING_SIGNALS:
+            raise LaunchError(
+                f"phalanx run: stopped by {name_signal(number)} before the job began", exit_code=128 + number
+            )
+
+    def _hear_zygote(self, ready: set[int]) -> None:
+        control = self._host.zygote.control
+        if control.fileno() not in ready:
+            return
+        control.send_some()
+        control.take()
+        if control.gone:
+            raise LaunchError(
+                "phalanx run: the process from which the ranks are forked (the zygote) has ended while it imported "
+                "torch. If nobody killed it, memory is the first suspect; or try --no-preload."
+            )
+
+    def _hear_notices(self, ready: set[int]) -> None:
+        for line in self._channel.notices.take() if self._channel.notices.fileno() in ready else ():
+            self._host.display.say(f"phalanx run: {line}")
+
+    def _hear_hosts(self, ready: set[int]) -> None:
+        for message in self._channel.take() if self._channel.fileno() in ready else ():
+            self._read(message)
+
+    def _read(self, message: ControlMessage | Change) -> None:
+        if isinstance(message, Change):
+            self._follow_change(message)
+        elif message.member in self._joined_hosts or message.member == self._channel.member:
+            with contextlib.suppress(*MALFORMED):
+                self._follow(message)
+
+    def _follow_change(self, change: Change) -> None:
+        if change.kind == "joined":
+            if unfit := describe_unfit(change.facts):
+                self._host.display.say(f"phalanx run: {unfit}")
+            if leader := read_notice(change.facts):
+                self._hear_notice(leader, describe_second_job(change.facts))
+            facts = HostFacts.from_json(change.member, change.facts)
+            if facts is not None and "reached" in change.facts:
+                self._joined_hosts[change.member] = JoinedHost(facts, printable(str(change.facts["reached"])))
+                if self._peers is None:  # at once: the hosts that are still missing may never come
+                    self._check_conflict([self._own, facts])
+                elif conflict := find_conflict([self._own, facts], self._rendezvous.max_nodes):
+                    del self._joined_hosts[change.member]  # a job that has begun does not end because of a newcomer
+                    self._peers.send_away(change.member, conflict)
+                    self._host.display.say(f"phalanx run: {conflict}. The job goes on without that host")
+        elif change.kind in ("left", "lost"):
+            gone = self._joined_hosts.pop(change.member, None)
+            self._gone.add(change.member)
+            if change.kind == "lost":
+                self._channel.expel(change.member)  # nobody votes on it now: it is to hear that it is lost
+            if gone is not None and change.kind == "lost":
+                who = f"{gone.facts.name} ({gone.facts.address})"
+                self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
+        elif change.kind in ("unreachable", "expelled"):
+            raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")
+
+    def _hear_notice(self, address: str, second: str) -> None:
+        """Hear where a job is led that began here: go on there if it is the one that was asked for.
+
+        Raises:
+            JobMovedError: it is.
+            LaunchError: that host does not answer.
+        """
+        if self._peers is not None:
+            self._host.display.say(f"phalanx run: {second}")
+            return
+        try:
+            joined = join_leader(self._host, [address], self._key, _FIND_S)
+        except LaunchError as error:
+            raise LaunchError(
+                f"{error}\nA job that began at this address is led by the host at {address}, which this host does not "
+                "reach. If it is the job of this command, open the way there (firewall), and type the command again; "
+                "if it is another one, give this command another port.",
+                exit_code=error.exit_code,
+            ) from None
+        joined.client.close()
+        if not joined.job_spec.is_asked_for_by(self._plan.settings):
+            self._host.display.say(
+                f"phalanx run: another job that began at this address, {printable(joined.job_spec.name)}, goes on, and "
+                f"the host at {address} leads it. This command begins a job of its own"
+            )
+            return
+        self._send_on(address)
+        raise JobMovedError(address)
+
+    def _send_on(self, address: str) -> None:
+        """Send the hosts that have come to the host that leads the job; those that come from now on find the key."""
+        self._channel.put_key(MOVED_KEY, address.encode())
+        self._channel.put(-1, "moved", address=address)
+        self._channel.flush(_END_TIMEOUT_S)
+
+    def _follow(self, message: ControlMessage) -> None:
+        if message.body.get("trial") != self._trial:
+            return
+        if message.kind == "answering":
+            self._ports[message.member] = int(message.body["port"]), printable(str(message.body["problem"]))
+        elif message.kind == "reached":
+            results = {int(node): printable(str(answer)) for node, answer in message.body["results"]}
+            self._results[message.member] = results
+
+    def _refuse(self, member: int, why: str) -> None:
+        self._joined_hosts.pop(member, None)
+        self._channel.put(member, "end", code=1, why=f"phalanx run: {why}")
+
+    def _try_reach(self, nodes: Sequence[Node]) -> bool:
+        """Let every host try every other one, or some of very many; False if one has gone meanwhile.
+
+        Raises:
+            LaunchError: some cannot reach some other one.
+        """
+        joined_hosts = [node for node in nodes if node.facts.member != self._channel.member]
+        self._trial += 1
+        self._ports, self._results = {}, {}
+        self._tried, self._gone = {node.facts.member for node in joined_hosts}, set()
+        self._channel.put_many([node.facts.member for node in joined_hosts], "answer", trial=self._trial)
+        if not self._await_all(lambda: len(self._ports) == len(joined_hosts)):
+            return False
+        targets = []
+        lines = []
+        for node in joined_hosts:
+            port, problem = self._ports.get(node.facts.member, (0, "it did not say"))
+            targets.append(Target(node.place.node, node.label, node.facts.address, port))
+            if not port:
+                lines.append(f"  {node.label} cannot be tried at {node.facts.address}: {problem}")
+        if not lines:
+            results = self._try_targets(nodes, joined_hosts, targets)
+            if results is None:
+                return False
+            lines = describe([node.label for node in nodes], results, targets)
+        if lines:
+            raise LaunchError(
+                "phalanx run: the hosts cannot all reach each other; each was tried from each under the address that "
+                "it "
+                "has towards the first:\n" + "\n".join(lines) + "\nOpen the way (firewall), or name other addresses: "
+                "--local-addr on the hosts concerned."
+            )
+        return True
+
+    def _try_targets(
+        self, nodes: Sequence[Node], joined_hosts: Sequence[Node], targets: Sequence[Target]
+    ) -> dict[int, dict[int, str]] | None:
+        """Return what came back to each host from each target; None if a host has gone meanwhile."""
+        expected, trial = set(), self._trial
+        by_node = {target.node: target for target in targets}
+        for node in nodes:
+            theirs = [by_node[number] for number in sorted(choose_targets(node.place.node, list(by_node)))]
+            if not theirs:
+                continue  # the first host was reached: they have come
+            expected.add(node.facts.member)
+            if node.facts.member == self._channel.member:
+                try_all(
+                    theirs,
+                    self._key.reach_secret(),
+                    lambda results: self._channel.put(
+                        self._channel.member, "reached", trial=trial, results=list(results.items())
+                    ),
+                )
+            else:
+                self._channel.put(
+                    node.facts.member,
+                    "reach",
+                    trial=trial,
+                    targets=[[each.node, each.label, each.address, each.port] for each in theirs],
+                )
+        if not self._await_all(lambda: len(self._results) == len(expected)):
+            return None
+        silent = {target.node: "did not say" for target in targets}
+        return {
+            node.place.node: self._results.get(node.facts.member, silent)
+            for node in nodes
+            if node.facts.member in expected
+        }
+
+    def _await_all(self, done: Callable[[], bool]) -> bool:
+        """Wait until all have said something, or time is up; False if one has gone."""
+        deadline = Deadline.after(2 * TRY_S)
+        while not done() and not deadline.passed:
+            self._loop.turn(deadline.left_s)
+            if self._tried & self._gone:
+                self._channel.put(-1, "tried")
+                return False
+        return True

@@ -1,0 +1,62 @@
+"""`HostState` is what the agent of a host tells a new leader of its ranks, and how far each has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from phalanx._job.agent.elastic_rank import ElasticRank
+from phalanx._job.agent.failure import Exit
+
+if TYPE_CHECKING:
+    from phalanx._job.agent.attempt import Attempt
+
+
+@dataclass(frozen=True)
+class HostState:
+    """The ranks of a host: those that live, those that are being forked, and those that have ended well."""
+
+    ranks: tuple[ElasticRank, ...]
+    forking: tuple[int, ...]
+    exits: tuple[Exit, ...]
+    has_finished: bool
+    has_trained: bool
+
+    @classmethod
+    def of(cls, attempt: Attempt) -> HostState:
+        elastic, state = attempt.elastic, attempt.state
+        seats = attempt.numbers.part.seats
+        ended = tuple(exit for seat, exit in state.exits.items() if seat in seats and exit.status == 0)
+        forking = tuple(seat for seat in seats if seat not in state.started and seat not in state.exits)
+        ranks = tuple(member for seat, member in elastic.members.items() if seat in seats and seat not in state.exits)
+        return cls(ranks, forking, ended, elastic.finished, elastic.has_trained)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ranks": [asdict(replace(rank, report=None)) for rank in self.ranks],
+            "forking": list(self.forking),
+            "exits": [[exit.rank, exit.pid, exit.at] for exit in self.exits],
+            "has_finished": self.has_finished,
+            "has_trained": self.has_trained,
+        }
+
+    def on_own_clock(self, convert: Callable[[float], float]) -> HostState:
+        """Return this with the times of that host's clock as `convert` gives them."""
+        return replace(self, exits=tuple(replace(exit, at=convert(exit.at)) for exit in self.exits))
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> HostState:
+        """Read what `to_json` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        exits = (Exit(int(rank), int(pid), 0, float(at)) for rank, pid, at in fields["exits"])
+        return cls(
+            tuple(ElasticRank(**rank) for rank in fields["ranks"]),
+            tuple(map(int, fields["forking"])),
+            tuple(exits),
+            bool(fields["has_finished"]),
+            bool(fields["has_trained"]),
+        )

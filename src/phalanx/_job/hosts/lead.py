@@ -1,0 +1,55 @@
+"""Lead a job on several hosts to its end: attempt after attempt, and the other hosts are told how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phalanx._job.agent.attempt import Attempt
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.job import LOST_OUTPUT_EXIT_CODE, LedAttempt, run_attempts
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.hosts.gather import Gathering
+from phalanx._job.hosts.succession.moved_job import JobMovedError
+from phalanx.errors import LaunchError
+
+
+def lead(
+    plan: JobPlan,
+    host: HostResources,
+    gathering: Gathering,
+    local_store: str,
+    led: LedAttempt | None = None,
+    before_end: Callable[[int], None] = lambda code: None,
+) -> int:
+    """Run the job's attempts, the first of which is `led` if that has run here already; return the exit code.
+
+    `before_end` is given the exit code while the coordinator is there. The guard of `gathering` is closed on return.
+
+    Raises:
+        LaunchError: hosts cannot meet, or not enough come in time.
+        JobMovedError: another host leads this job already, and all that have come were sent there.
+    """
+
+    def begin(restart_count: int) -> Attempt:
+        return gathering.begin(restart_count, local_store)
+
+    try:
+        code = run_attempts(plan, host, begin, led)
+        before_end(code)
+    except LaunchError as error:
+        gathering.end(error.exit_code, str(error))
+        raise
+    except JobMovedError:
+        raise
+    except BaseException:
+        gathering.end(1, "the host that leads the job has failed")
+        raise
+    finally:
+        if gathering.guard is not None:
+            gathering.guard.close()
+    if gathering.has_left:
+        return code
+    gathering.end(code, "")
+    if gathering.guard is not None:
+        gathering.guard.forget()
+    return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)

@@ -1,0 +1,115 @@
+"""`LeaderState` is what the leader has decided; it lies in the job's store for a host that takes over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from phalanx._job.agent.elastic_actions import BeginGeneration, LostRank
+from phalanx._job.agent.environment import Place
+from phalanx._job.agent.failure import Exit
+from phalanx._job.agent.generation import HostSeats, Seating
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.hosts.elastic_hosts import ElasticHosts
+from phalanx._job.hosts.generation_message import generation_from_json, generation_to_json
+from phalanx._job.hosts.node_plan import HostFacts, Node
+from phalanx._job.hosts.peer_hosts import PeerHosts
+
+KEY = "launch/leader"
+FIRST_KEY = "launch/first"  # the key of the member that leads the job, once it is not the first any more
+
+
+@dataclass(frozen=True)
+class LeaderState:
+    """The hosts, their seats, and the generation that was begun last (None: the first one)."""
+
+    attempt: int
+    run_id: str
+    run: str
+    job_begun: float
+    nodes: tuple[Node, ...]
+    seating: Seating
+    begun: BeginGeneration | None
+    num_replaced: int
+    max_replacements: int | None
+    losses: tuple[LostRank, ...]
+    pids: dict[int, int]  # the processes that there were, by seat
+    exits: tuple[Exit, ...]  # of the ranks that have ended well
+
+    @classmethod
+    def of(
+        cls,
+        attempt: int,
+        plan: JobPlan,
+        peers: PeerHosts,
+        elastic: ElasticHosts,
+        begun: BeginGeneration | None,
+        exits: Iterable[Exit],
+    ) -> LeaderState:
+        """Return what a leader has decided, without hosts whose ranks are starting."""
+        trained = {peers.own.facts.member, *(host.member for host in elastic.seating.hosts)}
+        return cls(
+            attempt, plan.run_id, plan.run, plan.begun,
+            tuple(node for node in peers.own_and_present if node.facts.member in trained), elastic.seating, begun,
+            elastic.num_replaced, elastic.max_replacements, tuple(elastic.losses),
+            {seat: member.pid for seat, member in elastic.members.items()},
+            tuple(exit for exit in exits if exit.status == 0),
+        )  # fmt: skip
+
+    def to_bytes(self) -> bytes:
+        fields = {
+            "attempt": self.attempt,
+            "run_id": self.run_id,
+            "run": self.run,
+            "job_begun": self.job_begun,
+            "nodes": [[asdict(node.facts), asdict(node.place), node.label] for node in self.nodes],
+            "hosts": [_seats_to_json(host) for host in self.seating.hosts],
+            "vacated": [_seats_to_json(host) for host in self.seating.vacated],
+            "begun": None if self.begun is None else generation_to_json(self.begun),
+            "num_replaced": self.num_replaced,
+            "max_replacements": self.max_replacements,
+            "losses": [asdict(loss) for loss in self.losses],
+            "pids": [list(each) for each in self.pids.items()],
+            "exits": [[exit.rank, exit.pid, exit.at] for exit in self.exits],
+        }
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> LeaderState:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        fields = json.loads(data)
+        most = fields["max_replacements"]
+        return cls(
+            int(fields["attempt"]),
+            str(fields["run_id"]),
+            str(fields["run"]),
+            float(fields["job_begun"]),
+            tuple(Node(HostFacts(**facts), Place(**place), str(label)) for facts, place, label in fields["nodes"]),
+            Seating(tuple(map(_seats_from_json, fields["hosts"])), tuple(map(_seats_from_json, fields["vacated"]))),
+            None if fields["begun"] is None else generation_from_json(fields["begun"]),
+            int(fields["num_replaced"]),
+            None if most is None else int(most),
+            tuple(LostRank(**loss) for loss in fields["losses"]),
+            {int(seat): int(pid) for seat, pid in fields["pids"]},
+            tuple(Exit(int(rank), int(pid), 0, float(at)) for rank, pid, at in fields["exits"]),
+        )
+
+    def on_own_clock(self, convert: Callable[[float], float]) -> LeaderState:
+        """Return this with the times of another host's clock as `convert` gives them."""
+        losses = tuple(replace(loss, at=convert(loss.at)) for loss in self.losses)
+        exits = tuple(replace(exit, at=convert(exit.at)) for exit in self.exits)
+        return replace(self, job_begun=convert(self.job_begun), losses=losses, exits=exits)
+
+
+def _seats_to_json(host: HostSeats) -> dict[str, Any]:
+    return {**asdict(host), "living": sorted(host.living)}
+
+
+def _seats_from_json(fields: Mapping[str, Any]) -> HostSeats:
+    return HostSeats(**{**fields, "living": frozenset(fields["living"])})

@@ -1,0 +1,147 @@
+"""Plan which hosts are in the job, and which ranks each gets. The plan is pure data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from phalanx._comm.diagnostics.printable import printable
+from phalanx._job.agent.environment import Place
+
+UNFIT = "unfit"  # the kind of a member that has come only to say why its host cannot run the job
+_MAX_WORDS = 500
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """The facts that the agent of a host tells of it. `address` is where other hosts reach it.
+
+    `nnodes` is what --nnodes says there: "2" or "1:4"; it is empty where nobody was asked (`phalanx join`). What comes
+    from another host holds nothing that a terminal could take for a command or for a new line (`from_json`).
+    """
+
+    member: int
+    name: str
+    pid: int
+    num_ranks: int
+    role: str
+    address: str
+    node_rank: int | None = None
+    run_id: str = ""
+    nnodes: str = ""
+
+    @property
+    def known_as(self) -> str:
+        """Return the name by which a host that comes back is known."""
+        return f"{self.name} ({self.address})"
+
+    @classmethod
+    def from_json(cls, member: int, facts: Mapping[str, Any]) -> HostFacts | None:
+        """Read what `to_json` wrote; None for a member that is no agent."""
+        if facts.get("kind") != "agent":
+            return None
+        try:
+            node_rank, num_ranks = facts["node_rank"], int(facts["num_ranks"])
+            if num_ranks < 1 or (node_rank is not None and int(node_rank) < 0):
+                return None
+            return cls(
+                member, printable(str(facts["host"])), int(facts["pid"]), num_ranks, printable(str(facts["role"])),
+                printable(str(facts["address"])), None if node_rank is None else int(node_rank),
+                printable(str(facts["run_id"])), printable(str(facts.get("nnodes", ""))),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return them as facts of a member; the coordinator calls it by `host`."""
+        fields = asdict(self)
+        del fields["member"]
+        return {"kind": "agent", "host": fields.pop("name"), **fields}
+
+
+def describe_nnodes(min_nodes: int, max_nodes: int) -> str:
+    """Return what --nnodes says."""
+    return f"{min_nodes}" if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host with its ranks; `label` is what people see, and differs between hosts of one name."""
+
+    facts: HostFacts
+    place: Place
+    label: str
+
+    @property
+    def where(self) -> str:
+        """Return its name and address, as in `node-b (10.0.0.2)`."""
+        return f"{self.label} ({self.facts.address})" if self.facts.address else self.label
+
+
+def describe_unfit(facts: Mapping[str, Any]) -> str:
+    """Return a line on a host that has come and cannot run the job; empty for other members."""
+    if facts.get("kind") != UNFIT:
+        return ""
+    return printable(f"{facts.get('host')} has come, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS])
+
+
+def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
+    """Return why these hosts cannot be in one job, in words for the user; empty if they can. The first one leads."""
+    first = hosts[0]
+    for host in hosts:
+        if host.nnodes and first.nnodes and host.nnodes != first.nnodes:
+            return (
+                f"{first.name} ({first.address}) was started with --nnodes {first.nnodes}, and {host.name} "
+                f"({host.address}) with --nnodes {host.nnodes}. Give the same number on all hosts"
+            )
+    seen: dict[int, HostFacts] = {}
+    for host in hosts:
+        if host.node_rank is None:
+            continue
+        if host.node_rank >= max_nodes:
+            return f"{host.name} ({host.address}) came as --node-rank {host.node_rank} of --nnodes {max_nodes}"
+        other = seen.setdefault(host.node_rank, host)
+        if other is not host:
+            return (
+                f"{other.name} ({other.address}) and {host.name} ({host.address}) both came as --node-rank "
+                f"{host.node_rank}. Give each host a number of its own"
+            )
+    return ""
+
+
+def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
+    """Return the hosts in order, with their ranks. Those with a number stand where it says, the others fill the gaps.
+
+    `hosts` is in the order of coming, the first host in front.
+    """
+    numbered = {host.node_rank: host for host in hosts if host.node_rank is not None}
+    rest = iter([host for host in hosts if host.node_rank is None])
+    ordered = [numbered[i] if i in numbered else next(rest, None) for i in range(max([len(hosts), *numbered]) + 1)]
+    chosen = [host for host in ordered if host is not None]
+    world_size = sum(host.num_ranks for host in chosen)
+    in_role: dict[str, int] = {}
+    nodes, first_rank = [], 0
+    labels = name_apart([host.name for host in chosen])
+    for node, host in enumerate(chosen):
+        first_role_rank = in_role.get(host.role, 0)
+        in_role[host.role] = first_role_rank + host.num_ranks
+        place = Place(node, len(chosen), first_rank, host.num_ranks, world_size, first_role_rank, 0)
+        nodes.append(Node(host, place, labels[node]))
+        first_rank += host.num_ranks
+    return [replace(node, place=replace(node.place, role_world_size=in_role[node.facts.role])) for node in nodes]
+
+
+def name_apart(names: Sequence[str]) -> list[str]:
+    """Return names that tell hosts apart: short where that is enough, numbered where two have the same."""
+    short = [name.partition(".")[0] for name in names]
+    chosen = short if len(set(short)) == len(set(names)) else list(names)
+    counts = Counter(chosen)
+    return [name if counts[name] == 1 else f"{name}#{i}" for i, name in enumerate(chosen)]
+
+
+def find_node(nodes: Iterable[Node], ranks: Iterable[int]) -> Node | None:
+    """Return the host on which all these ranks are; None if they are on several."""
+    wanted = set(ranks)
+    return next((node for node in nodes if all(rank in node.place.ranks for rank in wanted)), None)

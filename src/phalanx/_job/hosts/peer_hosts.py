@@ -1,0 +1,159 @@
+"""`PeerHosts` knows an attempt's other hosts: which are there, lost, or have come, and how one is told to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+
+from phalanx._job.agent.elastic_actions import BeginGeneration
+from phalanx._job.agent.environment import Place
+from phalanx._job.agent.failure import Exit
+from phalanx._job.agent.generation import HostSeats, Limits, Seating
+from phalanx._job.hosts.control_channel import Change, ControlChannel
+from phalanx._job.hosts.elastic_hosts import ElasticHosts
+from phalanx._job.hosts.generation_message import generation_to_json
+from phalanx._job.hosts.node_plan import HostFacts, Node, find_node
+from phalanx._job.output.line_prefix import fill
+
+
+class PeerHosts:
+    """`PeerHosts` has the other hosts of one attempt, by member."""
+
+    def __init__(
+        self, channel: ControlChannel, nodes: list[Node], own: Node, host_timeout_s: float, limits: Limits | None = None
+    ) -> None:
+        self.channel = channel
+        self.nodes = nodes
+        self.own = own
+        self.host_timeout_s = host_timeout_s
+        self.limits = limits or Limits(1, len(nodes))
+        self.others = {node.facts.member: node for node in nodes if node is not own}
+        self.lost: dict[int, str] = {}  # member -> why
+        self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
+        self.spares: set[int] = set()  # those of them that were told that they wait for the place of a lost one
+        self.taken_in: dict[int, Change] = {}  # the ones of these that an elastic job has taken in
+
+    @property
+    def own_and_present(self) -> list[Node]:
+        """Return this host and the others that are still there, in the order of their ranks."""
+        return [node for node in self.nodes if node is self.own or node.facts.member in self._present_members]
+
+    @property
+    def _present_members(self) -> set[int]:
+        return self.others.keys() - self.lost.keys()
+
+    @property
+    def present(self) -> list[Node]:
+        return [node for member, node in self.others.items() if member not in self.lost]
+
+    def has_finished(self, member: int, exits: Mapping[int, Exit]) -> bool:
+        """Return whether all ranks of a host have ended well, or it is none of this attempt."""
+        node = self.own if member == self.own.facts.member else self.others.get(member)
+        return node is None or all(seat in exits and not exits[seat].status for seat in node.place.ranks)
+
+    def plan_vote(self, elastic: ElasticHosts, exits: Mapping[int, Exit]) -> tuple[list[int], bool]:
+        """Return the hosts that vote, and whether this one alone has ranks that have not ended well, or never will."""
+        others_have = all(self.has_finished(node.facts.member, exits) for node in self.present)
+        return self.find_voters(elastic.seating, exits), elastic.finished and bool(exits) and others_have
+
+    def find_other(self, rank: int) -> Node | None:
+        """Return the other host that has a rank, if there is one."""
+        return next((node for node in self.present if rank in node.place.ranks), None)
+
+    def find_voters(self, seating: Seating, exits: Mapping[int, Exit]) -> list[int]:
+        """Return the hosts that vote on who leads: those with seats that are there.
+
+        They would lead in this order. A host whose ranks have all ended well stands by last: it does not stand.
+        """
+        there = self._present_members | {self.own.facts.member}
+        members = [host.member for host in seating.hosts if host.member in there]
+        return sorted(members, key=lambda member: self.has_finished(member, exits))
+
+    def name_host(self, ranks: Iterable[int]) -> str:
+        """Return what people call the host of these ranks; empty where they are on several."""
+        node = find_node(self.nodes, ranks)
+        return node.label if node is not None else ""
+
+    def fill_prefix(self, template: str, rank: int) -> str:
+        """Return the text that the user wants before the lines of `rank`."""
+        node = find_node(self.nodes, [rank]) or self.own
+        facts, local_rank = node.facts, rank - node.place.first_rank
+        return fill(template, rank=rank, local_rank=local_rank, role=facts.role, host=facts.name)
+
+    def lose(self, member: int, why: str) -> Node | None:
+        """Take out a host that has gone; None if it was none of this attempt, or is known to have."""
+        node = self.others.get(member)
+        if node is None or member in self.lost:
+            return None
+        self.lost[member] = why
+        return node
+
+    def send_away(self, member: int, conflict: str) -> None:
+        """End the command of a host that has come while the job runs, and cannot be in it."""
+        self.channel.put(member, "end", code=2, why=f"phalanx run: {conflict}.")
+
+    def plan_elastic(self, max_restarts: int | None, restart_count: int) -> ElasticHosts:
+        """Return who decides what becomes of an elastic job on these hosts, of which it has all ranks.
+
+        Restarts of the whole job count as replacements of ranks that are lost.
+        """
+        hosts = [
+            HostSeats(
+                node.facts.member,
+                node.place.first_rank,
+                node.place.num_ranks,
+                frozenset(node.place.ranks),
+                name=node.facts.known_as,
+                role=node.facts.role,
+            )
+            for node in self.nodes
+        ]
+        own = self.own.facts.member
+        max_replacements = None if max_restarts is None else max(0, max_restarts - restart_count)
+        return ElasticHosts(Seating.begin(hosts), max_replacements, self.limits, own, self.host_timeout_s)
+
+    def take_in(self, seats: HostSeats, place: Place) -> Node | None:
+        """Give a host that has come these seats; None if it has gone. `place` has their numbers."""
+        change = self.late.pop(seats.member, None)
+        facts = None if change is None else HostFacts.from_json(change.member, change.facts)
+        if change is None or facts is None:
+            return None
+        self.taken_in[seats.member] = change
+        # a host that comes back is called what it was; and one that has another's name gets a number
+        known = [node for node in self.nodes if node.facts.known_as == facts.known_as]
+        names = {node.label for node in self.nodes}
+        short = facts.name.partition(".")[0]
+        others = (f"{short}#{i}" for i in range(len(names) + 1))
+        if known:
+            label = known[-1].label
+        else:
+            taken = any(name.partition("#")[0] == short for name in names)
+            label = next(name for name in others if name not in names) if taken else short
+        node = Node(facts, place, label)
+        self.nodes = [each for each in self.nodes if not set(each.place.ranks) & set(place.ranks)]
+        self.nodes.append(node)
+        self.others[seats.member] = node
+        return node
+
+
+def tell_start(
+    peers: PeerHosts,
+    node: Node,
+    restart_count: int,
+    run_id: str,
+    run: str,
+    master: tuple[str, int],
+    begun: BeginGeneration | None = None,
+) -> None:
+    """Have another host start its ranks: those of a first generation, or of `begun`."""
+    peers.channel.put(
+        node.facts.member,
+        "start",
+        attempt=restart_count,
+        place=asdict(node.place),
+        run_id=run_id,
+        run=run,
+        master=list(master),
+        first_host=peers.own.where,
+        begun=None if begun is None else generation_to_json(begun),
+    )

@@ -1,0 +1,147 @@
+"""Try whether the hosts reach each other under the addresses that they give, before these are used.
+
+Among up to 33 hosts each tries every other one. Among more it tries some, so that each host is tried from many places.
+
+Each agent answers, at a port of that address, a client's nonce with a proof that only the job's key allows; so an
+address that leads to some other machine (two networks may use the same numbers) does not count. Nothing else can be had
+there. The port is open only while hosts try each other: the first host asks for it when all have come, and it is closed
+before this host's ranks start.
+
+    first host ── answer ──▶ every other one, which opens its port ── answering: port ──▶ first host
+               ── reach: all ports ──▶ every other one, which tries them ── reached: what came back ──▶
+               ── start (or tried, where somebody has gone meanwhile) ──▶ every other one, which closes its port
+
+Any client can have something signed. The signing key is its own (`Key.reach_secret`), and of no use elsewhere.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import hmac
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.control.address import Address, listen
+from phalanx._comm.control.request_server import BACKLOG, RequestServer
+from phalanx._comm.control.route import NoRouteError, find_route
+
+_NONCE_BYTES = 32
+_ANSWER_S = 2.0
+_MOST_TARGETS = 32  # a host tries so many; of more hosts it tries some
+TRY_S = 5.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """`Target` is another host: its number in the job, what people call it, and where it answers."""
+
+    node: int
+    label: str
+    address: str
+    port: int
+
+
+class Responder:
+    """Answers at `address` until `close`; `port` is where. A client that says nothing keeps nobody waiting."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        listener = listen(Address(address, 0), BACKLOG)
+        self.port: int = listener.getsockname()[1]
+
+        def answer(nonce: bytes) -> bytes | None:
+            return _prove(secret, nonce) if len(nonce) == _NONCE_BYTES else None
+
+        self._server = RequestServer(listener, answer, most_bytes=_NONCE_BYTES, name="phalanx-reach")
+
+    def close(self) -> None:
+        """Answer nobody any more: the port is closed when this returns. A second call does nothing."""
+        self._server.close()
+
+
+def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
+    """Return which of `nodes`, in ascending order, host `node` tries: all other hosts, if they are few.
+
+    With more than 32 it tries those that are 1, 2, 4, ... places behind it in the row. So each is tried by as many
+    others, in all parts of the row, and a job of a thousand hosts makes ten thousand trials and not a million.
+    """
+    behind = bisect.bisect_right(nodes, node)
+    num_others = len(nodes) - (behind > 0 and nodes[behind - 1] == node)
+    if num_others <= _MOST_TARGETS:
+        return set(nodes) - {node}
+    return {nodes[(behind + (1 << k) - 1) % len(nodes)] for k in range(num_others.bit_length())}
+
+
+def check_own(address: str) -> None:
+    """Return whether a port can be opened at `address`: whether it is one of this host's.
+
+    Raises:
+        OSError: it cannot.
+    """
+    listen(Address(address, 0), 1).close()
+
+
+def try_all(targets: Sequence[Target], secret: bytes, tell: Callable[[Mapping[int, str]], object]) -> threading.Thread:
+    """Try to reach all `targets`, side by side, in a thread.
+
+    `tell` gets what came back by node, "" where all is well.
+    """
+
+    def work() -> None:
+        results: dict[int, str] = {}
+        threads = [
+            threading.Thread(target=lambda t: results.update({t.node: _try(t, secret)}), args=(target,), daemon=True)
+            for target in targets
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        tell(results)
+
+    thread = threading.Thread(target=work, name="phalanx-try-hosts", daemon=True)
+    thread.start()
+    return thread
+
+
+def _try(target: Target, secret: bytes) -> str:
+    place = Address(target.address, target.port)
+    try:
+        route = find_route(place, Deadline.after(TRY_S))
+    except NoRouteError as error:
+        return "; ".join(error.tried.values())
+    nonce = os.urandom(_NONCE_BYTES)
+    try:
+        with socket.create_connection((route.address.host, route.address.port), _ANSWER_S) as connection:
+            connection.sendall(nonce)
+            answer = _read(connection, hashlib.sha256().digest_size)
+    except OSError as error:
+        return f"a connection, but no answer ({error.strerror or error})"
+    return "" if hmac.compare_digest(answer, _prove(secret, nonce)) else "another machine answers there"
+
+
+def _prove(secret: bytes, nonce: bytes) -> bytes:
+    return hmac.new(secret, b"phalanx reach " + nonce, "sha256").digest()
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (part := connection.recv(size - len(data))):
+        data += part
+    return data
+
+
+def describe(labels: Sequence[str], results: Mapping[int, Mapping[int, str]], targets: Sequence[Target]) -> list[str]:
+    """Return a line for each host that another could not reach: who tried which address, and what came back."""
+    by_node = {target.node: target for target in targets}
+    lines = []
+    for node, answers in sorted(results.items()):  # of a thousand hosts each has tried few
+        for tried, answer in sorted(answers.items()):
+            if answer and (target := by_node.get(tried)) is not None:
+                place = Address(target.address, target.port)
+                lines.append(f"  from {labels[node]} to {target.label} at {place}: {answer}")
+    return lines

@@ -1,0 +1,62 @@
+"""`ReachAnswers` is a host's part in the trial of which hosts reach each other, before any rank starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx._comm.control.key import Key
+from phalanx._job.hosts.control_channel import ControlChannel, ControlMessage
+from phalanx._job.hosts.reach import Responder, Target, try_all
+
+
+class ReachAnswers:
+    """`ReachAnswers` opens a port for the others when the first host asks for it, and tries those of the others.
+
+    Arguments:
+        key: of the job; without one all agents are on one host, and nothing is tried.
+        own: the address under which other hosts reach this one.
+    """
+
+    def __init__(self, channel: ControlChannel, key: Key | None, own: str) -> None:
+        self._channel = channel
+        self._key = key
+        self._own = own
+        self._responder: Responder | None = None
+
+    def hear(self, message: ControlMessage) -> None:
+        """Do what the first host says, if it is about the trial.
+
+        Raises:
+            KeyError, TypeError, ValueError: it makes no sense.
+        """
+        if message.kind in ("start", "end", "tried"):
+            self.close()
+        if self._key is None:
+            return
+        secret = self._key.reach_secret()
+        if message.kind == "answer":
+            self._answer(secret, message.body["trial"])
+        elif message.kind == "reach":
+            targets = [Target(int(n), str(label), str(at), int(port)) for n, label, at, port in message.body["targets"]]
+            trial, first = message.body["trial"], self._channel.first
+            try_all(
+                targets,
+                secret,
+                lambda results: self._channel.put(first, "reached", trial=trial, results=list(results.items())),
+            )
+
+    def _answer(self, secret: bytes, trial: Any) -> None:
+        """Open the port, and tell the first host where it is."""
+        port, problem = 0, ""
+        try:
+            self._responder = self._responder or Responder(self._own, secret)
+            port = self._responder.port
+        except OSError as error:
+            problem = error.strerror or str(error)
+        self._channel.put(self._channel.first, "answering", trial=trial, port=port, problem=problem)
+
+    def close(self) -> None:
+        """Close the port at which other hosts have tried to reach this one, if it is open."""
+        if self._responder is not None:
+            self._responder.close()
+            self._responder = None

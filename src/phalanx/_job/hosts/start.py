@@ -1,0 +1,282 @@
+"""Run a job on several hosts, from this host's agent to its exit code: it is the first host, or comes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from phalanx._base.host_addresses import OwnAddress, find_interface, is_own, own_addresses, resolve
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.connection_guard import connections_allowed
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.key_file import default_path, find_key, make_key
+from phalanx._job.agent.environment import plan_zygote_environment
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.job import opened_host
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.zygote_process import ZygoteProcess
+from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split_endpoint
+from phalanx._job.coordinator.service import Service
+from phalanx._job.hosts.control_channel import ControlChannel, Notices
+from phalanx._job.hosts.first_host import Joined, join_first_host, join_leader
+from phalanx._job.hosts.forward import Forward
+from phalanx._job.hosts.gather import Gathering
+from phalanx._job.hosts.job_spec import KEY, JobSpec
+from phalanx._job.hosts.join_job import follow
+from phalanx._job.hosts.lead import lead
+from phalanx._job.hosts.remote_calls import fetch_outcomes
+from phalanx._job.hosts.succession.lead_guard import LeadGuard
+from phalanx._job.hosts.succession.moved_job import JobMovedError, point_to
+from phalanx._job.hosts.succession.witness.witness import Witness
+from phalanx.errors import AuthenticationError, CoordinationError, LaunchError, PhalanxError
+
+_CONNECTIONS_OF_HOST = 2
+
+
+def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: Joined | None = None) -> int:
+    """Run this host's part of the job to its end; returns the exit code. `joined` is what `phalanx join` has found.
+
+    Raises:
+        LaunchError: hosts cannot meet: no key, an address that is not ours, nobody there, or not enough in time.
+    """
+    rendezvous = plan.settings.rendezvous
+    assert rendezvous is not None
+    if joined is None and decide_lead(rendezvous):
+        with contextlib.ExitStack() as stack:
+            notices = Notices()
+            key = Key.generate() if rendezvous.is_local else find_or_make_key(plan, rendezvous)
+            opened = _open_service(plan, rendezvous, key, notices)
+            if opened is not None:
+                stack.enter_context(opened[0])
+                return _lead(plan, zygote, signals, key, notices, *opened)
+    with opened_host(plan, zygote, signals, lambda display: Forward()) as host:
+        return _follow(plan, rendezvous, host, joined or join_first_host(plan, rendezvous, host))
+
+
+def decide_lead(rendezvous: Rendezvous) -> bool:
+    """Return whether this host is the first."""
+    if rendezvous.leads is not None:
+        return rendezvous.leads
+    return is_own(split_endpoint(rendezvous.endpoint, 0)[0])
+
+
+def _lead(
+    plan: JobPlan,
+    zygote: ZygoteProcess,
+    signals: int,
+    key: Key,
+    notices: Notices,
+    service: Service,
+    advertised: list[OwnAddress],
+) -> int:
+    rendezvous = plan.settings.rendezvous
+    assert rendezvous is not None
+    port = service.address.port if service.address is not None else 0
+    endpoints = _endpoints(rendezvous, advertised, port)
+    with opened_host(plan, zygote, signals) as host:
+        with _first_member(plan, rendezvous, service, notices, endpoints) as channel:
+            gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port)
+            if not rendezvous.is_local:
+                witness = Witness(rendezvous.witness, key, os.urandom(8).hex()) if rendezvous.witness else None
+                gathering.guard = LeadGuard(channel, service.coordinator.followers, rendezvous.host_timeout_s, witness)
+
+            def fetch(code: int) -> None:
+                if plan.verdict:
+                    _fetch_outcomes(service, plan.verdict, code)
+
+            try:
+                return lead(plan, host, gathering, service.local, before_end=fetch)
+            except JobMovedError as moved:
+                leader = moved.address
+        host.display.say(
+            f"phalanx run: this job goes on already, and the host at {leader} leads it: this host joins it there"
+        )
+        host.pump.viewer = Forward()
+        joined = join_leader(host, (leader, *endpoints), key, rendezvous.join_timeout_s)
+        return _follow(plan, rendezvous, host, joined, lambda address: point_to(service.local, address))
+
+
+def _follow(
+    plan: JobPlan,
+    rendezvous: Rendezvous,
+    host: HostResources,
+    joined: Joined,
+    on_moved: Callable[[str], object] = lambda address: None,
+) -> int:
+    """Call `follow` where the job is led, however often it has moved meanwhile."""
+    while True:
+        environment = joined.job_spec.plan_environment(plan.environment, plan.settings.env)
+        if environment != plan.environment:
+            plan = replace(plan, environment=environment)
+            host.zygote = host.zygote.start_in(plan_zygote_environment(environment, plan.placement.threads))
+        try:
+            return follow(plan, rendezvous, host, joined, on_moved)
+        except JobMovedError as moved:
+            host.display.say(f"phalanx run: the host at {moved.address} leads this job: this host joins it there")
+            endpoints = (moved.address, *joined.job_spec.endpoints)
+            joined = join_leader(host, endpoints, joined.key, rendezvous.join_timeout_s)
+
+
+def _endpoints(rendezvous: Rendezvous, advertised: list[OwnAddress], port: int) -> tuple[str, ...]:
+    """Return where hosts look for the job: where they were told, or where this host could be reached."""
+    if rendezvous.is_local:
+        return ()
+    if rendezvous.endpoint and not rendezvous.endpoint.startswith(":"):
+        return (rendezvous.endpoint, *rendezvous.more_endpoints)
+    return tuple(join_endpoint(own.address, port) for own in advertised)
+
+
+def _fetch_outcomes(service: Service, verdict: str, code: int) -> None:
+    try:
+        with Client(service.local) as client:
+            fetch_outcomes(client, os.path.dirname(verdict))
+    except (PhalanxError, OSError) as error:
+        if code == 0:  # else the caller is told of the failure, which says more
+            raise LaunchError(f"phalanx run: what the ranks of other hosts returned did not come: {error}") from error
+
+
+@contextlib.contextmanager
+def _first_member(
+    plan: JobPlan, rendezvous: Rendezvous, service: Service, notices: Notices, endpoints: tuple[str, ...] = ()
+) -> Iterator[ControlChannel]:
+    if rendezvous.announce is not None:
+        rendezvous.announce(service.local)
+    client = Client(service.local)
+    # In this order: others join once the job spec is there, and this agent hears only of those that join after it.
+    client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
+    service.keep(client)
+    channel = ControlChannel(client, notices)
+    try:
+        client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environment, endpoints).to_bytes())
+        yield channel
+    finally:
+        channel.close()
+
+
+def _find_shortage(num_hosts: int) -> str:
+    """Return why the coordinator cannot hold the connections of so many hosts, in the words for the user, if it can't.
+
+    Each other host has two: that of its agent, and that of its ranks.
+    """
+    needed, allowed = _CONNECTIONS_OF_HOST * (num_hosts - 1), connections_allowed()
+    if needed <= allowed:
+        return ""
+    return (
+        f"{num_hosts} hosts need {needed} connections to this one, and no more than {allowed} are allowed here (three "
+        f"quarters of the limit of open files). Raise that to {4 * -(-needed // 3)} or more on this host: "
+        f"`ulimit -Hn`, LimitNOFILE= of a service, --ulimit nofile= of a container; or start fewer hosts."
+    )
+
+
+def _open_service(
+    plan: JobPlan, rendezvous: Rendezvous, key: Key, notices: Notices
+) -> tuple[Service, list[OwnAddress]] | None:
+    """Return the coordinator of the job, and the addresses where others find it.
+
+    None where this host was to find out whether it is the first, and a process that listens at the endpoint already is:
+    torchrun's line, typed twice on one host, is a job of two agents.
+    """
+    if rendezvous.is_local:
+        service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.put_refusal)
+        return service, [OwnAddress("127.0.0.1", "lo")]
+    if problem := _find_shortage(rendezvous.min_nodes):
+        raise LaunchError(f"phalanx run: {problem}", exit_code=2)
+    problems = []
+    for endpoint in (rendezvous.endpoint, *rendezvous.more_endpoints):
+        bind, advertised = decide_addresses(replace(rendezvous, endpoint=endpoint))
+        try:
+            service = Service(
+                bind, key, job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.put_refusal
+            )
+        except CoordinationError as error:
+            if error.reason == "taken" and rendezvous.leads is None:
+                return None
+            problems.append(f"phalanx run: {error}")
+        else:
+            return service, advertised
+    raise LaunchError("\n".join(problems), exit_code=2)
+
+
+def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
+    """Return the job's key, as it was given or lies on this host; else a new one of the user's, in the usual place.
+
+    Raises:
+        LaunchError: there is one that may not be used, or none can be made.
+    """
+    try:
+        if rendezvous.key is not None:
+            return Key.parse(rendezvous.key)
+        key = find_key(plan.settings.key_file, plan.environ)
+        if key is None:
+            path = default_path(plan.environ)
+            key, is_new = make_key(path)
+            if is_new:
+                from phalanx._job.output.text import show
+
+                show(
+                    2,
+                    f"phalanx run: made a key, {path}: only hosts that have it get in. Copy it to the other hosts "
+                    "(mode 600), or type it there when you are asked: `phalanx key --print` shows it.",
+                )
+        return key
+    except (AuthenticationError, ValueError) as error:
+        raise LaunchError(f"phalanx run: {error}", exit_code=2) from None
+
+
+def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
+    """Return where the coordinator listens, and the addresses of this host that others may try, likeliest first.
+
+    Raises:
+        LaunchError: the host that was named is not this one, or this one has no address.
+    """
+    addresses = own_addresses()
+    far = [own for own in addresses if own.is_global] or [own for own in addresses if not own.is_loopback]
+    host, port = "", 0
+    if rendezvous.endpoint.startswith(":"):
+        port = int(rendezvous.endpoint[1:])
+    elif rendezvous.endpoint:
+        host, port = split_endpoint(rendezvous.endpoint, 0)
+    if rendezvous.local_addr and not host:
+        host = rendezvous.local_addr
+    if host:
+        if not is_own(host):
+            found = ", ".join(resolve(host)) or "nothing"
+            own = ", ".join(each.address for each in addresses) or "none"
+            raise LaunchError(
+                f"phalanx run: this host is to be the first, at {host}, and that is none of its addresses: {host} "
+                "leads "
+                f"to {found}, and here are {own}. Give an address of this host; or --node-rank, where each host has "
+                "one.",
+                exit_code=2,
+            )
+        theirs = resolve(host) or [host]
+        chosen = [own for own in addresses if own.address in theirs]
+        # A name that leads to the loopback here (Debian's 127.0.1.1) leads others to an address that they can reach.
+        if host != "localhost" and not _is_address(host) and all(own.is_loopback for own in chosen) and far:
+            return f":{port}", far
+        return join_endpoint(host, port), chosen or [OwnAddress(theirs[0], find_interface(theirs[0]))]
+    if len(far) == 1:
+        return join_endpoint(far[0].address, port), far
+    if not far:
+        raise LaunchError(
+            "phalanx run: --nnodes: this host has no address that others could reach (`ip address` shows only the "
+            "loopback interface). Connect it, or try it out on this host alone: --rdzv-backend c10d --rdzv-endpoint "
+            "localhost:29400 in two shells.",
+            exit_code=2,
+        )
+    return f":{port}", far
+
+
+def _is_address(host: str) -> bool:
+    return any(family_says(host) for family_says in (_is_v4, _is_v6))
+
+
+def _is_v4(host: str) -> bool:
+    return host.count(".") == 3 and host.replace(".", "").isdecimal()
+
+
+def _is_v6(host: str) -> bool:
+    return ":" in host

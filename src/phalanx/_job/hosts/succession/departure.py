@@ -1,0 +1,127 @@
+"""`Departure` lets the host that leads an elastic job leave it when it is told to (SIGTERM), and has another one lead.
+
+SIGTERM ──2 s──┬─ all other hosts are told, too ──► the job ends
+               └─ they are not ──► the ranks of this host finish their step and end ──► another host is elected
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from phalanx._job.hosts.elastic_hosts import ElasticHosts
+from phalanx._job.hosts.node_plan import Node
+from phalanx._job.hosts.peer_hosts import PeerHosts
+from phalanx._job.hosts.succession.lead_guard import LeadGuard
+from phalanx._job.output.display import Display
+
+if TYPE_CHECKING:
+    from phalanx._job.agent.attempt import Attempt
+
+LEAVE = {"kind": "leave"}  # what the ranks of a host that leaves are told
+_SETTLE_S = 2.0  # a scheduler that ends a job has told all of its hosts within this time
+_SEND_S = 2.0
+
+
+class Departure:
+    """`Departure` follows one attempt; its stages are stays, asked, then leaves and left, or ends (the job does).
+
+    Arguments:
+        let_go: lets another host leave, and returns whether the others go on without it.
+    """
+
+    def __init__(
+        self,
+        peers: PeerHosts,
+        elastic: ElasticHosts,
+        guard: LeadGuard,
+        display: Display,
+        let_go: Callable[[Node], bool],
+    ) -> None:
+        self._peers = peers
+        self._elastic = elastic
+        self._guard = guard
+        self._display = display
+        self._let_go = let_go
+        self._stage = "stays"
+        self._told: set[int] = set()  # the members at which a SIGTERM has come as well
+        self.due: float | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """Return whether this host is in the job no more, and another one is to lead."""
+        return self._stage == "left"
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether the others go on without the ranks of this host."""
+        return self._stage in ("leaves", "left")
+
+    def ask(self, attempt: Attempt) -> bool:
+        """Process a SIGTERM that has come at this host; return whether it may leave: otherwise the job ends."""
+        may_be_led = self._guard.is_begun and self._guard.may_go_on_with(len(self._peers.present))
+        is_possible = attempt.state.phase == "running" and self._elastic.active and may_be_led
+        if self._stage != "stays" or not is_possible:
+            return False
+        self._stage, self.due = "asked", time.monotonic() + _SETTLE_S
+        self._display.say(
+            f"phalanx run: SIGTERM: this host leaves, unless all others are told to end within {_SETTLE_S:g} s, too "
+            "(again: stop the job)"
+        )
+        return True
+
+    def hear(self, node: Node) -> bool:
+        """Process a SIGTERM that has come at another host; return whether it waits for what becomes of this one."""
+        if self._stage == "asked":
+            self._told.add(node.facts.member)
+        return self._stage == "asked"
+
+    def go_on(self, attempt: Attempt) -> None:
+        if self._stage == "asked":
+            is_told_everywhere = all(node.facts.member in self._told for node in self._peers.present)
+            if is_told_everywhere or (self.due is not None and time.monotonic() >= self.due):
+                self.due = None
+                self._decide(attempt)
+        elif self._stage == "leaves" and attempt.state.phase == "running" and self._may_hand_over(attempt):
+            self._hand_over()
+
+    def _decide(self, attempt: Attempt) -> None:
+        """Leave, if enough hosts stay of which one can lead; otherwise end the job."""
+        told = [node for node in self._peers.present if node.facts.member in self._told]
+        is_led_on = self._guard.has_standbys  # a host that stands by may have had to begin anew, after a loss
+        if (
+            is_led_on
+            and self._guard.may_go_on_with(len(self._peers.present) - len(told))
+            and all(map(self._let_go, told))
+        ):
+            attempt.hear_ranks()
+            own = self._peers.own
+            actions = self._elastic.on_host_leaves(own.facts.member, own.where, time.monotonic())
+            if actions is not None:
+                self._stage = "leaves"
+                attempt.do_elastic(actions)
+                for rank in attempt.place.ranks:
+                    attempt.links.send(rank, LEAVE)
+                self._display.say(
+                    "phalanx run: the ranks of this host finish their step and end; the others go on, and one of their "
+                    "hosts leads them (SIGTERM again: stop the job)"
+                )
+                return
+        self._stage = "ends"
+        attempt.on_signal(signal.SIGTERM)
+
+    def _may_hand_over(self, attempt: Attempt) -> bool:
+        """Return whether nothing needs this host any more: its ranks have ended, and the others train without them."""
+        ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # before this host was told to leave
+        if attempt.ranks.processes.pids.items() - ended or not self._guard.has_standbys:
+            return False
+        return self._elastic.is_waiting or self._elastic.is_regrouped
+
+    def _hand_over(self) -> None:
+        self._stage = "left"
+        self._guard.hand_over()
+        self._peers.channel.put(-1, "hands over")
+        self._peers.channel.flush(_SEND_S)
+        self._display.say("phalanx run: this host has left the job, which goes on on the others")

@@ -1,0 +1,77 @@
+"""These functions write and read what the agents of a job say to each other about the succession."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx._job.hosts.succession.config import Config, Electorate, Term
+from phalanx._job.hosts.succession.voter import Accepted, Promised, Refused, Reply
+
+
+def config_to_json(config: Config) -> dict[str, Any]:
+    """Return it as plain data."""
+    return {
+        "term": list(config.term),
+        "version": config.version,
+        "primary": config.primary,
+        "standbys": list(config.standbys),
+        "electorates": [[sorted(each.voters), each.casting] for each in config.electorates],
+        "addresses": [list(each) for each in config.addresses],
+    }
+
+
+def config_from_json(fields: Mapping[str, Any]) -> Config:
+    """Read what `config_to_json` wrote.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    electorates = [Electorate(frozenset(map(int, voters)), int(casting)) for voters, casting in fields["electorates"]]
+    if not electorates:
+        raise ValueError("a config without an electorate")
+    return Config(
+        term_from_json(fields["term"]),
+        int(fields["version"]),
+        int(fields["primary"]),
+        tuple(map(int, fields["standbys"])),
+        tuple(electorates),
+        tuple((int(member), str(address)) for member, address in fields["addresses"]),
+    )
+
+
+def term_from_json(fields: Any) -> Term:
+    """Read a term.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    count, member = fields
+    return int(count), int(member)
+
+
+def reply_to_json(reply: Reply) -> dict[str, Any]:
+    """Return it as plain data."""
+    body: dict[str, Any] = {"voter": reply.voter, "term": list(reply.term)}
+    if isinstance(reply, Accepted):
+        return {**body, "reply": "accepted", "version": reply.version}
+    if isinstance(reply, Promised):
+        newest = None if reply.newest is None else config_to_json(reply.newest)
+        return {**body, "reply": "promised", "newest": newest}
+    return {**body, "reply": "refused"}
+
+
+def reply_from_json(fields: Mapping[str, Any]) -> Reply:
+    """Read what `reply_to_json` wrote.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    voter, term = int(fields["voter"]), term_from_json(fields["term"])
+    if fields["reply"] == "accepted":
+        return Accepted(voter, term, int(fields["version"]))
+    if fields["reply"] == "promised":
+        return Promised(voter, term, None if fields["newest"] is None else config_from_json(fields["newest"]))
+    if fields["reply"] == "refused":
+        return Refused(voter, term)
+    raise ValueError("no reply of a voter")

@@ -1,0 +1,54 @@
+"""An election results in an `Elected`, which all hosts are told, and in an `Office`, which the elected host has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx._job.coordinator.service import Service
+from phalanx._job.hosts.succession.primary import Primary
+from phalanx._job.hosts.succession.voter import Voter
+from phalanx._job.hosts.succession.witness.witness import Witness
+
+
+@dataclass(frozen=True)
+class Elected:
+    """An `Elected` is the leader that the hosts have agreed on, and the place of its coordinator."""
+
+    member: int
+    address: str
+    epoch: bytes
+    master_port: int  # MASTER_PORT of the ranks
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "member": self.member,
+            "address": self.address,
+            "epoch": self.epoch.hex(),
+            "master_port": self.master_port,
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Elected:
+        epoch = bytes.fromhex(fields["epoch"])
+        return cls(int(fields["member"]), str(fields["address"]), epoch, int(fields["master_port"]))
+
+
+@dataclass(frozen=True)
+class Office:
+    """An `Office` is the coordinator's service of an elected host, its part in the succession, and what was under way.
+
+    leader_state: what the leader that was had decided, as `LeaderState` writes it.
+    unread: messages to it, with their senders.
+    gone: the members that had gone before, and why.
+    witness: of the job, if it has one.
+    """
+
+    leader_state: bytes
+    service: Service
+    primary: Primary
+    voter: Voter
+    unread: list[tuple[int, bytes]]
+    gone: Mapping[int, str]
+    witness: Witness | None

@@ -1,0 +1,63 @@
+"""The `Primary` coordinates: it changes who votes and who follows, as far as the voters agree. It is pure data.
+
+final ── change ──► joint: both the old voters and the new ones decide ── settle ──► final
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from phalanx._job.hosts.succession.config import Config, Term
+from phalanx._job.hosts.succession.voter import Accepted, Refused, Reply
+
+
+@dataclass(frozen=True)
+class Primary:
+    """A `Primary` has a config in force, `committed`; `proposed` replaces it once enough accept it (`accepted_by`)."""
+
+    committed: Config
+    proposed: Config | None = None
+    accepted_by: frozenset[int] = frozenset()
+    deposed_by: Term | None = None
+
+    @property
+    def newest(self) -> Config:
+        """Return the last config that was proposed or committed."""
+        return self.proposed or self.committed
+
+    @property
+    def required_standbys(self) -> frozenset[int]:
+        """Return the members that must have a change before it is granted."""
+        return frozenset(self.committed.standbys) | frozenset(self.newest.standbys)
+
+    @property
+    def electors(self) -> frozenset[int]:
+        """Return the members that have to accept what is proposed."""
+        return self.newest.voters
+
+    def change(self, voters: Collection[int], standbys: tuple[int, ...]) -> Primary:
+        """Propose other voters and standbys; only while nothing is proposed and the last change is complete."""
+        assert self.proposed is None
+        assert not self.committed.is_joint
+        return self._propose(self.committed.with_voters(voters, standbys))
+
+    def settle(self) -> Primary:
+        """Propose the end of a change whose joint config is committed."""
+        assert self.proposed is None
+        assert self.committed.is_joint
+        return self._propose(self.committed.final())
+
+    def _propose(self, config: Config) -> Primary:
+        return replace(self, proposed=config, accepted_by=frozenset())
+
+    def hear(self, reply: Reply) -> Primary:
+        if isinstance(reply, Refused) and reply.term > self.committed.term:
+            return replace(self, deposed_by=max(reply.term, self.deposed_by or reply.term))
+        proposed = self.proposed
+        if not isinstance(reply, Accepted) or proposed is None or (reply.term, reply.version) != proposed.stamp:
+            return self
+        accepted_by = self.accepted_by | {reply.voter}
+        if proposed.is_decided_by(accepted_by):
+            return replace(self, committed=proposed, proposed=None, accepted_by=frozenset())
+        return replace(self, accepted_by=accepted_by)

@@ -1,0 +1,132 @@
+"""A `Standby` has all that a coordinator on another host has acknowledged, and can go on from it.
+
+    the coordinator ──the whole state, then what changes──► thread ──► copy
+                  ◄──────────FOLLOWED: all up to here─────────┘
+
+After a cut of the connection the state is sent anew; until it is there whole, the copy stays as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from phalanx._base.ipc.wakeup import Wakeup
+from phalanx._comm.control.connection_guard import cut
+from phalanx._comm.control.dealer import EPOCH_BYTES, EVENTS, open_dealer
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.wire import Message, Op, Status, WireError, pack, unpack
+from phalanx._job.coordinator.journal import unpack_entries
+from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
+
+_NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
+_AGAIN_S = 0.5  # if a part of the state is missing, it is requested again after so long
+
+
+class Standby:
+    """A `Standby` is a thread that follows the coordinator at `endpoint` until `stop`.
+
+    Arguments:
+        ticket: tells the coordinator which standby this is.
+        on_whole: is called once, in the thread, when the whole state is here.
+    """
+
+    def __init__(self, endpoint: str, key: Key | None, ticket: bytes, on_whole: Callable[[], object]) -> None:
+        self._ticket = ticket
+        self._on_whole = on_whole
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._dealer = open_dealer(self._context, key)
+        self._monitor = self._dealer.get_monitor_socket(EVENTS)
+        self._dealer.connect(endpoint)
+        self._wakeup = Wakeup()
+        self._copy: ReplicatedCoordinator | None = None
+        self._next_copy: ReplicatedCoordinator | None = None  # the copy that the state under way is read into
+        self._expected = 1  # number of the next message; 0: a part is missing
+        self._asked_at = 0.0
+        self._was_connected = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="phalanx-standby", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> ReplicatedCoordinator | None:
+        """Stop following; return the copy, or None if there is no complete one. A second call returns the same."""
+        if not self._stopping:
+            self._stopping = True
+            self._wakeup.ring()
+            self._thread.join()
+            self._wakeup.close()
+        return self._copy
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._dealer, self._monitor, self._wakeup):
+            poller.register(each, _POLLIN)
+        try:
+            self._ask()
+            while not self._stopping:
+                ready = {each for each, _ in poller.poll(int(_AGAIN_S * 1000))}
+                if self._monitor in ready:
+                    self._read_events()
+                if self._dealer in ready:
+                    self._read()
+                if not self._expected and time.monotonic() - self._asked_at > _AGAIN_S:
+                    self._ask()
+        finally:
+            self._dealer.disable_monitor()
+            self._monitor.close(0)
+            self._context.destroy(linger=0)
+
+    def _ask(self) -> None:
+        self._asked_at = time.monotonic()
+        self._put(pack(Op.FOLLOW, 0, self._ticket))
+
+    def _put(self, message: bytes) -> None:
+        with contextlib.suppress(zmq.Again):  # the connection is cut: the state is asked for when it is there again
+            self._dealer.send_multipart(cut(message), _NOBLOCK)
+
+    def _read_events(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = int.from_bytes(self._monitor.recv_multipart(_NOBLOCK)[0][:2], "little")
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    if self._was_connected:  # again: what was under way is lost
+                        self._ask()
+                    self._was_connected = True
+
+    def _read(self) -> None:
+        followed = b""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frame = b"".join(self._dealer.recv_multipart(_NOBLOCK))
+                try:
+                    for message in unpack(frame[EPOCH_BYTES:]):
+                        if message.what == Status.JOURNAL:
+                            followed = self._replay(message) or followed
+                except (WireError, IndexError):
+                    self._expected, self._next_copy = 0, None
+        if followed:
+            self._put(pack(Op.FOLLOWED, 0, self._ticket, followed))
+
+    def _replay(self, message: Message) -> bytes:
+        """Apply a message; return the number of the batch whose last message it is, or None."""
+        _, number, (batch, entries) = message
+        if number == 1:
+            self._next_copy, self._expected = ReplicatedCoordinator(), 1
+        copy = self._next_copy or self._copy
+        if copy is None or number != self._expected:
+            self._expected, self._next_copy = 0, None
+            return b""
+        self._expected += 1
+        now = time.monotonic()
+        for entry in unpack_entries(entries):
+            copy.replay(entry, now)
+        if batch and copy is self._next_copy:
+            is_first = self._copy is None
+            self._copy, self._next_copy = copy, None
+            if is_first:
+                self._on_whole()
+        return batch

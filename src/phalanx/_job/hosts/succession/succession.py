@@ -1,0 +1,321 @@
+"""`Succession` names who would take over, and asks a majority before the leader goes on without a host.
+
+    hosts of the generation ──► standbys are asked to follow the journal ──► a config that all hosts vote on
+    a host is lost ──► a config without it ──agreed on──► the others go on
+
+What is agreed on, and when, is `phalanx._job.hosts.succession`; here are the messages, which are repeated until they
+are answered, and the standbys. Nothing here waits.
+
+The leader changes nothing before a majority has answered to what is in force: one that hears nobody, and is still
+heard, would take from the others who could take over. If a standby that was not elected has asked for votes in a later
+term, the leader is elected once more, in one that is later still.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from phalanx._base.ipc.wakeup import Mailbox
+from phalanx._job.coordinator.followers import Followers
+from phalanx._job.hosts.control_channel import ControlChannel
+from phalanx._job.hosts.succession.candidate import Candidate
+from phalanx._job.hosts.succession.config import Config, Stamp, Term
+from phalanx._job.hosts.succession.message import config_to_json, reply_from_json
+from phalanx._job.hosts.succession.primary import Primary
+from phalanx._job.hosts.succession.voter import Accepted, Reply, Voter
+from phalanx._job.hosts.succession.witness.calls import WitnessCalls
+from phalanx._job.hosts.succession.witness.witness import WITNESS
+
+FEWEST_VOTERS = 3  # of two voters, neither is a majority without the first host
+_MOST_STANDBYS = 2
+_NOTHING: Stamp = ((0, -1), -1)  # it comes before every config
+_ASK_AGAIN_S = 5.0  # after which a host that held the others up may stand by again
+_AGAIN_S = 0.3  # after which a proposal is repeated to those that have not answered
+_LONGEST_PAUSE_S = 0.3  # before it asks for votes once more: another host that does so is to have its turn
+_HELD: frozenset[bytes] = frozenset([b"nobody"])  # no standby has this ticket: everything is held back
+
+
+class Succession:
+    """The succession as the leader sees to it.
+
+    Arguments:
+        followers: of the coordinator of this host.
+        witness: has a vote as a host has; `close` ends it.
+        primary, voter: those of a host that was elected; without them this host is the first, alone until `want`.
+    """
+
+    def __init__(
+        self,
+        channel: ControlChannel,
+        followers: Followers,
+        witness: WitnessCalls | None = None,
+        primary: Primary | None = None,
+        voter: Voter | None = None,
+    ) -> None:
+        self._channel = channel
+        self._followers = followers
+        self._primary = primary or Primary(Config.begin(channel.member))
+        self._voter = voter or Voter(channel.member)
+        self._witness = witness
+        # they are in the order of hosts
+        self._wanted: tuple[int, ...] = tuple(sorted(self._primary.committed.newest_voters))
+        self._tickets: dict[int, bytes] = {}  # the tickets of the standbys that were asked
+        self._addresses: dict[int, str] = {}  # the addresses of those that follow
+        self._stalled: Mailbox[bytes] = Mailbox()
+        self._proposed_at = 0.0
+        self._accepted: dict[int, Stamp] = {}  # by host: the newest config that it is known to have accepted
+        self._present: set[int] | None = None  # who has answered since a change was wanted; None: none is
+        self._candidate: Candidate | None = None  # while this leader is elected once more
+        self.stands_since: float | None = None
+        self._stand_at = 0.0  # when it asks for votes in the next term
+        self._told: tuple[int, ...] = ()  # the standbys that were returned last
+        self._ask_at: float | None = None  # when a standby that was late is asked again
+        self.due: float | None = None
+        self._is_handed_over = self._is_released = False
+        followers.leader = channel.member
+        followers.on_stalled = self._stalled.put
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Return descriptors that are readable when `receive` has something to do."""
+        return (self._stalled.fileno(), *(() if self._witness is None else (self._witness.fileno(),)))
+
+    @property
+    def is_deposed(self) -> bool:
+        """Return whether another host has been elected, or has been proposed to those that elect."""
+        return self._candidate is not None and not self._candidate.is_eligible
+
+    def take_standbys(self) -> tuple[int, ...] | None:
+        """Return who takes over if this host is lost, in order, if that has changed since the last call.
+
+        It has not changed before every host knows it: who does not would not know whom to vote for.
+        """
+        config = self._primary.committed
+        if not config.standbys and not config.is_joint:
+            self._told = ()  # the same ones are told again, once they can take over again
+        if not self.has_standbys or config.standbys == self._told:
+            return None
+        self._told = config.standbys
+        return config.standbys
+
+    @property
+    def has_standbys(self) -> bool:
+        """Return whether a host takes over if this one is lost, and all hosts know which one."""
+        config, is_elected = self._primary.committed, self._candidate is None
+        return is_elected and not config.is_joint and bool(config.standbys) and not self._find_behind(config)
+
+    @property
+    def polling_places(self) -> tuple[str, ...]:
+        """Return the addresses at which the standbys say whether they were elected."""
+        return tuple(address for _, address in self._primary.committed.addresses)
+
+    def has_left(self, member: int) -> bool:
+        """Return whether a majority has agreed to go on without this host, if it had a vote."""
+        return member not in self._primary.committed.newest_voters
+
+    def describe_lack(self) -> str:
+        """Return what lacks for a majority, in words."""
+        electorate = self._primary.newest.electorates[0]
+        voters, needed = electorate.voters, electorate.fewest_with(self._channel.member)
+        heard = self._primary.accepted_by if self._candidate is None else self._candidate.promised_by
+        others = frozenset() if self.is_deposed else heard | (self._present or set())
+        agreed = voters & (others | {self._channel.member})
+        hosts = f"{len(agreed - {WITNESS})} of the {len(voters - {WITNESS})} hosts that were in the job together"
+        if WITNESS not in voters:
+            return f"{hosts}, of which {needed} are needed"
+        return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness: of these, {needed} are needed"
+
+    def want(self, members: Collection[int]) -> None:
+        """Have these hosts vote, and some of them stand by; this one is among them."""
+        is_witnessed = self._witness is not None and len(members) > 1
+        self._wanted = (*members, *((WITNESS,) if is_witnessed else ()))
+        for member in set(self._tickets) - set(members):
+            self._forget(member)
+        others = [member for member in members if member != self._channel.member]
+        for member in others[: self._num_standbys]:
+            if member not in self._tickets:
+                self._tickets[member] = os.urandom(16)
+                term = list(self._primary.committed.term)
+                witness = None if self._witness is None else self._witness.witness.to_json()
+                self._channel.put(member, "stand by", ticket=self._tickets[member].hex(), term=term, witness=witness)
+        self._advance()
+
+    @property
+    def _num_standbys(self) -> int:
+        return min((len(self._wanted) - 1) // 2, _MOST_STANDBYS)
+
+    def on_standby(self, member: int, ticket: str, address: str) -> None:
+        """Hear that a host has the whole state, and where it answers if it takes over."""
+        if self._tickets.get(member) == bytes.fromhex(ticket):
+            self._addresses[member] = address
+            self._advance()
+
+    def hear(self, member: int, body: Mapping[str, Any]) -> None:
+        """Hear what a host says to a proposal.
+
+        Raises:
+            KeyError, TypeError, ValueError: it makes no sense.
+        """
+        reply = reply_from_json(body)
+        if reply.voter == member:
+            self._count(reply)
+            self._advance()
+
+    def _count(self, reply: Reply) -> None:
+        if isinstance(reply, Accepted):
+            self._accepted[reply.voter] = max((reply.term, reply.version), self._accepted.get(reply.voter, _NOTHING))
+            if self._present is not None and reply.term == self._primary.committed.term:
+                self._present.add(reply.voter)
+        if self._candidate is not None:
+            self._candidate = self._candidate.hear(reply)
+        else:
+            self._primary = self._primary.hear(reply)
+
+    def receive(self) -> list[str]:
+        """Do without standbys that hold the others up, and repeat what was not answered; return lines for the user."""
+        notices = []
+        for said in () if self._witness is None else self._witness.take():
+            if isinstance(said, str):
+                notices.append(said)
+            else:
+                self._count(said)
+        for ticket in self._stalled.take():
+            for member in [member for member, known in self._tickets.items() if known == ticket]:
+                self._forget(member)
+                self._ask_at = time.monotonic() + _ASK_AGAIN_S
+        if self._ask_at is not None and time.monotonic() >= self._ask_at:
+            self._ask_at = None
+            self.want([member for member in self._wanted if member != WITNESS])
+        self._advance()
+        return notices
+
+    def _forget(self, member: int) -> None:
+        self._tickets.pop(member)
+        self._addresses.pop(member, None)
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        if self._is_released:
+            self._followers.required, self.due = frozenset(), None
+            return
+        if self._primary.deposed_by is not None and self._candidate is None:
+            self._stand(self._primary.deposed_by, now)
+        if self._candidate is not None:
+            self._go_on_standing(self._candidate, now)
+        while self._candidate is None and self._primary.proposed is None and self._propose():
+            pass
+        required = self._primary.required_standbys - {self._channel.member}
+        tickets = frozenset(self._tickets.get(member, b"gone") for member in required)
+        self._followers.required = tickets if self._candidate is None else _HELD
+        self._followers.voters = self._primary.committed.voters | self._primary.newest.voters
+        asked = self._find_asked()
+        if asked and now >= self._proposed_at + _AGAIN_S:
+            self._proposed_at = now
+            self._ask(asked)
+        self.due = self._proposed_at + _AGAIN_S if asked else self._ask_at
+
+    def _find_asked(self) -> list[int]:
+        """Return the voters that have yet to answer what is asked now."""
+        others = sorted(self._primary.newest.voters - {self._channel.member})
+        if self._candidate is not None:
+            heard = self._candidate.promised_by if self._candidate.proposed is None else self._candidate.accepted_by
+            return [member for member in sorted(self._candidate.electors) if member not in heard]
+        if self._primary.proposed is None and self._present is not None:
+            return [member for member in others if member not in self._present]
+        return self._find_behind(self._primary.newest)
+
+    def _ask(self, members: Collection[int]) -> None:
+        candidate = self._candidate
+        asked = self._primary.newest if candidate is None else candidate.proposed or candidate.term
+        for member in members:
+            if member == WITNESS and self._witness is not None:
+                self._witness.ask(asked)
+            elif isinstance(asked, Config):
+                self._channel.put_datagram(member, kind="propose", config=config_to_json(asked))
+            else:
+                self._channel.put_datagram(member, kind="solicit", term=list(asked))
+
+    # The leader is elected once more.
+
+    def _stand(self, refused_by: Term, now: float) -> None:
+        """Ask for votes in a term that is later than `refused_by`."""
+        self.stands_since = self.stands_since or now
+        known = self._voter.newest
+        assert known is not None  # it has accepted what it proposed
+        term = max(refused_by, self._voter.promised)[0] + 1, self._channel.member
+        self._voter, reply = self._voter.solicit(term)
+        self._candidate = Candidate(term, known).hear(reply)
+        self._proposed_at = 0.0
+        self._stand_at = now + random.uniform(0, _LONGEST_PAUSE_S)
+
+    def _go_on_standing(self, candidate: Candidate, now: float) -> None:
+        if candidate.refused_by is not None and now >= self._stand_at:
+            self._stand(candidate.refused_by, now)
+        elif candidate.proposed is not None and self._channel.member not in candidate.accepted_by:
+            self._voter, reply = self._voter.propose(candidate.proposed)
+            self._candidate = candidate.hear(reply)
+            self._proposed_at = 0.0
+        elif candidate.elected is not None:
+            self._primary, self._candidate, self.stands_since = candidate.elected, None, None
+            self._tickets, self._addresses = {}, {}  # they follow the leader of an earlier term
+            self._told, self._ask_at = (), now
+
+    def _find_behind(self, config: Config) -> list[int]:
+        """Return the other voters that have not accepted a config, as far as is known."""
+        others = config.voters - {self._channel.member}
+        return [member for member in sorted(others) if self._accepted.get(member, _NOTHING) < config.stamp]
+
+    def _propose(self) -> bool:
+        """Propose what is wanted, if it is not in force; return whether it was."""
+        primary, committed = self._primary, self._primary.committed
+        if committed.is_joint:
+            changed = primary.settle()
+        else:
+            able = [member for member in self._wanted if member in self._addresses][: self._num_standbys]
+            if frozenset(self._wanted) == committed.newest_voters and tuple(able) == committed.standbys:
+                self._present = None
+                return False
+            if not self._is_answered(committed):
+                return False
+            changed = primary.change(self._wanted, tuple(able))
+        assert changed.proposed is not None
+        addresses = tuple((member, self._addresses.get(member, "")) for member in changed.proposed.standbys)
+        proposed = replace(changed.proposed, addresses=addresses)
+        required = replace(changed, proposed=proposed).required_standbys - {self._channel.member}
+        self._followers.required = frozenset(self._tickets.get(member, b"gone") for member in required)
+        self._voter, reply = self._voter.propose(proposed)
+        self._primary = replace(changed, proposed=proposed).hear(reply)
+        self._proposed_at = 0.0
+        return True
+
+    def _is_answered(self, committed: Config) -> bool:
+        """Return whether a majority has answered since a change was wanted; ask them if that is now."""
+        if self._present is None:
+            self._present, self._proposed_at = {self._channel.member}, 0.0
+        if not committed.is_decided_by(self._present):
+            return False
+        self._present = None
+        return True
+
+    def release(self) -> None:
+        """Ask nobody any more, and hold nothing back: no other host will ever lead, since the others have finished."""
+        self._is_released = True
+        self._advance()
+
+    def hand_over(self) -> None:
+        """Hold back what the standbys don't have even after `close`: one of them is to take over."""
+        self._is_handed_over = True
+
+    def close(self) -> None:
+        """Let go of the descriptors, and hold nothing back any more."""
+        if not self._is_handed_over:
+            self._followers.required = frozenset()
+        self._followers.on_stalled = lambda ticket: None
+        if self._witness is not None:
+            self._witness.close()
+        self._stalled.close()

@@ -1,0 +1,459 @@
+"""`Successor` is an agent's part in the succession: its vote, its copy of the state, and the election.
+
+    while there is a leader     its proposals are voted on; a standby follows its journal, and opens its polling place
+    when it is lost             every standby stands, and every other agent votes at their polling places:
+
+    voter ── that it is there ──────▶ polling place of a standby (a coordinator of its own)
+          ── reads ask/0, ask/1, … ── once those are there who decide
+          ── its replies ───────────▶ replies             │
+                                                          └─ elected: its copy goes on as the job's coordinator
+
+A polling place is none of the job's coordinators: what is said there concerns the election alone. A standby that alone
+has lost the leader asks for no votes, and goes on when it hears the leader again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx._base.descriptors import wait_readable
+from phalanx._base.ipc.wakeup import Mailbox
+from phalanx._comm.control.address import Address
+from phalanx._comm.control.client import Client
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.wire import MALFORMED
+from phalanx._job.agent.plan import find_free_port
+from phalanx._job.coordinator.rendezvous import join_endpoint
+from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
+from phalanx._job.coordinator.service import Service
+from phalanx._job.coordinator.session import THIS_HOST
+from phalanx._job.hosts.control_channel import ControlChannel
+from phalanx._job.hosts.leader_state import FIRST_KEY
+from phalanx._job.hosts.leader_state import KEY as LEADER_STATE
+from phalanx._job.hosts.succession.candidate import Candidate
+from phalanx._job.hosts.succession.config import Config, Term
+from phalanx._job.hosts.succession.message import (
+    config_from_json,
+    config_to_json,
+    reply_from_json,
+    reply_to_json,
+    term_from_json,
+)
+from phalanx._job.hosts.succession.office import Elected, Office
+from phalanx._job.hosts.succession.primary import Primary
+from phalanx._job.hosts.succession.standby import Standby
+from phalanx._job.hosts.succession.voter import Voter
+from phalanx._job.hosts.succession.witness.trial import WitnessTrial
+from phalanx._job.hosts.succession.witness.witness import WITNESS, Witness
+from phalanx.errors import DeadlineError, PhalanxError
+
+_FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout is
+_TURN_S = 1.0  # after which the next standby stands, too
+_TRY_S, _PAUSE_S, _LOOK_S = 2.0, 0.1, 0.25
+_REDIRECT_S = 5.0
+_PRESENT = "present"  # the queue of a polling place with the members that have come there
+_OBSERVE_S = 5.0  # a host that waits hears of the loss earlier than those who look whether the leader has gone
+
+
+class Successor:
+    """This agent's part. `own` is the address under which other hosts reach this one.
+
+    `fileno` is readable when an election is over: `take_result` tells how.
+    """
+
+    def __init__(self, channel: ControlChannel, key: Key | None, own: str, host_timeout_s: float) -> None:
+        self._channel = channel
+        self._key = key
+        self._own = own
+        self._host_timeout_s = host_timeout_s
+        self._lock = threading.Lock()  # it guards the vote
+        self._voter = Voter(channel.member)
+        self._standby: Standby | None = None
+        self._standby_term: Term | None = None
+        self._witness: Witness | None = None  # the witness of the job, once this host stands by
+        self.trial: WitnessTrial | None = None  # what has come of asking it once
+        self._place: Service | None = None  # the polling place
+        self._polling_places: tuple[str, ...] = ()  # where standbys say who was elected, for a host without a vote
+        self._num_asked = 0
+        self._answered_at = -_TURN_S  # when this host has answered another one that stands
+        self._results: Mailbox[Elected | None] = Mailbox()
+        self._threads: list[threading.Thread] = []
+        self._over = threading.Event()
+        self._has_promised = False  # whether this host has voted, or follows another one, in the newest election
+        self.office: Office | None = None  # once this host was elected
+        self.is_electing = False
+        self._present: frozenset[int] = frozenset()  # if this host stands: the voters that have lost the leader, too
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `take_result` has something."""
+        return self._results.fileno()
+
+    # While there is a leader.
+
+    def hear(self, leader: int, body: Mapping[str, Any]) -> None:
+        """Vote on what the leader proposes, or for the leader itself in a later term.
+
+        Raises:
+            KeyError, TypeError, ValueError: it makes no sense.
+        """
+        config = config_from_json(body["config"]) if body["kind"] == "propose" else None
+        term = term_from_json(body["term"]) if config is None else config.term
+        if term[1] != leader:
+            raise ValueError("it is another host's")
+        with self._lock:
+            self._voter, reply = self._voter.solicit(term) if config is None else self._voter.propose(config)
+        self._channel.survives = self.may_elect
+        self._channel.put_datagram(leader, **reply_to_json(reply))
+
+    def hear_standbys(self, body: Mapping[str, Any]) -> None:
+        """Learn where a host without a vote hears who was elected: one that waits, or starts its ranks.
+
+        Raises:
+            KeyError, TypeError: it makes no sense.
+        """
+        self._polling_places = tuple(map(str, body["addresses"]))
+
+    def stand_by(self, endpoint: str, body: Mapping[str, Any]) -> None:
+        """Follow the leader's coordinator at `endpoint`, and open the polling place.
+
+        Raises:
+            OSError, CoordinationError: there is no socket to be had.
+            KeyError, TypeError, ValueError: what the leader says makes no sense.
+        """
+        self._dismiss()
+        ticket = str(body["ticket"])
+        self._standby_term = term_from_json(body["term"])
+        self._witness = None if body["witness"] is None else Witness.from_json(body["witness"], self._key)
+        if self._witness is not None and self.trial is None:
+            self.trial = WitnessTrial(Witness.from_json(body["witness"], self._key))
+        if self._place is None:
+            self._place = Service(join_endpoint(self._own, 0), self._key)
+        address = str(self._place.address)
+
+        def tell() -> None:
+            self._channel.put(self._channel.first, "stands by", ticket=ticket, address=address)
+
+        self._standby = Standby(endpoint, self._key, bytes.fromhex(ticket), tell)
+
+    def _dismiss(self) -> None:
+        if self._standby is not None:
+            self._standby.stop()
+            self._standby = None
+
+    @property
+    def may_elect(self) -> bool:
+        """Return whether the hosts could agree on another leader, as far as this one knows."""
+        config = self._voter.newest
+        return config is not None and self._channel.member in config.voters and bool(config.addresses)
+
+    def describe_lack(self) -> str:
+        """Return why the hosts have not elected a leader, in words."""
+        config = self._voter.newest
+        if config is None:
+            return "no other host was elected"
+        electorate = config.electorates[-1]
+        hosts, needed = electorate.voters - {WITNESS}, electorate.fewest_with(self._channel.member)
+        num_left = len(self._present & hosts)
+        left = f", and {num_left} of them {'is' if num_left == 1 else 'are'} left" if num_left else ""
+        witness = " and the witness" if WITNESS in electorate.voters else ""
+        return (
+            f"no other host was elected: of the {len(hosts)} hosts that were in the job together{witness}, "
+            f"{needed} are needed for that{left}"
+        )
+
+    # The election.
+
+    def begin_election(self, *, stands: bool = True) -> bool:
+        """Begin to elect another leader, which this host can become if it `stands`; return False if none can be."""
+        config = self._voter.newest
+        if config is None or not self.may_elect or self._channel.is_counted_out or self.is_electing:
+            return False
+        self.is_electing, self._has_promised, self._present = True, False, frozenset()
+        self._over = over = threading.Event()
+        end = time.monotonic() + max(_FEWEST_S, 2 * self._host_timeout_s)
+        order = [member for member, _ in config.addresses]
+        member = self._channel.member
+        for place, (standby, address) in enumerate(config.addresses):
+            if standby != member:
+                self._start(self._vote_for, address, over, True)
+            elif stands and self._standby is not None and self._place is not None and self._standby_term == config.term:
+                self._start(self._stand, config, end, over, _TURN_S * place)
+        self._start(self._give_up, end, over)
+        return bool(order)
+
+    def observe_election(self, limit_s: float | None = None) -> bool:
+        """Begin to hear whom the hosts that vote elect; False where this host does not know where to ask.
+
+        It lasts for as long as an election and a little more, if not `limit_s`.
+        """
+        places = self._polling_places
+        if not places and self._voter.newest is not None:  # it had a vote, until the others went on without it
+            places = tuple(
+                address for member, address in self._voter.newest.addresses if member != self._channel.member
+            )
+        if not places or self._channel.is_counted_out or self.is_electing:
+            return False
+        self.is_electing = True
+        self._over = over = threading.Event()
+        usual_s = max(_FEWEST_S, 2 * self._host_timeout_s) + _OBSERVE_S
+        end = time.monotonic() + (usual_s if limit_s is None else limit_s)
+        for address in places:
+            self._start(self._vote_for, address, over, False)
+        self._start(self._give_up, end, over)
+        return True
+
+    def cancel_election(self) -> bool:
+        """End the election, since the leader is heard again; False where this host has promised anything."""
+        with self._lock:
+            if self._has_promised or self._over.is_set():
+                return False
+            self._over.set()
+        self.is_electing = False
+        return True
+
+    def take_result(self) -> list[Elected | None]:
+        """Return who was elected; None: nobody, in the time that there was."""
+        return self._results.take()
+
+    def await_result(self, over: threading.Event) -> Elected | None:
+        """Return who was elected, once that is known; None: nobody, or `over` is set."""
+        while not over.is_set():
+            if wait_readable([self], _PAUSE_S):
+                return self.take_result()[0]
+        return None
+
+    def end_election(self) -> None:
+        """Note that the new leader's agents know each other."""
+        self.is_electing = False
+
+    def _start(self, work: Any, *args: Any) -> None:
+        thread = threading.Thread(target=work, args=args, name="phalanx-election", daemon=True)
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]  # elections may be many
+        thread.start()
+
+    def _finish(self, over: threading.Event, result: Elected | None) -> None:
+        if self._end_once(over):
+            self._results.put(result)
+
+    def _end_once(self, over: threading.Event) -> bool:
+        """End an election; return False if another thread has."""
+        with self._lock:
+            if over.is_set():
+                return False
+            over.set()
+        return True
+
+    def _give_up(self, end: float, over: threading.Event) -> None:
+        if not over.wait(end - time.monotonic()):
+            self._finish(over, None)
+
+    def _vote_for(self, address: str, over: threading.Event, votes: bool) -> None:
+        """Vote at a standby's polling place as soon as it stands, or only hear there whether it is elected."""
+        asked = 0
+        while not over.is_set():
+            try:
+                with Client(address, self._key, timeout=_TRY_S) as client:
+                    told_at = -_TURN_S
+                    while not over.is_set():
+                        if votes and time.monotonic() >= told_at + _TURN_S:  # one that stands later counts anew
+                            told_at = time.monotonic()
+                            client.queue_push(_PRESENT, str(self._channel.member))
+                        try:
+                            ask = json.loads(client.get(f"ask/{asked}", _LOOK_S))
+                        except DeadlineError:
+                            continue
+                        asked += "elected" not in ask  # that one may be read again, if its host is not reached at once
+                        if (votes or "elected" in ask) and self._answer(client, ask, over):
+                            return
+            except (PhalanxError, *MALFORMED):
+                over.wait(_PAUSE_S)
+
+    def _answer(self, client: Client, ask: Mapping[str, Any], over: threading.Event) -> bool:
+        """Answer what a standby asks; return whether it was elected."""
+        if "elected" in ask:
+            with self._lock:
+                if over.is_set():
+                    return True
+                self._has_promised = True
+            elected = Elected.from_json(ask["elected"])
+            self._follow(elected)
+            self._finish(over, elected)
+            return True
+        with self._lock:  # whoever ends the election takes this host's promises along
+            if over.is_set():
+                return True
+            self._has_promised = True
+            if "solicit" in ask:
+                self._voter, reply = self._voter.solicit(term_from_json(ask["solicit"]))
+            else:
+                self._voter, reply = self._voter.propose(config_from_json(ask["propose"]))
+            self._answered_at = time.monotonic()
+        client.queue_push("replies", json.dumps(reply_to_json(reply)))
+        return False
+
+    def _follow(self, elected: Elected) -> None:
+        address = Address.parse(elected.address)
+        self._channel.redirect(elected.member, address, elected.epoch, _REDIRECT_S)
+
+    def _stand(self, config: Config, end: float, over: threading.Event, wait_s: float) -> None:
+        """Stand for the lead, at this host's own polling place."""
+        assert self._place is not None
+        if over.wait(wait_s):
+            return
+        try:
+            with Client(self._place.local) as client:
+                self._clear_place(client)
+                self._await_voters(client, config, over)
+                with self._lock:
+                    self._has_promised |= not over.is_set()
+                while not over.is_set():
+                    self._let_others_go_first(over)
+                    primary = self._poll_voters(client, end, over)
+                    if primary is not None:
+                        self._take_office(client, primary, over)
+                        return
+                    over.wait(random.uniform(_PAUSE_S, _TURN_S))  # two that stand at once get out of each other's way
+                self._clear_place(client)
+        except (PhalanxError, OSError, *MALFORMED):
+            self._finish(over, None)
+
+    def _let_others_go_first(self, over: threading.Event) -> None:
+        """Wait while one that this host has answered may be elected: it would have to be elected once more."""
+        while (left_s := self._answered_at + _TURN_S - time.monotonic()) > 0 and not over.wait(left_s):
+            pass
+
+    def _clear_place(self, client: Client) -> None:
+        """Leave nothing of an earlier election at the polling place: voters, what they were asked, and replies."""
+        for queue in (_PRESENT, "replies"):
+            while client.queue_pop(queue, block=False) is not None:
+                pass
+        client.delete_prefix("ask/")
+        self._num_asked = 0
+
+    def _await_voters(self, client: Client, config: Config, over: threading.Event) -> None:
+        """Wait until those have come who could decide: they have lost the leader as well."""
+        present = {self._channel.member} | ({WITNESS} if self._witness is not None else set())
+        while not over.is_set() and not config.is_decided_by(present):
+            self._present = frozenset(present)
+            with contextlib.suppress(DeadlineError):
+                present.add(int(client.queue_pop(_PRESENT, timeout=_LOOK_S) or b"-1"))
+
+    def _poll_voters(self, client: Client, end: float, over: threading.Event) -> Primary | None:
+        """Ask for votes in a new term; return what the elected one has, None where another one has asked later."""
+        with self._lock:
+            known = self._voter.newest
+            assert known is not None
+            term = self._voter.promised[0] + 1, self._channel.member
+            self._voter, reply = self._voter.solicit(term)
+        candidate = Candidate(term, known).hear(reply)
+        self._ask(client, solicit=list(term))
+        has_proposed = False
+        while not over.is_set() and time.monotonic() < end and candidate.refused_by is None:
+            if candidate.proposed is not None and not has_proposed:
+                has_proposed = True
+                with self._lock:
+                    self._voter, reply = self._voter.propose(candidate.proposed)
+                candidate = candidate.hear(reply)
+                self._ask(client, propose=config_to_json(candidate.proposed or known))
+            candidate = self._hear_witness(candidate)
+            if candidate.elected is not None:
+                return candidate.elected
+            if candidate.proposed is not None and not has_proposed:
+                continue
+            try:
+                told = client.queue_pop("replies", timeout=_LOOK_S)
+            except DeadlineError:
+                continue
+            if told is not None:
+                candidate = candidate.hear(reply_from_json(json.loads(told)))
+        if candidate.refused_by is not None:
+            with self._lock:  # the next term of this host is later than that one
+                later = candidate.refused_by[0], self._channel.member
+                if later > self._voter.promised:
+                    self._voter, _ = self._voter.solicit(later)
+        return None
+
+    def _hear_witness(self, candidate: Candidate) -> Candidate:
+        """Have the job's witness answer what the hosts are asked, unless it has."""
+        heard = candidate.promised_by if candidate.proposed is None else candidate.accepted_by
+        if self._witness is None or WITNESS not in candidate.electors or WITNESS in heard:
+            return candidate
+        try:
+            if candidate.proposed is None:
+                return candidate.hear(self._witness.solicit(candidate.term))
+            return candidate.hear(self._witness.propose(candidate.proposed))
+        except (PhalanxError, OSError):  # it is asked again
+            self._witness.close()
+            return candidate
+
+    def _ask(self, client: Client, **ask: Any) -> None:
+        client.set(f"ask/{self._num_asked}", json.dumps(ask))
+        self._num_asked += 1
+
+    def _take_office(self, client: Client, primary: Primary, over: threading.Event) -> None:
+        """Open the job's coordinator, and tell all that have voted where it is."""
+        copy = self._standby.stop() if self._standby is not None else None
+        state = copy.store.get(LEADER_STATE.encode()) if copy is not None else None
+        if copy is None or not state or over.is_set():
+            self._finish(over, None)
+            return
+        gone = dict(copy.members.gone)
+        unread = prepare(copy, primary.committed.primary, self._channel.first)
+        copy.store.set(FIRST_KEY.encode(), str(self._channel.member).encode())
+        service = Service(join_endpoint(self._own, 0), self._key, coordinator=copy)
+        elected = Elected(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
+        if not self._end_once(over):
+            service.close()
+            return
+        self.office = Office(state, service, primary, self._voter, unread, gone, self._witness)
+        result = None
+        try:
+            self._ask(client, elected=elected.to_json())  # first: the others are to be heard in time
+            self._follow(elected)
+            self._channel.keep_at(service)
+            result = elected
+        finally:
+            self._results.put(result)
+
+    def close(self) -> None:
+        """End all of it; the coordinator of a host that was elected goes on until `close_office`."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        self._dismiss()
+        if self.trial is not None:
+            self.trial.close()
+        if self._place is not None:
+            self._place.close()
+            self._place = None
+        self._results.close()
+
+    def close_office(self) -> None:
+        """Close the coordinator of this host, if it was elected."""
+        if self.office is not None:
+            self.office.service.close()
+
+
+def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[int, bytes]]:
+    """Make a copy the coordinator that `leader` leads in place of `lost`; return what that one had yet to read.
+
+    The leader is told who joins and goes, and the others what becomes of the leader.
+    """
+    now = time.monotonic()
+    copy.take_over(now)
+    copy.epoch = os.urandom(8)
+    gone = copy.members.get(lost)
+    unread = [] if gone is None else gone.unread_messages()
+    for member in copy.members:
+        copy.members.watch(member, None if member.id == leader else frozenset([leader]))
+    if gone is not None:
+        copy.lose(gone, "its host is lost")
+    copy.end_clients(session for session in copy.sessions.values() if session.route[0] == THIS_HOST)
+    return unread

@@ -1,0 +1,169 @@
+"""An elected host becomes the leader: it asks every host what its ranks are doing, and goes on from there.
+
+elected ──► hosts say what their ranks do ──all, or lost──► a LeaderLink in place of the FollowerLink
+                                                                └── which loses the host that has led until now
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from phalanx._comm.control.wire import MALFORMED
+from phalanx._job.agent.elastic_actions import LostRank
+from phalanx._job.agent.elastic_rank import ElasticRank
+from phalanx._job.agent.generation import Limits, plan_generation
+from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.supervision import Supervision
+from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines
+from phalanx._job.hosts.elastic_hosts import ElasticHosts
+from phalanx._job.hosts.forward import Forward
+from phalanx._job.hosts.host_state import HostState
+from phalanx._job.hosts.leader import LeaderLink
+from phalanx._job.hosts.leader_state import LeaderState
+from phalanx._job.hosts.peer_hosts import PeerHosts
+from phalanx._job.hosts.succession.lead_guard import LeadGuard
+from phalanx._job.hosts.succession.office import Office
+from phalanx._job.hosts.succession.succession import Succession
+from phalanx._job.hosts.succession.witness.calls import WitnessCalls
+from phalanx._job.output.display import Display
+
+if TYPE_CHECKING:
+    from phalanx._job.agent.attempt import Attempt
+
+
+class TakeOver:
+    """What an elected host knows, until all have said what their ranks do.
+
+    Arguments:
+        state: what the leader that is lost had decided.
+        lost: that leader, and `why` it is.
+        gone: other hosts that had gone before, and why.
+    """
+
+    def __init__(
+        self, state: LeaderState, lost: int, why: str, gone: Mapping[int, str], channel: ControlChannel
+    ) -> None:
+        self._state = state.on_own_clock(partial(channel.to_own_clock, lost))
+        self._lost = lost
+        self._why = why
+        self._channel = channel
+        self._states: dict[int, HostState] = {}
+        others = {node.facts.member for node in state.nodes} - {channel.member, lost}
+        self._gone = {member: why for member, why in gone.items() if member in others}
+        self._others = others - gone.keys()
+        self._later: list[Change | ControlMessage] = []  # they are for the link of the leader
+
+    def hear(self, message: Change | ControlMessage) -> None:
+        """Hear what comes while hosts say what their ranks do."""
+        if isinstance(message, ControlMessage) and message.kind == "here":
+            with contextlib.suppress(*MALFORMED):
+                said = HostState.from_json(message.body["state"])
+                self._states[message.member] = said.on_own_clock(partial(self._channel.to_own_clock, message.member))
+            return
+        if isinstance(message, Change) and message.kind in ("left", "lost"):
+            self._others.discard(message.member)
+            if message.member == self._lost:
+                return
+        self._later.append(message)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all have said it, or are lost."""
+        return self._others <= self._states.keys()
+
+    def begin(
+        self,
+        attempt: Attempt,
+        plan: JobPlan,
+        host: HostResources,
+        limits: Limits,
+        host_timeout_s: float,
+        store: tuple[str, ...],
+        office: Office,
+    ) -> None:
+        """Make this host's attempt that of the leader, and go on without the host that has led until now."""
+        state, channel = self._state, self._channel
+        plan = replace(plan, begun=state.job_begun)
+        self._states[channel.member] = HostState.of(attempt)
+        nodes = list(state.nodes)
+        own = next(node for node in nodes if node.facts.member == channel.member)
+        peers = PeerHosts(channel, nodes, own, host_timeout_s, limits)
+        if all(host.member != self._lost for host in state.seating.hosts):
+            peers.lose(self._lost, "it has left")  # in order: the others have gone on without its ranks
+        elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
+        followers, witness = office.service.coordinator.followers, office.witness
+        calls = None if witness is None else WitnessCalls(witness, is_new=False)
+        succession = Succession(channel, followers, calls, office.primary, office.voter)
+        guard = LeadGuard(channel, followers, host_timeout_s, witness, succession)
+        link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic, state.begun)
+        attempt.take_lead(plan, link, self._restore_supervision(plan, elastic), elastic)
+        assert isinstance(host.pump.viewer, Forward)
+        host.pump.viewer.lead(host.display)
+        link.begin()
+        self._show(office, host.display)
+        channel.give_back(self._later)
+        link.lose(self._lost, self._why)
+        for member, why in self._gone.items():
+            link.lose(member, why)
+
+    def _restore_supervision(self, plan: JobPlan, elastic: ElasticHosts) -> Supervision:
+        settings = plan.settings
+        seats = elastic.generation.seats
+        supervision = Supervision(max(seats) + 1, settings.grace_s, settings.exit_timeout_s, is_alone=False)
+        supervision.started |= set(elastic.members)
+        supervision.retired |= set(range(supervision.world_size)) - set(seats)
+        for exit in (*self._state.exits, *(exit for said in self._states.values() for exit in said.exits)):
+            if exit.rank in seats:
+                supervision.on_exit(exit)
+        return supervision
+
+    def _show(self, office: Office, display: Display) -> None:
+        """Show what the ranks have printed, and the leader that is lost had not read."""
+        for member, body in office.unread:
+            for line in body.split(b"\n"):
+                message = self._channel.read_line(member, line)
+                if message is not None and message.kind == "lines":
+                    with contextlib.suppress(*MALFORMED):
+                        for rank, stream, lines, _, _ in message.body["items"]:
+                            display.show(rank, stream, decode_lines(lines), b"")
+
+
+def restore_elastic(
+    state: LeaderState,
+    hosts: Mapping[int, HostState],
+    own: int,
+    limits: Limits,
+    host_timeout_s: float,
+) -> ElasticHosts:
+    """Return who decides what becomes of the job, as the leader that is lost has left it, and as the hosts say it is.
+
+    The ranks of hosts that have said nothing are in it until it is told that these hosts are lost.
+    """
+    elastic = ElasticHosts(state.seating, state.max_replacements, limits, own, host_timeout_s)
+    begun = state.begun
+    elastic.generation = plan_generation(0, state.seating) if begun is None else begun.generation
+    elastic.num_replaced = state.num_replaced
+    elastic.losses = list(state.losses)
+    for said in hosts.values():
+        elastic.restore_members(said.ranks, said.forking)
+        elastic.finished |= said.has_finished
+        elastic.has_trained |= said.has_trained
+    ended = {exit.rank for exits in (state.exits, *(said.exits for said in hosts.values())) for exit in exits}
+    elastic.finished |= bool(state.exits)
+    now, wait_s = time.monotonic(), elastic.wait_s
+    for part in elastic.generation.parts:
+        for seat in part.seats:
+            pid = state.pids.get(seat, 0)
+            if part.member not in hosts and seat not in ended:
+                elastic.restore_members([ElasticRank(seat, pid, joined=True, wait_s=wait_s)], ())
+            elif seat not in elastic.members and seat not in elastic.awaited and seat not in ended:
+                why = "it has ended while the job had no leader"
+                rank = elastic.rank_of(seat)
+                elastic.note_gone(seat, LostRank(seat, rank, pid, why, now, elastic.generation.number, elastic.step))
+    return elastic

@@ -1,0 +1,68 @@
+"""A `Voter` is a host's vote: for one coordinator at a time, and never again for an earlier one. It is pure data.
+
+A member that coordinates, or wants to, asks; a voter never takes back what it has promised or accepted:
+
+    propose(config) ──► accepted, or refused: I have promised a later term
+    solicit(term)   ──► promised, and this is the newest config that I know; or refused
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phalanx._job.hosts.succession.config import Config, Term
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """`voter` has accepted the config of this stamp."""
+
+    voter: int
+    term: Term
+    version: int
+
+
+@dataclass(frozen=True)
+class Promised:
+    """`voter` accepts nothing of an earlier term than this any more; `newest` is the last config that it accepted."""
+
+    voter: int
+    term: Term
+    newest: Config | None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """`voter` has promised `term`, which is later than that of whoever asked."""
+
+    voter: int
+    term: Term
+
+
+Reply = Accepted | Promised | Refused
+
+
+@dataclass(frozen=True)
+class Voter:
+    """A `Voter` keeps what one member has promised and accepted."""
+
+    member: int
+    promised: Term = (0, -1)
+    newest: Config | None = None
+
+    def propose(self, config: Config) -> tuple[Voter, Reply]:
+        """Answer a request to accept a config."""
+        if config.term < self.promised:
+            return self, Refused(self.member, self.promised)
+        if self.newest is None or config.stamp >= self.newest.stamp:
+            return replace(self, promised=config.term, newest=config), self._accept(config)
+        return self, self._accept(self.newest)  # an old message, which was overtaken by the next one
+
+    def _accept(self, config: Config) -> Accepted:
+        return Accepted(self.member, config.term, config.version)
+
+    def solicit(self, term: Term) -> tuple[Voter, Reply]:
+        """Answer a request to promise a term."""
+        if term < self.promised:
+            return self, Refused(self.member, self.promised)
+        return replace(self, promised=term), Promised(self.member, term, self.newest)

@@ -1,0 +1,52 @@
+"""Read where a witness's vote lies, as `--witness` has it: a coordinator or an etcd."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx._job.coordinator.rendezvous import join_endpoint, split_endpoint
+
+_KINDS = "HOST:PORT or etcd://HOST:PORT"
+_SCHEMES = ("", "etcd", "etcds")
+
+
+def is_etcd(address: str) -> bool:
+    """Return whether an address is that of an etcd: etcd://HOST:PORT, or etcds:// with TLS."""
+    return address.partition("://")[0] in ("etcd", "etcds")
+
+
+def split_etcd(address: str) -> tuple[bool, str, str, int]:
+    """Return whether etcd://USER@HOST:PORT or etcds://USER@HOST:PORT has TLS, its user or "", its host and port.
+
+    Raises:
+        ValueError: it is none; a password that stands there is not repeated.
+    """
+    scheme, _, rest = address.partition("://")
+    user, _, place = rest.rpartition("@")
+    if ":" in user:
+        raise ValueError(
+            "has a password, which everybody on this host can read there. Give etcd://USER@HOST:PORT, and the "
+            "password in ETCDCTL_PASSWORD, or in a file that PHALANX_WITNESS_PASSWORD_FILE names"
+        )
+    host, port = split_endpoint(place.rstrip("/"), 0)
+    if not port:
+        raise ValueError(f"must be {_KINDS}, with a port, got {address!r}")
+    return scheme == "etcds", user, host, port
+
+
+def read_witness(address: str) -> str:
+    """Return the address as all hosts of the job are told it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    scheme, colon, place = address.rpartition("://")
+    if scheme not in _SCHEMES:
+        raise ValueError(f"must be {_KINDS}, got {re.sub('//.*@', '//…@', address)!r}")
+    if scheme:
+        _, user, host, port = split_etcd(address)
+        return f"{scheme}://{user}{'@' * bool(user)}{join_endpoint(host, port)}"
+    host, port = split_endpoint(place, 0)
+    if not port:
+        raise ValueError(f"must be {_KINDS}, with a port, got {address!r}")
+    return f"{scheme}{colon}{join_endpoint(host, port)}"

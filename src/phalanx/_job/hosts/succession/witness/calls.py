@@ -1,0 +1,88 @@
+"""`WitnessCalls` sends a leader's proposals to the job's witness and hears its replies, while the leader goes on."""
+
+from __future__ import annotations
+
+import threading
+
+from phalanx._base.ipc.wakeup import Mailbox
+from phalanx._job.hosts.succession.config import Config, Term
+from phalanx._job.hosts.succession.voter import Reply
+from phalanx._job.hosts.succession.witness.witness import Witness
+from phalanx.errors import PhalanxError
+
+_END_S = 2.0  # that an answer may take as the thread ends
+
+
+class WitnessCalls:
+    """`WitnessCalls` asks a witness on a thread of its own, so that the leader does not wait for an answer.
+
+    `fileno` is readable when `take` has something.
+
+    Arguments:
+        is_new: whether it has heard nothing of the job yet.
+    """
+
+    def __init__(self, witness: Witness, *, is_new: bool) -> None:
+        self.witness = witness
+        self._is_new = is_new
+        self._next: Config | Term | None = None  # what to ask next
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._is_told = False  # that it does not answer
+        self._heard: Mailbox[Reply | str] = Mailbox()
+        self._thread = threading.Thread(target=self._run, name="phalanx-witness", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `take` has something."""
+        return self._heard.fileno()
+
+    def ask(self, asked: Config | Term) -> None:
+        """Have this config proposed, or a promise of this term asked for, in place of what waits."""
+        with self._changed:
+            self._next = asked
+            self._changed.notify()
+
+    def take(self) -> list[Reply | str]:
+        """Return its replies since the last call, and as text what the user is to be told."""
+        return self._heard.take()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._next is None and not self._is_closed:
+                    self._changed.wait()
+                asked, self._next = self._next, None
+            if asked is None or self._is_closed:
+                break
+            try:
+                if self._is_new:
+                    self.witness.begin()
+                    self._is_new = False
+                if isinstance(asked, Config):
+                    reply = self.witness.propose(asked)
+                else:
+                    reply = self.witness.solicit(asked)
+            except (PhalanxError, OSError) as error:
+                self.witness.close()
+                if not self._is_told:
+                    why = str(error).splitlines()[0].rstrip(".")  # the rest is advice for a job's own coordinator
+                    self._heard.put(
+                        f"the witness at {self.witness.address} does not vote: {why}. Until it does, the job may end "
+                        "with a host that is lost"
+                    )
+                self._is_told = True
+            else:
+                if self._is_told:
+                    self._heard.put(f"the witness at {self.witness.address} votes")
+                self._is_told = False
+                self._heard.put(reply)
+        self.witness.close()
+
+    def close(self) -> None:
+        """End the thread, which may wait for an answer for seconds: it is not waited for."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(_END_S)
+        self._heard.close()

@@ -1,0 +1,91 @@
+"""`EtcdRegister` keeps a witness's vote in an etcd, which it asks by the JSON gateway that etcd's version 3 has."""
+
+from __future__ import annotations
+
+import base64
+import os
+from typing import Any
+
+from phalanx._job.hosts.succession.witness.address import split_etcd
+from phalanx._job.hosts.succession.witness.etcd_login import find_login, find_tls
+from phalanx._job.hosts.succession.witness.json_service import JsonService
+from phalanx.errors import CoordinationError
+
+_OK = 200
+_MAY_BE_EXPIRED = (400, 401)  # the answers to a token that has expired, or is older than a change of users or roles
+_FORBIDDEN = 403
+_FAILED_PRECONDITION = 9  # gRPC's code; etcd's answer to a login where it asks for none
+
+
+class EtcdRegister:
+    """`EtcdRegister` has values by name in the etcd at etcd://HOST:PORT, or etcds:// with TLS.
+
+    Its methods raise CoordinationError where etcd refuses or does not answer. Each call has a connection of its own. A
+    user of etcd logs in at the first call, and again when the token has expired.
+
+    Raises:
+        CoordinationError: a password is missing, or a file cannot be read.
+    """
+
+    is_durable = True
+
+    def __init__(self, address: str) -> None:
+        has_tls, user, host, port = split_etcd(address)
+        self._login = find_login(user, os.environ)
+        tls = find_tls(os.environ) if has_tls else None
+        self._service = JsonService("etcd", host, port, tls, ". ETCDCTL_CACERT names the file of its CA")
+        self._token = ""
+
+    def read(self, name: str) -> bytes:
+        found = self._call("range", {"key": _encode(name.encode())}).get("kvs", [])
+        return base64.b64decode(found[0]["value"]) if found else b""
+
+    def write(self, name: str, expected: bytes, value: bytes) -> bool:
+        key = _encode(name.encode())
+        compare = {"key": key, "target": "VALUE", "result": "EQUAL", "value": _encode(expected)}
+        if not expected:
+            compare = {"key": key, "target": "VERSION", "result": "EQUAL", "version": "0"}
+        put = {"requestPut": {"key": key, "value": _encode(value)}}
+        return bool(self._call("txn", {"compare": [compare], "success": [put]}).get("succeeded"))
+
+    def delete(self, name: str) -> None:
+        self._call("deleterange", {"key": _encode(name.encode())})
+
+    def close(self) -> None:
+        """Do nothing: each call has a connection of its own."""
+
+    def _call(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        is_new = not self._token and self._log_in()
+        status, found = self._post(f"kv/{what}", body)
+        if status in _MAY_BE_EXPIRED and not is_new and self._log_in():  # what was refused has changed nothing
+            status, found = self._post(f"kv/{what}", body)
+        if status != _OK:
+            raise CoordinationError(f"etcd answers {status}: {found.get('message')}{self._advise(status)}")
+        return found
+
+    def _log_in(self) -> bool:
+        """Get a token for the user, if there is one; return whether etcd has given one."""
+        self._token = ""
+        if self._login is None:
+            return False
+        user = {"name": self._login.user, "password": self._login.password}
+        status, found = self._post("auth/authenticate", user)
+        if status != _OK and found.get("code") != _FAILED_PRECONDITION:
+            raise CoordinationError(f"etcd does not let {self._login.user} in: {found.get('message')} ({status})")
+        self._token = str(found.get("token", ""))
+        return bool(self._token)
+
+    def _post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        headers = {"Authorization": self._token} if self._token else None
+        return self._service.call("POST", f"/v3/{path}", body, headers)
+
+    def _advise(self, status: int) -> str:
+        if status == _FORBIDDEN and self._login is not None:
+            return f". Give {self._login.user} a role that reads and writes the keys with the prefix phalanx/witness/"
+        if status in _MAY_BE_EXPIRED and self._login is None:
+            return " (where etcd has users: etcd://USER@HOST:PORT, with the password in ETCDCTL_PASSWORD)"
+        return ""
+
+
+def _encode(value: bytes) -> str:
+    return base64.b64encode(value).decode()

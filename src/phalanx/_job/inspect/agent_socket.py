@@ -1,0 +1,155 @@
+"""The agent listens at this socket, for ranks that show it their memory, and for `phalanx stacks`.
+
+It is a socket without a file, named after this process and some random digits, so that nobody can take the name first.
+The kernel vouches for the user on the other side; a connection of another user is closed before anything is read from
+it. A client sends one message (`phalanx._base.ipc.channel`). The agent never waits for one.
+
+    another user                       closed unread
+    no whole message yet               may wait, with 63 others; the oldest makes room
+    no message, or without the token   closed                                            each is told, once
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx._base.ipc.agent import listen
+from phalanx._base.ipc.channel import Channel
+from phalanx._base.ipc.peer import Peer, peer_of
+
+PREFIX = "phalanx-agent-"
+
+_MAX_BYTES = 1 << 17  # a message has at most so many bytes
+_MAX_FDS = 2
+_MAX_QUEUED = 256  # a client that takes none of so many messages is not going to
+_QUEUE = 128  # connections that may wait to be accepted
+_MAX_PENDING = 64  # accepted and without a whole message yet; beyond that the oldest is closed
+
+
+@dataclass(frozen=True)
+class Request:
+    """It is a client's message and descriptors; `channel` is for the answer. The receiver closes all."""
+
+    message: dict[str, Any]
+    fds: tuple[int, ...]
+    channel: Channel
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.channel.close()
+        for fd in self.fds:
+            os.close(fd)
+
+
+class AgentSocket:
+    """It listens from construction on; on other systems than Linux it never does, and `address` is empty."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.token = os.urandom(16).hex()
+        self._connections: OrderedDict[int, Channel] = OrderedDict()
+        self._listener: socket.socket | None = None
+        self._told: set[str] = set()
+        self._notices: list[str] = []
+        if sys.platform != "linux":
+            return
+        name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
+        try:
+            self._listener = listen(name, _QUEUE)
+        except OSError:  # a sandbox without Unix sockets: the job runs, unobserved
+            return
+        self.address = f"{name}:{self.token}"
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Return the descriptors to wait on."""
+        return () if self._listener is None else (self._listener.fileno(), *self._connections)
+
+    def read(self, fd: int) -> Request | None:
+        """Take what arrived on `fd`: new connections, or a request. Return None if it is no valid request.
+
+        `fd` was one of `fds`; meanwhile that connection may have been closed, and another have its number.
+        """
+        assert self._listener is not None
+        if fd == self._listener.fileno():
+            self._admit(self._listener)
+            return None
+        return self._read_request(self._connections[fd]) if fd in self._connections else None
+
+    def has_token(self, request: Request) -> bool:
+        """Return whether the sender has the job's token, as its ranks do; note a sender that has not."""
+        given = request.message.get("token")
+        if isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
+            return True
+        self._notice_unheard("token", request.channel.peer, "has sent a message without the job's token")
+        return False
+
+    def notice(self, kind: str, text: str) -> None:
+        """Note that a client was not heard, for the user to know; once for each kind, however often it happens."""
+        if kind not in self._told:
+            self._told.add(kind)
+            self._notices.append(text)
+
+    def _notice_unheard(self, kind: str, peer: Peer, what: str) -> None:
+        who = f"a process of user {peer.uid} (pid {peer.pid})"
+        self.notice(kind, f"{who} {what}. It is not heard, and the job goes on; no more is said of such")
+
+    def take_notices(self) -> list[str]:
+        """Return what the user is to know and was not told yet."""
+        notices, self._notices = self._notices, []
+        return notices
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _admit(self, listener: socket.socket) -> None:
+        admitted = 0
+        # Many at once, because another user of the host can fill the queue and keep the ranks out; not so many that a
+        # connection could be closed before it was read from.
+        for _ in range(_QUEUE):
+            if admitted == _MAX_PENDING // 2:
+                return
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            peer = peer_of(connection)
+            if peer.uid != os.getuid():
+                self._notice_unheard("user", peer, "has connected to the job of another user")
+                connection.close()
+                continue
+            admitted += 1
+            self._connections[connection.fileno()] = self._open(connection)
+            if len(self._connections) > _MAX_PENDING:
+                oldest = self._connections.popitem(last=False)[1]
+                self._notice_unheard(
+                    "silent", oldest.peer, f"has opened a connection and sends nothing, like {_MAX_PENDING} others"
+                )
+                oldest.close()
+
+    @staticmethod
+    def _open(connection: socket.socket) -> Channel:
+        return Channel(connection, max_bytes=_MAX_BYTES, max_fds=_MAX_FDS, max_queued=_MAX_QUEUED)
+
+    def _read_request(self, channel: Channel) -> Request | None:
+        messages = channel.take(limit=1)
+        if not (messages or channel.gone or channel.is_garbled):
+            return None  # it has not come yet
+        del self._connections[channel.fileno()]
+        if messages:
+            return Request(messages[0].content, messages[0].fds, channel)
+        if channel.is_garbled:
+            self._notice_unheard("garbage", channel.peer, "has sent what is no message of Phalanx")
+        channel.close()
+        return None

@@ -1,0 +1,89 @@
+"""Describe where each rank was when the job ended, if that explains something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from phalanx._base.core_numbers import DEADLINE, INTERRUPTED, MISMATCH, NO_MEMORY, PEER_LOST
+from phalanx._comm.diagnostics.flight_recorder import Record
+from phalanx._comm.diagnostics.observer import GroupLog, RankLog
+from phalanx._comm.diagnostics.printable import printable
+from phalanx._comm.diagnostics.rank_list import name_ranks
+
+_MAX_GROUPS = 4
+_MAX_LINES = 12
+
+# These ended the wait.
+_ENDINGS = {
+    MISMATCH: "until the ranks were found to call different operations",
+    PEER_LOST: "until a rank was lost",
+    DEADLINE: "until it timed out",
+    INTERRUPTED: "until it was interrupted",
+    NO_MEMORY: "until memory ran out",
+}
+
+
+def describe_flight(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, waited_s: float = 0.0) -> str:
+    """Return a block for each group in which some rank was waiting; it is empty when none was.
+
+    Arguments:
+        groups: their logs, taken after the end.
+        ended_ns: when processes ended, by process number, CLOCK_MONOTONIC.
+        waited_s: a shorter wait than this is not worth telling. After Ctrl-C every rank was in some operation; only one
+            that lasted says where the job hung.
+    """
+    blocks = [block for group in groups if (block := _describe_group(group, ended_ns, waited_s))]
+    shown = blocks[:_MAX_GROUPS]
+    if len(blocks) > len(shown):
+        shown.append(f"… and {len(blocks) - len(shown)} groups more, in which ranks were waiting.")
+    return "\n".join(shown)
+
+
+def _describe_group(group: GroupLog, ended_ns: Mapping[int, int], waited_s: float) -> str:
+    waits = [_seconds(last, rank, ended_ns) for rank in group.ranks if (last := _decisive(rank)) and _is_wait(last)]
+    if not waits or max(waits) < waited_s:
+        return ""
+    said: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for rank in group.ranks:
+        last = _decisive(rank)
+        seconds = _seconds(last, rank, ended_ns) if last is not None and _is_wait(last) else 0.0
+        said.setdefault(_clauses(last, rank), []).append((rank.rank, seconds))
+    lines = []
+    for (where, how), who in said.items():
+        numbers = [number for number, _ in who]
+        span = f" for {max(seconds for _, seconds in who):.1f} s" if how else ""
+        ending = how if how != "." else ""
+        if len(numbers) > 1:
+            where = where.replace("was ", "were ", 1) if where.startswith("was ") else where
+        lines.append(printable(f"  {name_ranks(numbers)} {where}{span}{ending}"))  # a file name may hold anything
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES:] = [f"  … and {len(lines) - _MAX_LINES} lines more; --log-dir keeps all"]
+    return "\n".join([f"Last in group {group.name!r} (flight recorder):", *lines])
+
+
+def _decisive(rank: RankLog) -> Record | None:
+    """Return the operation that tells most of a rank: the one in which the group ended for it, else its latest."""
+    for record in rank.records:
+        if record.leave_ns and record.status in _ENDINGS:
+            return record
+    return rank.records[-1] if rank.records else None
+
+
+def _is_wait(record: Record) -> bool:
+    return record.leave_ns == 0 or record.status in _ENDINGS
+
+
+def _seconds(record: Record, rank: RankLog, ended_ns: Mapping[int, int]) -> float:
+    end = record.leave_ns or ended_ns.get(rank.pid, 0)
+    return max(0, end - record.enter_ns) / 1e9
+
+
+def _clauses(last: Record | None, rank: RankLog) -> tuple[str, str]:
+    """Return where the rank was, and how its wait ended: "." for one that lasted to the end; "" for no wait."""
+    if last is None:
+        return ("had called nothing yet" if rank.came else "never came"), ""
+    if last.leave_ns == 0:
+        return f"was in {last.place}", "."
+    if last.status in _ENDINGS:
+        return f"waited in {last.place}", f", {_ENDINGS[last.status]}"
+    return f"last finished {last.place}" + (", and left" if rank.left else ""), ""

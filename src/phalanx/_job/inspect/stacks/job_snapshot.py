@@ -1,0 +1,201 @@
+"""A job's agent tells `phalanx stacks` and `phalanx top` this: a description, and descriptors of ranks' memory.
+
+    command ──{"kind": "snapshot"}──▶ agent
+    command ◀──description (a file), the ranks' stacks, the groups' control memory, the ranks' pages── agent
+
+The description is a file because it may be longer than a socket takes at once; descriptors go in several messages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.ipc.agent import connect
+from phalanx._base.ipc.channel import Channel
+from phalanx._comm.diagnostics.observer import GroupInfo
+from phalanx._comm.symmetric_memory.memfd import create
+from phalanx.errors import LaunchError
+
+_FDS_AT_ONCE = 64
+_MAX_DESCRIPTION_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """It is a running job: its agent, what it runs, its living ranks (number and process), the groups they showed."""
+
+    agent: int
+    target: str
+    world_size: int
+    zygote: int
+    ranks: tuple[tuple[int, int], ...]
+    groups: tuple[GroupInfo, ...]
+    node: int = 0
+    num_nodes: int = 1
+    pages: tuple[int, ...] = ()  # the processes that have shown the page on which they count their steps
+    with_stacks: bool = True
+    ended: tuple[tuple[int, int], ...] = ()  # ranks and their exit codes
+    restart_count: int = 0
+    max_restarts: int = 0
+    generation: int = 0
+    started_ns: int = 0  # when this attempt started; CLOCK_MONOTONIC
+    lost: tuple[tuple[int, int, int, str], ...] = ()  # ranks that an elastic job has lost: process, when (ns), why
+    report: str = ""  # the folder for which its ranks record
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> JobSnapshot:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: another version of Phalanx wrote it.
+        """
+        fields = json.loads(data)
+        ranks = tuple((int(rank), int(pid)) for rank, pid in fields.pop("ranks"))
+        groups = tuple(
+            GroupInfo(
+                group_info["name"], group_info["world_size"], tuple(group_info["ranks"]), tuple(group_info["pids"])
+            )
+            for group_info in fields.pop("groups")
+        )
+        ended = tuple((int(rank), int(code)) for rank, code in fields.pop("ended"))
+        lost = tuple((int(rank), int(pid), int(at), str(why)) for rank, pid, at, why in fields.pop("lost"))
+        return cls(ranks=ranks, groups=groups, pages=tuple(fields.pop("pages")), ended=ended, lost=lost, **fields)
+
+
+class Answer(NamedTuple):
+    """An answer is a snapshot and its descriptors.
+
+    Those of the stacks are in the order of `ranks` (none if not asked for), those of the control memories in that of
+    `groups`, and those of the pages in that of `pages`.
+    """
+
+    snapshot: JobSnapshot
+    stacks: list[int]
+    controls: list[int]
+    pages: list[int]
+
+
+def answer(
+    channel: Channel,
+    snapshot: JobSnapshot,
+    stacks: Sequence[int],
+    controls: Sequence[int],
+    pages: Sequence[int] = (),
+) -> None:
+    """Answer as the agent, which never waits: a client that has gone, or does not read, gets nothing."""
+    with suppress(OSError), _file(snapshot.to_bytes()) as description:
+        fds = [description, *stacks, *controls, *pages]
+        for start in range(0, len(fds), _FDS_AT_ONCE):
+            channel.put({}, fds[start : start + _FDS_AT_ONCE])
+
+
+@contextmanager
+def _file(data: bytes) -> Iterator[int]:
+    """Yield a file in memory that holds `data`, which may be longer than a socket takes at once."""
+    fd = create("phalanx-snapshot")
+    try:
+        os.write(fd, data)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class Told(NamedTuple):
+    """It is what another host of the job says; its clock is `offset_s` behind that of the first host."""
+
+    name: str
+    text: str
+    offset_s: float
+
+
+def answer_others(channel: Channel, told: Sequence[Told]) -> None:
+    """Answer `ask_others` as the agent, which never waits."""
+    with suppress(OSError), _file(json.dumps(told).encode()) as description:
+        channel.put({}, [description])
+
+
+def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Told]:
+    """Return what `phalanx stacks`, or the command `what`, would say on each other host of the job that answers."""
+    deadline = Deadline.after(timeout_s)
+    try:
+        with closing(connect(name, timeout_s)) as channel:
+            if channel.peer.uid != os.getuid():
+                return []
+            channel.put({"kind": "stacks of other hosts", "what": what})
+            answered = channel.receive(deadline)
+    except OSError:
+        return []
+    if answered is None or not answered.fds:
+        return []
+    with open(answered.fds[0], "rb") as file:
+        data = os.pread(file.fileno(), _MAX_DESCRIPTION_BYTES, 0)
+    return [Told(str(host), str(text), float(offset_s)) for host, text, offset_s in json.loads(data)]
+
+
+@contextmanager
+def ask(
+    name: str, agent: int, timeout_s: float, *, command: str = "phalanx stacks", stacks: bool = True
+) -> Iterator[Answer]:
+    """Yield what the agent with process number `agent` says to `command` at the socket `name`; close all on exit.
+
+    Raises:
+        LaunchError: it is gone, is another user's, or does not answer.
+    """
+    fds: list[int] = []
+    try:
+        deadline = Deadline.after(timeout_s)
+        with ExitStack() as stack:
+            try:
+                channel = stack.enter_context(closing(connect(name, timeout_s, max_fds=_FDS_AT_ONCE)))
+                peer = channel.peer
+                if peer.uid != os.getuid() or peer.pid != agent:
+                    raise LaunchError(
+                        f"{command}: job {agent}: another process has its address, and was not asked. "
+                        "If it runs in a container with a PID namespace of its own, ask in there."
+                    )
+                channel.put({"kind": "snapshot", "stacks": stacks})
+                snapshot = _receive(channel, fds, deadline)
+            except TimeoutError:
+                raise LaunchError(
+                    f"{command}: job {agent}: `phalanx run` does not answer within {timeout_s:g} s. "
+                    "If it was stopped (Ctrl-Z), its ranks are stopped, too: `fg` or `kill -CONT` lets it go on."
+                ) from None
+            except OSError as error:
+                raise LaunchError(
+                    f"{command}: job {agent}: cannot be reached: {error.strerror or error}. It may have ended."
+                ) from None
+            except (KeyError, TypeError, ValueError):
+                raise LaunchError(
+                    f"{command}: job {agent} runs with another version of Phalanx: ask with that one"
+                ) from None
+        first = 1 + (len(snapshot.ranks) if snapshot.with_stacks else 0)
+        last = first + len(snapshot.groups)
+        yield Answer(snapshot, fds[1:first], fds[first:last], fds[last:])
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _receive(channel: Channel, fds: list[int], deadline: Deadline) -> JobSnapshot:
+    """Collect the answer; descriptors go to `fds` as they come, so that they are closed whatever happens."""
+    snapshot, expected = None, 1
+    while len(fds) < expected:
+        part = channel.receive(deadline)
+        if part is None or not part.fds:
+            raise OSError("it closed the connection")
+        fds += part.fds
+        if snapshot is None:
+            snapshot = JobSnapshot.from_bytes(os.pread(fds[0], _MAX_DESCRIPTION_BYTES, 0))
+            num_stacks = len(snapshot.ranks) if snapshot.with_stacks else 0
+            expected = 1 + num_stacks + len(snapshot.groups) + len(snapshot.pages)
+    assert snapshot is not None
+    return snapshot

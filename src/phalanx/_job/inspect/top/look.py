@@ -1,0 +1,223 @@
+"""A look is what is seen of the ranks of one host at one moment. It travels between hosts as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from phalanx._base.processes import read_processor_ns, read_state
+from phalanx._comm.diagnostics.observer import GroupLog, Observer
+from phalanx._comm.diagnostics.progress_page import Progress, Track, read_page
+from phalanx._job.inspect.stacks.job_snapshot import Answer, ask
+from phalanx._job.inspect.stacks.jobs import RunningJob, find_jobs
+from phalanx._job.inspect.top.memory import Memory, MemoryReader
+from phalanx.errors import LaunchError
+
+COMMAND = "phalanx top"
+TIMEOUT_S = 5.0
+MAX_OPERATIONS = 64  # so many operations of a rank in a group tell of the last seconds, and are quickly sent
+
+
+class Operation(NamedTuple):
+    """It is one operation of one rank; `root` and `peer` as the recorder has them. `leave_ns` is 0 while it runs."""
+
+    seq: int
+    kind: int
+    root: int
+    enter_ns: int
+    leave_ns: int
+    label: str
+
+
+@dataclass(frozen=True)
+class MemberLook:
+    """It is what a process, a rank of the job, did last in a group."""
+
+    rank: int
+    pid: int
+    operations: tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
+class GroupLook:
+    """It is a group; `members` are those of this host."""
+
+    name: str
+    world_size: int
+    members: tuple[MemberLook, ...]
+
+
+@dataclass(frozen=True)
+class RankLook:
+    """It is a living rank: the letter of /proc/PID/stat as `state`, a processor's work for it as `processor_ns`."""
+
+    rank: int
+    pid: int
+    state: str
+    memory: Memory | None
+    progress: Progress | None
+    processor_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class HostLook:
+    """It has the ranks of one host; times are nanoseconds on the clock of the process that looks (CLOCK_MONOTONIC)."""
+
+    name: str
+    node: int
+    num_nodes: int
+    agent: int
+    target: str
+    world_size: int
+    restart_count: int
+    max_restarts: int
+    generation: int
+    started_ns: int
+    at_ns: int
+    ended: tuple[tuple[int, int], ...]
+    lost: tuple[tuple[int, int, int, str], ...]
+    ranks: tuple[RankLook, ...]
+    groups: tuple[GroupLook, ...]
+    report: str = ""
+
+
+def look(job: RunningJob, memory: MemoryReader) -> HostLook:
+    """Return the ranks of `job` that are on this host.
+
+    Cost: a message for the agent, a few microseconds of reading for each rank, and /proc. The ranks do nothing.
+
+    Raises:
+        LaunchError: it has ended, is another user's, or its agent does not answer.
+    """
+    with ask(job.name, job.pid, TIMEOUT_S, command=COMMAND, stacks=False) as answer:
+        return _read(answer, memory)
+
+
+def look_at_own(memory: MemoryReader) -> str:
+    """Return the ranks whose agent this process is, as JSON, for the first host; a thread of the agent calls it."""
+    try:
+        job = next(job for job in find_jobs(COMMAND) if job.pid == os.getpid())
+        return to_json(look(job, memory))
+    except (LaunchError, StopIteration) as error:
+        return json.dumps({"why": str(error) or "its agent cannot be asked"})
+
+
+def _read(answer: Answer, memory: MemoryReader) -> HostLook:
+    snapshot = answer.snapshot
+    pages = dict(zip(snapshot.pages, answer.pages, strict=True))
+    groups = []
+    for group_info, control in zip(snapshot.groups, answer.controls, strict=True):
+        try:
+            groups.append(_summarise(Observer(group_info, control).read()))
+        except (ImportError, ValueError, OSError):
+            continue  # a rank has written over what describes the memory
+    return HostLook(
+        name=socket.gethostname(),
+        node=snapshot.node,
+        num_nodes=snapshot.num_nodes,
+        agent=snapshot.agent,
+        target=snapshot.target,
+        world_size=snapshot.world_size,
+        restart_count=snapshot.restart_count,
+        max_restarts=snapshot.max_restarts,
+        generation=snapshot.generation,
+        started_ns=snapshot.started_ns,
+        at_ns=time.monotonic_ns(),
+        ended=snapshot.ended,
+        lost=snapshot.lost,
+        ranks=tuple(
+            RankLook(
+                rank,
+                pid,
+                read_state(pid),
+                memory.read(pid),
+                read_page(pages[pid]) if pid in pages else None,
+                read_processor_ns(pid),
+            )
+            for rank, pid in snapshot.ranks
+        ),
+        groups=tuple(group for group in groups if any(member.operations for member in group.members)),
+        report=snapshot.report,
+    )
+
+
+def _summarise(log: GroupLog) -> GroupLook:
+    members = []
+    for rank in log.ranks:
+        if rank.left:
+            continue
+        records = rank.records[-MAX_OPERATIONS:]
+        operations = tuple(
+            Operation(r.seq, r.kind, r.root, r.enter_ns, r.leave_ns, r.place if r is records[-1] else "")
+            for r in records
+        )
+        members.append(MemberLook(rank.rank, rank.pid, operations))
+    return GroupLook(log.name, log.world_size, tuple(members))
+
+
+def to_json(host: HostLook) -> str:
+    """Return the look as text."""
+    return json.dumps(asdict(host), separators=(",", ":"))
+
+
+def from_json(text: str, name: str, offset_ns: int) -> HostLook | str:
+    """Return the look that `to_json` wrote on a host called `name`, whose clock is `offset_ns` behind ours, or why not.
+
+    Raises:
+        ValueError, KeyError, TypeError: the text is no look.
+    """
+    fields: dict[str, Any] = json.loads(text)
+    if "why" in fields:
+        return str(fields["why"])
+    ranks = tuple(
+        RankLook(
+            **{
+                **rank,
+                "memory": None if rank["memory"] is None else Memory(**rank["memory"]),
+                "progress": _shift_progress(rank["progress"], offset_ns),
+            }
+        )
+        for rank in fields.pop("ranks")
+    )
+    groups = tuple(
+        GroupLook(
+            group["name"],
+            group["world_size"],
+            tuple(
+                MemberLook(member["rank"], member["pid"], _shift_operations(member["operations"], offset_ns))
+                for member in group["members"]
+            ),
+        )
+        for group in fields.pop("groups")
+    )
+    ended = tuple((int(rank), int(code)) for rank, code in fields.pop("ended"))
+    lost = tuple((int(rank), int(pid), int(at) + offset_ns, str(why)) for rank, pid, at, why in fields.pop("lost"))
+    host = HostLook(**{**fields, "name": name}, ranks=ranks, groups=groups, ended=ended, lost=lost)
+    return replace(host, started_ns=host.started_ns + offset_ns, at_ns=host.at_ns + offset_ns)
+
+
+def _shift_operations(operations: Sequence[Sequence[Any]], offset_ns: int) -> tuple[Operation, ...]:
+    shifted = []
+    for fields in operations:
+        operation = Operation(*fields)
+        leave_ns = operation.leave_ns + offset_ns if operation.leave_ns else 0
+        shifted.append(operation._replace(enter_ns=operation.enter_ns + offset_ns, leave_ns=leave_ns))
+    return tuple(shifted)
+
+
+def _shift_progress(fields: dict[str, Any] | None, offset_ns: int) -> Progress | None:
+    if fields is None:
+        return None
+    tracks: list[Track | None] = []
+    for track in (fields["loop"], fields["state"]):
+        if track is None:
+            tracks.append(None)
+        else:
+            recent = tuple((at + offset_ns, samples) for at, samples in track["recent"])
+            tracks.append(Track(**{**track, "recent": recent}))
+    return Progress(fields["generation"], *tracks)

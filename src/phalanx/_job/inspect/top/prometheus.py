@@ -1,0 +1,84 @@
+"""Write the view in the text format of Prometheus, which OpenTelemetry's collectors read, too.
+
+Source: the text exposition format, version 0.0.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx._job.inspect.top.view import SHARES, JobView, RankView, left_s
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class _Metric:
+    name: str
+    kind: str
+    help: str
+    points: tuple[tuple[dict[str, str], float | None], ...]
+
+
+def as_prometheus(job: JobView) -> str:
+    """Return what `phalanx top` shows, as metrics; what is not known is left out."""
+    lines: list[str] = []
+    for metric in _metrics(job):
+        points = [(labels, value) for labels, value in metric.points if value is not None]
+        if points:
+            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
+            lines += [f"{metric.name}{_format_labels(labels)} {float(value)!r}" for labels, value in points]
+    return "\n".join(lines) + "\n"
+
+
+def _metrics(job: JobView) -> Iterator[_Metric]:
+    pace, stuck = job.pace, job.stuck
+    for name, kind, told, value in (
+        ("world_size", "gauge", "Ranks of the job.", job.world_size),
+        ("ranks_running", "gauge", "Ranks that run.", len(job.ranks)),
+        ("hosts", "gauge", "Hosts of the job.", job.num_hosts),
+        ("elapsed_seconds", "gauge", "Time since the start of this attempt.", job.elapsed_s),
+        ("restarts_total", "counter", "How often all ranks were started again.", job.restart_count),
+        ("ranks_lost_total", "counter", "Ranks that were lost while an elastic job went on.", len(job.lost)),
+        ("generation", "gauge", "How often an elastic job has formed its group anew.", job.generation),
+        ("step", "gauge", "Steps that all ranks have done.", pace.step if pace else None),
+        ("steps_wanted", "gauge", "Steps of the loop at hand.", pace.total_steps if pace else None),
+        ("steps_per_second", "gauge", "Steps a second, of the last ten.", pace.steps_per_s if pace else None),
+        ("samples_per_second", "gauge", "Samples a second of all ranks.", pace.samples_per_s if pace else None),
+        ("left_seconds", "gauge", "Time to the end of the loop at this pace.", left_s(pace)),
+        ("stuck_seconds", "gauge", "How long ranks have waited for one that does not come; 0 if none do.",
+         stuck.waited_s if stuck is not None else 0.0),
+        ("stuck_ranks_missing", "gauge", "Ranks that did not come to the operation in which others wait.",
+         len(stuck.missing) if stuck is not None else 0),
+    ):  # fmt: skip
+        yield _Metric(f"phalanx_{name}", kind, told, (({}, value),))
+    if job.slowest is not None:
+        slowest = {"rank": str(job.slowest.rank), "host": job.slowest.host}
+        told = "Share of the time in which the others wait for the slowest rank alone."
+        yield _Metric("phalanx_slowest_rank_wait_ratio", "gauge", told, ((slowest, job.slowest.share),))
+
+    def of_ranks(name: str, told: str, values: list[tuple[RankView, dict[str, str], float | None]]) -> _Metric:
+        points = tuple(({"rank": str(rank.rank), "host": rank.host, **labels}, value) for rank, labels, value in values)
+        return _Metric(f"phalanx_rank_{name}", "gauge", told, points)
+
+    ranks = job.ranks
+    yield of_ranks("step", "Steps of a rank.", [(r, {}, r.pace.step if r.pace else None) for r in ranks])
+    yield of_ranks(
+        "samples_per_second", "Samples a second.", [(r, {}, r.pace.samples_per_s if r.pace else None) for r in ranks]
+    )
+    shares = [(r, {"part": part}, getattr(r, part)) for r in ranks for part in SHARES]
+    yield of_ranks("time_ratio", "Share of a rank's time, lately, by what it went into.", shares)
+    yield of_ranks("memory_bytes", "Memory of a rank.", [(r, {}, r.memory_bytes) for r in ranks])
+    yield of_ranks("inside_seconds", "How long a rank has been in its operation.", [(r, {}, r.inside_s) for r in ranks])
+
+
+def _format_labels(labels: dict[str, str]) -> str:
+    if not labels:
+        return ""
+    pairs = (f'{name}="{_escape(value)}"' for name, value in labels.items())
+    return f"{{{','.join(pairs)}}}"
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,265 @@
+"""Measure how the ranks' time divides, from what their recorders say of the same operations.
+
+    rank 0   ──compute──┤ enter            │  leave ├──
+    rank 1   ──compute─────────────────────┤ leave  ├──
+                        │     waiting      │ moving │
+                                        the last one has come
+
+An operation that runs beside the program (an asynchronous one) counts as long as it runs, and is not computing.
+Messages between two ranks are left out: a receive may be posted long before anybody waits for it.
+
+Outside of operations a rank computes, or it is idle: no processor works for it, as it waits for its DataLoader, a disk
+or a device. What a processor did is known for the whole time between two looks only, so idle is told too short, and
+never too long: the processor may have worked inside operations.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+
+from phalanx._base.core_numbers import BROADCAST, BROADCAST_BUFFERS, GATHER, GRADIENTS, RECV, REDUCE, SCATTER, SEND
+from phalanx._job.inspect.top.look import MAX_OPERATIONS, HostLook, MemberLook, Operation
+
+LONGEST_NS = 10_000_000_000
+_FROM_ROOT = (BROADCAST, SCATTER, BROADCAST_BUFFERS)
+_ONE_WAY = (*_FROM_ROOT, REDUCE, GATHER)
+
+HostPid = tuple[int, int]  # host and process
+
+
+@dataclass(frozen=True)
+class Times:
+    """It is the time of one process: `span_ns` were looked at, of which so much went into waiting and into moving data.
+
+    It was idle for `idle_ns` of the `outside_ns` outside of operations for which that is known.
+    """
+
+    span_ns: int
+    waiting_ns: int
+    moving_ns: int
+    idle_ns: int = 0
+    outside_ns: int = 0
+
+
+@dataclass(frozen=True)
+class LatenessOfRank:
+    """It says how often a process came last to an operation of many, and how long after the one before it, in all."""
+
+    times: int
+    lead_ns: int
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """It is an operation in which processes wait for others that have not come to it, the earliest for `waited_ns`."""
+
+    group: str
+    label: str
+    inside: tuple[HostPid, ...]
+    missing: tuple[HostPid, ...]
+    num_unknown: int  # missing, too, on hosts that nobody has looked at
+    waited_ns: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """It is the time between two looks. `num_operations` were those to which all ranks of a group came."""
+
+    span_ns: int
+    times: dict[HostPid, Times]
+    lateness: dict[HostPid, LatenessOfRank]
+    num_operations: int
+    stuck: Stuck | None
+
+
+@dataclass
+class _Call:
+    """It is one collective as its members see it."""
+
+    group: str
+    world_size: int
+    kind: int
+    seq: int
+    operations: dict[HostPid, Operation]
+    ranks: dict[HostPid, int]
+
+
+def measure(
+    hosts: Sequence[HostLook], since_ns: int, before: Mapping[HostPid, int] = types.MappingProxyType({})
+) -> Measured:
+    """Return the time from `since_ns` to the looks; from later on where the recorders do not reach that far back.
+
+    `before` is the processor's time for each process, as it was at `since_ns`.
+    """
+    now_ns = min((host.at_ns for host in hosts), default=0)
+    members = [
+        (group.name, group.world_size, (host.node, member.pid), member)
+        for host in hosts
+        for group in host.groups
+        for member in group.members
+    ]
+    living = {(host.node, rank.pid) for host in hosts for rank in host.ranks}
+    begin_ns = max(
+        [since_ns, now_ns - LONGEST_NS, *(_reaches_back(member) for _, _, who, member in members if who in living)]
+    )
+    calls = _match(hosts)
+    spans: dict[HostPid, list[tuple[int, int, int]]] = defaultdict(list)  # enter, the others had come, leave
+    lateness: dict[HostPid, LatenessOfRank] = {}
+    num_operations = 0
+    for call in calls:
+        come_ns = _everybody_there(call)
+        for who, operation in call.operations.items():
+            leave_ns = operation.leave_ns or now_ns
+            # a process that is still inside waits for others; of an operation that is over it is not known when they
+            # came
+            alone_ns = operation.enter_ns if operation.leave_ns else now_ns
+            spans[who].append((operation.enter_ns, min(alone_ns if come_ns is None else come_ns, leave_ns), leave_ns))
+        if come_ns is None or call.kind in _ONE_WAY or call.world_size < 2 or come_ns < begin_ns:
+            continue
+        num_operations += 1
+        *_, (before_ns, _), (last_ns, who) = sorted((o.enter_ns, who) for who, o in call.operations.items())
+        known = lateness.get(who, LatenessOfRank(0, 0))
+        lateness[who] = LatenessOfRank(known.times + 1, known.lead_ns + last_ns - max(before_ns, begin_ns))
+    times = {who: _divide(spans[who], begin_ns, now_ns) for who in living if who in spans}
+    if begin_ns == since_ns:  # else the processor's time is that of a longer one
+        for who, now in processor_times(hosts).items():
+            if who in times and who in before:
+                times[who] = _with_idle(times[who], now - before[who])
+    return Measured(max(0, now_ns - begin_ns), times, lateness, num_operations, _find_stuck(hosts, calls, now_ns))
+
+
+def add(several: Iterable[Measured]) -> Measured | None:
+    """Return all the time that they cover; `stuck` is the last one's. It is None if there are none."""
+    list_ = list(several)
+    if not list_:
+        return None
+    times: dict[HostPid, Times] = {}
+    lateness: dict[HostPid, LatenessOfRank] = {}
+    for measured in list_:
+        for who, t in measured.times.items():
+            o = times.get(who, Times(0, 0, 0))
+            pairs = zip(astuple(o), astuple(t), strict=True)
+            times[who] = Times(*(so_far + more for so_far, more in pairs))
+        for who, late in measured.lateness.items():
+            known = lateness.get(who, LatenessOfRank(0, 0))
+            lateness[who] = LatenessOfRank(known.times + late.times, known.lead_ns + late.lead_ns)
+    last = list_[-1]
+    times = {who: t for who, t in times.items() if who in last.times}
+    span_ns = sum(measured.span_ns for measured in list_)
+    return Measured(span_ns, times, lateness, sum(measured.num_operations for measured in list_), last.stuck)
+
+
+def processor_times(hosts: Sequence[HostLook]) -> dict[HostPid, int]:
+    """Return how long a processor has worked for each process of which that is known, in nanoseconds."""
+    return {
+        (host.node, rank.pid): rank.processor_ns
+        for host in hosts
+        for rank in host.ranks
+        if rank.processor_ns is not None
+    }
+
+
+def _with_idle(times: Times, processor_ns: int) -> Times:
+    outside_ns = max(0, times.span_ns - times.waiting_ns - times.moving_ns)
+    idle_ns = min(outside_ns, max(0, outside_ns - processor_ns))
+    return replace(times, idle_ns=idle_ns, outside_ns=outside_ns)
+
+
+def _reaches_back(member: MemberLook) -> int:
+    """Return from when on all that the process did in the group is known."""
+    return member.operations[0].enter_ns if len(member.operations) >= MAX_OPERATIONS else 0
+
+
+def _match(hosts: Sequence[HostLook]) -> list[_Call]:
+    """Return the collectives, each with the processes that are known to have called it."""
+    calls: dict[tuple[str, int, int, int, int], list[_Call]] = defaultdict(list)
+    for host in hosts:
+        # Groups of one name follow each other when the ranks form theirs anew: counted from the newest, hosts agree.
+        later: dict[tuple[str, int], int] = defaultdict(int)
+        for group in reversed(host.groups):
+            number = later[group.name, group.world_size]
+            later[group.name, group.world_size] += 1
+            for member in group.members:
+                for operation in member.operations:
+                    if operation.kind in (SEND, RECV):
+                        continue
+                    key = (group.name, group.world_size, number, operation.seq, operation.kind)
+                    who = (host.node, member.pid)
+                    call = next((call for call in calls[key] if _is_of(operation, who, call)), None)
+                    if call is None:
+                        call = _Call(group.name, group.world_size, operation.kind, operation.seq, {}, {})
+                        calls[key].append(call)
+                    call.operations[who] = operation
+                    call.ranks[who] = member.rank
+    return [call for alike in calls.values() for call in alike]
+
+
+def _is_of(operation: Operation, who: HostPid, call: _Call) -> bool:
+    """Return whether a process's operation with the number of `call` belongs to it.
+
+    Each reducer counts its rounds of gradients from 1, and a wrapper makes another reducer after its first step: rounds
+    of one number are the same if no rank had left before another came.
+    """
+    if operation.kind != GRADIENTS:
+        return True
+    return who not in call.operations and all(
+        (not other.leave_ns or operation.enter_ns <= other.leave_ns)
+        and (not operation.leave_ns or other.enter_ns <= operation.leave_ns)
+        for other in call.operations.values()
+    )
+
+
+def _everybody_there(call: _Call) -> int | None:
+    """Return when the last one came whom the others need; None if one has yet to come, or it is not known any more."""
+    if call.kind in _FROM_ROOT:
+        for who, operation in call.operations.items():
+            if operation.root == call.ranks[who]:
+                return operation.enter_ns
+    if len(call.operations) < call.world_size:
+        return None
+    return max(operation.enter_ns for operation in call.operations.values())
+
+
+def _divide(spans: Sequence[tuple[int, int, int]], begin_ns: int, now_ns: int) -> Times:
+    """Return the time of operations that may overlap: what they cover together, and how much of that was waiting."""
+    busy = _length([(enter, leave) for enter, _, leave in spans], begin_ns, now_ns)
+    waiting = _length([(enter, come) for enter, come, _ in spans], begin_ns, now_ns)
+    return Times(max(0, now_ns - begin_ns), waiting, busy - waiting)
+
+
+def _length(intervals: Iterable[tuple[int, int]], begin_ns: int, end_ns: int) -> int:
+    """Return the length of the union of `intervals`, between two times."""
+    total, reached = 0, begin_ns
+    for start, stop in sorted(intervals):
+        start, stop = max(start, reached), min(stop, end_ns)
+        if stop > start:
+            total += stop - start
+            reached = stop
+    return total
+
+
+def _find_stuck(hosts: Sequence[HostLook], calls: Sequence[_Call], now_ns: int) -> Stuck | None:
+    """Return the operation in which a process waits longest for others."""
+    living = {(host.node, rank.pid) for host in hosts for rank in host.ranks}
+    longest: Stuck | None = None
+    for call in calls:
+        inside = {who: o for who, o in call.operations.items() if o.leave_ns == 0 and who in living}
+        if not inside or len(call.operations) >= call.world_size:
+            continue
+        waited_ns = now_ns - min(operation.enter_ns for operation in inside.values())
+        if longest is not None and longest.waited_ns >= waited_ns:
+            continue
+        missing = {
+            (host.node, member.pid)
+            for host in hosts
+            for group in host.groups
+            if (group.name, group.world_size) == (call.group, call.world_size)
+            for member in group.members
+        } - set(call.operations)
+        label = next((o.label for o in inside.values() if o.label), "")
+        num_unknown = call.world_size - len(call.operations) - len(missing)
+        longest = Stuck(call.group, label, tuple(sorted(inside)), tuple(sorted(missing)), num_unknown, waited_ns)
+    return longest

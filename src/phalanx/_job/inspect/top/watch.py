@@ -1,0 +1,88 @@
+"""Look at a job again and again, on all its hosts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+
+from phalanx._job.inspect.stacks.job_snapshot import ask_others
+from phalanx._job.inspect.stacks.jobs import RunningJob, find_jobs
+from phalanx._job.inspect.top.look import COMMAND, HostLook, from_json, look
+from phalanx._job.inspect.top.memory import MemoryReader
+from phalanx._job.inspect.top.times import LONGEST_NS, HostPid, Measured, add, measure, processor_times
+from phalanx._job.inspect.top.view import JobView, view
+
+_OTHERS_TIMEOUT_S = 10.0  # more than the agent of the first host waits for the others
+_ENOUGH_NS = 1_000_000_000
+_LEAST_MORE_LOOKS, _MORE_LOOKS, _PAUSE_S = 3, 8, 0.1
+
+
+class Watch:
+    """It is one job, and what was seen of it lately."""
+
+    def __init__(self, job: RunningJob) -> None:
+        self.job = job
+        self._memory = MemoryReader()
+        self._measured: deque[tuple[int, Measured]] = deque()
+        self._processor_times: dict[HostPid, int] = {}  # at the look before
+        self._attempt = (0, 0)
+
+    def look(self) -> JobView:
+        """Return the job as it is now; times and shares are of the last ten seconds.
+
+        Raises:
+            LaunchError: it has ended, or does not answer.
+        """
+        here = look(self.job, self._memory)
+        hosts = [here]
+        notes: list[str] = []
+        if here.num_nodes > 1:
+            others, notes = _look_at_others(self.job, here.num_nodes - 1)
+            hosts += others
+        attempt = (here.restart_count, here.started_ns)
+        if attempt != self._attempt:
+            self._attempt = attempt
+            self._measured.clear()
+            self._processor_times = {}
+        since_ns = self._measured[-1][0] if self._measured else 0
+        self._measured.append((here.at_ns, measure(hosts, since_ns, self._processor_times)))
+        self._processor_times = processor_times(hosts)
+        while self._measured[0][0] < here.at_ns - LONGEST_NS:
+            self._measured.popleft()
+        return view(hosts, add(measured for _, measured in self._measured), notes)
+
+    def look_once(self) -> JobView:
+        """Return the job after several looks: processors are measured between, and recorders may hold a moment only."""
+        seen = self.look()
+        for number in range(_MORE_LOOKS):
+            is_long = seen.span_s * 1e9 >= _ENOUGH_NS and number >= _LEAST_MORE_LOOKS
+            if is_long or not any(rank.operation for rank in seen.ranks):
+                break
+            time.sleep(_PAUSE_S)
+            seen = self.look()
+        return seen
+
+    def has_ended(self) -> bool:
+        """Return whether the command that ran the job is gone."""
+        return self.job not in find_jobs(COMMAND) or not os.path.exists(f"/proc/{self.job.pid}")
+
+
+def _look_at_others(job: RunningJob, num_others: int) -> tuple[list[HostLook], list[str]]:
+    """Return the other hosts, by way of the first one's agent; and what to say of those that were not seen."""
+    told = ask_others(job.name, _OTHERS_TIMEOUT_S, what="top")
+    if not told:
+        plural = "s" * (num_others > 1)
+        shown = f"Ranks of {num_others} other host{plural} are shown on the host that leads the job"
+        return [], [f"{shown}, the first one if it is there."]
+    hosts, notes = [], []
+    for host in told:
+        try:
+            seen = from_json(host.text, host.name, round(host.offset_s * 1e9))
+        except (ValueError, KeyError, TypeError):
+            seen = host.text if host.text == "does not answer" else "runs another version of Phalanx"
+        if isinstance(seen, str):
+            notes.append(f"{host.name}: {seen}")
+        else:
+            hosts.append(seen)
+    return hosts, notes

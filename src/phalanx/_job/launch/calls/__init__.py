@@ -1,0 +1,16 @@
+"""`phalanx.launch(fn)` calls a function of this process in the ranks of a job.
+
+    the caller (a notebook, a test)              phalanx.launch: waits, shows the ranks' output, collects
+      └─ agent                                   as `phalanx run`, in a session of its own
+           └─ zygote ─fork─▶ rank 0, 1, 2 …      each loads the payload, calls the function, writes its outcome
+
+The caller is never forked: it may have threads, CUDA, a running event loop. What goes to the ranks and comes back lies
+in a folder of the call's own.
+
+    payload     the function and its arguments as bytes, by value where the ranks could not import them
+    outcome     how a rank ended, whole or not at all
+    rank        what runs in a rank; where it is on another host, `phalanx._job.hosts.remote_calls` carries call and outcome
+    agent       what runs in the agent's process
+    verdict     what the agent says of the job at its end
+    call        the caller's side
+"""

@@ -1,0 +1,295 @@
+"""Make the call for the caller of `phalanx.launch`: start the agent, show the ranks' output, return their results."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from phalanx._base.processes import name_signal
+from phalanx._job.agent.folder import JobFolder
+from phalanx._job.agent.verdict import Verdict
+from phalanx._job.launch.calls import outcome, payload
+from phalanx._job.launch.calls.rank import outcome_path, payload_path, surroundings_path
+from phalanx._job.launch.command_line import parse
+from phalanx.errors import LaunchError
+
+_READ_BYTES = 1 << 16
+_GLANCE_S = 0.5
+_TERM_S = 0.5
+_MAX_TERMS = 40  # longer than the agent's own patience with what the kernel holds
+
+
+class RemoteTraceback(Exception):
+    """It is the cause of an exception that a rank raised, and says as text where it was raised."""
+
+    def __str__(self) -> str:
+        return "\n" + "\n".join(str(arg) for arg in self.args)
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    nproc_per_node: int | str = "auto",
+    **options: object,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` in every rank of a job of its own, and return what each returned, by rank.
+
+    For notebooks, scripts and tests. In a rank all is as under `phalanx run`: `phalanx.init()`, or
+    `init_process_group("phalanx")`, finds the others. Functions, closures and classes of `__main__` and of a notebook
+    go by value; those of modules by name. This process is not forked: it may have threads and CUDA. What the ranks
+    print is shown as it comes, with their ranks.
+
+    Cost: the start of a Python and one import of torch for each call (not for each rank), and a copy of the arguments
+    and of the results for each rank, through a temporary folder (TMPDIR).
+
+    Arguments:
+        nproc_per_node: a number, "cpu", "gpu" or "auto", as on the command line (default: GPUs, else cores).
+        options: any other option of `phalanx run`, with underscores: `max_restarts=2`, `log_dir="logs"`,
+            `shutdown_timeout=30`, `no_affinity=True`.
+
+    Raises:
+        Exception: what the rank that failed first raised, with its traceback as the cause; all ranks have ended.
+        LaunchError: a rank died, or left without returning, or returned what cannot be pickled, or what it raised
+            cannot be; or the job could not be started.
+        TypeError: `fn` or an argument cannot be sent to another process; the message names it.
+        ValueError: an option is none of `phalanx run`, or its value makes no sense.
+        KeyboardInterrupt: Ctrl-C, or the notebook's stop button: every rank has ended, as after Ctrl-C on the command.
+    """
+    call, data, words = _prepare(fn, args, kwargs or {}, nproc_per_node=nproc_per_node, **options)
+    with _opened_folder() as folder:
+        payload_path(folder).write_bytes(data)
+        surroundings_path(folder).write_bytes(payload.encode_surroundings())
+        verdict_path = os.path.join(folder, "verdict")
+        code = _run_agent(verdict_path, [*words, "-m", "phalanx._job.launch.calls", folder])
+        verdict = Verdict.read(verdict_path)
+        return _collect(call, folder, verdict, code)
+
+
+@contextlib.contextmanager
+def _opened_folder() -> Iterator[str]:
+    """Yield a folder for a call; it is gone afterwards, or if this process is killed, with the next job of this user.
+
+    Raises:
+        LaunchError: there is no place for one.
+    """
+    folder = JobFolder(os.environ)
+    if not folder.path:
+        raise LaunchError(
+            "phalanx.launch: no folder can be made in TMPDIR, /tmp or /var/tmp. Set TMPDIR to one of yours."
+        )
+    try:
+        yield folder.path
+    finally:
+        folder.close()
+
+
+def _prepare(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: object
+) -> tuple[str, bytes, list[str]]:
+    """Return the call's name for messages, the call as bytes, and the words of `phalanx run`; all refusals are here.
+
+    Raises:
+        TypeError, ValueError: as `launch`.
+    """
+    if not callable(fn):
+        raise TypeError(f"phalanx.launch: needs a function, got a {type(fn).__name__}")
+    words = _words(**options)
+    try:
+        data = payload.encode(fn, args, kwargs)
+    except TypeError as error:
+        raise TypeError(f"phalanx.launch: {error}") from error
+    return f"phalanx.launch of {getattr(fn, '__qualname__', fn)!s}", data, words
+
+
+_OF_A_SCRIPT = ("module", "no_python", "run_path", "use_env", "help")
+
+
+def _words(**options: object) -> list[str]:
+    """Return the options as `phalanx run` takes them; refused here, in the caller's own words."""
+    if scripts := [name for name in options if name in _OF_A_SCRIPT]:
+        raise ValueError(f"phalanx.launch: {scripts[0]}=: this is for a script, and here a function is called")
+    words = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value is not False and value is not None:
+            words.append(f"{flag}={value}")
+    try:
+        parse([*words, "-m", "phalanx._job.launch.calls"])
+    except LaunchError as error:
+        problems = str(error)
+        for name in options:
+            problems = problems.replace(f"--{name.replace('_', '-')}:", f"{name}=:")
+        raise ValueError(problems.replace("phalanx run: ", "phalanx.launch: ")) from None
+    return words
+
+
+# The entry of the working directory would let the user's `random.py` shadow what the agent imports. Ctrl-C in the first
+# moments ends it without a traceback of ours.
+BOOT = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); '' in sys.path and sys.path.remove(''); "
+    "from phalanx._job.launch.calls.agent import main; sys.exit(main())"
+)
+
+
+def _run_agent(verdict: str, words: Sequence[str]) -> int:
+    """Run the agent to its end, showing what it says; returns its exit code (minus a signal's number)."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(_shown_on(sys.stdout, sys.__stdout__, 1))
+        err = stack.enter_context(_shown_on(sys.stderr, sys.__stderr__, 2))
+        agent = subprocess.Popen(
+            [sys.executable, *flags, "-c", BOOT, str(os.getpid()), verdict, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=out.theirs,
+            stderr=err.theirs,
+            start_new_session=True,  # a terminal's Ctrl-C comes to us, and we pass it on
+        )
+        try:
+            return _wait(agent, [pipe for pipe in (out, err) if pipe.ours is not None])
+        finally:
+            _end(agent)
+
+
+def _wait(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> int:
+    interrupted = False
+    for pipe in pipes:
+        pipe.close_theirs()
+    while True:
+        try:
+            _show(agent, pipes)
+            code = agent.wait()
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+            agent.send_signal(signal.SIGINT)  # the second time it kills
+    if interrupted:
+        raise KeyboardInterrupt
+    return code
+
+
+def _end(agent: subprocess.Popen[bytes]) -> None:
+    """See to it that the agent has ended, and with it all of the job: the second SIGTERM makes it kill."""
+    for _ in range(_MAX_TERMS):
+        if agent.poll() is not None:
+            return
+        agent.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(_TERM_S)
+    agent.kill()
+    agent.wait()
+
+
+@dataclass
+class _Pipe:
+    """The agent writes to it, and it is shown; without `ours` it writes to the same place as this process."""
+
+    stream: TextIO | None
+    theirs: int
+    ours: int | None = None
+
+    def close_theirs(self) -> None:
+        """Close the agent's end here, once the agent has its own."""
+        if self.ours is not None and self.theirs != -1:
+            os.close(self.theirs)
+            self.theirs = -1
+
+    def close(self) -> None:
+        """Let go of both ends."""
+        self.close_theirs()
+        if self.ours is not None:
+            os.close(self.ours)
+            self.ours = None
+
+
+@contextlib.contextmanager
+def _shown_on(stream: TextIO | None, original: TextIO | None, fd: int) -> Iterator[_Pipe]:
+    """Yield a way for the agent's words to `stream`: a notebook, or whoever catches output, has put its own there."""
+    if stream is None:
+        yield _Pipe(None, subprocess.DEVNULL)
+        return
+    if stream is original and _is(stream, fd):
+        stream.flush()  # what we have said comes first
+        yield _Pipe(stream, fd)
+        return
+    ours, theirs = os.pipe()
+    pipe = _Pipe(stream, theirs, ours)
+    try:
+        yield pipe
+    finally:
+        pipe.close()
+
+
+def _is(stream: TextIO, fd: int) -> bool:
+    try:
+        return stream.fileno() == fd
+    except (OSError, ValueError):
+        return False
+
+
+def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
+    """Pass on what comes, until there will be no more."""
+    with selectors.DefaultSelector() as selector:
+        for pipe in pipes:
+            if pipe.ours is not None:
+                decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+                selector.register(pipe.ours, selectors.EVENT_READ, (pipe, decoder))
+        while selector.get_map():
+            ready = selector.select(_GLANCE_S)
+            for key, _ in ready:
+                pipe, decoder = key.data
+                data = os.read(key.fd, _READ_BYTES)
+                if not data:
+                    selector.unregister(key.fd)
+                if text := decoder.decode(data, final=not data):
+                    pipe.stream.write(text)
+                    pipe.stream.flush()
+            if not ready and agent.poll() is not None:  # somebody else has kept an end of the pipe
+                return
+
+
+def _collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list[Any]:
+    """Return what the ranks returned, or the first failure raised; `code` is the agent's exit code."""
+    if verdict is None or not verdict.world_size:
+        how = verdict.text if verdict else f"its agent ended before it began: {_describe(code)}"
+        raise LaunchError(how.replace("phalanx run:", f"{call}:") if verdict else f"{call}: {how}", exit_code=code)
+    if verdict.failed_rank >= 0 or code:
+        raise _failure(call, folder, verdict, code)
+    results = []
+    for rank in range(verdict.world_size):
+        ended = outcome.read(outcome_path(folder, rank))
+        if ended is None:
+            raise LaunchError(
+                f"{call}: rank {rank} of {verdict.world_size} ended, with exit code 0, before its function returned "
+                "(sys.exit, os._exit)."
+            )
+        if ended.failed:
+            raise LaunchError(f"{call}: rank {rank} of {verdict.world_size} {ended.text.rstrip()}")
+        results.append(ended.result)
+    return results
+
+
+def _failure(call: str, folder: str, verdict: Verdict, code: int) -> BaseException:
+    rank = verdict.failed_rank
+    ended = outcome.read(outcome_path(folder, rank)) if rank >= 0 else None
+    text = verdict.text or f"the job ended before its function had returned everywhere: {_describe(code)}"
+    if ended is not None and isinstance(ended.error, Exception):
+        error = ended.error
+        error.__cause__ = RemoteTraceback(f"{call}: {text}")
+        return error
+    return LaunchError(f"{call}: {text}", exit_code=code)
+
+
+def _describe(code: int) -> str:
+    return name_signal(-code) if code < 0 else f"exit code {code}"

@@ -1,0 +1,165 @@
+"""Parse the words of `phalanx run` into settings, and refuse them with all their problems at once.
+
+The functions are pure: nothing here looks at the machine, so that every rule can be tested by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
+from phalanx._job.agent.target import Kind, Target
+from phalanx._job.launch.options import OPTIONS, REFUSED, Option, explain_unknown, find_names
+from phalanx.errors import LaunchError
+
+SSH_OPTIONS = ("hosts", "hostfile", "ssh", "remote-dir", "remote-python")  # `phalanx._job.ssh` takes them
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun reads it where --shutdown-timeout is not given
+
+
+def parse(
+    words: Sequence[str], environ: Mapping[str, str] | None = None, *, old_launcher: bool = False
+) -> Settings | None:
+    """Return the settings that the words after `phalanx run` ask for, and after them the PET_ variables in `environ`.
+
+    It is None if they ask for help. Everything after the script belongs to the script. With `old_launcher` the words
+    are those of torch.distributed.launch, which by default starts one rank, and passes its local rank by argument.
+
+    Raises:
+        LaunchError: with every problem of the command line, one per line; its exit code is 2.
+    """
+    problems: list[str] = []
+    given: dict[str, Any] = {}
+    rest = _read_words(words, given, problems)
+    if rest is None:
+        return None
+    _read_environment(environ or {}, given, problems)
+    kinds: list[Kind] = ["module"] if "module" in given else []
+    if "no-python" in given:
+        kinds.append("program")
+    if "run-path" in given:
+        kinds = ["script"]  # torchrun's goes first, too
+    problems += [
+        f"--{name}: only the command `phalanx run` starts a job over ssh" for name in SSH_OPTIONS if name in given
+    ]
+    if len(kinds) > 1:
+        problems.append("-m and --no-python: a job is a module or a program, not both")
+    if "print-completion" in given and not problems:
+        return Settings(Target("script", ""), completion=given["print-completion"])
+    if not rest and not problems:
+        problems.append("no script: say what to run, for example: phalanx run train.py")
+    fields: dict[str, Any] = {
+        option.field.removeprefix("not:"): not option.field.startswith("not:")
+        if not option.value
+        else given[option.name]
+        for option in OPTIONS
+        if option.field and not option.field.startswith("kind:") and option.name in given
+    }
+    if old_launcher:
+        fields = {"nproc": "1", "local_rank_argument": True, **fields}
+        if kinds == ["program"] and fields["local_rank_argument"]:
+            problems.append("--no-python: a program gets no --local-rank. Give --use-env as well; or use `phalanx run`")
+    rendezvous = None
+    if given.keys() & {"nnodes", "rdzv-backend", "node-rank", "witness"}:
+        from phalanx._job.launch.rendezvous_options import (
+            decide_rendezvous,  # here: a job on one host starts without it
+        )
+
+        rendezvous = decide_rendezvous(given, problems)
+    if problems:
+        raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
+    target = Target(kinds[0] if kinds else "script", rest[0], tuple(rest[1:]))
+    return Settings(target, rendezvous=rendezvous, **fields)
+
+
+def take_options(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Take the options `names` from in front of the target; return their values, and all other words.
+
+    A flag's value is empty. What is no option, or lacks its value, stays where it is, for `parse` to refuse.
+    """
+    options = {option.name: option for option in OPTIONS}
+    options.update({option.short: option for option in OPTIONS if option.short})
+    rest, kept, taken = list(words), [], {}
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        flag, separator, value = word.partition("=")
+        name = flag.lstrip("-").replace("_", "-")
+        if name not in options and len(full := find_names(name)) == 1:
+            name = full[0]
+        option = options.get(name)
+        has_value = option is not None and bool(option.value)
+        if option is not None and option.name in names and (separator or rest or not has_value):
+            taken[option.name] = rest.pop(0) if has_value and not separator else value
+            continue
+        kept.append(word)
+        if has_value and not separator and rest:
+            kept.append(rest.pop(0))
+    return taken, [*kept, *rest]
+
+
+def _read_words(words: Sequence[str], given: dict[str, Any], problems: list[str]) -> list[str] | None:
+    """Take the options from the front of `words`; returns what is left, the script first, or None: help was asked."""
+    options = {option.name: option for option in OPTIONS}
+    options.update({option.short: option for option in OPTIONS if option.short})
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        if word in ("-h", "--help"):
+            return None
+        flag, separator, attached = word.partition("=")
+        if not word.startswith("--") and not separator and word[1:2] in "rt" and word[2:3].isdecimal():
+            flag, separator, attached = word[:2], "=", word[2:]  # -r3
+        name = flag.lstrip("-").replace("_", "-")
+        option = options.get(name)
+        if option is None and flag.startswith("--") and len(names := find_names(name)) == 1:
+            option = options.get(names[0])
+        if option is None or flag.startswith("--") == (name == option.short):
+            # An unknown flag's own value, if it has one, can't be told from the script: stop at the first.
+            problems.append(explain_unknown(flag, name))
+            return []
+        if not option.value:
+            if separator:
+                problems.append(f"{flag}: takes no value, got {attached!r}")
+            given[option.name] = True
+            continue
+        if not separator:
+            if not rest:
+                problems.append(f"{flag}: needs a value: {flag} {option.value}")
+                return []
+            attached = rest.pop(0)
+        _read_value(option, flag, attached, given, problems)
+    return rest
+
+
+def _read_value(option: Option, name: str, text: str, given: dict[str, Any], problems: list[str]) -> None:
+    try:
+        value = option.read(text)
+        given[option.name] = {**given.get(option.name, {}), **value} if option.name == "env" else value
+    except ValueError as error:
+        problems.append(f"{name}: {error}")
+        given.pop(option.name, None)
+
+
+def _read_environment(environ: Mapping[str, str], given: dict[str, Any], problems: list[str]) -> None:
+    """Take from PET_NNODES and the like what torchrun takes, where the command line says nothing of it."""
+    for option in OPTIONS:
+        name = f"PET_{option.name.replace('-', '_').upper()}"
+        text = environ.get(name, "")
+        if not option.torchruns or not text or option.name in given:
+            continue
+        if option.value:
+            _read_value(option, f"{name} in the environment", text, given, problems)
+        elif text.isdecimal():
+            if int(text):
+                given[option.name] = True
+        else:
+            problems.append(f"{name} in the environment: must be 0 or 1, got {text!r}")
+    for refused, (advice, nothing) in REFUSED.items():
+        name = f"PET_{refused.replace('-', '_').upper()}"
+        if environ.get(name, "") not in ("", nothing):
+            problems.append(f"{name} in the environment: not in this version: {advice}")
+    if "shutdown-timeout" not in given and (text := environ.get(_SHUTDOWN_TIMEOUT, "")):
+        option = next(option for option in OPTIONS if option.name == "shutdown-timeout")
+        _read_value(option, f"{_SHUTDOWN_TIMEOUT} in the environment", text, given, problems)

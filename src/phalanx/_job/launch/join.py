@@ -1,0 +1,180 @@
+"""Run `phalanx join HOST:PORT`, from its words to its exit code; the first host gives command, arguments and folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phalanx._comm.control.key_file import ask_for_key, find_key
+from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
+from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split_endpoint
+from phalanx._job.hosts.first_host import Joined, connect
+from phalanx._job.hosts.node_plan import UNFIT
+from phalanx._job.launch.command import plan_job
+from phalanx._job.launch.command_line import parse
+from phalanx._job.launch.options import OPTIONS
+from phalanx._job.launch.run_job import run_job
+from phalanx._job.output.standard import guarded, open_standard_descriptors
+from phalanx._job.output.text import show
+from phalanx.errors import AuthenticationError, LaunchError, PhalanxError
+
+OWN_OPTIONS = (
+    "nproc-per-node", "ranks-per-gpu", "key-file", "node-rank", "local-addr", "log-dir", "metrics", "role",
+    "no-affinity", "env",
+)  # fmt: skip
+_JOIN_TIMEOUT_S = 600.0
+_TELL_S = 5.0
+
+
+def main(words: Sequence[str]) -> int:
+    """Join the job that `words` name; returns the exit code, having said on stderr what was wrong."""
+    open_standard_descriptors()
+    if not words or set(words) & {"-h", "--help"}:
+        guarded(lambda: print(format_help()))
+        return 0 if words else USAGE_EXIT_CODE
+    try:
+        endpoint, settings = read_words(words)
+        return _join(endpoint, settings)
+    except LaunchError as error:
+        show(2, str(error).replace("phalanx run:", "phalanx join:"))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def read_words(words: Sequence[str]) -> tuple[str, Settings]:
+    """Return HOST:PORT, and what this host says of itself; options may stand before or behind it.
+
+    Raises:
+        LaunchError: with what is wrong.
+    """
+    valued = {f"--{option.name}" for option in OPTIONS if option.value}
+    endpoint, options, rest = "", [], list(words)
+    while rest:
+        word = rest.pop(0)
+        name = "--" + word.partition("=")[0].lstrip("-").replace("_", "-")
+        if not word.startswith("-"):
+            if endpoint:
+                raise LaunchError(
+                    f"phalanx join: what is {word!r}? The command and its arguments come from the first host: "
+                    f"phalanx join {endpoint}",
+                    exit_code=USAGE_EXIT_CODE,
+                )
+            endpoint = word
+            continue
+        if name.removeprefix("--") not in OWN_OPTIONS:
+            known = ", ".join(f"--{option}" for option in OWN_OPTIONS)
+            raise LaunchError(
+                f"phalanx join: {word}: the first host decides, for all. This host may say: {known}",
+                exit_code=USAGE_EXIT_CODE,
+            )
+        options.append(word)
+        if name in valued and "=" not in word and rest:
+            options.append(rest.pop(0))
+    try:
+        host, port = split_endpoint(endpoint, 0)
+    except ValueError as error:
+        raise LaunchError(f"phalanx join: HOST:PORT {error}", exit_code=USAGE_EXIT_CODE) from None
+    if port == 0:
+        raise LaunchError(
+            f"phalanx join: {endpoint}: which port? The first host prints the line to type, with HOST:PORT",
+            exit_code=USAGE_EXIT_CODE,
+        )
+    # The number of hosts is the first one's to say; more than one lets this host have a number and an address.
+    settings = parse(["--nnodes", "9999", "--master-addr", host, "--master-port", str(port), *options, "-"])
+    assert settings is not None
+    assert settings.rendezvous is not None
+    given = " ".join(options).replace("_", "-")
+    return join_endpoint(host, port), replace(
+        settings,
+        nproc=settings.nproc if "--nproc-per-node" in given else "",
+        role=settings.role if "--role" in given else "",
+        rendezvous=Rendezvous(
+            join_endpoint(host, port),
+            leads=False,
+            node_rank=settings.rendezvous.node_rank if "--node-rank" in given else None,
+            local_addr=settings.rendezvous.local_addr,
+        ),
+    )
+
+
+def _join(endpoint: str, settings: Settings) -> int:
+    try:
+        key = find_key(settings.key_file) or ask_for_key()
+    except AuthenticationError as error:
+        raise LaunchError(f"phalanx join: {error}", exit_code=USAGE_EXIT_CODE) from None
+    if key is None:
+        raise LaunchError(
+            f"phalanx join: no key to join {endpoint}, and no terminal to ask for it. The file ~/.config/phalanx/key "
+            "of the "
+            "first host is to be on this one, too (mode 600); or name another: --key-file, PHALANX_KEY_FILE.",
+            exit_code=USAGE_EXIT_CODE,
+        )
+    joined = connect([endpoint], key, _JOIN_TIMEOUT_S, is_over=threading.Event().is_set, say=_say)
+    job_spec = joined.job_spec
+    try:
+        if os.path.isdir(job_spec.folder):
+            os.chdir(job_spec.folder)
+        environment = job_spec.plan_environment(os.environ, settings.env)
+        plan = plan_job(job_spec.to_settings(settings), os.environ, environment)
+    except (LaunchError, OSError) as error:
+        _tell_first_host(joined, str(error))
+        where = (
+            ""
+            if os.path.isdir(job_spec.folder)
+            else (
+                f"\nThe first host runs it in {job_spec.folder}, which is not here; so it was looked for in "
+                f"{os.getcwd()}. Type "
+                "`phalanx join` in the folder that holds the script."
+            )
+        )
+        raise LaunchError(
+            f"{error}{where}", exit_code=error.exit_code if isinstance(error, LaunchError) else 1
+        ) from None
+    return run_job(replace(plan, run_id=job_spec.run_id), joined)
+
+
+def _tell_first_host(joined: Joined, why: str) -> None:
+    """Tell whoever waits there that this host was here, and why it is of no use; that host waits on."""
+    with joined.client as client, contextlib.suppress(PhalanxError):
+        client.timeout = _TELL_S
+        client.join(
+            {"kind": UNFIT, "host": socket.gethostname(), "why": why.splitlines()[0].removeprefix("phalanx run: ")},
+            watch=(),
+        )
+        client.leave("it cannot run the job")
+
+
+def _say(line: str) -> None:
+    show(2, line)
+
+
+def format_help() -> str:
+    """Return the text of `phalanx join --help`."""
+    import textwrap
+
+    lines = [
+        "Usage: phalanx join HOST:PORT [OPTIONS]",
+        "",
+        *textwrap.wrap(
+            "Take part in the job that `phalanx run --nnodes N` has begun on another host, which prints this line. "
+            "Command, "
+            "arguments, folder and options come from there; what the ranks print is shown there. The job's key is "
+            "looked "
+            "for in --key-file, PHALANX_KEY_FILE, PHALANX_KEY and your configuration folder, and asked for at a "
+            "terminal.",
+            80,
+        ),
+        "",
+        "Options:",
+    ]
+    for option in OPTIONS:
+        if option.name in OWN_OPTIONS:
+            lines.append(f"  --{option.name} {option.value}".rstrip())
+            lines += textwrap.wrap(option.help, 80, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(lines)

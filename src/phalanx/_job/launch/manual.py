@@ -1,0 +1,78 @@
+"""Write what `phalanx run --help` prints, on two screens; the reference page has every option in full."""
+
+from __future__ import annotations
+
+import textwrap
+
+from phalanx._job.launch.options import OPTIONS
+
+_WIDTH = 80
+_COLUMN = 29
+
+# The title of a section, its options, and a line for each.
+SECTIONS: dict[str, dict[str, str]] = {
+    "What to start": {
+        "nproc-per-node": "ranks: N, gpu, cpu, or auto (the default)",
+        "module": "run a module, as `python -m` does",
+        "no-python": "run a program, not a Python script",
+        "env": "set a variable for the ranks of all hosts",
+        "ranks-per-gpu": "ranks that share a GPU (default 1)",
+        "no-affinity": "do not pin ranks to cores",
+        "no-preload": "let each rank import torch itself",
+    },
+    "What to show and keep": {
+        "log-dir": "also write each rank's lines into a file in DIR",
+        "report": "leave a report of the run in DIR/report.html",
+        "metrics": "serve numbers of the running job for Prometheus",
+        "redirects": "write stdout (1), stderr (2), both (3) to files",
+        "tee": "write them to files, and show them too",
+        "local-ranks-filter": "show only these local ranks",
+    },
+    "When a rank fails or ends": {
+        "max-restarts": "restarts of all ranks after a failure",
+        "traceback": "show the lines of libraries in tracebacks too",
+        "shutdown-timeout": "seconds between SIGTERM and SIGKILL (default 30)",
+        "exit-timeout": "stop ranks so long after one has ended well",
+        "evict-after": "kill a rank that has kept others waiting so long",
+    },
+    "Several hosts": {
+        "hosts": "start the job on these hosts over ssh",
+        "hostfile": "the same, from a file: HOST slots=N",
+        "nnodes": "number of hosts, N or MIN:MAX (default 1)",
+        "key-file": "file with the job's key (see `phalanx key`)",
+        "host-timeout": "a host silent for so long is lost (default 9)",
+        "witness": "a third vote: either of two hosts may be lost",
+        "node-rank": "number of this host, with --master-addr",
+        "master-addr": "address of host 0",
+        "master-port": "its port (default 29500)",
+        "rdzv-endpoint": "where hosts meet, with --rdzv-backend c10d",
+    },
+}
+
+_ALSO = "Also: {names}. Options of torchrun can be shortened, and given as PET_NPROC_PER_NODE and the like."
+_EXIT = (
+    "Exit status: that of the rank that failed first, 128 + n for signal n; 2 for a wrong command line; 75 if too few "
+    "ranks of an elastic job are left (start it again); 124 after --exit-timeout."
+)
+
+
+def format_help() -> str:
+    """Return the text of `phalanx run --help`."""
+    by_name = {option.name: option for option in OPTIONS}
+    lines = [
+        "Usage: phalanx run [OPTIONS] SCRIPT [ARGUMENTS]...",
+        "Start a rank of SCRIPT for each GPU or core of this host, or of several hosts.",
+    ]
+    for title, entries in SECTIONS.items():
+        lines.append(f"{title}:")
+        for name, line in entries.items():
+            option = by_name[name]
+            flag = f"-{option.short}, --{name}" if option.short else f"--{name}"
+            value = option.value.partition("|")[0].partition(",")[0]
+            lines.append(f"  {f'{flag} {value}'.rstrip():{_COLUMN}} {line}")
+    shown = {name for entries in SECTIONS.values() for name in entries}
+    others = ", ".join(f"--{option.name}" for option in OPTIONS if option.name not in shown)
+    for text in (_ALSO.format(names=others), _EXIT):
+        lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    lines.append("More: `phalanx docs launching` prints the address of the page.")
+    return "\n".join(lines)

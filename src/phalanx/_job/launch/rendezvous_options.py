@@ -1,0 +1,121 @@
+"""Read the options of `phalanx run` that say where the hosts of a job meet, as torchrun understands them.
+
+    --nnodes 2                                               here; `phalanx join …` is printed for the others
+    --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, where node 0 leads          (backend static)
+    --nnodes 2 --rdzv-backend c10d --rdzv-endpoint H:P       at H:P, led by the host whose address H is
+
+The functions are pure: nothing here looks at the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split_endpoint
+
+STATIC_PORT = 29500  # torchrun's --master-port
+C10D_PORT = 29400  # torchrun's --rdzv-endpoint without a port
+_ETCD = ("etcd", "etcd-v2")
+
+
+def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezvous | None:
+    """Return where the hosts meet for which these options were given (by name); None for a job of one host.
+
+    What contradicts itself, or isn't possible, is added to `problems`.
+    """
+    low, high = fields.get("nnodes", (1, 1))
+    backend = fields.get("rdzv-backend", "static")
+    if backend in _ETCD:
+        problems.append(
+            f"--rdzv-backend {backend}: hosts meet at the first of them, which needs no etcd server. Leave the "
+            "rendezvous options out and type what `phalanx run --nnodes N` prints on the other hosts; or give all "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT, with one of the hosts as HOST"
+        )
+        return None
+    if backend not in ("static", "c10d"):
+        problems.append(f"--rdzv-backend: must be static or c10d, got {backend!r}. Other plug-ins are torchrun's")
+        return None
+    if high == 1:
+        if "witness" in fields:
+            problems.append(
+                "--witness: no other host could go on where there is one host. Give --nnodes, or leave it out"
+            )
+        return None
+    if fields.get("standalone"):
+        problems.append("--standalone and --nnodes: a standalone job runs on one host. Leave out one of them")
+        return None
+    conf = fields.get("rdzv-conf", {})
+    common: dict[str, Any] = {
+        "min_nodes": low,
+        "max_nodes": high,
+        "local_addr": fields.get("local-addr", ""),
+        **_read_conf(conf, backend, problems),
+    }
+    if "host-timeout" in fields:
+        common["host_timeout_s"] = fields["host-timeout"]
+    if "witness" in fields:
+        common["witness"] = fields["witness"]
+    endpoint = fields.get("rdzv-endpoint", "")
+    if backend == "c10d":
+        if not endpoint:
+            return Rendezvous(leads=True, **common)
+        host, port = split_endpoint(endpoint, C10D_PORT)
+        return Rendezvous(join_endpoint(host, port), _read_bool(conf.get("is_host"), problems), **common)
+    if low != high and ("master-addr" in fields or endpoint or "node-rank" in fields):
+        problems.append(
+            f"--nnodes {low}:{high} with --node-rank or --master-addr: with numbers given by hand there is one number "
+            "of hosts. Give --nnodes N, or --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
+    node_rank = fields.get("node-rank")
+    if node_rank is not None and node_rank >= high:
+        problems.append(f"--node-rank: hosts are numbered from 0 to {high - 1} with --nnodes {high}, got {node_rank}")
+    if not endpoint and "master-addr" not in fields:
+        if node_rank:
+            problems.append(
+                f"--node-rank {node_rank}: where is node 0? Give --master-addr HOST and --master-port PORT; or type "
+                "what `phalanx run --nnodes N` prints on the first host"
+            )
+        if "master-port" in fields:
+            endpoint = f":{fields['master-port']}"
+        return Rendezvous(endpoint, leads=True, node_rank=node_rank, **common)
+    if endpoint:
+        host, port = split_endpoint(endpoint, STATIC_PORT)
+    else:
+        host, port = fields["master-addr"], fields.get("master-port", STATIC_PORT)
+    return Rendezvous(join_endpoint(host, port), leads=not node_rank, node_rank=node_rank or 0, **common)
+
+
+def _read_conf(conf: Mapping[str, str], backend: str, problems: list[str]) -> dict[str, float]:
+    """Return what --rdzv-conf says of times; as in torchrun, keys that nobody knows are nobody's."""
+    if conf.get("store_type", "tcp") != "tcp":
+        problems.append(f"--rdzv-conf store_type={conf['store_type']}: hosts meet through the network; leave it out")
+    # Each of torchrun's backends knows one of the first two; where both are given, that one.
+    joins = ("join_timeout", "timeout") if backend == "static" else ("timeout", "join_timeout")
+    names = {**dict.fromkeys(joins, "join_timeout_s"), "last_call_timeout": "last_call_s"}
+    times = {field: _read_number(key, conf[key], problems) for key, field in names.items() if key in conf}
+    if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
+        interval = _read_number("keep_alive_interval", conf.get("keep_alive_interval", "5"), problems)
+        attempts = _read_number("keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3"), problems)
+        times["host_timeout_s"] = max(1.0, interval * attempts)
+    return times
+
+
+def _read_number(key: str, text: str, problems: list[str]) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e8:
+        problems.append(f"--rdzv-conf {key}: must be a number, zero or more, got {text!r}")
+        return 0.0
+    return value
+
+
+def _read_bool(text: str | None, problems: list[str]) -> bool | None:
+    if text is None:
+        return None
+    word = text.lower()
+    if word not in ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n"):
+        problems.append(f"--rdzv-conf is_host: must be true or false, got {text!r}")
+    return word in ("1", "true", "t", "yes", "y")

@@ -1,0 +1,70 @@
+"""A `Request` is what a manifest is asked for."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phalanx._job.agent.settings import USAGE_EXIT_CODE
+from phalanx._job.launch.command_line import parse
+from phalanx.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request is a job of `nodes` nodes with so much each; 0 and "" leave it to the scheduler.
+
+    `words` follow `phalanx run`. `variables` are those of the file by which it learns how many nodes there are.
+    """
+
+    words: tuple[str, ...]
+    nodes: int
+    name: str
+    cpus: int = 0
+    gpus: int = 0
+    memory: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def run_words(self) -> tuple[str, ...]:
+        """Return the words that follow `phalanx run`, as they go into the file."""
+        settings = parse(self.words, self.variables)
+        assert settings is not None
+        if self.gpus or not self.cpus or settings.nproc != "auto":
+            return self.words
+        # A limit on processor time hides no core: counted in the job, they would be all of the machine's.
+        return (f"--nproc-per-node={self.cpus}", *self.words)
+
+    @property
+    def witness(self) -> str:
+        """Return what --witness names; "" without it."""
+        settings = parse(self.words, self.variables)
+        return "" if settings is None or settings.rendezvous is None else settings.rendezvous.witness
+
+
+def check(words: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Check that `phalanx run` would take the words, with these variables in the environment.
+
+    Raises:
+        LaunchError: it would not; or they ask for what the scheduler decides.
+    """
+    # In the file the scheduler says them; given twice, one would be wrong.
+    decided = ("nnodes", "node-rank", "rdzv-endpoint", "master-addr", "master-port", "standalone")
+    for word in words:
+        if not word.startswith("-"):
+            break
+        name = word.partition("=")[0].lstrip("-").replace("_", "-")
+        if name in decided:
+            raise LaunchError(
+                f"phalanx manifest: {word.partition('=')[0]}: leave it out. The number of nodes is --nodes, before "
+                "the command; which is which, and where they meet, they find out.",
+                exit_code=USAGE_EXIT_CODE,
+            )
+    if parse(words, variables) is None:
+        raise LaunchError("phalanx manifest: nothing to run, only --help", exit_code=USAGE_EXIT_CODE)
+
+
+def quote(words: Sequence[str]) -> str:
+    """Return the words as a shell takes them."""
+    return " ".join(shlex.quote(word) for word in words)

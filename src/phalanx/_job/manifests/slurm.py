@@ -1,0 +1,40 @@
+"""Write a batch script for Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx._job.manifests.request import Request, quote
+
+
+def write_batch_script(
+    request: Request, program: Sequence[str], *, time: str = "", partition: str = "", output: str = "%x-%j.log"
+) -> str:
+    """Return the script for `sbatch`. `program` is how every host, sharing the file system, starts `phalanx`."""
+    options = [
+        f"--job-name={request.name}",
+        f"--nodes={request.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={request.cpus}" if request.cpus else "--exclusive",
+        *([f"--gpus-per-node={request.gpus}"] if request.gpus else []),
+        *([f"--mem={request.memory}"] if request.memory else []),
+        *([f"--partition={partition}"] if partition else []),
+        *([f"--time={time}"] if time else []),
+        f"--output={output}",
+    ]
+    cores = f"--cpus-per-task={request.cpus}" if request.cpus else "--cpu-bind=none"
+    lines = [
+        "#!/bin/bash",
+        "# Written by: phalanx manifest slurm. Submit with: sbatch FILE",
+        "# One `phalanx run` on each node starts the ranks there, one for each GPU or core.",
+        *(f"#SBATCH {option}" for option in options),
+        "set -euo pipefail",
+        "",
+        "# Between the nodes every connection needs the job's key. It is in the user's configuration folder",
+        "# (~/.config/phalanx/key), where the first node makes it if it is not there; the nodes share that folder.",
+        "# Where they do not: `phalanx key FILE` once, FILE to every node, and: export PHALANX_KEY_FILE=FILE",
+        "",
+        f"exec srun --kill-on-bad-exit=1 --wait=0 {cores} \\",
+        f"    {quote([*program, 'run', *request.run_words])}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,69 @@
+"""Hold the tracebacks that ranks have reported until it is known whether the command prints the failure itself.
+
+If it does, it prints the first failure, and one line for each other rank. Else (Ctrl-C, a lost zygote) the tracebacks
+are shown as they were printed; of those that differ by numbers only, one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from phalanx._job.output.echo import Echo
+from phalanx._job.output.text import encode
+
+# A number that stands alone: not that of a line of code (train.py:88), nor a part of a name (float32).
+_NUMBER = re.compile(rb"0x[0-9a-fA-F]+|(?<![\w.])(?<!\.py:)\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
+_PLACE = re.compile(rb'\s*File ".*", line \d+')
+
+
+def without_numbers(text: bytes) -> bytes:
+    """Return what two texts have in common that differ by numbers only; a traceback's lines of code keep theirs."""
+    return b"\n".join(line if _PLACE.match(line) else _NUMBER.sub(b"0", line) for line in text.split(b"\n"))
+
+
+class HeldTracebacks:
+    """It takes what ranks print on stderr, and keeps the tracebacks back that they have reported."""
+
+    def __init__(self) -> None:
+        self._echoes: dict[int, Echo] = {}
+        self._forms: dict[int, bytes] = {}  # rank -> its traceback without numbers
+        self._quiet: set[int] = set()
+        self._shown: dict[bytes, int] = {}  # a form -> the rank whose traceback was shown
+        self._named: set[int] = set()  # ranks of which a line has said that theirs is like another's
+
+    def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
+        """Keep back `traceback`, which `rank` is about to print, for good if `quiet`."""
+        if rank not in self._echoes:
+            text = encode(traceback)
+            self._echoes[rank], self._forms[rank] = Echo(text), without_numbers(text)
+            if quiet:
+                self._quiet.add(rank)
+
+    def feed(self, rank: int, lines: Sequence[bytes]) -> Sequence[bytes]:
+        """Return those of the lines that are to be shown now."""
+        echo = self._echoes.get(rank)
+        return lines if echo is None else [shown for line in lines for shown in echo.feed(line)]
+
+    def release(self) -> list[tuple[int, bytes]]:
+        """Return ranks and lines to show: of tracebacks that are alike the first, and a line for each of the others."""
+        released = []
+        for rank in sorted(self._echoes):
+            form = self._forms[rank]
+            if rank in self._quiet or rank in self._named or self._echoes[rank].over:
+                continue
+            like = self._shown.setdefault(form, rank)
+            if like == rank:
+                released += [(rank, line) for line in self._echoes.pop(rank).release()]
+            else:
+                self._named.add(rank)
+                released.append((rank, encode(f"the same traceback as rank {like}'s, but perhaps for numbers in it")))
+        return released
+
+    def forget(self) -> None:
+        """Let go of the lines that are still kept back, since they were told."""
+        self._echoes.clear()
+        self._forms.clear()
+        self._quiet.clear()
+        self._shown.clear()
+        self._named.clear()

@@ -1,0 +1,123 @@
+"""Write the ranks' log files; a disk that is full costs lines, not the job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from io import FileIO
+
+from phalanx._job.output.streams import NO_STREAMS, Streams
+from phalanx._job.output.text import encode
+
+
+class LogFile:
+    """A log file is a file of lines. After an unwritable line, the next one written says so; no line is torn."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        # it is unbuffered: the last words of a rank must be on disk when everything dies
+        self._file = FileIO(path, "w")
+        self.problem: OSError | None = None  # the latest problem
+        self._gap = False
+
+    def put(self, lines: Sequence[bytes]) -> None:
+        """Write `lines`, or as many as there is room for."""
+        self._write(b"\n".join(lines) + b"\n")
+
+    def close(self) -> None:
+        """Close the file; an error that some file systems tell only now is a problem, too."""
+        try:
+            self._file.close()
+        except OSError as error:
+            self.problem = error
+
+    def _write(self, data: bytes) -> None:
+        if self._gap:
+            data = explain_gap(self.problem) + data
+        try:
+            while data:
+                written = self._file.write(data) or 0
+                data = data[written:]
+                self._gap = False
+        except OSError as error:
+            self.problem = error
+            self._gap = True
+
+
+def explain_gap(problem: OSError | None) -> bytes:
+    """Return what stands in place of lines that could not be written; it ends the line that was torn, if one was."""
+    why = (problem.strerror if problem is not None else None) or os.strerror(0)
+    return encode(f"\n[phalanx run: lines are missing here: {why}]\n")
+
+
+class Logs:
+    """`Logs` has the files of the ranks on this host: what goes where, and what is shown on the screen as well.
+
+    DIR/rank_0.log, … hold both streams, by rank. Those that --redirects and --tee name also go to files as torchrun
+    names them, DIR/ID_XXXXXXXX/attempt_0/LOCAL_RANK/stdout.log, one for each stream and attempt.
+    """
+
+    def __init__(
+        self, log_dir: str | None, run_id: str, *, redirects: Streams, tee: Streams, shown: tuple[int, ...] | None
+    ) -> None:
+        self._folder = log_dir
+        self._by_rank: dict[int, LogFile] = {}
+        self._by_stream: dict[tuple[int, int], LogFile] = {}
+        self._redirects, self._tee, self._shown = redirects, tee, shown
+        self._first = 0
+        self.attempts = ""  # the folder of what is kept by attempt and local rank; it is empty if nothing is kept so
+        self.streams = redirects != NO_STREAMS or tee != NO_STREAMS
+        if log_dir is not None:
+            os.makedirs(log_dir, exist_ok=True)
+        if log_dir is not None or self.streams:
+            import tempfile
+
+            name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in run_id) + "_"
+            base = log_dir if log_dir is not None else tempfile.mkdtemp(prefix="torchelastic_")
+            self.attempts = tempfile.mkdtemp(prefix=name, dir=base)
+
+    def begin(self, ranks: Sequence[int], attempt: int) -> None:
+        """Open the logs of these ranks of this host, which are about to start.
+
+        Raises:
+            OSError: a file cannot be made.
+        """
+        self._first = min(ranks, default=0)
+        if self._folder is not None:
+            for rank in ranks:
+                if rank not in self._by_rank:
+                    self._by_rank[rank] = LogFile(os.path.join(self._folder, f"rank_{rank}.log"))
+        for file in self._by_stream.values():
+            file.close()
+        self._by_stream.clear()
+        for local_rank in range(len(ranks) if self.attempts else 0):
+            wanted = self._redirects.of(local_rank) | self._tee.of(local_rank)
+            folder = os.path.join(self.attempts, f"attempt_{attempt}", str(local_rank))
+            os.makedirs(folder, exist_ok=True)
+            for stream, name in ((1, "stdout.log"), (2, "stderr.log")):
+                if wanted & stream:
+                    self._by_stream[local_rank, stream] = LogFile(os.path.join(folder, name))
+
+    def shows(self, rank: int, stream: int) -> bool:
+        """Return whether the screen gets what this rank prints."""
+        local_rank = rank - self._first
+        redirected = self._redirects.of(local_rank) & stream and not self._tee.of(local_rank) & stream
+        return not redirected and (self._shown is None or local_rank in self._shown)
+
+    def put(self, rank: int, stream: int, lines: Sequence[bytes]) -> str:
+        """Write `lines`; return what is to be said if some could not be written, else ""."""
+        said = ""
+        for log in (self._by_rank.get(rank), self._by_stream.get((rank - self._first, stream))):
+            if log is None:
+                continue
+            log.put(lines)
+            if log.problem is not None:
+                said = (
+                    f"phalanx run: --log-dir: cannot write {log.path}: {log.problem.strerror}. The job goes on; lines "
+                    "are missing in the logs until they can be written again."
+                )
+        return said
+
+    def close(self) -> None:
+        for log in (*self._by_rank.values(), *self._by_stream.values()):
+            log.close()

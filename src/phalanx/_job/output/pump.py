@@ -1,0 +1,105 @@
+"""Pump the ranks' lines from their pipes to a viewer, and to the log files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from phalanx._job.output.lines import LineSplitter
+from phalanx._job.output.logs import Logs
+
+_READ_BYTES = 1 << 16
+
+
+class Viewer(Protocol):
+    """A viewer gets the ranks' lines: the display of this command, or the way to that of another host's."""
+
+    @property
+    def full(self) -> bool:
+        """Return whether the ranks should wait."""
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """Begin with these ranks, which print from now on, or again."""
+
+    def end(self, rank: int) -> None:
+        """End this rank, which prints nothing more."""
+
+    def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
+        """Show what a rank has printed, and the status that stands behind it."""
+
+    def say_once(self, what: str, text: str) -> None:
+        """Say `text`, once for each `what`."""
+
+    def flush(self) -> None:
+        """Let no line wait any longer for its twins."""
+
+
+class Pump:
+    """A pump reads the ranks' pipes when told that they are ready; lines go to `viewer` and `logs`."""
+
+    def __init__(self, viewer: Viewer, logs: Logs) -> None:
+        self.viewer = viewer
+        self._logs = logs
+        self._pipes: dict[int, tuple[int, int, LineSplitter]] = {}  # descriptor -> rank, stream, splitter
+
+    def add(self, rank: int, stream: int, fd: int) -> None:
+        """Take over the reading end `fd` of a rank's stdout (1) or stderr (2)."""
+        os.set_blocking(fd, False)
+        self._pipes[fd] = (rank, stream, LineSplitter())
+        self.viewer.begin([rank])
+
+    @property
+    def pipes(self) -> tuple[int, ...]:
+        """Return the pipes to wait on; none while our own output is held up: the ranks wait, and our memory stays."""
+        return () if self.viewer.full else tuple(self._pipes)
+
+    def read(self, fd: int, before_it: Callable[[], object] = lambda: None) -> bool:
+        """Read once what is there; return False when there was nothing (the pipe is empty or has ended).
+
+        `before_it` is called when the bytes are here and before they count: for what the rank told elsewhere earlier.
+        The pipe goes to the end of `pipes`: a caller that reads only some of them in a turn is fair to all.
+        """
+        rank, stream, splitter = self._pipes[fd] = self._pipes.pop(fd)
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        before_it()
+        lines = splitter.feed(data) if data else splitter.finish()
+        self._take(rank, stream, lines, splitter.status)
+        if not data:
+            self._close(fd)
+        return bool(data)
+
+    def drain(self) -> None:
+        """Read what the pipes still hold, now that all ranks have ended, close them, and show all lines."""
+        for fd in tuple(self._pipes):
+            while self.read(fd):
+                pass
+            if fd in self._pipes:  # held open by somebody who is not ours: what it wrote so far is shown
+                rank, stream, splitter = self._pipes[fd]
+                self._take(rank, stream, splitter.finish(), b"")
+                self._close(fd)
+        self.viewer.flush()
+
+    def close(self) -> None:
+        """Close the pipes and the log files."""
+        for fd in tuple(self._pipes):
+            self._close(fd)
+        self._logs.close()
+
+    def _take(self, rank: int, stream: int, lines: list[bytes], status: bytes) -> None:
+        if lines:
+            problem = self._logs.put(rank, stream, lines)
+            if problem:
+                self.viewer.say_once("logs", problem)
+        if not self._logs.shows(rank, stream):
+            lines, status = [], b""
+        self.viewer.show(rank, stream, lines, status)
+
+    def _close(self, fd: int) -> None:
+        rank, _, _ = self._pipes.pop(fd)
+        os.close(fd)
+        if not any(other == rank for other, _, _ in self._pipes.values()):
+            self.viewer.end(rank)

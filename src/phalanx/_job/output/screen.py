@@ -1,0 +1,67 @@
+"""Format a line: the ranks in front of it, in colour on a terminal; status lines are cut to the terminal's width."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+
+from phalanx._comm.diagnostics.rank_list import format_ranks
+
+_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red: readable on dark and light
+_DIM = 2
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+MAX_STATUS_LINES = 8
+
+CLEAR_BELOW = b"\r\x1b[J"
+
+
+def format_prefix(ranks: Iterable[int], *, colour: bool, host: str = "") -> bytes:
+    """Return `[2] ` or, folded, `[0-3] `; with a host `[2 node-b] `. A rank keeps its colour; several are dim."""
+    chosen = sorted(ranks)
+    label = f"[{format_ranks(chosen)}{' ' if host else ''}{host}]"
+    if colour:
+        code = _COLOURS[chosen[0] % len(_COLOURS)] if len(chosen) == 1 else _DIM
+        label = f"\x1b[{code}m{label}\x1b[0m"
+    return label.encode() + b" "
+
+
+def wants_colour(environ: Mapping[str, str], terminal: bool) -> bool:
+    """Return whether to use colours: on a terminal, unless NO_COLOR is set or TERM is dumb; FORCE_COLOR beats both."""
+    if environ.get("FORCE_COLOR"):
+        return True
+    return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+def plan_status(states: Sequence[tuple[int, bytes]], *, columns: int, rows: int, colour: bool) -> list[bytes]:
+    """Return the status lines to draw, one per state, none wider than the terminal, and few enough to leave room."""
+    groups: dict[bytes, set[int]] = {}
+    for rank, state in states:
+        groups.setdefault(state, set()).add(rank)
+    limit = max(1, min(MAX_STATUS_LINES, rows // 2))
+    drawn = []
+    for state, ranks in list(groups.items())[:limit]:
+        width = columns - 1 - len(format_prefix(ranks, colour=False))
+        reset = b"\x1b[0m" if b"\x1b" in state else b""
+        drawn.append(format_prefix(ranks, colour=colour) + _cut(state, max(1, width)) + reset)
+    return drawn
+
+
+def _cut(state: bytes, columns: int) -> bytes:
+    """Return `state` cut to `columns`; colours take no room, wide characters two columns."""
+    text = state.decode(errors="replace").expandtabs()
+    kept, used, position = [], 0, 0
+    while position < len(text):
+        escape = _ESCAPE.match(text, position)
+        if escape:
+            kept.append(escape.group())
+            position = escape.end()
+            continue
+        character = text[position]
+        if unicodedata.combining(character) == 0:
+            used += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if used > columns:
+            break
+        kept.append(character)
+        position += 1
+    return "".join(kept).encode()

@@ -1,0 +1,1 @@
+"""Turn what a run has recorded into findings, pictures and a page."""

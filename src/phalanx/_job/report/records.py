@@ -1,0 +1,83 @@
+"""List the ranks' files in a report's folder, and remove those that may go. Other files stay."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx._base.processes import read_stat
+from phalanx._comm.diagnostics.step_reader import RankFile, read_rank_file
+from phalanx._job.report.job_record import RANKS, JobRecord
+
+_CLOCK_SET_S = 60.0  # a host's clock may have been set by so much since
+
+
+def list_records(folder: str) -> Iterator[tuple[Path, RankFile]]:
+    """Yield the files that can be read, with their contents, by name."""
+    for path in sorted(Path(folder, RANKS).glob("*.steps")):
+        with suppress(OSError):
+            if (read := read_rank_file(path.read_bytes())) is not None:
+                yield path, read
+
+
+def run_of(file: RankFile) -> str:
+    """Return the id of the file's run; it is empty if the rank knew none."""
+    return str(file.facts.get("run", ""))
+
+
+def remove_records(folder: str, may_go: Callable[[RankFile], bool]) -> None:
+    """Remove the ranks' files that may go; their folder stays, as another rank may be about to make its file there."""
+    for path, file in list_records(folder):
+        if may_go(file):
+            with suppress(OSError):
+                path.unlink()
+
+
+def remove_old_records(folder: str, run: str = "") -> None:
+    """Remove what runs that are over have left in `folder`, except for the run `run`, which begins or goes on."""
+    job = JobRecord.read(folder)
+    over = job.run if job is not None and not is_running(job) and job.host == socket.gethostname() else ""
+
+    def may_go(file: RankFile) -> bool:
+        if run and run_of(file) == run:
+            return False
+        if over and run_of(file) == over:
+            return True
+        here = file.facts.get("host") == socket.gethostname()
+        return here and not is_alive(int(file.facts.get("pid", 0)), file.begun + file.unix_offset)
+
+    remove_records(folder, may_go)
+
+
+def find_other_run(folder: str) -> JobRecord | None:
+    """Return the running job of another process of this host that will write its report there, or None."""
+    job = JobRecord.read(folder)
+    return job if job is not None and job.pid != os.getpid() and is_running(job) else None
+
+
+def is_running(job: JobRecord) -> bool:
+    """Return whether a job of this host has not ended, and the process that writes its report is there."""
+    return job.end == "running" and job.host == socket.gethostname() and is_alive(job.pid, job.begun_unix)
+
+
+def is_alive(pid: int, since: float) -> bool:
+    """Return whether the process `pid` of Unix time `since` is there; by now another process may have its number."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # the process is another user's
+        pass
+    fields = read_stat(pid)
+    if not fields:  # this is not Linux
+        return True
+    if fields[0] in "ZX":
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age < since + _CLOCK_SET_S

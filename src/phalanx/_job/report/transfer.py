@@ -1,0 +1,56 @@
+"""Send the ranks' files, as text in a message, to the host that writes the report."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import socket
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+
+from phalanx._comm.diagnostics.step_file import FILE_BYTES
+from phalanx._comm.diagnostics.step_reader import read_rank_file
+from phalanx._job.report.job_record import RANKS
+from phalanx._job.report.records import list_records, run_of
+
+_NAME = re.compile(r"[\w.-]{1,200}\.steps")
+
+
+_GOT = "got-"  # before the name of a file that another host has sent: that host removes its own
+
+
+def pack_files(folder: str, run: str, since: float) -> Iterator[tuple[str, str]]:
+    """Yield names and contents of the files of this host's ranks of a run; most of each is zeros, so it is short.
+
+    `since` is a time of the monotonic clock: older files are of a run before, which may have had the same id.
+    """
+    for path, file in list_records(folder):
+        if run_of(file) == run and file.facts.get("host") == socket.gethostname() and file.begun >= since:
+            with suppress(OSError):
+                yield path.name, base64.b64encode(zlib.compress(path.read_bytes(), 6)).decode()
+
+
+def unpack_file(folder: str, name: str, text: str) -> None:
+    """Write one of the files here, over the one that was sent, if that lies here, too: hosts may share files.
+
+    Raises:
+        ValueError: the text is no such file.
+        OSError: it cannot be written.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a rank's file")
+    inflate = zlib.decompressobj()
+    try:
+        data = inflate.decompress(base64.b64decode(text, validate=True), FILE_BYTES + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if read_rank_file(data) is None:
+        raise ValueError("no rank has written it")
+    ranks = os.path.join(folder, RANKS)
+    os.makedirs(ranks, exist_ok=True)
+    with open(os.path.join(ranks, _GOT + name), "wb") as file:
+        file.write(data)
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(ranks, name))

@@ -1,0 +1,51 @@
+"""Write everything that a report's folder holds, from what ranks and launcher have left in it.
+
+report.html    the page                    trace.json   for ui.perfetto.dev
+report.json    the numbers behind it
+job.json       what the launcher said      ranks/       what the ranks said: goes when the rest is written
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+
+from phalanx._comm.diagnostics.step_reader import read_folder
+from phalanx._job.report.findings import find
+from phalanx._job.report.gather import combine, find_job, is_of_run, of_ranks
+from phalanx._job.report.job_record import RANKS
+from phalanx._job.report.measurements import Measurements
+from phalanx._job.report.page import render
+from phalanx._job.report.records import remove_records
+from phalanx._job.report.trace import plan_trace
+
+PAGE, DATA, TRACE = "report.html", "report.json", "trace.json"
+
+
+def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
+    """Write the page and its companions into `folder`; remove the ranks' records: report.json has what they say.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    files = read_folder(os.path.join(folder, RANKS))
+    job = find_job(folder, files)
+    files = of_ranks(job, files)
+    run = combine(job, files)
+    _write(folder, DATA, run.to_json().encode(errors="backslashreplace"))
+    _write(folder, PAGE, render(run, find(run)).encode(errors="backslashreplace"))
+    _write(folder, TRACE, json.dumps(plan_trace(job, files), separators=(",", ":")).encode())
+    if not keep_records:
+        remove_records(folder, lambda file: is_of_run(job, file))
+        with suppress(OSError):  # the folder is not empty, or was never made
+            os.rmdir(os.path.join(folder, RANKS))
+    return run
+
+
+def _write(folder: str, name: str, data: bytes) -> None:
+    """Write the file whole or not at all."""
+    path = os.path.join(folder, name)
+    with open(f"{path}.part", "wb") as file:
+        file.write(data)
+    os.replace(f"{path}.part", path)

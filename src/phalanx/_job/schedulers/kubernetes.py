@@ -1,0 +1,121 @@
+"""Read the variables of Kubernetes: an indexed Job with a headless Service, or Kubeflow's; each pod is a node.
+
+Kubeflow has PyTorchJob and Trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from phalanx._job.schedulers.allocation import Allocation, read_port
+from phalanx.errors import LaunchError
+
+_PORT = 29400  # a pod has its ports for itself
+_EQUAL = (  # two variables that say the same must be equal
+    ("RANK", "PET_NODE_RANK"),
+    ("JOB_COMPLETION_INDEX", "PET_NODE_RANK"),
+    ("JOB_COMPLETION_INDEX", "RANK"),
+    ("MASTER_ADDR", "PET_MASTER_ADDR"),
+    ("MASTER_PORT", "PET_MASTER_PORT"),
+)
+
+
+def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
+    """Return what PyTorchJob or Trainer say: RANK is the pod's number, not that of a process.
+
+    LOCAL_RANK is none of theirs: where it is set, a launcher has started this process.
+    """
+    if "KUBERNETES_SERVICE_HOST" not in environ or environ.get("LOCAL_RANK"):
+        return None
+    address = "MASTER_ADDR" if environ.get("MASTER_ADDR") else "PET_MASTER_ADDR"
+    rank = "PET_NODE_RANK" if environ.get("PET_NODE_RANK") else "RANK"
+    nodes = "PET_NNODES" if environ.get("PET_NNODES") else "WORLD_SIZE"
+    if not (environ.get(address) and environ.get(rank, "").isdecimal() and environ.get(nodes)):
+        return None
+    _compare(environ)
+    port = "MASTER_PORT" if environ.get("MASTER_PORT") else "PET_MASTER_PORT"
+    num_nodes, nproc = _count(environ, nodes), environ.get("PET_NPROC_PER_NODE", "")
+    return Allocation(
+        "Kubeflow",
+        int(environ[rank]),
+        num_nodes,
+        environ.get("PET_RDZV_ID") or f"kubeflow-{environ[address]}",
+        tuple(name for name in (rank, nodes, address, port, "PET_NPROC_PER_NODE") if environ.get(name)),
+        first_host=environ[address],
+        port=read_port(environ, port, _PORT),
+        nproc=nproc,
+    )
+
+
+def find_indexed_job(environ: Mapping[str, str], fqdn: str, nnodes: int = 0) -> Allocation | None:
+    """Return what an indexed Job says. Only its file knows how many pods it has: `nnodes`, the option's, or PET_NNODES.
+
+    `fqdn` is this host's full name, NAME-INDEX.SERVICE.NAMESPACE.svc… where the pods have a headless service.
+
+    Raises:
+        LaunchError: nothing says how many pods there are, or how the first one is called.
+    """
+    index = environ.get("JOB_COMPLETION_INDEX", "")
+    if not index.isdecimal():
+        return None
+    _compare(environ)
+    num_nodes = nnodes or (_count(environ, "PET_NNODES") if environ.get("PET_NNODES") else 0)
+    if not num_nodes:
+        raise LaunchError(
+            f"phalanx run: JOB_COMPLETION_INDEX={index}: this is one pod of an indexed Job of Kubernetes, which does "
+            "not say how many there are. Set PET_NNODES in its file, or give --nnodes (`phalanx manifest kubernetes` "
+            "writes a file that has it); if each pod is to be a job of its own: phalanx run --standalone.",
+            exit_code=2,
+        )
+    name, _, service = fqdn.partition(".")
+    base = name.removesuffix(f"-{index}")
+    variables = ["JOB_COMPLETION_INDEX", *(["PET_NNODES"] if environ.get("PET_NNODES") else [])]
+    if environ.get("MASTER_ADDR"):
+        first = environ["MASTER_ADDR"]
+        variables.append("MASTER_ADDR")
+    elif int(index) == 0:
+        first = fqdn
+    elif service and base != name:
+        first = f"{base}-0.{service}"
+    else:
+        raise LaunchError(
+            f"phalanx run: JOB_COMPLETION_INDEX={index}, and how the pod of index 0 is found is not known: this pod "
+            f"is {fqdn!r}, without the name of a headless service. Set `subdomain` in the Job's pod template to "
+            "such a Service, or MASTER_ADDR to the first pod's name; `phalanx manifest kubernetes` writes a file that "
+            "has both.",
+            exit_code=2,
+        )
+    return Allocation(
+        "Kubernetes",
+        int(index),
+        num_nodes,
+        f"kubernetes-{base}",
+        tuple(variables),
+        first_host=first,
+        port=read_port(environ, "MASTER_PORT", _PORT),
+        nproc=environ.get("PET_NPROC_PER_NODE", ""),
+    )
+
+
+def _compare(environ: Mapping[str, str]) -> None:
+    problems = [
+        f"{one}={environ[one]} and {other}={environ[other]}"
+        for one, other in _EQUAL
+        if environ.get(one) and environ.get(other) and environ[one] != environ[other]
+    ]
+    if problems:
+        raise LaunchError(
+            f"phalanx run: {'; '.join(problems)} in the environment contradict each other. "
+            "Unset one of the two, or make them alike.",
+            exit_code=2,
+        )
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    """Return a number of nodes; for MIN:MAX it is the smaller one, with which the job may begin."""
+    text = environ[name].partition(":")[0]
+    if not text.isdecimal() or int(text) < 1:
+        raise LaunchError(
+            f"phalanx run: {name}={environ[name]} in the environment: must be a number of nodes", exit_code=2
+        )
+    return int(text)

@@ -1,0 +1,172 @@
+"""Decide where the nodes of a job meet, and by which key they know each other, without a word from the user.
+
+all on one host      no port and no key: node 0 hands its coordinator's path to the others, in a folder that only
+                     this user may enter
+on several           the first host, at the first free of some ports that follow from the job's name; a node that finds
+                     another job there tries the next. The key is the user's; node 0 makes it if there is none
+… under mpiexec      which does not say where the first host is: MPI hands over its addresses, and a key
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx._base.deadline import Deadline
+from phalanx._base.host_addresses import own_addresses
+from phalanx._base.ipc import private
+from phalanx._base.ipc.local_listener import LocalAddress
+from phalanx._base.processes import read_start_ticks
+from phalanx._comm.rendezvous.slurm_address import find_address
+from phalanx._comm.symmetric_memory.fd_server import FdServer, receive_fds
+from phalanx._comm.symmetric_memory.memfd import memory
+from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint
+from phalanx._job.schedulers.allocation import Allocation
+from phalanx._job.schedulers.mpi_broadcast import broadcast
+from phalanx.errors import AuthenticationError, DeadlineError, LaunchError, PhalanxError
+
+_MAX_PATH_BYTES = 4096
+_PAUSE_S = 0.1
+_KEY_PATIENCE_S = 60.0  # how long a shared folder may take to show a file that another host has made
+
+
+def meet(
+    found: Allocation, key_file: str | None, environ: Mapping[str, str], asked: Rendezvous
+) -> tuple[Rendezvous, str]:
+    """Return where this node meets the others, with what was `asked` for besides; and the job's name.
+
+    On nodes but the first it may wait for the first, `asked.join_timeout_s` at most.
+
+    Raises:
+        LaunchError: there is no key, or no way to the first host; the message says what to do.
+    """
+    mine = replace(
+        asked, leads=found.node == 0, node_rank=found.node, min_nodes=found.num_nodes, max_nodes=found.num_nodes
+    )
+    deadline = Deadline.after(asked.join_timeout_s)
+    try:
+        if found.is_on_one_host and not found.port:
+            return _meet_on_one_host(found, mine, deadline), found.job
+        if found.asks_mpi:
+            return _meet_through_mpi(found, mine, environ, deadline)
+        mine = replace(mine, key=_find_key(found, key_file, environ))
+        host = find_address(found.first_host) if found.scheduler == "Slurm" else found.first_host
+        return _at(mine, [join_endpoint(host, port) for port in found.ports]), found.job
+    except (AuthenticationError, DeadlineError) as error:
+        raise LaunchError(f"phalanx run: {found.describe()}: {error}") from error
+
+
+def _at(mine: Rendezvous, endpoints: Sequence[str]) -> Rendezvous:
+    return replace(mine, endpoint=endpoints[0], more_endpoints=tuple(endpoints[1:]))
+
+
+def _meet_on_one_host(found: Allocation, mine: Rendezvous, deadline: Deadline) -> Rendezvous:
+    if sys.platform != "linux":
+        raise LaunchError(
+            f"phalanx run: {found.describe()}: several nodes on one host find each other on Linux only. Start it once, "
+            "with --nproc-per-node.",
+            exit_code=2,
+        )
+    digest = hashlib.sha256(f"{found.scheduler}/{found.job}".encode()).hexdigest()
+    address = LocalAddress(digest[:32], str(private.folder() / f"agents-{digest[:32]}"))
+    if found.node == 0:
+        return replace(mine, endpoint="", is_local=True, announce=_hand_out(address, found.num_nodes, deadline))
+    (fd,) = receive_fds(address, found.node, 1, deadline, wait_for_leader=True)
+    try:
+        return replace(mine, endpoint=os.pread(fd, _MAX_PATH_BYTES, 0).decode(), is_local=True)
+    finally:
+        os.close(fd)
+
+
+def _hand_out(address: LocalAddress, num_nodes: int, deadline: Deadline) -> Callable[[str], None]:
+    """Return a function that gives the other nodes a path, in a thread, since the agent must hear Ctrl-C."""
+
+    def serve(path: bytes) -> None:
+        with memory("phalanx-coordinator", len(path)) as fd, FdServer(address.token, at=address.path) as server:
+            os.pwrite(fd, path, 0)
+            with contextlib.suppress(DeadlineError):  # the coordinator tells who did not come
+                server.serve(range(1, num_nodes), [fd], deadline, lambda missing: None)
+
+    def announce(path: str) -> None:
+        threading.Thread(target=serve, args=(path.encode(),), name="phalanx-announce", daemon=True).start()
+
+    return announce
+
+
+def _meet_through_mpi(
+    found: Allocation, mine: Rendezvous, environ: Mapping[str, str], deadline: Deadline
+) -> tuple[Rendezvous, str]:
+    from phalanx._comm.control.key import Key
+
+    words = b""
+    with contextlib.ExitStack() as held:  # MPI opens sockets of its own meanwhile
+        if found.node == 0:
+            hosts = [own.address for own in own_addresses() if not own.is_loopback]
+            port = found.port or held.enter_context(_free_port())
+            job = f"mpiexec-{socket.gethostname()}-{os.getpid()}-{read_start_ticks(os.getpid())}"
+            endpoints = [join_endpoint(host, port) for host in ([found.first_host] if found.first_host else hosts)]
+            words = json.dumps({"endpoints": endpoints, "port": port, "key": str(Key.generate()), "job": job}).encode()
+        try:
+            said = json.loads(broadcast(words, environ, deadline))
+        except PhalanxError as error:
+            raise LaunchError(
+                f"phalanx run: {found.describe()}: the processes are on several hosts, it does not say where the "
+                f"first one is, and MPI could not be asked: {error}\nInstall mpi4py, or set MASTER_ADDR for all to an "
+                "address of that host, and MASTER_PORT to a free port there (mpiexec -x or -genv).",
+                exit_code=2,
+            ) from None
+    mine = replace(mine, key=said["key"])
+    # The first host listens at all its addresses: who reaches it by which, it cannot know.
+    return _at(mine, [f":{said['port']}"] if found.node == 0 else said["endpoints"]), said["job"]
+
+
+@contextlib.contextmanager
+def _free_port() -> Iterator[int]:
+    """Yield a port that is free, and that no other process takes while this lasts."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        yield sock.getsockname()[1]
+
+
+def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str]) -> str:
+    """Return the user's key. Node 0 makes it if there is none; the others wait until their shared folder shows it."""
+    from phalanx._comm.control.key_file import default_path, find_key, make_key
+
+    key = find_key(key_file, environ)
+    if key is not None:
+        return str(key)
+    if found.scheduler.startswith("Kube"):
+        raise LaunchError(
+            f"phalanx run: {found.describe()}: pods share no folder, and there is no key in PHALANX_KEY or "
+            "PHALANX_KEY_FILE. Make one (phalanx key), put it into a Secret, and have the pods' PHALANX_KEY come from "
+            "there: `phalanx manifest kubernetes` writes a file that does.",
+            exit_code=2,
+        )
+    path = default_path(environ)
+    return str(make_key(path)[0]) if found.node == 0 else _await_key(found, path)
+
+
+def _await_key(found: Allocation, path: Path) -> str:
+    from phalanx._comm.control.key_file import read_key
+
+    def has_come() -> bool:
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # a network file system looks anew
+        return path.exists()
+
+    if Deadline.after(_KEY_PATIENCE_S).wait_until(has_come, _PAUSE_S):
+        return str(read_key(path))
+    raise LaunchError(
+        f"phalanx run: {found.describe()}: node 0 has the job's key in {path} of its host, and here there is none "
+        f"after {_KEY_PATIENCE_S:.0f} s: the hosts do not share that folder. Copy the file to every host (`phalanx "
+        "key` makes it, once), or name one that all see: PHALANX_KEY_FILE=…",
+        exit_code=2,
+    )

@@ -1,0 +1,55 @@
+"""`python -m phalanx._job.schedulers.mpi_broadcast SECONDS` lets all processes of an `mpiexec` print what process 0 reads.
+
+It runs as a child of each agent whose `mpiexec` spans hosts, which only MPI connects before they have met: the agent
+itself has no MPI in it, and its ranks are no processes of MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from phalanx._base.deadline import Deadline
+from phalanx.errors import PhalanxError
+
+
+def broadcast(words: bytes, environ: Mapping[str, str], deadline: Deadline) -> bytes:
+    """Return the `words` of process 0, in all processes of this `mpiexec`; a child of ours takes our place in MPI.
+
+    Raises:
+        PhalanxError: MPI could not be started, or process 0 did not come in time; with what the child said.
+    """
+    # The MPI of `mpiexec` is spoken to through a descriptor that this process has inherited.
+    told = environ.get("PMI_FD", "")
+    command = [sys.executable, "-m", __name__, str(deadline.left_s)]
+    ended = subprocess.run(
+        command,
+        input=words,
+        env=dict(environ),
+        capture_output=True,
+        pass_fds=[int(told)] if told.isdecimal() else [],
+        check=False,
+    )
+    if ended.returncode or not ended.stdout:
+        said = ended.stderr.decode(errors="replace").strip()
+        raise PhalanxError(said.rpartition("\n")[2] or f"exit code {ended.returncode}")
+    return ended.stdout
+
+
+def main() -> None:
+    """Be one process of MPI."""
+    from phalanx._comm.engines.mpi.runtime import Launcher, start
+    from phalanx._comm.rendezvous.launchers import mpi_launch
+
+    launch = mpi_launch(os.environ)
+    assert launch is not None
+    runtime = start(Launcher(launch.launcher, launch.world_size, is_mpi=True))
+    words = sys.stdin.buffer.read() if launch.rank == 0 else b""
+    sys.stdout.buffer.write(runtime.broadcast(words, "phalanx run", Deadline.after(float(sys.argv[1]))))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Start a job on several hosts from one terminal: `phalanx run --hosts a,b train.py`.
+
+    this terminal                                      each host
+      SshJob ── Connection ── ssh a ═══════════ sshd ── Session ── the agent, as `phalanx run` there
+             ── Connection ── ssh b ═══════════ sshd ── Session ── the agent
+
+    host_list    the words of --hosts and the lines of --hostfile
+    request      what every host is sent: command line, folder, variables
+    pipes        messages over ssh's stdin and stdout, behind whatever a login shell prints
+    facts        what a host reports about itself before anything starts
+    check        the problems of all hosts in one table, and the address at which they meet
+    connection   one ssh process and its host
+    job          from the first ssh process to the job's exit code
+    session      the end of a connection on a host (`python -m phalanx._job.ssh`)
+
+It is a starter, as a scheduler is: the agents do not know about ssh. Nothing here imports torch.
+"""

@@ -1,0 +1,169 @@
+"""A `Connection` is one ssh process and the channel through it to a host."""
+
+from __future__ import annotations
+
+import enum
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from phalanx._base.host_addresses import own_addresses
+from phalanx._base.ipc.event_loop import Source
+from phalanx._job.ssh.facts import Facts
+from phalanx._job.ssh.host_list import LOCAL_NAMES, HostEntry
+from phalanx._job.ssh.pipes import PipeChannel
+
+# The only words that a login shell reads. They mean the same to bash, fish and tcsh: what may need quotes, the path of
+# Python, comes over stdin. No module may be found in the home folder, where the shell starts.
+_BOOTSTRAP = "exec sh -c 'IFS= read -r python && cd / && exec \"$python\" -m phalanx._job.ssh'"
+_MAX_WORDS_BYTES = 1 << 14
+_EXIT_S = 0.5
+
+
+class Phase(enum.Enum):
+    """CHECKING -> READY -> RUNNING -> ENDED; LOST after any of the first three.
+
+    READY: the host has reported its facts. ENDED: its agent has ended, with an exit code.
+    """
+
+    CHECKING = "checking"
+    READY = "ready"
+    RUNNING = "running"
+    ENDED = "ended"
+    LOST = "lost"
+
+
+def is_this_machine(entry: HostEntry) -> bool:
+    """Return whether `entry` is reached without ssh: its name is localhost, or an address of this machine."""
+    return entry.host in LOCAL_NAMES or entry.host in {own.address for own in own_addresses()}
+
+
+class Connection:
+    """It starts ssh at once. `on_message` and `on_lost` are called by the loop that has `source`.
+
+    The ssh process is in a session of its own: Ctrl-C does not reach it, and it has no terminal to ask anything at.
+    """
+
+    def __init__(
+        self,
+        entry: HostEntry,
+        ssh: Sequence[str],
+        python: str,
+        on_message: Callable[[Connection, Mapping[str, Any]], object],
+        on_lost: Callable[[Connection], object],
+        wants_more: Callable[[], bool],
+    ) -> None:
+        self.entry = entry
+        self.phase = Phase.CHECKING
+        self.facts: Facts | None = None
+        self.port = 0  # where the first host answers the others
+        self.reached: dict[int, str] | None = None
+        self.code: int | None = None
+        self.agent_words = b""  # what the agent has printed on stderr and nobody has seen
+        self.began = self.heard_at = time.monotonic()
+        self._on_message, self._on_lost = on_message, on_lost
+        self._words = b""
+        here = is_this_machine(entry)
+        command = (
+            [python, "-m", "phalanx._job.ssh"]
+            if here
+            else [*ssh, "-T", "-o", "BatchMode=yes", "--", entry.destination, _BOOTSTRAP]
+        )
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/" if here else None,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        if not here:
+            self._process.stdin.raw.write(python.encode(errors="surrogateescape") + b"\n")  # type: ignore[attr-defined]
+        read_fd, write_fd = os.dup(self._process.stdout.fileno()), os.dup(self._process.stdin.fileno())
+        self._process.stdout.close()
+        self._process.stdin.close()
+        self._stderr: int = os.dup(self._process.stderr.fileno())
+        self._process.stderr.close()
+        os.set_blocking(self._stderr, False)
+        self._channel = PipeChannel(read_fd, write_fd, marks=False)
+        self._wants_more = wants_more
+
+    @property
+    def name(self) -> str:
+        return self.entry.destination
+
+    @property
+    def words(self) -> str:
+        """Return what ssh, or the shell on the host, has printed on stderr."""
+        return self._words.decode(errors="replace").strip()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return that of ssh, or of the command on the host; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def is_open(self) -> bool:
+        return self.phase not in (Phase.ENDED, Phase.LOST)
+
+    def put(self, do: str, **fields: Any) -> None:
+        self._channel.put(do, **fields)
+
+    def make_sources(self) -> tuple[Source, ...]:
+        """Return the sources for the loop."""
+
+        def hear(message: Mapping[str, Any]) -> None:
+            self.heard_at = time.monotonic()
+            self._on_message(self, message)
+
+        return (
+            self._channel.make_source(hear, self._wants_more),
+            Source(self._read_words, lambda: (self._stderr,) if self._stderr >= 0 else ()),
+            Source(self._find_end),
+        )
+
+    def _read_words(self, ready: set[int]) -> None:
+        if self._stderr not in ready or self._stderr < 0:
+            return
+        try:
+            data = os.read(self._stderr, _MAX_WORDS_BYTES)
+        except BlockingIOError:
+            return
+        self._words = (self._words + data)[-_MAX_WORDS_BYTES:]
+        if not data:
+            os.close(self._stderr)
+            self._stderr = -1
+
+    def _find_end(self, ready: set[int]) -> None:
+        if self.is_open and self._channel.is_gone:
+            self.lose()
+
+    def lose(self) -> None:
+        """End the connection: it is broken, or silent for too long."""
+        self._channel.close()
+        try:
+            self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        # Another process may still have the other end: a control socket's master that ssh has left behind.
+        self._read_words({self._stderr})
+        self.phase = Phase.LOST
+        self._on_lost(self)
+
+    def close(self, limit_s: float) -> None:
+        """Close the connection, which ends whatever runs on the host, and wait `limit_s` for ssh to end."""
+        self._channel.close()
+        try:
+            self._process.wait(max(0.0, limit_s))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._stderr >= 0:
+            os.close(self._stderr)
+            self._stderr = -1

@@ -1,0 +1,113 @@
+"""Collect what a host reports about itself before anything starts there."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import phalanx
+from phalanx._base.host_addresses import own_addresses
+from phalanx._job.agent.environment import plan_environment
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.target import Target, read_source
+from phalanx._job.launch.command import plan_job
+from phalanx._job.launch.command_line import parse
+from phalanx.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a host reports. `machine` tells one machine from another, whatever it is called.
+
+    `script` is a digest of what the ranks run; empty if it has no source there. `addresses` are those at which others
+    may reach the host, the likeliest first: address, interface, and Mbit/s (0 if unknown). `problem` is why the job
+    cannot run there, `has_folder` whether the folder is there.
+    """
+
+    phalanx: str
+    python: str
+    torch: str
+    machine: str
+    name: str
+    script: str = ""
+    addresses: tuple[tuple[str, str, int], ...] = ()
+    problem: str = ""
+    has_folder: bool = True
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Facts:
+        """Return the facts in a message.
+
+        Raises:
+            KeyError, TypeError, ValueError: it holds none.
+        """
+        addresses = tuple((str(at), str(interface), int(rate)) for at, interface, rate in fields["addresses"])
+        words = {name: str(fields[name]) for name in ("phalanx", "python", "torch", "machine", "name", "script")}
+        return cls(**words, addresses=addresses, problem=str(fields["problem"]), has_folder=bool(fields["has_folder"]))
+
+
+def collect_facts(request: Mapping[str, Any], environ: dict[str, str]) -> tuple[Facts, JobPlan | None]:
+    """Return the facts, and the plan of the job here; None if it cannot run.
+
+    The working folder becomes the job's. `environ` gets the variables that were passed on.
+    """
+    facts = Facts(
+        phalanx.__version__, platform.python_version(), _find_torch(), _identify_machine(), socket.gethostname(),
+        addresses=tuple((own.address, own.interface, _find_rate(own.interface)) for own in own_addresses()
+                        if own.is_global),
+    )  # fmt: skip
+    if request["phalanx"] != phalanx.__version__:
+        return facts, None
+    try:
+        os.chdir(request["folder"])
+    except OSError as error:
+        problem = f"the folder {request['folder']} cannot be entered: {error.strerror}"
+        return replace(facts, problem=problem, has_folder=False), None
+    for name, value in request["passed"].items():
+        environ.setdefault(name, value)
+    try:
+        settings = parse(request["words"], environ)
+        assert settings is not None, "the help does not come here"
+        settings = replace(settings, env=request["env"], nproc=request["slots"] or settings.nproc)
+        facts = replace(facts, script=digest_source(settings.target))
+        return facts, plan_job(settings, environ, plan_environment(environ, settings.env))
+    except LaunchError as error:
+        return replace(facts, problem=str(error).replace("phalanx run: ", "")), None
+
+
+def digest_source(target: Target) -> str:
+    """Return what tells one version of a script from another; empty if its source is not in this folder."""
+    source = read_source(target)
+    return hashlib.blake2b(source, digest_size=8).hexdigest() if source else ""
+
+
+def _find_torch() -> str:
+    """Return the installed version of torch without importing it; empty if there is none."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _identify_machine() -> str:
+    """Return what differs between two machines, and between two containers with networks of their own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _find_rate(interface: str) -> int:
+    """Return how many Mbit/s an interface carries, as its driver says; 0 if it does not."""
+    try:
+        return max(0, int(Path("/sys/class/net", interface, "speed").read_text(encoding="ascii")))
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,339 @@
+"""An `SshJob` runs a job on hosts that ssh reaches, from the first ssh process to the job's exit code."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from phalanx._base.ipc.event_loop import EventLoop, Source
+from phalanx._base.ipc.signals import caught_signals, read_signals
+from phalanx._base.loss_detection import HOST_TIMEOUT_S
+from phalanx._base.processes import ENDING_SIGNALS, name_signal
+from phalanx._comm.control.key import Key
+from phalanx._comm.control.key_file import find_key
+from phalanx._job.agent.plan import is_terminal
+from phalanx._job.agent.settings import USAGE_EXIT_CODE
+from phalanx._job.coordinator.rendezvous import join_endpoint
+from phalanx._job.hosts.reach import TRY_S
+from phalanx._job.output.standard import open_standard_descriptors
+from phalanx._job.output.text import encode, show
+from phalanx._job.output.writer import Writer
+from phalanx._job.ssh.check import Problem, choose_address, explain_ssh, find_problems, format_table
+from phalanx._job.ssh.connection import Connection, Phase
+from phalanx._job.ssh.facts import Facts, digest_source
+from phalanx._job.ssh.pipes import decode_output
+from phalanx._job.ssh.request import Request, make_check, read_request
+from phalanx._job.ssh.session import ALIVE_S, END_S
+from phalanx.errors import AuthenticationError, LaunchError
+
+_CHECK_S = 10.0
+_LEAVE_S = 10.0  # for all agents to end, besides the time that ranks get
+_MAX_WORDS_BYTES = 1 << 16
+_CLOSE_S = END_S + 3.0
+_CAUGHT = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTSTP)
+_MOST_INTERRUPTS = 3
+_SECRET_BYTES = 32
+
+
+def main(words: Sequence[str]) -> int:
+    """Run `phalanx run` with `words`, which name hosts; return the exit code, having said on stderr what was wrong."""
+    open_standard_descriptors()
+    try:
+        request = read_request(words, os.environ, os.getcwd())
+        key = None
+        if request.settings.rendezvous is not None:
+            key = find_key(request.settings.key_file, os.environ) or Key.generate()
+        with caught_signals(_CAUGHT) as signals:
+            job = SshJob(request, key, signals)
+            try:
+                return job.run()
+            finally:
+                job.close()
+    except AuthenticationError as error:
+        show(2, f"phalanx run: {error}")
+        return USAGE_EXIT_CODE
+    except LaunchError as error:
+        show(2, str(error))
+        return error.exit_code
+    except KeyboardInterrupt:  # before signals are caught: nothing was started
+        return 128 + signal.SIGINT
+
+
+class SshJob:
+    """It checks all hosts, chooses where they meet, starts an agent on each, and passes on output and signals."""
+
+    def __init__(self, request: Request, key: Key | None, signals: int) -> None:
+        self._request = request
+        self._key = key
+        self._signals = signals
+        self._secret = secrets.token_hex(_SECRET_BYTES) if len(request.hosts) > 1 else ""
+        self._out = Writer(1)
+        self._err = self._out if os.path.sameopenfile(1, 2) else Writer(2)
+        self._has_terminal = is_terminal()
+        rendezvous = request.settings.rendezvous
+        self._silence_s = rendezvous.host_timeout_s if rendezvous is not None else HOST_TIMEOUT_S
+        self._alive_at = time.monotonic() + ALIVE_S
+        self._stopped_by = 0  # the signal that ends this command whatever the agents do
+        self._num_interrupts = 0
+        self._is_stopping = False  # the user has asked for the end
+        self._has_lost_first = False  # a connection was lost before anything else went wrong
+        self._last_code = 1
+        self._connections = [
+            Connection(entry, request.ssh, request.python, self._hear, self._hear_loss, self._wants_more)
+            for entry in request.hosts
+        ]
+        self._loop = EventLoop(
+            Source(self._hear_signals, lambda: (signals,)),
+            *(source for connection in self._connections for source in connection.make_sources()),
+            Source(self._write, writable=self._find_writable),
+            Source(self._keep_alive, due=lambda: self._alive_at),
+        )
+
+    def run(self) -> int:
+        """Return the job's exit code.
+
+        Raises:
+            LaunchError: nothing was started; the message has all problems of all hosts.
+        """
+        self._check()
+        self._start(self._choose_endpoint())
+        self._watch()
+        return self._decide_code()
+
+    def close(self) -> None:
+        """End whatever still runs on the hosts, and write what is left for the screen."""
+        end = time.monotonic() + _CLOSE_S
+        for connection in self._connections:
+            connection.put("end")
+        for connection in self._connections:
+            connection.close(end - time.monotonic())
+        while self._find_writable() and not (self._out.broken or self._err.broken):
+            for writer in {self._out, self._err}:
+                writer.write_some()
+
+    # -- before the start ------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        for connection in self._connections:
+            secret = self._secret if connection is self._first else ""
+            connection.put("check", **make_check(self._request, connection.entry, secret))
+        self._turn_until(lambda: all(each.phase is not Phase.CHECKING for each in self._connections), _CHECK_S)
+        problems = []
+        for connection in self._connections:
+            if connection.facts is None:
+                what = explain_ssh(connection.name, connection.words, connection.exit_code, self._request.python)
+                problems.append(what)
+        facts = {each.name: each.facts for each in self._connections if each.facts is not None}
+        problems += find_problems(facts, self._request.folder)
+        self._refuse(problems)
+        self._compare_script(next(iter(facts.values())).script)
+
+    def _compare_script(self, theirs: str) -> None:
+        """Say that the script here is another one than on the hosts, which have the same: it may be newer."""
+        own = digest_source(self._request.settings.target) if self._request.folder == os.getcwd() else ""
+        if own and theirs and own != theirs:
+            name, path = self._request.settings.target.name, shlex.quote(self._request.folder)
+            self._say(
+                f"phalanx run: {name} here differs from the one on the hosts, which they run. To copy it: rsync -a "
+                f"{path}/ HOST:{path}/"
+            )
+
+    def _choose_endpoint(self) -> str:
+        """Return where the hosts meet: at an address of the first one that all others have reached."""
+        if len(self._connections) == 1 and self._key is None:
+            return ""
+        assert self._first.facts is not None
+        candidates = list(self._first.facts.addresses)
+        if self._request.address:
+            candidates = [(self._request.address, "", 0)]
+        if not candidates:
+            self._refuse([Problem(self._first.name, "it has no address that others could reach", "Connect it.")])
+        others = self._connections[1:]
+        targets = [[number, address, self._first.port] for number, (address, _, _) in enumerate(candidates)]
+        for connection in others:
+            connection.put("reach", targets=targets, secret=self._secret)
+        self._turn_until(lambda: all(each.reached is not None for each in others), 2 * TRY_S)
+        reached = {each.name: each.reached or {} for each in others}
+        chosen, problems = choose_address(candidates, reached, self._first.name, self._first.port)
+        self._refuse(problems)
+        address, interface, _ = candidates[chosen]
+        port = self._request.port or self._first.port
+        where = f"{address} ({interface} of {self._first.name})" if interface else address
+        self._say(f"phalanx run: {len(self._connections)} hosts over ssh; they meet at {where}")
+        return join_endpoint(address, port)
+
+    def _refuse(self, problems: Sequence[Problem]) -> None:
+        if self._stopped_by:
+            name = name_signal(self._stopped_by)
+            raise LaunchError(f"phalanx run: stopped by {name} before the job began", exit_code=128 + self._stopped_by)
+        if problems:
+            order = [each.name for each in self._connections]
+            rows = sorted(problems, key=lambda problem: order.index(problem.host))
+            raise LaunchError(format_table(rows, len(order)), exit_code=USAGE_EXIT_CODE)
+
+    def _start(self, endpoint: str) -> None:
+        for node, connection in enumerate(self._connections):
+            connection.phase = Phase.RUNNING
+            connection.put(
+                "start",
+                node=node,
+                endpoint=endpoint,
+                key=None if self._key is None else str(self._key),
+                terminal=self._describe_terminal() if node == 0 else None,
+                silence_s=self._silence_s,
+            )
+
+    def _describe_terminal(self) -> dict[str, Any] | None:
+        if not self._has_terminal:
+            return None
+        return {"size": _read_size(), "has_stderr": os.isatty(2)}
+
+    # -- while it runs ---------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Wait until the agents have ended. In a job whose hosts are fixed, the failure of one ends all, in a while."""
+        if not self._request.is_elastic:
+            self._turn_until(lambda: not self._is_any_open or any(map(_has_failed, self._connections)), None)
+            self._turn_until(lambda: not self._is_any_open, self._silence_s + self._request.settings.grace_s + _LEAVE_S)
+        else:
+            self._turn_until(lambda: not self._is_any_open, None)
+        if self._first.phase is not Phase.ENDED:
+            self._show_words()
+
+    def _decide_code(self) -> int:
+        """Return the exit code of the first cause. The agents agree on it, unless it is the loss of a connection."""
+        code = self._last_code if self._request.is_elastic or self._first.code is None else self._first.code
+        if self._stopped_by:
+            code = 128 + self._stopped_by
+        elif self._has_lost_first:
+            code = 1
+        if self._out.problem is not None:
+            self._say(f"phalanx run: stdout cannot be written: {self._out.problem.strerror}; lines are lost")
+            return code or 1
+        return code
+
+    @property
+    def _first(self) -> Connection:
+        return self._connections[0]
+
+    @property
+    def _is_any_open(self) -> bool:
+        return any(each.is_open for each in self._connections)
+
+    def _turn_until(self, is_so: Callable[[], bool], limit_s: float | None) -> None:
+        """Turn the loop until it is so, the time is over, or this command is to end whatever the agents do."""
+        end = time.monotonic() + limit_s if limit_s is not None else float("inf")
+        while not is_so() and not self._stopped_by and (left := end - time.monotonic()) > 0:
+            self._loop.turn(left)
+
+    def _hear(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        do = message["do"]
+        if do == "facts":
+            connection.facts = Facts.from_json(message["facts"])
+            connection.port = int(message["port"])
+            connection.phase = Phase.READY
+        elif do == "reached":
+            connection.reached = {int(number): str(answer) for number, answer in message["results"]}
+        elif do == "output":
+            self._hear_output(connection, message["stream"], decode_output(message["text"]))
+        elif do == "ended":
+            connection.code = self._last_code = int(message["code"])
+            connection.phase = Phase.ENDED
+
+    def _hear_output(self, connection: Connection, stream: int, data: bytes) -> None:
+        """Show what an agent prints. The first host's speaks for all; the others' words count if it is not there."""
+        if connection is self._first or stream == 1:
+            (self._out if stream == 1 else self._err).put(data)
+            return
+        connection.agent_words = (connection.agent_words + data)[-_MAX_WORDS_BYTES:]
+        if not self._first.is_open and (self._request.is_elastic or self._first.phase is Phase.LOST):
+            self._show_words()
+
+    def _show_words(self) -> None:
+        for connection in self._connections[1:]:
+            self._err.put(connection.agent_words)
+            connection.agent_words = b""
+
+    def _hear_loss(self, connection: Connection) -> None:
+        if not self._has_started or self._is_stopping:
+            return
+        what = explain_ssh(connection.name, connection.words, connection.exit_code, self._request.python).what
+        self._say(f"phalanx run: the connection to {connection.name} is lost: {what}")
+        if not self._request.is_elastic and not any(each.code for each in self._connections):
+            self._has_lost_first = True
+        if connection is self._first:
+            self._show_words()
+
+    @property
+    def _has_started(self) -> bool:
+        return any(each.phase in (Phase.RUNNING, Phase.ENDED) for each in self._connections)
+
+    def _hear_signals(self, ready: set[int]) -> None:
+        for number in read_signals(self._signals) if self._signals in ready else ():
+            if number == signal.SIGWINCH:
+                self._first.put("size", size=_read_size())
+            elif number == signal.SIGTSTP:
+                self._say("phalanx run: a job on several hosts cannot be suspended from here")
+            elif number == signal.SIGHUP or not self._has_started:
+                self._stopped_by = number
+            else:
+                self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        """Pass a signal on as if it had come to the agents: the first host's decides, and takes SIGTERM from all."""
+        running = [each for each in self._connections if each.phase is Phase.RUNNING]
+        self._is_stopping = self._is_stopping or number in ENDING_SIGNALS
+        if number in (signal.SIGINT, signal.SIGQUIT):
+            self._num_interrupts += 1
+            if self._num_interrupts > _MOST_INTERRUPTS:
+                self._stopped_by = number
+        for connection in running if number == signal.SIGTERM else running[:1]:
+            connection.put("signal", number=number)
+
+    def _keep_alive(self, ready: set[int]) -> None:
+        now = time.monotonic()
+        if now < self._alive_at:
+            return
+        self._alive_at = now + ALIVE_S
+        for connection in self._connections:
+            if connection.phase is not Phase.RUNNING:
+                continue
+            connection.put("alive")
+            if not self._wants_more():
+                connection.heard_at = now
+            elif now - connection.heard_at > self._silence_s:
+                connection.lose()
+
+    # -- the screen ------------------------------------------------------------------------------------------------
+
+    def _wants_more(self) -> bool:
+        return not (self._out.full or self._err.full)
+
+    def _say(self, text: str) -> None:
+        self._err.put(encode(text) + b"\n")
+
+    def _find_writable(self) -> tuple[int, ...]:
+        return tuple(writer.fd for writer in {self._out, self._err} if writer.waiting)
+
+    def _write(self, ready: set[int]) -> None:
+        for writer in {self._out, self._err}:
+            writer.write_some()
+        if self._out.broken and not self._stopped_by:
+            self._stopped_by = signal.SIGPIPE
+
+
+def _has_failed(connection: Connection) -> bool:
+    return connection.phase is Phase.LOST or bool(connection.code)
+
+
+def _read_size() -> tuple[int, int]:
+    try:
+        columns, rows = os.get_terminal_size(1)
+    except OSError:  # it has just been closed
+        columns, rows = 80, 24
+    return rows, columns

@@ -1,0 +1,113 @@
+"""Send messages through two pipes: those of an ssh process here, and those that sshd gives a command on a host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, cast
+
+from phalanx._base.ipc.channel import Channel
+from phalanx._base.ipc.event_loop import Source
+
+# A login shell may print anything before: messages begin behind these bytes, which no text contains.
+_MARKER = b"\0phalanx over ssh\0"
+_MAX_NOISE_BYTES = 1 << 20
+_MAX_BYTES = 1 << 26
+
+
+class _Pipes:
+    """Two descriptors with the calls of a socket that a `Channel` makes. Descriptors cannot be sent along."""
+
+    def __init__(self, read_fd: int, write_fd: int, *, skips_noise: bool) -> None:
+        self._read_fd, self._write_fd = read_fd, write_fd
+        self._noise = bytearray()
+        self._skips = skips_noise
+
+    def setblocking(self, blocking: bool) -> None:
+        for fd in (self._read_fd, self._write_fd):
+            os.set_blocking(fd, blocking)
+
+    def fileno(self) -> int:
+        return self._read_fd
+
+    def sendmsg(self, buffers: list[bytearray], ancillary: object) -> int:
+        return os.write(self._write_fd, buffers[0])
+
+    def recvmsg(self, size: int, room: int, flags: int) -> tuple[bytes, list[Any], int, None]:
+        while self._skips:
+            data = os.read(self._read_fd, 1)  # one byte at a time: nothing behind the marker may be lost
+            self._noise += data
+            if not data or len(self._noise) > _MAX_NOISE_BYTES:
+                return b"", [], 0, None
+            self._skips = not self._noise.endswith(_MARKER)
+        return os.read(self._read_fd, size), [], 0, None
+
+    def close(self) -> None:
+        for fd in (self._read_fd, self._write_fd):
+            os.close(fd)
+
+
+class PipeChannel:
+    """A `Channel` over two pipes, both of which it owns.
+
+    The two ends differ in one thing: the end on the host marks where its messages begin (`marks`), and the end here
+    skips what comes before the mark.
+    """
+
+    def __init__(self, read_fd: int, write_fd: int, *, marks: bool) -> None:
+        if marks:
+            os.write(write_fd, _MARKER)
+        self._write_fd = write_fd
+        pipes = _Pipes(read_fd, write_fd, skips_noise=not marks)
+        self._channel = Channel(cast(socket.socket, pipes), max_bytes=_MAX_BYTES, max_fds=0)
+        self._is_closed = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether nothing more will come."""
+        return self._channel.gone
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether something is still to be sent."""
+        return self._channel.waiting and not self._is_closed
+
+    def put(self, do: str, **fields: Any) -> None:
+        """Send or queue a message; nothing happens if the other end is gone."""
+        if not self._is_closed:
+            self._channel.put({"do": do, **fields})
+
+    def make_source(self, on_message: Callable[[dict[str, Any]], object], wants_more: Callable[[], bool]) -> Source:
+        """Return the loop's source for this channel; it is read while `wants_more`."""
+
+        def handle(ready: set[int]) -> None:
+            if self._is_closed:
+                return
+            if self._write_fd in ready:
+                self._channel.send_some()
+            if self._channel.fileno() in ready and not self.is_gone:
+                for message in self._channel.take():
+                    on_message(message.content)
+
+        return Source(
+            handle,
+            lambda: (self._channel.fileno(),) if not (self._is_closed or self.is_gone) and wants_more() else (),
+            lambda: (self._write_fd,) if self.is_waiting else (),
+        )
+
+    def close(self) -> None:
+        """Close both pipes, and drop what was not sent. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._channel.close()
+
+
+def encode_output(data: bytes) -> str:
+    """Return bytes that a rank has printed as the text that a message holds."""
+    return data.decode("latin-1")
+
+
+def decode_output(text: str) -> bytes:
+    """Return the bytes that `encode_output` has made a text of."""
+    return text.encode("latin-1")

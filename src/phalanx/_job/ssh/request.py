@@ -1,0 +1,176 @@
+"""Turn the words of `phalanx run --hosts …` into a `Request`: the hosts, and what each of them is sent."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import phalanx
+from phalanx._comm.control.key_file import FILE_VARIABLE, VARIABLE
+from phalanx._job.agent.environment import RANK_VARIABLES
+from phalanx._job.agent.plan import is_terminal
+from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
+from phalanx._job.hosts.job_spec import is_passed
+from phalanx._job.launch.command_line import SSH_OPTIONS, parse, take_options
+from phalanx._job.ssh.host_list import HostEntry, parse_hostfile, parse_hosts
+from phalanx.errors import LaunchError
+
+_CONTRADICTING = {
+    "standalone": "a standalone job runs on one host",
+    "node-rank": "hosts are numbered in the order of the list",
+    "rdzv-endpoint": "the hosts meet at the first one; --master-addr chooses one of its addresses",
+    "rdzv-backend": "the hosts meet at the first one; --master-addr chooses one of its addresses",
+    "local-addr": "it is an address of one host, and the option reaches all; --master-addr chooses the first one's",
+}
+_PLACE = ("master-addr", "master-port")
+_PASSED_PREFIXES = ("PHALANX_", "NCCL_", "GLOO_", "OMP_", "PET_")
+_PASSED = ("CUDA_VISIBLE_DEVICES", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+_OF_TERMINAL = ("TERM", "COLORTERM", "NO_COLOR", "FORCE_COLOR")
+_NOT_PASSED = (
+    *RANK_VARIABLES, VARIABLE, FILE_VARIABLE, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA",
+    "NCCL_TOPO_FILE",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """The job as it was asked for here.
+
+    Arguments:
+        hosts: the first one leads.
+        words: the command line as it is parsed on each host.
+        settings: the same words, parsed here.
+        folder: where the job runs, on every host.
+        env: what --env sets, with the values of here.
+        passed: variables of here that count where a host has none of that name.
+        ssh: the words of the ssh command.
+        python: the interpreter on the other hosts, a path or a name.
+        address, port: where the first host listens, if the user says so.
+    """
+
+    hosts: tuple[HostEntry, ...]
+    words: tuple[str, ...]
+    settings: Settings
+    folder: str
+    env: Mapping[str, str]
+    passed: Mapping[str, str]
+    ssh: tuple[str, ...] = ("ssh",)
+    python: str = field(default_factory=lambda: sys.executable)
+    address: str = ""
+    port: int = 0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether the number of hosts may change."""
+        rendezvous = self.settings.rendezvous
+        return rendezvous is not None and rendezvous.min_nodes != rendezvous.max_nodes
+
+
+def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) -> Request:
+    """Return what `words` ask for, started in `folder`.
+
+    Raises:
+        LaunchError: with every problem of the command line.
+    """
+    problems: list[str] = []
+    taken, rest = take_options(words, (*SSH_OPTIONS, *_PLACE))
+    hosts = _read_hosts(taken, problems)
+    given, rest = take_options(rest, _CONTRADICTING)
+    given |= {name: "" for name in _CONTRADICTING if environ.get(f"PET_{name.replace('-', '_').upper()}")}
+    problems += [f"--hosts and --{name}: {_CONTRADICTING[name]}. Leave out one of the two" for name in given]
+    command = shlex.split(taken.get("ssh", "ssh"))
+    if not command or shutil.which(command[0]) is None:
+        problems.append(f"--ssh {taken.get('ssh', 'ssh')!r}: no such command here. Install OpenSSH's client")
+    python = taken.get("remote-python", sys.executable)
+    if python.startswith("~") or not python or "\n" in python:
+        problems.append(f"--remote-python {python!r}: must be an absolute path, or a name for the login shell's PATH")
+    remote_folder = taken.get("remote-dir", folder)
+    if not os.path.isabs(remote_folder):
+        problems.append(f"--remote-dir {remote_folder!r}: must be an absolute path")
+    target_words = [f"--nnodes={len(hosts) or 1}", *rest]
+    settings = None
+    try:
+        settings = parse([*_as_words(taken, _PLACE), *target_words], environ)
+    except LaunchError as error:
+        problems += [line.removeprefix("phalanx run: ") for line in str(error).splitlines()]
+    if settings is not None and settings.target.name.startswith(","):
+        blank = f"--hosts {taken.get('hosts')} {settings.target.name}"
+        problems.append(f"{blank}: a blank ends the list. Write it without blanks, or in quotes")
+    elif settings is not None and hosts:
+        _check_number(settings, len(hosts), problems)
+    if problems or settings is None:
+        raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
+    env = {name: environ.get(name) if value is None else value for name, value in settings.env.items()}
+    return Request(
+        tuple(hosts),
+        tuple(target_words),
+        settings,
+        remote_folder,
+        {name: value for name, value in env.items() if value is not None},
+        {
+            name: value
+            for name, value in environ.items()
+            if _is_passed(name) or (is_terminal() and name in _OF_TERMINAL)
+        },
+        tuple(command),
+        python,
+        taken.get("master-addr", ""),
+        int(taken.get("master-port", "0")),
+    )
+
+
+def _read_hosts(taken: Mapping[str, str], problems: list[str]) -> list[HostEntry]:
+    if "hosts" in taken and "hostfile" in taken:
+        problems.append("--hosts and --hostfile: give one of the two")
+        return []
+    if "hosts" in taken:
+        return parse_hosts(taken["hosts"], problems)
+    if "hostfile" not in taken:
+        problems.append(f"--{next(iter(taken))}: it is for a job over ssh. Give --hosts or --hostfile, too")
+        return []
+    try:
+        with open(taken["hostfile"], encoding="utf-8") as file:
+            return parse_hostfile(file.read(), taken["hostfile"], problems)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        problems.append(f"--hostfile {taken['hostfile']}: {reason}")
+        return []
+
+
+def _as_words(taken: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    return [f"--{name}={taken[name]}" for name in names if name in taken]
+
+
+def _check_number(settings: Settings, num_hosts: int, problems: list[str]) -> None:
+    rendezvous = settings.rendezvous
+    low, high = (rendezvous.min_nodes, rendezvous.max_nodes) if rendezvous is not None else (1, 1)
+    if low == high != num_hosts:
+        problems.append(f"--nnodes {high}, and {num_hosts} hosts are listed. Leave --nnodes out, or list as many")
+    elif num_hosts < low:
+        problems.append(f"--nnodes {low}:{high}, and {num_hosts} hosts are listed. List at least {low}")
+
+
+def _is_passed(name: str) -> bool:
+    named = is_passed(name) or name in _PASSED or name.startswith(_PASSED_PREFIXES)
+    return (named and name not in _NOT_PASSED) or (name in _OF_TERMINAL and is_terminal())
+
+
+def make_check(request: Request, entry: HostEntry, secret: str) -> dict[str, Any]:
+    """Return what the host `entry` is sent first: everything but the key and the place where the hosts meet.
+
+    `secret` is set for the first host, which answers those that know it.
+    """
+    return {
+        "phalanx": phalanx.__version__,
+        "words": list(request.words),
+        "folder": request.folder,
+        "slots": entry.slots,
+        "env": dict(request.env),
+        "passed": dict(request.passed),
+        "secret": secret,
+    }

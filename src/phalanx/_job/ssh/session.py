@@ -1,0 +1,268 @@
+"""A `Session` is the end of a connection on a host: it checks the host, runs the agent, and ends with the connection.
+
+from the terminal                         to the terminal
+  check   the job                           facts     what the host is like, and where it answers if it is the first
+  reach   addresses of the first host       reached   what came back from each
+  start   the place, the key                output    what the agent prints
+  signal, size, alive                       ended     the agent's exit code; alive
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import struct
+import sys
+import termios
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from threading import Thread
+from typing import Any, NoReturn
+
+from phalanx._base.ipc.event_loop import EventLoop, Source
+from phalanx._base.ipc.signals import caught_signals, read_signals
+from phalanx._base.ipc.wakeup import Mailbox
+from phalanx._base.processes import adopt_orphans, die_with_parent, kill_descendants
+from phalanx._job.agent.plan import JobPlan, is_terminal
+from phalanx._job.coordinator.rendezvous import Rendezvous
+from phalanx._job.hosts.reach import Responder, Target, try_all
+from phalanx._job.launch.command import run_plan
+from phalanx._job.ssh.facts import collect_facts
+from phalanx._job.ssh.pipes import PipeChannel, encode_output
+
+ALIVE_S = 1.0  # each end reports so often that it is there
+END_S = 5.0  # for the agent to end its ranks once the connection is gone
+_READ_BYTES = 1 << 16
+_MOST_DESCRIPTORS = 1 << 16
+_FLUSH_S = 5.0
+_CHECK_S = 60.0  # a terminal that is silent for so long before the start is gone
+_CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+def main() -> int:
+    """Serve the connection on stdin and stdout until it or the job has ended."""
+    channel = PipeChannel(os.dup(0), os.dup(1), marks=True)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # what anything prints here must not get between the messages
+    os.close(null)
+    adopt_orphans()
+    with caught_signals(_CAUGHT) as signals:
+        session = Session(channel, signals)
+        try:
+            session.run()
+        finally:
+            session.close()
+    return 0
+
+
+class Session:
+    """It runs the agent as a child process, so that it hears the connection whatever the agent does."""
+
+    def __init__(self, channel: PipeChannel, signals: int) -> None:
+        self._channel = channel
+        self._signals = signals
+        self._environ = dict(os.environ)
+        self._plan: JobPlan | None = None
+        self._responder: Responder | None = None
+        self._trial: Thread | None = None
+        self._reached: Mailbox[Mapping[int, str]] = Mailbox()
+        self._agent = 0
+        self._code: int | None = None
+        self._outputs: dict[int, int] = {}  # descriptor -> 1 or 2
+        self._silence_s = _CHECK_S
+        self._heard_at = self._said_at = time.monotonic()
+        self._kill_at: float | None = None
+        self._is_ending = False
+        self._loop = EventLoop(
+            Source(self._hear_signals, lambda: (signals,)),
+            channel.make_source(self._obey, lambda: True),
+            Source(self._tell_reached, lambda: (self._reached.fileno(),)),
+            # no more is read from the agent than the connection takes
+            Source(self._read_output, lambda: () if channel.is_waiting else tuple(self._outputs)),
+            Source(self._watch_time, due=self._find_due),
+        )
+
+    def run(self) -> None:
+        """Return when the job or the connection has ended, and nothing of the job is left here."""
+        while not (self._code is not None or (self._is_ending and not self._agent)):
+            self._loop.turn()
+        kill_descendants()  # daemons of ranks would keep their output open
+        while self._outputs:
+            self._loop.turn()
+        if self._code is not None:
+            self._channel.put("ended", code=self._code)
+        end = time.monotonic() + _FLUSH_S
+        while self._channel.is_waiting and not self._channel.is_gone and (left := end - time.monotonic()) > 0:
+            self._loop.turn(left)
+
+    def close(self) -> None:
+        kill_descendants([self._agent] if self._agent else [])
+        if self._responder is not None:
+            self._responder.close()
+        self._channel.close()
+
+    # -- what the terminal says ------------------------------------------------------------------------------------
+
+    def _obey(self, message: Mapping[str, Any]) -> None:
+        self._heard_at = time.monotonic()
+        do = message["do"]
+        if do == "check":
+            self._check(message)
+        elif do == "reach":
+            targets = [Target(int(n), "", str(at), int(port)) for n, at, port in message["targets"]]
+            self._trial = try_all(targets, bytes.fromhex(message["secret"]), self._reached.put)
+        elif do == "start":
+            self._start(message)
+        elif do == "signal" and self._agent:
+            os.kill(self._agent, message["number"])
+        elif do == "size" and self._outputs:
+            for fd in self._outputs:
+                _set_size(fd, message["size"])
+            os.kill(self._agent, signal.SIGWINCH)
+
+    def _check(self, message: Mapping[str, Any]) -> None:
+        facts, self._plan = collect_facts(message, self._environ)
+        port = 0
+        if self._plan is not None and message["secret"]:
+            self._responder = Responder("", bytes.fromhex(message["secret"]))
+            port = self._responder.port
+        self._channel.put("facts", facts=asdict(facts), port=port)
+
+    def _tell_reached(self, ready: set[int]) -> None:
+        for results in self._reached.take() if self._reached.fileno() in ready else ():
+            self._channel.put("reached", results=list(results.items()))
+
+    # -- the agent -------------------------------------------------------------------------------------------------
+
+    def _start(self, message: Mapping[str, Any]) -> None:
+        """Fork the agent: all that it needs is loaded already, and nothing about the job lies in a file."""
+        plan = self._plan
+        assert plan is not None, "a host whose check has failed is not started"
+        if self._responder is not None:  # its port may be the one at which the coordinator listens
+            self._responder.close()
+            self._responder = None
+        if self._trial is not None:
+            self._trial.join()
+        rendezvous = plan.settings.rendezvous
+        if rendezvous is not None:
+            rendezvous = _place(rendezvous, message)
+        plan = replace(plan, settings=replace(plan.settings, rendezvous=rendezvous))
+        self._silence_s = message["silence_s"]
+        ends = _open_outputs(message["terminal"])
+        parent = os.getpid()
+        self._agent = os.fork()
+        if self._agent == 0:
+            _become_agent(plan, parent, ends, self._environ)
+        for theirs in {theirs for _, theirs in ends.values()}:
+            os.close(theirs)
+        self._outputs = {ours: stream for stream, (ours, _) in reversed(ends.items())}
+
+    def _read_output(self, ready: set[int]) -> None:
+        for fd in [fd for fd in self._outputs if fd in ready]:
+            try:
+                data = os.read(fd, _READ_BYTES)
+            except OSError:  # of a terminal whose other end is closed
+                data = b""
+            if data:
+                self._channel.put("output", stream=self._outputs[fd], text=encode_output(data))
+            else:
+                del self._outputs[fd]
+                os.close(fd)
+
+    def _hear_signals(self, ready: set[int]) -> None:
+        for number in read_signals(self._signals) if self._signals in ready else ():
+            if number != signal.SIGCHLD:
+                self._end()
+        if self._agent:
+            found, status = os.waitpid(self._agent, os.WNOHANG)
+            if found:
+                code = os.waitstatus_to_exitcode(status)
+                self._agent, self._code = 0, code if code >= 0 else 128 - code
+
+    # -- time, and the end -----------------------------------------------------------------------------------------
+
+    def _find_due(self) -> float:
+        times = [self._said_at + ALIVE_S]
+        if not self._is_ending:
+            times.append(self._heard_at + self._silence_s)
+        if self._kill_at is not None:
+            times.append(self._kill_at)
+        return min(times)
+
+    def _watch_time(self, ready: set[int]) -> None:
+        now = time.monotonic()
+        if now >= self._said_at + ALIVE_S:
+            self._said_at = now
+            if not self._channel.is_waiting:
+                self._channel.put("alive")
+        if self._channel.is_gone or now >= self._heard_at + self._silence_s:
+            self._end()
+        if self._kill_at is not None and now >= self._kill_at and self._agent:
+            self._kill_at = None
+            os.kill(self._agent, signal.SIGKILL)  # its ranks die with it
+
+    def _end(self) -> None:
+        """End the job here: the connection is gone, or this process was told to end."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        if self._agent:
+            self._kill_at = time.monotonic() + END_S
+            os.kill(self._agent, signal.SIGTERM)
+
+
+def _place(rendezvous: Rendezvous, message: Mapping[str, Any]) -> Rendezvous:
+    is_numbered = rendezvous.min_nodes == rendezvous.max_nodes
+    return replace(
+        rendezvous,
+        endpoint=message["endpoint"],
+        leads=message["node"] == 0,
+        node_rank=message["node"] if is_numbered else None,
+        key=message["key"],
+    )
+
+
+def _open_outputs(terminal: Mapping[str, Any] | None) -> dict[int, tuple[int, int]]:
+    """Return our end and the agent's of each output, by stream; both are one terminal where they are so here."""
+    if terminal is None:
+        return {1: os.pipe(), 2: os.pipe()}
+    ours, theirs = os.openpty()
+    _set_size(ours, terminal["size"])
+    attributes = termios.tcgetattr(theirs)
+    attributes[1] &= ~termios.OPOST  # the terminal of the user does it
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    return {1: (ours, theirs), 2: (ours, theirs) if terminal["has_stderr"] else os.pipe()}
+
+
+def _set_size(fd: int, size: tuple[int, int]) -> None:
+    if os.isatty(fd):
+        fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+
+
+def _become_agent(
+    plan: JobPlan, parent: int, ends: Mapping[int, tuple[int, int]], environ: Mapping[str, str]
+) -> NoReturn:
+    """Run the agent in this process, a fork of the session, and end it with the job's exit code."""
+    code = 1
+    try:
+        os.setsid()  # no signal of the session's group comes to the ranks
+        for stream, (_, theirs) in ends.items():
+            os.dup2(theirs, stream)
+        os.closerange(3, _MOST_DESCRIPTORS)
+        signal.set_wakeup_fd(-1)
+        for number in _CAUGHT:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        die_with_parent(parent)
+        os.environ.clear()
+        os.environ.update(environ)
+        code = run_plan(replace(plan, terminal=is_terminal(), environ=dict(environ)))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,154 @@
+"""Measure how long messages take between hosts, and find the link for the choice of an algorithm.
+
+A rank of each of two hosts sends to the other and receives from it at once, as the steps of a collective do, while all
+others wait; every pair of hosts in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.backend.torch_integration.groups import phalanx_group
+from phalanx._comm.engines.interfaces import interface_addresses
+from phalanx._comm.schedules.network import Link
+from phalanx._comm.transport.hierarchical.rails import Message
+from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport
+from phalanx.errors import PhalanxError
+
+SIZES = (8, 4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20)
+_WARM = 2
+_PATIENCE_S = 600.0
+_TAG = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """It is the link between two hosts, and the median seconds of an exchange by its bytes, which tell it."""
+
+    hosts: tuple[str, str]
+    link: Link
+    seconds: dict[int, float]
+
+
+def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int) -> list[Measured]:
+    """Measure the link between each two hosts. All ranks of the group call it; the result is the same on all.
+
+    Arguments:
+        names: how people call each rank's host.
+
+    Raises:
+        PeerLostError, DeadlineError: a rank died, or a link is too slow for ten minutes.
+    """
+    hosts = transport.layout.topology.hosts
+    measured = []
+    for one, other in itertools.combinations(hosts, 2):
+        dist.barrier()
+        pair = (one[0], other[0])
+        mine = _exchange(transport, pair, rounds) if transport.rank in pair else {}
+        everybody: list[dict[int, float]] = [{} for _ in range(transport.world_size)]
+        dist.all_gather_object(everybody, mine)
+        # The slower side's time is the exchange's.
+        seconds = {size: max(everybody[r][size] for r in pair) for size in SIZES}
+        measured.append(Measured((names[pair[0]], names[pair[1]]), find_link(seconds), seconds))
+    return measured
+
+
+def find_link(seconds: Mapping[int, float]) -> Link:
+    """Return the link by which exchanges of so many bytes take so long; there must be at least two sizes.
+
+    A few bytes tell the latency. The two largest sizes tell the bandwidth, by what the one takes longer than the other:
+    switches and clouds let a burst through faster than they go on.
+    """
+    few, *_, large, largest = sorted(seconds) if len(seconds) > 2 else (min(seconds), *sorted(seconds))
+    longer_s = seconds[largest] - seconds[large]
+    bytes_per_s = (largest - large) / longer_s if longer_s > 0 else largest / seconds[largest]
+    return Link(seconds[few], bytes_per_s)
+
+
+def _exchange(transport: HierarchicalTransport, pair: tuple[int, int], rounds: int) -> dict[int, float]:
+    peer = pair[1] if transport.rank == pair[0] else pair[0]
+    engine, deadline = transport.engine, Deadline.after(_PATIENCE_S)
+    result = {}
+    for size in SIZES:
+        sent, got = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        times = []
+        for _ in range(_WARM + rounds):
+            begin = time.perf_counter()
+            messages = [
+                Message(engine.recv(peer, got, _TAG), peer, deadline),
+                Message(engine.send(peer, sent, _TAG), peer, deadline),
+            ]
+            for message in messages:
+                message.wait()
+            times.append(time.perf_counter() - begin)
+        result[size] = statistics.median(times[_WARM:])
+    return result
+
+
+def slowest(measured: Sequence[Measured]) -> Link:
+    """Return the link to reckon with where links differ: a collective is as slow as its slowest link."""
+    latency_s = max(one.link.latency_s for one in measured)
+    return Link(latency_s, min(one.link.bytes_per_s for one in measured))
+
+
+def as_option(link: Link) -> str:
+    """Return the option to type, with as many digits as a measurement deserves."""
+    numbers = f"latency_s={link.latency_s:.2g}, bytes_per_s={link.bytes_per_s:.3g}"
+    return f"phalanx.Options(link=phalanx.collectives.Link({numbers}))"
+
+
+def _own_name() -> str:
+    """Return 'node3 (10.0.0.3)': hosts may have equal names."""
+    addresses = [of_one[0] for name, of_one in interface_addresses().items() if name != "lo"]
+    return f"{os.uname().nodename} ({addresses[0]})" if addresses else os.uname().nodename
+
+
+def run(rounds: int, say: Callable[[str], None], *, in_json: bool) -> None:
+    """Carry out the whole command, on one rank of a job on several hosts; rank 0 says what came of it.
+
+    Raises:
+        PhalanxError: all ranks are on one host, or the hosts' engine is another than Gloo or MPI.
+    """
+    dist.init_process_group("phalanx")
+    try:
+        group = phalanx_group(dist.group.WORLD)
+        transport = None if group is None else group.transport
+        if not isinstance(transport, HierarchicalTransport):
+            raise PhalanxError("bench link: all ranks of this job are on one host, so there is no link between hosts.")
+        names: list[str] = [""] * transport.world_size
+        dist.all_gather_object(names, _own_name())
+        measured = measure(transport, names, rounds)
+    finally:
+        dist.destroy_process_group()
+    if transport.rank != 0:
+        return
+    link = slowest(measured)
+    if in_json:
+        words = {
+            "links": [
+                {
+                    "hosts": one.hosts,
+                    "latency_s": one.link.latency_s,
+                    "bytes_per_s": one.link.bytes_per_s,
+                    "seconds": one.seconds,
+                }
+                for one in measured
+            ],
+            "options": as_option(link),
+        }
+        say(json.dumps(words, indent=2))
+        return
+    for one in measured:
+        mbit = one.link.bytes_per_s * 8e-6
+        say(f"{one.hosts[0]} <-> {one.hosts[1]}: {one.link.latency_s * 1e6:.0f} µs and {mbit:.0f} Mbit/s each way")
+    say(f"Use it, the same on every rank:\n    pg_options={as_option(link)}")

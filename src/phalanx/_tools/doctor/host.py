@@ -1,0 +1,160 @@
+"""Gather what the operating system says of this machine. Everything is read; nothing is changed."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from phalanx._base.control_groups import find_groups, read_cpu_quota, read_number
+from phalanx._comm.engines.interfaces import interface_addresses
+from phalanx._job.schedulers.find import find_allocation
+from phalanx._job.schedulers.slurm import find_unused_hosts
+from phalanx._tools.doctor.facts import MachineFacts, Probe
+from phalanx.errors import LaunchError
+
+_PATIENCE_S = 10
+# Left in a shell, they make a program believe that it is a rank of some job; or they steer who talks to whom.
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+_RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}))"
+
+
+def examine_host(root: Path = Path("/")) -> MachineFacts:
+    """Return the host, with `/proc` and `/sys` sought below `root`. It takes seconds if name resolution is slow."""
+    gpu_tool, gpus = _gpus()
+    groups = find_groups(str(root))
+    free, limited = _available_memory(root, groups)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, running = _processes(groups)
+    return MachineFacts(
+        platform=sys.platform,
+        python=platform.python_version(),
+        cores=os.cpu_count() or 1,
+        usable_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_quota=read_cpu_quota(groups),
+        available_bytes=free,
+        memory_limited=limited,
+        commit_headroom_bytes=_commit_headroom(root),
+        shm_bytes=shutil.disk_usage(root / "dev/shm").total if (root / "dev/shm").is_dir() else None,
+        name=socket.gethostname(),
+        name_resolves=_name_resolves(),
+        open_files=_limit(soft),
+        open_files_hard=_limit(hard),
+        processes=processes,
+        processes_running=running,
+        clock_source=_read(root / "sys/devices/system/clocksource/clocksource0/current_clocksource"),
+        gpus=gpus,
+        gpu_tool=gpu_tool,
+        variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        scheduler=_scheduler(),
+        addresses=_addresses(),
+        unused_hosts=find_unused_hosts(os.environ),
+        folder=_folder(),
+    )
+
+
+def _scheduler() -> Probe:
+    try:
+        found = find_allocation(os.environ)
+    except LaunchError as error:
+        return Probe(False, str(error).removeprefix("phalanx run: "))
+    return Probe(True, found.describe() if found else "")
+
+
+def _addresses() -> dict[str, tuple[str, ...]] | None:
+    try:
+        return interface_addresses()
+    except OSError:  # no descriptor is left to ask with
+        return None
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def _available_memory(root: Path, groups: list[str]) -> tuple[int | None, bool]:
+    """Return the bytes that can be had, and whether a control group, not the machine, is what limits them."""
+    machine = _meminfo(root).get("MemAvailable")
+    free = math.inf if machine is None else machine
+    limited = False
+    for group in groups:
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = read_number(group, limit_name), read_number(group, used_name)
+            if limit is not None and used is not None and limit - used < free:
+                free, limited = limit - used, True
+    return (None, False) if free == math.inf else (max(0, int(free)), limited)
+
+
+def _commit_headroom(root: Path) -> int | None:
+    """Return the bytes that may still be promised, if the kernel promises only what it has; None if it overcommits."""
+    if read_number(str(root), "proc/sys/vm/overcommit_memory") != 2:
+        return None
+    memory = _meminfo(root)
+    return memory.get("CommitLimit", 0) - memory.get("Committed_AS", 0)
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    lines = (_read(root / "proc/meminfo") or "").splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+
+
+def _processes(groups: list[str]) -> tuple[int | None, int | None]:
+    """Return the limit on processes and threads, and how many count against it; a control group's if tighter."""
+    for group in groups:
+        limit, used = read_number(group, "pids.max"), read_number(group, "pids.current")
+        if limit is not None:
+            return limit, used
+    return _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]), None
+
+
+def _name_resolves() -> Probe:
+    try:  # in a process of its own: a name server that does not answer cannot be given a timeout otherwise
+        run = subprocess.run(
+            [sys.executable, "-I", "-c", _RESOLVE], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Probe(False, f"no answer within {_PATIENCE_S} s")
+    except OSError as error:
+        return Probe(False, f"no process could be started to ask: {error.strerror or error}")
+    if run.returncode:
+        return Probe(False, run.stderr.strip().rpartition("\n")[2])
+    return Probe(True, run.stdout.strip())
+
+
+def _gpus() -> tuple[Probe, tuple[str, ...]]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Probe(False, "nvidia-smi is not installed"), ()
+    command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Probe(False, f"nvidia-smi did not answer within {_PATIENCE_S} s"), ()
+    except OSError as error:
+        return Probe(False, f"nvidia-smi could not be started: {error.strerror or error}"), ()
+    if run.returncode:
+        return Probe(False, (run.stderr or run.stdout).strip()), ()
+    return Probe(True), tuple(line.strip() for line in run.stdout.splitlines() if line.strip())
+
+
+def _limit(value: int) -> int | None:
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

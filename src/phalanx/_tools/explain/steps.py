@@ -1,0 +1,167 @@
+"""Show a schedule step by step: which rank sends what to which, and what every rank holds afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from phalanx._comm.schedules.schedule import Schedule, Transfer
+from phalanx._comm.schedules.symbolic import Snapshot, State, trace
+from phalanx._tools.explain.symbols import chunk_name, chunks_name, value_text
+
+MOST_RANKS = 64
+
+# A longer text is summarised unless it is asked for: eight ranks around a ring take 280 lines.
+MOST_LINES = 300
+_MOVES_SHOWN = 3
+
+# The values of a wider transfer do not fit on a line; its chunks are named, and the state shows the values.
+_VALUES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell is what a rank holds of a chunk, in symbols; whether the step wrote it, and whether it is final."""
+
+    text: str
+    written: bool
+    final: bool
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A `StepView` is one step: its title, a line for each transfer, and cells[rank][chunk] after it."""
+
+    title: str
+    moves: tuple[str, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+
+
+def walk_steps(schedule: Schedule) -> Iterator[StepView]:
+    """Yield the state before the schedule, then each step. Raises ValueError for more ranks than a person can read."""
+    require_readable(schedule)
+    before: State = ()
+    for snapshot in trace(schedule):
+        yield StepView(
+            title=_title(schedule, snapshot),
+            moves=tuple(_move(t, before, schedule.world_size) for t in snapshot.transfers),
+            cells=_cells(schedule, snapshot),
+        )
+        before = snapshot.state
+
+
+def require_readable(schedule: Schedule) -> None:
+    """Raise ValueError for more ranks than a person can read about."""
+    if schedule.world_size > MOST_RANKS:
+        raise ValueError(f"at most {MOST_RANKS} ranks can be shown step by step, got {schedule.world_size}")
+
+
+def headline(schedule: Schedule) -> list[str]:
+    """Return what the schedule is, in a few lines."""
+    chunks = chunks_name(0, schedule.num_chunks)
+    return [
+        f"{schedule.algorithm} {schedule.operation}: {_count(schedule.world_size, 'rank')}, "
+        f"{_count(schedule.num_chunks, 'chunk')} ({chunks}), {_count(schedule.num_steps, 'step')}",
+        f"Order: {schedule.order}.",
+    ]
+
+
+def plain(schedule: Schedule) -> Iterator[str]:
+    """Yield the steps as lines of text; a star marks what a step wrote."""
+    yield from headline(schedule)
+    yield "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; * was written in the step."
+    names = [chunk_name(chunk) for chunk in range(schedule.num_chunks)]
+    for view in walk_steps(schedule):
+        yield ""
+        yield view.title
+        yield from (f"  {move}" for move in view.moves)
+        rows = [[f"{cell.text}{'*' if cell.written else ''}" for cell in row] for row in view.cells]
+        widths = [max(len(text) for text in column) for column in zip(names, *rows, strict=True)]
+        label = len(f"rank {schedule.world_size - 1}")
+        for head, row in [("", names), *((f"rank {rank}", row) for rank, row in enumerate(rows))]:
+            cells = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+            yield f"    {head.ljust(label)}  {cells}".rstrip()
+
+
+def count_lines(schedule: Schedule) -> int:
+    """Return how many lines `plain` gives, without making them."""
+    moves = sum(1 for step in schedule.steps() for _ in step.phase.transfers(step.within))
+    return len(headline(schedule)) + 1 + moves + (schedule.num_steps + 1) * (schedule.world_size + 3)
+
+
+def summary(schedule: Schedule) -> Iterator[str]:
+    """Yield the first and the last step of each phase, with a few of their transfers."""
+    yield from headline(schedule)
+    before: State = ()
+    for snapshot in trace(schedule):
+        if snapshot.step is not None:
+            _, phase, within = snapshot.step
+            if within in (0, phase.num_steps - 1):
+                yield ""
+                yield f"{_title(schedule, snapshot)}, {_count(len(snapshot.transfers), 'transfer')}"
+                shown = snapshot.transfers[:_MOVES_SHOWN]
+                yield from (f"  {_move(t, before, schedule.world_size)}" for t in shown)
+                if len(snapshot.transfers) > len(shown):
+                    yield f"  … and {len(snapshot.transfers) - len(shown)} more"
+        before = snapshot.state
+    yield ""
+    yield f"--all shows all {schedule.num_steps} steps, and what each rank holds: {count_lines(schedule):,} lines."
+
+
+def show(schedule: Schedule, console: Console) -> None:
+    """Print the steps on a terminal: bold is what a step wrote, green is final."""
+    for line in headline(schedule):
+        console.print(escape(line), style="bold" if line.startswith(schedule.algorithm) else "", highlight=False)
+    key = "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; [bold]bold[/]: written; [green]green[/]: final."
+    console.print(key, highlight=False)
+    for view in walk_steps(schedule):
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        table.add_column("")
+        for chunk in range(schedule.num_chunks):
+            table.add_column(chunk_name(chunk), no_wrap=True)
+        for rank, row in enumerate(view.cells):
+            table.add_row(f"rank {rank}", *(Text(cell.text, style=_style(cell)) for cell in row))
+        moves = (Text(move, style="cyan") for move in view.moves)
+        console.print("", Text(view.title, style="bold"), Group(*moves, table), sep="\n")
+
+
+def _style(cell: Cell) -> str:
+    return " ".join(word for word, on in (("bold", cell.written), ("green", cell.final)) if on) or "none"
+
+
+def _title(schedule: Schedule, snapshot: Snapshot) -> str:
+    if snapshot.step is None:
+        return "Before"
+    number, phase, within = snapshot.step
+    return f"Step {number + 1} of {schedule.num_steps}: {phase.name} {within + 1} of {phase.num_steps}"
+
+
+def _move(t: Transfer, before: State, world_size: int) -> str:
+    what = chunks_name(t.start, t.stop)
+    if t.width <= _VALUES_SHOWN:
+        what = ", ".join(value_text(before[t.src][chunk], chunk, world_size) for chunk in range(t.start, t.stop))
+    return f"rank {t.src} → rank {t.dst}  {'combine' if t.kind == 'reduce' else 'copy'} {what}"
+
+
+def _cells(schedule: Schedule, snapshot: Snapshot) -> tuple[tuple[Cell, ...], ...]:
+    written = {(t.dst, chunk) for t in snapshot.transfers for chunk in range(t.start, t.stop)}
+    return tuple(
+        tuple(
+            Cell(
+                text=value_text(value, chunk, schedule.world_size),
+                written=(rank, chunk) in written,
+                final=value is not None and len(value.contributors) == schedule.contributions,
+            )
+            for chunk, value in enumerate(row)
+        )
+        for rank, row in enumerate(snapshot.state)
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

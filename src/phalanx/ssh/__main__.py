@@ -1,7 +1,0 @@
-"""`python -m phalanx.ssh` runs on a host at the end of an ssh connection; `phalanx run --hosts` starts it there."""
-
-import sys
-
-from phalanx.ssh.session import main
-
-sys.exit(main())

@@ -1,7 +1,0 @@
-"""Read and write files on this machine, or at any address that fsspec knows."""
-
-from phalanx.storage.address import is_address, open_for_reading, place_of, split_address
-from phalanx.storage.remote_folder import RemoteFolder
-from phalanx.storage.retry import is_transient, retry
-
-__all__ = ["RemoteFolder", "is_address", "is_transient", "open_for_reading", "place_of", "retry", "split_address"]
