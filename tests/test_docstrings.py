@@ -22,7 +22,7 @@ REFUSED = {
 }  # fmt: skip
 
 # Where the public names are listed; what c10d calls of a process group is public, too.
-ROOMS = ["", "backend", "checkpoint", "data", "ddp", "nn", "optim"]
+ROOMS = ["", "_comm/backend", "checkpoint", "data", "ddp", "nn", "optim"]
 PROCESS_GROUP = {"ProcessGroupCoalesced", "ProcessGroupCollectives", "ProcessGroupMessages"}
 
 # An attribute's docstring says what the attribute is: one that begins so has no subject.

@@ -21,7 +21,7 @@ def _place_of(program: str, folder: str) -> str:
 def test_what_a_library_raises_is_placed_where_the_user_called_it(tmp_path) -> None:
     """The summary of a failed job said "shared_memory.py:139" or "graph.py:979": lines that nobody knew."""
     library = "import json\n\n\njson.loads('{')\n"
-    ours = "import phalanx._base.deadline\n\nphalanx.deadline.Deadline.after(-1)\n"
+    ours = "import phalanx._base.deadline\n\nphalanx._base.deadline.Deadline.after(-1)\n"
     installed = "import pytest\n\n\n\npytest.raises(1)\n"
     users = "def wrong():\n    raise LookupError\n\nwrong()\n"
     assert _place_of(library, str(tmp_path)) == "train.py:4"
@@ -62,7 +62,7 @@ def test_the_users_lines_are_shown_with_the_innermost_line_of_the_library_that_r
 
 def test_our_own_lines_are_not_shown_and_causes_without_the_users_lines_neither(tmp_path) -> None:
     """One mistaken line gave 70 lines: three chained tracebacks of ours."""
-    program = "import phalanx._base.deadline\n\nphalanx.deadline.Deadline.after(-1)\n"
+    program = "import phalanx._base.deadline\n\nphalanx._base.deadline.Deadline.after(-1)\n"
     assert _lines_of(program, str(tmp_path)).splitlines()[1:3] == [
         '  File "train.py", line 3, in <module>',
         "    phalanx._base.deadline.Deadline.after(-1)",

@@ -559,7 +559,8 @@ def test_a_job_on_one_host_loads_nothing_for_several(tmp_path: Path) -> None:
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "phalanx._job.agent.job" in loaded
     assert not [name for name in loaded if name.partition(".")[0] == "zmq" or name.startswith("phalanx._job.hosts")]
-    assert {name for name in loaded if name.startswith("phalanx.coordination.")} == {
+    assert not [name for name in loaded if name.startswith(("phalanx._comm.control.", "phalanx._job.coordinator."))]
+    assert {name for name in loaded if name.startswith("phalanx._comm.rendezvous.")} == {
         "phalanx._comm.rendezvous.launchers"
     }
 

@@ -1,13 +1,6 @@
-"""Describe collectives as schedules: who combines what with whom in which step.
+"""Describe, check and run collectives as schedules: ring, tree, halving and doubling, hierarchical."""
 
-Algorithms are data that is executed, proved, printed and drawn from the same source. All of it is pure and torch-free.
-"""
-
-from phalanx._comm.schedules.algorithms import ALGORITHMS, build
-from phalanx._comm.schedules.network import Link, Topology
-from phalanx._comm.schedules.play import play
-from phalanx._comm.schedules.schedule import Schedule, Transfer
-from phalanx._comm.schedules.symbolic import check
+from phalanx._comm.schedules import ALGORITHMS, Link, Schedule, Topology, Transfer, build, check, play
 
 __all__ = [
     "ALGORITHMS",

@@ -8,7 +8,8 @@ A rank that has completed step n had a's gradients, and a gave them only when it
 agreed step is whole, whenever host B was lost, as the record itself is on one host (`phalanx.elastic.records`). Any two
 hosts may be lost at once; of a host that is lost together with both hosts behind it the copies are lost.
 
-A record holds pickles, which are read after a loss. So each message carries a MAC (`phalanx._comm.transport.authentication`).
+A record holds pickles, which are read after a loss. So each message carries a MAC
+(`phalanx._comm.transport.authentication`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""Start jobs: from the words of `phalanx run` to an agent on each host (`phalanx._job.agent`).
-
-    options, command_line   what was asked for, checked before anything starts
-    num_ranks, devices      how many ranks, on which devices
-    run_job                 this host's agent, alone or with those of other hosts (`phalanx._job.hosts`)
-    join                    `phalanx join`: the same on a host that takes command and options from the first one
-    calls                   `phalanx.launch(fn)`: a function of this process, called in the ranks
-
-Nothing here imports torch.
-"""
+"""Call a function in every rank of a job: `phalanx.launch(fn)`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,5 @@
 """A report shows people what a run has left behind: where its time went, what happened, and what to do about it.
 
-    recording             when a process records its steps (diagnostics.step_recorder does), and for which folder
-    job_record            what the launcher knows
-    gather, matching      both together: measurements
-    findings              measurements in, sentences out
-    page, pictures, …     measurements in, HTML out; trace: the same for Perfetto
-    write, compare        the files of a report; several runs side by side
-
 `phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` need nothing of this. A loop of your own, of which they see
 too little, says where it is:
 

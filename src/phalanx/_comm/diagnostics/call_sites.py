@@ -9,7 +9,9 @@ from types import FrameType
 
 import torch
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+import phalanx
+
+_OURS = os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = tuple(os.path.join(_PYTHON, name) + os.sep for name in ("site-packages", "dist-packages"))

@@ -10,7 +10,7 @@ There is no socket in it, either.
         │                          └─ fewer than the minimum, and nobody to wait for ─▶ SendToRank(end)
         └── a rank has finished: from then on an ordinary job
 
-A rank is known by its seat, the number that it was started with (`phalanx._job.agent.generation`); a replacement has the
+A rank is known by its seat, the number that it was started with (`agent.generation`); a replacement has the
 seat of the one that it replaces, and a process number of its own.
 """
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from types import CodeType
 
+import phalanx
 from phalanx._job.agent.failure import Report
 
 _NO_TERMINAL = (
@@ -131,7 +132,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename.startswith(os.path.dirname(os.path.dirname(__file__)) + os.sep)
+    return filename.startswith(os.path.dirname(phalanx.__file__) + os.sep)
 
 
 def _starts_processes(filename: str) -> bool:
@@ -150,7 +151,7 @@ def _library_folders() -> tuple[str, ...]:
     import sysconfig
 
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.dirname(__file__))}
+    folders |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(phalanx.__file__)}
     torch = sys.modules.get("torch")  # it may lie elsewhere
     if torch is not None and torch.__file__ is not None:
         folders.add(os.path.dirname(torch.__file__))

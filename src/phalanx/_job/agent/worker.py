@@ -25,6 +25,7 @@ from string import Template
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
+import phalanx
 from phalanx._base.processes import STACKS_SIGNAL, die_with_parent
 from phalanx._job.agent.ending import can_end_quickly, end_quickly
 from phalanx._job.agent.folder import use_in_rank
@@ -34,7 +35,7 @@ from phalanx._job.agent.title import set_command
 
 _OUR_FDS = 8  # we take so many numbers from the upper end of those that a rank's descriptors may have
 _CALLS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), "launch", "calls", name)
+    os.path.join(os.path.dirname(phalanx.__file__), "_job", "launch", "calls", name)
     for name in ("__main__.py", "rank.py")
 )
 _LAUNCHER_FILES = (__file__, *_CALLS, "<string>", runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")

@@ -205,7 +205,7 @@ class ZygoteProcess:
         self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
 
     def remember(self, membership: Mapping[str, Any]) -> None:
-        """Tell the zygote how to tell the job's first host that this process was killed (`phalanx._job.agent.orphaned`)."""
+        """Tell the zygote how to report to the job's first host that this process was killed."""
         self._tell({"command": "membership", "membership": membership})
 
     def warm_up(self) -> None:

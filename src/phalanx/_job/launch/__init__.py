@@ -1,1 +1,11 @@
-"""The launcher: from the words of `phalanx run` to an agent on each host."""
+"""The launcher: from the words of `phalanx run` to an agent on each host.
+
+    options, command_line   what was asked for, checked before anything starts
+    num_ranks, devices      how many ranks, on which devices
+    run_job                 this host's agent, alone or with those of other hosts (`_job.hosts`)
+    join                    `phalanx join`: the same on a host that takes command and options from the first one
+    calls                   `phalanx.launch(fn)`: a function of this process, called in the ranks
+    on_ray                  the same on the hosts of a Ray cluster
+
+Nothing here imports torch.
+"""

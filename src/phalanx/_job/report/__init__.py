@@ -1,1 +1,9 @@
-"""Turn what a run has recorded into findings, pictures and a page."""
+"""Turn what a run has recorded into measurements, findings, pictures and a page.
+
+recording             when a process records its steps (diagnostics.step_recorder does), and for which folder
+job_record            what the launcher knows
+gather, matching      both together: measurements
+findings              measurements in, sentences out
+page, pictures, …     measurements in, HTML out; trace: the same for Perfetto
+write, compare        the files of a report; several runs side by side
+"""

@@ -1,4 +1,4 @@
-"""`python -m phalanx._job.schedulers.mpi_broadcast SECONDS` lets all processes of an `mpiexec` print what process 0 reads.
+"""Let all processes of an `mpiexec` print what process 0 reads: `python -m …schedulers.mpi_broadcast SECONDS`.
 
 It runs as a child of each agent whose `mpiexec` spans hosts, which only MPI connects before they have met: the agent
 itself has no MPI in it, and its ranks are no processes of MPI.

@@ -1,4 +1,4 @@
-"""`python -m phalanx._job.ssh` runs on a host at the end of an ssh connection; `phalanx run --hosts` starts it there."""
+"""`phalanx run --hosts` starts `python -m phalanx._job.ssh` on each host, at the end of an ssh connection."""
 
 import sys
 

@@ -16,7 +16,8 @@ from phalanx._base.torch_names import describe_missing, report_loss
 class Patch:
     """A patch is a change to torch.
 
-    `needs` names what it needs there, as `phalanx._base.torch_names.find` takes it, and `loses` says what is lost without it.
+    `needs` lists the names of torch that it uses, in the form that `torch_names.find` takes; `loses` says what is lost
+    without them.
     """
 
     name: str

@@ -159,8 +159,7 @@ class Rail:
         bounds: Sequence[int] | None = None,
         key: int = 0,
     ) -> Iterator[None]:
-        """Do what `run` does by `schedule`, step by step: see `phalanx._comm.schedules.play`. Plays under way have tags of
-        their own.
+        """Do what `run` does by `schedule`, step by step, as `schedules.play` does; each has its own tags.
 
         `buffer` is scratch: it may be written before the ranks of the rail have agreed.
         """

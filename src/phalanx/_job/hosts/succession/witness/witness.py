@@ -4,7 +4,7 @@
                     else has written ──► has the voter's reply
 
 Two hosts and a witness are three voters, so that one host and the witness are a majority. The voter is the one that
-each host has (`coordination.succession.voter`): the register makes its steps one after another.
+each host has (`hosts.succession.voter`): the register makes its steps one after another.
 """
 
 from __future__ import annotations
