@@ -91,7 +91,7 @@ READS_ENVIRONMENT = {
     "_comm/backend/imported_environment.py": "takes back what torch's compiler sets when it is imported",
     "_comm/backend/start.py": "asks whether a launcher put this process in a job",
     "_comm/backend/job.py": "finds the job that a launcher put this process in",
-    "rpc/rendezvous.py": "finds the job that a launcher put this process in",
+    "rpc/start.py": "finds the job that a launcher put this process in",
     "_base/malloc.py": "leaves malloc alone where its variables have set it up",
     "strategies/start.py": "finds out whether a launcher has started this process",
     "strategies/choose.py": "the same",
@@ -118,7 +118,6 @@ POINT_BACK = {
     ("strategies/current.py", "strategies/strategy.py"),
     ("trainer/callbacks.py", "trainer/trainer.py"),
     ("trainer/fit_display.py", "trainer/trainer.py"),
-    ("trainer/hyperparameters.py", "trainer/trainer.py"),
 }
 
 VAGUE = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}

@@ -355,7 +355,7 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
     from torch.distributed import PrefixStore
 
     from phalanx._comm.backend.coordination_store import CoordinationStore
-    from phalanx._comm.engines import gloo_addresses
+    from phalanx._comm.engines import gloo
     from phalanx._comm.rendezvous import bootstrap
     from phalanx._comm.rendezvous.rank_info import RankInfo
     from phalanx._comm.symmetric_memory.watch import ProcessId
@@ -374,13 +374,13 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
             return unpack_once(text)
 
     bootstrap.unpack_infos = unpack_infos
-    loads_once = functools.cache(gloo_addresses.unpack_all)
+    loads_once = functools.cache(gloo.unpack_all)
 
     def unpack_all(data: bytes) -> Any:
         with unpacking:
             return loads_once(data)
 
-    gloo_addresses.unpack_all = unpack_all
+    gloo.unpack_all = unpack_all
     here = ProcessId.of_self()
     row = struct.pack(f"<{size}Q", *range(size))  # Gloo's number for each connection
     firsts: list[Any] = []
@@ -400,7 +400,7 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
             firsts.append(met)
         del met
         client.let_go()
-        book = gloo_addresses.GlooAddresses(PrefixStore("gloo/", store), rank, size)
+        book = gloo.GlooAddresses(PrefixStore("gloo/", store), rank, size)
         book.set(f"0/{rank}", b"".join((b"\2" + bytes(7) + b"node", rank.to_bytes(40, "little"), bytes(96), row)))
         book.wait([], timedelta(seconds=TIMEOUT_S))
         assert len(book.get(f"0/{size - 1}")) == 148 + len(row)

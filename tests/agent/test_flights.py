@@ -10,7 +10,7 @@ from phalanx._comm.symmetric_memory.fd_server import FdServer
 from phalanx._comm.symmetric_memory.memfd import memory
 from phalanx._comm.symmetric_memory.memory import LocalRank, SymmetricMemory, open_as_leader
 from phalanx._comm.symmetric_memory.watch import ProcessId
-from phalanx._job.agent.flights import MAX_OBSERVED, Flights
+from phalanx._job.agent.attempt import MAX_OBSERVED, Flights
 
 
 def make_group(flights: Flights, name: str, lost: tuple[int, ...] = ()) -> SymmetricMemory:

@@ -8,8 +8,7 @@ from dataclasses import replace
 from phalanx._base.core_numbers import ALL_REDUCE, GRADIENTS
 from phalanx._comm.diagnostics.flight_recorder import Record
 from phalanx._comm.diagnostics.observer import GroupLog, RankLog
-from phalanx._job.agent.waited_for import LatenessCounter, Silent, find_silent
-from phalanx._job.agent.watch import Watch, describe_slow, describe_wait
+from phalanx._job.agent.watch import LatenessCounter, Silent, Watch, describe_slow, describe_wait, find_silent
 
 S = 1_000_000_000
 

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.backend.addresses import own_addresses, reachable
+from phalanx._comm.backend.rendezvous import own_addresses, reachable
 from phalanx.testing import hosts, run_ranks, why_no_hosts
 
 

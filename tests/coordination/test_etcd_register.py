@@ -13,8 +13,7 @@ import pytest
 from tests.coordination.certificates import make_certificates
 from tests.coordination.etcd_server import TOKEN_S, USERS, ask, enable_users, run_etcd
 
-from phalanx._job.hosts.succession.witness.etcd_login import EtcdLogin, find_login
-from phalanx._job.hosts.succession.witness.etcd_register import EtcdRegister
+from phalanx._job.hosts.succession.witness.etcd_register import EtcdLogin, EtcdRegister, find_login
 from phalanx.errors import CoordinationError
 
 NAME = "phalanx/witness/job"

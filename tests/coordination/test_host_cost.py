@@ -11,7 +11,7 @@ from phalanx._comm.backend.coordination_store import CoordinationStore
 from phalanx._comm.control.client import Client
 from phalanx._comm.control.pending_call import PendingCall
 from phalanx._comm.control.wire import Status, pack, unpack
-from phalanx._comm.engines.gloo_addresses import GlooAddresses
+from phalanx._comm.engines.gloo import GlooAddresses
 from phalanx._comm.rendezvous import bootstrap
 from phalanx._comm.rendezvous.rank_info import RankInfo
 from phalanx._comm.symmetric_memory.watch import ProcessId

@@ -1,14 +1,14 @@
 """Memory is given back after much was sent, and not after little."""
 
-from phalanx._job.coordinator import unused_memory
-from phalanx._job.coordinator.unused_memory import UnusedMemory
+from phalanx._job.coordinator import service
+from phalanx._job.coordinator.service import UnusedMemory
 
 
 def test_memory_is_given_back_once_after_a_burst(monkeypatch):
     """What answers to a thousand hosts had taken stayed with the first host's agent for the rest of the job."""
     calls = []
     memory = UnusedMemory()
-    monkeypatch.setattr(unused_memory, "give_back_freed_memory", lambda: calls.append(0))
+    monkeypatch.setattr(service, "give_back_freed_memory", lambda: calls.append(0))
     memory.note_sent(1 << 20)
     memory.give_back()
     assert calls == []

@@ -17,11 +17,11 @@ from tests.threads import map_in_threads
 from phalanx._comm.control.key import Key
 from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.succession.config import Config, Electorate, Stamp, Term
+from phalanx._job.hosts.succession.successor import WitnessTrial
 from phalanx._job.hosts.succession.voter import Accepted, Promised, Refused, Reply
 from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.hosts.succession.witness.etcd_register import EtcdRegister
 from phalanx._job.hosts.succession.witness.register import CoordinatorRegister, open_register
-from phalanx._job.hosts.succession.witness.trial import WitnessTrial
 from phalanx._job.hosts.succession.witness.witness import WITNESS, Witness
 from phalanx.errors import AuthenticationError, CoordinationError
 

@@ -10,8 +10,7 @@ import pytest
 from tests.data.streams import draw_layout, draw_shards
 
 from phalanx.data.permutation import WindowPermutations
-from phalanx.data.stream_order import StreamLayout, StreamOrder, deal
-from phalanx.data.turns import Turns
+from phalanx.data.stream_order import StreamLayout, StreamOrder, Turns, deal
 
 
 def whole(order: StreamOrder) -> list[int]:

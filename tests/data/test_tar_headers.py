@@ -9,7 +9,7 @@ import tarfile
 
 import pytest
 
-from phalanx.data.tar_headers import list_files
+from phalanx.data.webdataset import list_files
 
 
 def files_of(path):

@@ -9,7 +9,7 @@ from phalanx._base.ipc.agent import listen
 from phalanx._base.ipc.channel import Channel
 from phalanx._comm.diagnostics import progress_page
 from phalanx._comm.diagnostics.progress_page import PAGE_BYTES, ProgressPage, open_page, parse_page, read_page
-from phalanx._job.agent.pages import Pages
+from phalanx._job.agent.attempt import Pages
 
 
 def new_page():

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from phalanx.elastic.except_hook import one_except_hook
+from phalanx.elastic.groups import one_except_hook
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import elastic
-from phalanx.elastic.forward_changes import ForwardChanges
+from phalanx.elastic.step import ForwardChanges
 
 
 def _replace(tensor: Tensor) -> None:

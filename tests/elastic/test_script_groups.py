@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import phalanx
 from phalanx import elastic
-from phalanx.elastic.script_groups import plan_groups
+from phalanx.elastic.group import plan_groups
 
 
 def test_a_group_is_formed_of_those_who_all_name_it() -> None:

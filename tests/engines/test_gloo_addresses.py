@@ -12,7 +12,7 @@ from tests.engines.gloo_engines import WAIT, engine_of
 from tests.threads import map_in_threads
 from torch.distributed import DistStoreError, HashStore, PrefixStore
 
-from phalanx._comm.engines.gloo_addresses import GlooAddresses, compress, decompress
+from phalanx._comm.engines.gloo import GlooAddresses, compress, decompress
 from phalanx.testing import run_ranks
 
 

@@ -11,9 +11,9 @@ from phalanx._job.agent.environment import Place
 from phalanx._job.agent.failure import Report
 from phalanx._job.hosts.control_channel import ControlMessage
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
+from phalanx._job.hosts.leader import RemoteRanks
 from phalanx._job.hosts.node_plan import HostFacts, Node
 from phalanx._job.hosts.peer_hosts import PeerHosts
-from phalanx._job.hosts.remote_ranks import RemoteRanks
 
 
 class Heard:

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from phalanx._comm.control.wire import MAX_MESSAGES
-from phalanx._job.hosts.send_queue import ALL, KEY, SendQueue
+from phalanx._job.hosts.control_channel import ALL, KEY, SendQueue
 
 
 def _filled(*entries: tuple[int, bytes]) -> SendQueue:

@@ -5,8 +5,7 @@ import json
 
 from phalanx._comm.diagnostics.flight_recorder import Record
 from phalanx._comm.diagnostics.observer import GroupLog, RankLog
-from phalanx._job.inspect.flight.files import plan_records, write_flight
-from phalanx._job.inspect.flight.trace import plan_trace
+from phalanx._job.inspect.flight.files import plan_records, plan_trace, write_flight
 
 
 def op(seq, enter, leave, kind=3, peer=-1, status=0):

@@ -17,8 +17,7 @@ from phalanx._job.inspect.stacks import job_choice
 from phalanx._job.inspect.stacks.job_choice import choose_job, is_called
 from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, answer, ask
 from phalanx._job.inspect.stacks.jobs import RunningJob, describe_command, find_jobs, parse_names
-from phalanx._job.inspect.stacks.report import format_report
-from phalanx._job.inspect.stacks.survey import ask_ranks, decide_silence, explain_silence
+from phalanx._job.inspect.stacks.report import ask_ranks, decide_silence, explain_silence, format_report
 from phalanx.errors import LaunchError
 
 SNAPSHOT = JobSnapshot(7, "train.py", 3, 8, ((0, 100), (2, 102)), (GroupInfo("dp", 3, (0, 1, 2), (100, 101, 102)),))

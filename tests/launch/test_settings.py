@@ -6,9 +6,9 @@ import pytest
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import Target
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split_endpoint
+from phalanx._job.launch.command import decide_num_ranks
 from phalanx._job.launch.command_line import parse
 from phalanx._job.launch.manual import format_help
-from phalanx._job.launch.num_ranks import decide_num_ranks
 from phalanx._job.launch.options import OPTIONS, REFUSED, Streams, find_names
 from phalanx.errors import LaunchError
 

@@ -16,7 +16,7 @@ from tests.elastic.small_agent import SmallAgent
 import phalanx
 from phalanx.mapreduce import map_reduce
 from phalanx.mapreduce.attempt import Held
-from phalanx.mapreduce.interrupted import Call, begin_call, drop, keep, take
+from phalanx.mapreduce.map_reduce import Call, begin_call, drop, keep, take
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.splits import Records
 

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from phalanx.mapreduce.fold import fold_in_python
+from phalanx.mapreduce.table import fold_in_python
 
 _core = pytest.importorskip("phalanx._core")
 

@@ -5,7 +5,7 @@ from encodings.aliases import aliases
 
 import pytest
 
-from phalanx.mapreduce.line_encodings import require_line_encoding
+from phalanx.mapreduce.map_reduce_job import require_line_encoding
 from phalanx.mapreduce.records import read_blocks
 from phalanx.mapreduce.splits import plan_file_splits
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.optim.checksum import checksum
+from phalanx.optim.staging import checksum
 
 _BLOCK = 1 << 16
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from phalanx import DistributedDataParallel, ZeroRedundancyOptimizer
-from phalanx.optim import readers
+from phalanx.optim import shared_parameters
 from phalanx.testing import run_ranks
 
 _DELAYS_S = (0, 0, 0.03)
@@ -97,7 +97,7 @@ def test_one_rank_loads_while_the_others_wait_for_it(loads):
 
 
 def _leave_one_alone(rank, world_size):
-    readers._PATIENCE_S = 0.2
+    shared_parameters._PATIENCE_S = 0.2
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from phalanx._comm.diagnostics.rank_list import format_ranks
-from phalanx._job.output.fold import Folder
+from phalanx._job.output.display import Folder
 
 
 def show(folder: Folder, now: float) -> list[str]:

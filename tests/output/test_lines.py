@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from phalanx._job.output.lines import MAX_LINE_BYTES, LineSplitter
+from phalanx._job.output.pump import MAX_LINE_BYTES, LineSplitter
 
 
 def split(*chunks: bytes) -> list[bytes]:

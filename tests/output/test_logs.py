@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from phalanx._job.output.display import Writer
 from phalanx._job.output.logs import LogFile
 from phalanx._job.output.text import encode, show
-from phalanx._job.output.writer import Writer
 
 
 @contextmanager

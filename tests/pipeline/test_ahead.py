@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 import phalanx
-from phalanx.pipeline import frames
-from phalanx.pipeline.awaited import plan_receives
+import phalanx.pipeline.wire
 from phalanx.pipeline.edges import Edge
-from phalanx.pipeline.frames import HEADER_BYTES, MOST_BYTES, Frames
+from phalanx.pipeline.execute import plan_receives
 from phalanx.pipeline.schedule import SCHEDULES, plan_schedule
+from phalanx.pipeline.wire import HEADER_BYTES, MOST_BYTES, Frames
 from phalanx.testing import run_ranks
 
 
@@ -84,7 +84,7 @@ class Skips(nn.Module):
 
 
 def _train(rank, world_size, most, rows):
-    frames.MOST_BYTES = most
+    phalanx.pipeline.wire.MOST_BYTES = most
     torch.manual_seed(1)
     pipe = phalanx.Pipeline(Skips(), micro_batches=4, balance=["b", "c"], loss_fn=functional.mse_loss)
     messages, ahead = [], []

@@ -11,7 +11,7 @@ import pytest
 
 import phalanx.rpc.network as network_module
 from phalanx._comm.control.key import Key
-from phalanx.rpc import outgoing, wire
+from phalanx.rpc import wire
 from phalanx.rpc.network import Network
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
@@ -98,7 +98,7 @@ def test_what_is_sent_before_the_welcome_is_sent_once_and_in_order(monkeypatch: 
 
 
 def test_a_worker_with_another_key_is_told_so_after_some_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "_REFUSED_S", 0.5)
+    monkeypatch.setattr(network_module, "_REFUSED_S", 0.5)
     asked, asking = Worker(0), Worker(1, Key(bytes(32)))
     asking.network.connect(asked.me)
     asking.await_change()

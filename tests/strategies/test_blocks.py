@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from phalanx import strategies
-from phalanx.strategies.blocks import find_blocks
+from phalanx.strategies.sharded import find_blocks
 from phalanx.testing import run_ranks
 
 WIDTH = 4

@@ -2,7 +2,7 @@
 
 import random
 
-from phalanx._comm.symmetric_memory.symmetric_heap import ALIGN, Block, BlockPlacement
+from phalanx._comm.symmetric_memory.memory import ALIGN, Block, BlockPlacement
 
 
 def test_blocks_are_whole_pages_side_by_side():

@@ -18,7 +18,7 @@ import time
 from phalanx._base.ipc.agent import connect, split
 from phalanx._comm.diagnostics.progress_page import open_page
 from phalanx._comm.rendezvous.launchers import COORDINATOR
-from phalanx.elastic.elastic_link import outlive_zygote
+from phalanx.elastic.channel import outlive_zygote
 
 
 class Rank:

@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -16,28 +17,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx._base.log import get_logger
 from phalanx._base.storage import place_of
 from phalanx.checkpoint.background import Saving, wait_together
 from phalanx.checkpoint.best import Best, KeepBest
-from phalanx.checkpoint.choose import best_entries, choose, require_best
-from phalanx.checkpoint.collect import collect
-from phalanx.checkpoint.failed_saves import FailedSaves, UnwrittenError
-from phalanx.checkpoint.history import Draft, History
+from phalanx.checkpoint.history import Draft, Entry, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
+from phalanx.checkpoint.nesting import NestingError
 from phalanx.checkpoint.optimizer_fit import note_optimizers
+from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RemoteDraft, RemoteHistory
 from phalanx.checkpoint.restore import Restored, VanishedError, restore
 from phalanx.checkpoint.save_work import sharded_work, whole_work
 from phalanx.checkpoint.snapshot import SnapshotMemory
-from phalanx.checkpoint.tree import Tree
-from phalanx.checkpoint.write_problems import explain_unseen, explain_unwritten, is_of_the_state, may_write
+from phalanx.checkpoint.tree import Tree, is_dtensor
+from phalanx.checkpoint.write_problems import (
+    explain_optimizers_apart,
+    explain_unseen,
+    explain_unwritten,
+    is_of_the_state,
+    may_write,
+)
 from phalanx.errors import CheckpointError
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
     from phalanx.checkpoint import sharded as sharded_files
+
 
 _ATTEMPTS = 100  # to read the latest, while a training job elsewhere saves newer ones and removes it
 _AT_EXIT_S = 60.0  # for other ranks' parts of the last save, when this process ends without `wait`
@@ -431,3 +439,199 @@ os.register_at_fork(after_in_child=_forget)
 # Before the executors of concurrent.futures close, without which names of hosts are not found: later, where Python has
 # no such list any more.
 vars(threading).get("_register_atexit", atexit.register)(_finish)
+
+
+def require_best(history: History | RemoteHistory, what: str) -> Best:
+    """Return the metric by which the best checkpoints are kept.
+
+    Raises:
+        ValueError: the manager, whose method is `what`, was made without `keep_best`.
+    """
+    if history.best is None:
+        raise ValueError(f"{what}: which one is the best? Make the manager with keep_best=('accuracy', 'max', 3), say")
+    return history.best
+
+
+def best_entries(history: History | RemoteHistory, what: str) -> list[Entry]:
+    """Return the best checkpoints, the very best first, as this rank sees them.
+
+    Raises:
+        ValueError: as `require_best`.
+    """
+    return require_best(history, what).order_newest_first(history.entries(), history.metrics_of)
+
+
+def choose(peers: Peers, history: History | RemoteHistory, place: object, step: int | None, *, best: bool) -> list[str]:
+    """Return the names of the checkpoints to try, in order, on every rank; rank 0's folder counts. All ranks call it.
+
+    Arguments:
+        place: the folder or the address, for errors.
+
+    Raises:
+        CheckpointError: the folder cannot be read, rank 0 does not see what others see, or none is of that step or has
+            that metric; on every rank.
+    """
+    problem, cause, mine, chosen = None, None, list[Entry](), list[Entry]()
+    try:
+        mine = history.entries()
+        chosen = [entry for entry in mine if step is None or entry.step == step]
+        if best and peers.is_first:
+            chosen = [entry for entry in best_entries(history, peers.what) if entry in chosen]
+    except Exception as error:
+        fact = (error.strerror or str(error)) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        problem, cause = f"{peers.what} on rank {peers.rank}: {place}: {fact}.", error
+    told = peers.all_gather((problem, [entry.path.name for entry in chosen]))
+    problem, names = told[0]
+    if problem is not None:
+        raise CheckpointError(problem) from cause
+    if best and not names and (steps := peers.broadcast([entry.step for entry in mine])):
+        raise CheckpointError(
+            f"{peers.what}: no checkpoint in {place} was saved with the metric "
+            f"{require_best(history, peers.what).metric!r}; there are those of steps "
+            f"{', '.join(map(str, sorted(set(steps))))}."
+        )
+    elsewhere = [rank for rank, (_, theirs) in enumerate(told) if theirs]
+    if not names and elsewhere:
+        raise CheckpointError(
+            f"{peers.what}: rank {elsewhere[0]} sees checkpoints in {place}, and rank 0, which reads them, "
+            "does not: the hosts do not share this folder. Mount it on rank 0's host, or start the job there."
+        )
+    if not names and step is not None:
+        steps = peers.broadcast(sorted({entry.step for entry in mine}))
+        raise CheckpointError(
+            f"{peers.what}: there is no checkpoint of step {step} in {place}; there are those of steps "
+            f"{', '.join(map(str, steps)) or 'none'}."
+        )
+    return names
+
+
+@dataclass(frozen=True)
+class Collected:
+    """It is what a rank has to save.
+
+    `pinned` has the names of those values of which rank 0's counts where ranks differ.
+    """
+
+    state: dict[str, Any]
+    kind: Kind
+    pinned: set[str]
+
+
+def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> Collected:
+    """Return the state of all parts, and how all ranks write it. All ranks call it.
+
+    Arguments:
+        sharded: whether every rank writes its part; None lets the state decide.
+
+    Raises:
+        CheckpointError: a part has no state, or the parts can't be saved in this way; on every rank.
+    """
+    problem: str | None = None
+    cause: Exception | None = None
+    state: dict[str, Any] = {}
+    without_values = ""
+    pinned: set[str] = set()
+    wants = sharded
+    if wants is None:
+        wants = any(hasattr(part, "shard_state_dict") and peers.world_size > 1 for part in parts.values())
+    try:
+        pinned = buffer_names(parts)
+        state = states_of(parts, peers, sharded=wants)
+        leaves = Tree.of(state).leaves
+        has_shards = any(is_dtensor(leaf) for leaf in leaves.values())
+        if has_shards and sharded is False and peers.world_size > 1:
+            problem = (
+                f"{peers.what}: the state holds tensors that are sharded over ranks (DTensor), of which rank 0 "
+                "writes its own shard only. Leave out sharded=False."
+            )
+        wants = wants or (has_shards and sharded is None)
+        without_values = next((name for name, leaf in leaves.items() if _has_no_values(leaf, name, pinned, peers)), "")
+    except NestingError as error:
+        problem, cause = (
+            f"{peers.what} on rank {peers.rank}: {error}. Nothing was written. Save a state without it.",
+            error,
+        )
+    except Exception as error:
+        problem, cause = f"{peers.what} on rank {peers.rank}: {type(error).__name__}: {error}", error
+    told = peers.all_gather((problem, wants, describe_optimizers(parts), without_values))
+    first = next((text for text, *_ in told if text is not None), None)
+    if first is not None:
+        raise CheckpointError(first) from cause
+    if apart := explain_optimizers_apart(peers.what, [optimizers for *_, optimizers, _ in told]):
+        raise CheckpointError(apart)
+    kind: Kind = "sharded" if any(wants for _, wants, *_ in told) else "whole"
+    if kind == "sharded" and (empty := [(rank, name) for rank, (*_, name) in enumerate(told) if name]):
+        rank, name = empty[0]
+        raise CheckpointError(
+            f"{peers.what}: {name!r} is on the meta device on rank {rank}, and has no values to write. Nothing was "
+            "written. Give it values first (to_empty and its initialization), or leave it out of what is saved."
+        )
+    differing = [name for name, part in parts.items() if getattr(part, "ranks_differ", False)]
+    if kind == "sharded" and differing and peers.world_size > 1:
+        raise CheckpointError(
+            f"{peers.what}: with {differing[0]!r} ranks train apart, and in a sharded checkpoint each part of the "
+            "model would be of some other rank. Save with sharded=False on a CheckpointManager of each rank's own "
+            "(process_group of one rank, a folder each), or after finish() without it."
+        )
+    return Collected(state, kind, pinned)
+
+
+def _has_no_values(leaf: object, name: str, pinned: set[str], peers: Peers) -> bool:
+    """Return whether this rank may have to write a tensor that is on the meta device."""
+    return isinstance(leaf, Tensor) and leaf.is_meta and (peers.is_first or name not in pinned)
+
+
+_logger = get_logger(__name__)
+
+
+class UnwrittenError(CheckpointError):
+    """A checkpoint could not be written because of the disk, the network or another rank: a later one may succeed."""
+
+
+class FailedSaves:
+    """`FailedSaves` lets `allowed` saves fail in a row."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+        self._count = 0
+        self._last: str | None = None  # why the last save failed, if it did
+
+    def reset(self) -> None:
+        self._count, self._last = 0, None
+
+    def report(self, error: CheckpointError) -> None:
+        """Log at once, on the thread of a save, that it failed and what follows."""
+        is_allowed = isinstance(error, UnwrittenError) and self._count < self.allowed
+        _logger.warning("%s %s", error, self._outlook(self._count + 1) if is_allowed else "The next call raises this.")
+
+    def add(self, peers: Peers, error: UnwrittenError, *, is_reported: bool) -> None:
+        """Count a failed save. All ranks call it.
+
+        Raises:
+            CheckpointError: more than `allowed` have failed in a row.
+        """
+        self._count = peers.broadcast(self._count) + 1  # a rank that came later has counted fewer
+        if self._count > self.allowed:
+            self._last = None
+            more = f" {self._count} saves in a row have failed (max_failures={self.allowed})." if self.allowed else ""
+            raise CheckpointError(f"{error}{more}") from error.__cause__
+        self._last = str(error)
+        if peers.is_first and not is_reported:
+            _logger.warning("%s %s", error, self._outlook(self._count))
+
+    def raise_last(self, peers: Peers) -> None:
+        """Return if the last save succeeded. All ranks call it.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        last, self._last = peers.broadcast(self._last), None
+        if last is not None:
+            raise CheckpointError(last)
+
+    def _outlook(self, count: int) -> str:
+        so_far = "" if count == 1 else f", after {count - 1} that failed before it"
+        return (
+            f"Training continues, and the next save is attempted as usual{so_far}; {self.allowed} in a row may fail "
+            "(max_failures)."
+        )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,16 +29,12 @@ from torch import Tensor, nn
 from phalanx._base.malloc import give_back_freed_memory
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import untraced
-from phalanx.ddp.autograd_hooks import is_last_hook, register_gradient_hook, weak_hook
-from phalanx.ddp.broken_round import another_gradient, interrupted, missing_gradients, nothing_learnt
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
 from phalanx.ddp.bucket_set import BucketSet
-from phalanx.ddp.exchange import Exchange, SparsePending
+from phalanx.ddp.exchange import Exchange, PendingBucket, SparsePending
 from phalanx.ddp.first_steps import FirstSteps
 from phalanx.ddp.graph import Reach, find_reach
-from phalanx.ddp.plan import BucketPlan, ParameterSpec
-from phalanx.ddp.round import Round
-from phalanx.ddp.shadow_round import ShadowRound
+from phalanx.ddp.plan import Bucket, BucketPlan, ParameterSpec
 from phalanx.ddp.stray_gradients import StrayGradients
 
 _engine: Any = find(
@@ -430,3 +426,148 @@ class Reducer:
 
     def _begin_round(self) -> None:
         self._round = Round([bucket.plan for bucket in self._set.buckets], len(self._parameters))
+
+
+_Owner = TypeVar("_Owner")
+_Argument = TypeVar("_Argument")
+
+
+def weak_hook(
+    owner: weakref.ref[_Owner], call: Callable[[_Owner, _Argument], None], argument: _Argument
+) -> Callable[[object], None]:
+    """Return a hook that calls `call(owner, argument)` as long as the owner lives, and keeps nothing alive.
+
+    It needs a gradient in `.grad` until backward ends, also in a distributed backward of `phalanx.rpc`.
+    """
+
+    @untraced
+    def hook(_tensor_or_gradients: object) -> None:
+        alive = owner()
+        if alive is not None:
+            call(alive, argument)
+
+    hook.keeps_grad = True  # type: ignore[attr-defined]
+    return hook
+
+
+def is_last_hook(parameter: Tensor, hook_id: int) -> bool:
+    """Return whether no other hook is called with the parameter's gradient after the one with this id."""
+    hooks: dict[int, object] = parameter._post_accumulate_grad_hooks
+    return next(reversed(hooks)) == hook_id
+
+
+def register_gradient_hook(parameter: Tensor, hook: Callable[..., None]) -> Any:
+    """Register a hook of a parameter's gradient, also where it is frozen for now: a wrapper that goes over to another
+    group takes in what it had before.
+    """
+    trains = parameter.requires_grad
+    parameter.requires_grad_()
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    finally:
+        parameter.requires_grad_(trains)
+
+
+_SHOWN = 8  # so many parameter names stand in a message
+
+
+def interrupted(rank: int, num_launched: int, num_buckets: int) -> RuntimeError:
+    """Return the error of a forward before which an exception ended the backward, with buckets under way."""
+    return RuntimeError(
+        f"{_here(rank)}: the backward before this forward was interrupted after {num_launched} of {num_buckets} "
+        "buckets had been sent, so ranks are out of step. Let the exception that interrupted it end the job, and "
+        "start again from a checkpoint."
+    )
+
+
+def another_gradient(rank: int, parameter: ParameterSpec) -> RuntimeError:
+    """Return the error of a gradient that was written again after its bucket had been closed."""
+    return RuntimeError(
+        f"{_here(rank)}: parameter {parameter} received another gradient in one backward, after its bucket was closed. "
+        "Reentrant checkpointing of a module that is used twice does that, and so do two backwards that each reach "
+        "only a part of the parameters. Pass static_graph=True if every iteration does the same, use "
+        "checkpoint(..., use_reentrant=False), or add the losses and call backward once. With static_graph=True it "
+        "says that this iteration is not like the first."
+    )
+
+
+def nothing_learnt(rank: int) -> RuntimeError:
+    """Return the error of a rank without data asked for a shadow of the round in which a static graph is learnt."""
+    return RuntimeError(
+        f"{_here(rank)}: static_graph=True learns the graph in the first step, and this rank has no batch for it. Give "
+        "every rank at least one batch."
+    )
+
+
+def missing_gradients(
+    rank: int, missing: Sequence[ParameterSpec], *, frozen: Sequence[ParameterSpec], num_parameters: int, unsent: str
+) -> RuntimeError:
+    """Return the error of a backward that ended without gradients of `missing`; `frozen` of them require none now."""
+    shown = ", ".join(map(str, missing[:_SHOWN]))
+    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    advice = (
+        f"{frozen[0]} no longer requires a gradient: freeze parameters before wrapping the module, or wrap it anew."
+        if frozen
+        else "Every parameter must take part in the loss, through the outputs of forward. If some are meant to be "
+        "left out, pass find_unused_parameters=True; parameters that are never used are better frozen."
+    )
+    return RuntimeError(
+        f"{_here(rank)}: backward left {len(missing)} of {num_parameters} parameters without a gradient: {shown}{more}"
+        f". {unsent} buckets could not be sent, so the gradients of this step are not averaged. {advice}"
+    )
+
+
+def _here(rank: int) -> str:
+    return f"DistributedDataParallel on rank {rank}"
+
+
+class Round:
+    """A round tracks gradients that come in any order, and buckets that are launched in the order of the plan."""
+
+    def __init__(self, buckets: Sequence[Bucket], num_parameters: int) -> None:
+        self.started = False
+        self.fires = [0] * num_parameters  # how often each gradient was written
+        self.ready = [False] * num_parameters  # nothing is added to it any more
+        self.order: dict[int, None] = {}  # parameters, as their gradients came
+        self.num_missing = [len(bucket.slots) for bucket in buckets]
+        self.complete: list[int] = []  # buckets whose gradients are all there, and which are to be filled
+        self.num_launched = 0
+        self.pending: list[PendingBucket] = []
+
+    def mark_ready(self, index: int, *, bucket: int) -> None:
+        """Note that a parameter, which has a place in `bucket`, gets no more gradients."""
+        self.ready[index] = True
+        self.num_missing[bucket] -= 1
+        if self.num_missing[bucket] == 0:
+            self.complete.append(bucket)
+
+
+class ShadowRound:
+    """A `ShadowRound` goes through the buckets of `buckets`, which hold after it what they hold before.
+
+    Cost: a copy of the memory of all buckets.
+    """
+
+    def __init__(self, buckets: BucketSet) -> None:
+        self._set = buckets
+        self._kept: dict[int, Tensor] = {
+            bucket.plan.index: bucket.buffer.clone() for bucket in buckets.buckets if isinstance(bucket, DenseBucket)
+        }
+
+    def launch(self, pending: list[PendingBucket]) -> None:
+        """Launch all buckets with zeros, in the order of the plan; what must be waited for is added to `pending`."""
+        for bucket in self._set.buckets:
+            if isinstance(bucket, SparseBucket):
+                pending.append(SparsePending(bucket, None, self._set.group))
+            elif isinstance(bucket, DenseBucket):
+                bucket.in_place = None
+                bucket.buffer.zero_()
+                pending.append(self._set.exchange.launch(bucket))
+
+    def restore(self) -> None:
+        """Put back what the buckets held, when all that was launched has been waited for."""
+        for bucket in self._set.buckets:
+            if isinstance(bucket, SparseBucket):
+                bucket.mean = None
+            elif isinstance(bucket, DenseBucket):
+                bucket.buffer.copy_(self._kept[bucket.plan.index])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +15,6 @@ import torch.distributed as dist
 from phalanx._comm.backend import rendezvous
 from phalanx._comm.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
 from phalanx._comm.rendezvous.bootstrap import checked_while_meeting
-from phalanx.elastic.except_hook import one_except_hook
 
 _PAUSE_S = 0.005
 _last_meeting = -1, 0  # the generation, and how many meetings it has had before
@@ -49,3 +52,36 @@ def leave_all_groups() -> None:
         dist.destroy_process_group()
     # A group that never came about has been counted, and ranks that did not try would name the next one differently.
     count_groups_anew()
+
+
+# Keep torch's excepthook, which prints uncaught exceptions, from piling up while groups come and go.
+#
+# `init_process_group` puts a hook of torch's around the one that there is: each line gets the rank in front. Each
+# generation would put one more around it, until a thousand are more than Python's stack holds, and nothing is printed.
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+_TORCHS = "init_process_group.<locals>._distributed_excepthook"
+
+
+@contextmanager
+def one_except_hook() -> Iterator[None]:
+    """Put torch's hook around the script's only once, although a default group is made while this is entered."""
+    hook = sys.excepthook
+    inner = _find_inner(hook)
+    sys.excepthook = hook if inner is None else inner
+    try:
+        yield
+    except BaseException:
+        sys.excepthook = hook
+        raise
+    if inner is None:  # the script has put its own hook around torch's
+        sys.excepthook = hook
+
+
+def _find_inner(hook: Hook) -> Hook | None:
+    """Return the hook that torch's hook was put around; None if `hook` is not torch's."""
+    if getattr(hook, "__qualname__", "") != _TORCHS:
+        return None
+    inner: Hook | None = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+    return inner

@@ -6,21 +6,25 @@ forward │ backward │ optimizer.step │ commit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx._base.log import get_logger
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import untraced
+from phalanx._comm.backend.skeleton import join, split
+from phalanx._comm.transport.tensors import copy_all
 from phalanx.elastic.backward import call_before_backward
-from phalanx.elastic.forward_changes import ForwardChanges
 from phalanx.elastic.frozen import Frozen
+from phalanx.elastic.hand_over import Part
 from phalanx.elastic.objects import Objects
 from phalanx.elastic.position import Mark
-from phalanx.elastic.step_undo import SchedulersAndScalers, StepUndo
 
 _LOSES = "phalanx.elastic does not notice when a backward ends"
 _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
@@ -260,3 +264,233 @@ class StepTracker:
 def _after_backward(function: Callable[[], None]) -> None:
     """Call `function` when the current backward has ended, if it ends well."""
     _engine.queue_callback(function)
+
+
+# Keep tensors that a loop changes before its update, so that a repeated step changes them once.
+#
+# momentum encoder changes │ forward │ backward, where a rank is lost        on survivors it has changed already
+
+
+class ForwardChanges:
+    """`ForwardChanges` watches `tensors`, which no optimizer updates; the steps show which of them forwards change.
+
+    A change through `.data` changes no version, so the first step compares values: later ones alone are not found.
+
+    Cost: a look at the number of changes of each tensor, twice a step; and a copy, before each step, of those that
+    forwards change. In the first step all are copied, and compared with the copies.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._changing: set[int] | None = None  # positions in `tensors`; None before they are known
+        self._copies: dict[int, Tensor] = {}
+        self._places: dict[int, int] = {}  # by position: the memory that was copied
+        self._versions: list[int] | None = None  # the versions as the step began; None outside a step
+
+    def forget(self) -> None:
+        """Begin as in a first step: it is not known what forwards change."""
+        self._changing, self._versions = None, None
+        self._copies, self._places = {}, {}
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Copy what forwards may change, because the first forward of a step is about to begin."""
+        if self._versions is not None or not self._tensors:
+            return
+        self._versions = [tensor._version for tensor in self._tensors]
+        for number in range(len(self._tensors)) if self._changing is None else self._changing:
+            tensor, copy = self._tensors[number], self._copies.get(number)
+            if copy is None or not _is_alike(copy, tensor):
+                self._copies[number] = tensor.detach().clone()
+            else:
+                copy.copy_(tensor)
+            self._places[number] = _place(tensor)
+
+    @torch.no_grad()
+    def learn(self) -> None:
+        """Find out what forwards change: everything that has changed when the update is about to begin."""
+        if self._versions is None:
+            return
+        self._changing = self._changed() | (self._changing or set())
+        for number in self._copies.keys() - self._changing:
+            del self._copies[number], self._places[number]
+
+    def end_step(self) -> None:
+        """Forget the copies of a step that is committed, or was taken back."""
+        self._versions = None
+
+    @torch.no_grad()
+    def give_back(self) -> list[int]:
+        """Restore the tensors to what they were when the step began; return the positions of those without a copy."""
+        if self._versions is None:
+            return []
+        changed = self._changed() | (self._changing or set())
+        for number in changed & self._copies.keys():
+            tensor, copy = self._tensors[number], self._copies[number]
+            if self._places[number] == _place(tensor) and _is_alike(copy, tensor):
+                tensor.copy_(copy)
+            else:  # the memory that it has now may be shared with another tensor
+                tensor.data = copy.clone()
+        self._versions = None
+        return sorted(changed - self._copies.keys())
+
+    def _changed(self) -> set[int]:
+        """Return the positions of the tensors whose version has changed; if all have copies, compare values as well."""
+        assert self._versions is not None
+        changed = {i for i, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v}
+        if self._changing is None:
+            changed |= {i for i, copy in self._copies.items() if i not in changed and _differ(copy, self._tensors[i])}
+        return changed
+
+
+def _is_alike(copy: Tensor, tensor: Tensor) -> bool:
+    return (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device)
+
+
+def _differ(copy: Tensor, tensor: Tensor) -> bool:
+    if not _is_alike(copy, tensor):
+        return True
+    try:
+        return not torch.equal(copy, tensor)
+    except (RuntimeError, TypeError):  # a layout or a subclass that cannot be compared: its version has to suffice
+        return False
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
+
+
+# Keep what an update is about to change, so that a step can be taken back that a loss interrupts after its update.
+#
+#     backward │ optimizer.step │ all_reduce(loss) │ scheduler.step │ commit        one collective is behind the update
+#     backward │ optimizer.step │ backward │ optimizer.step         │ commit        two optimizers, as of a GAN
+#
+# A rank interrupted there has parameters that are no longer the latest commit's, and not yet those of the next.
+
+
+class StepUndo:
+    """`StepUndo` keeps a copy of what `parts` hold. Cost: their memory, and a copy in each step that takes one."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._structure: Any = None  # None if nothing is kept
+        self._copies: list[Tensor] = []
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether the step can be taken back."""
+        return self._structure is not None
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy what the parts hold now."""
+        tensors: list[Tensor] = []
+        structure = split([part.show() for part in self._parts], tensors)
+        forms = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        if forms == [(t.shape, t.stride(), t.dtype, t.device) for t in self._copies]:
+            if tensors:
+                copy_all(self._copies, [t.detach() for t in tensors])
+        else:
+            self._copies = [t.detach().clone() for t in tensors]
+        self._structure = structure
+
+    def end_step(self, *, drop: bool) -> None:
+        """Forget what was kept; with `drop`, release its memory, too."""
+        self._structure = None
+        if drop:
+            self._copies = []
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        values = join(self._structure, self._copies)
+        for part, value in zip(self._parts, values, strict=True):
+            part.take(value)
+        self.end_step(drop=True)  # the tensors are the optimizer's now
+
+
+def _count(scheduler: LRScheduler) -> Any:
+    """Return something that differs once a scheduler has stepped; for a ChainedScheduler, also its inner ones'."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return getattr(scheduler, "last_epoch", None), [_count(one) for one in inner]
+
+
+def _copy_state(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
+    """Copy a scheduler's state, in which its own methods may be: they stay those of this scheduler."""
+    memo = {id(one): one for one in (*_with_inner(scheduler), getattr(scheduler, "optimizer", None))}
+    return copy.deepcopy(state, memo)
+
+
+def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
+    return [scheduler, *(each for one in getattr(scheduler, "_schedulers", ()) for each in _with_inner(one))]
+
+
+class SchedulersAndScalers:
+    """`SchedulersAndScalers` keeps these, and the options that they change, which may be ahead of the last update.
+
+    This happens where a scheduler steps at the end of an epoch, and a rank is lost in the validation after it.
+    """
+
+    def __init__(self, schedulers: Sequence[LRScheduler], scalers: Sequence[Any], optimizers: Sequence[Optimizer]):
+        self._schedulers, self._scalers, self._optimizers = schedulers, scalers, optimizers
+        self._seen: Any = None
+        self._kept: Any = None
+        self._watches = False  # whether a scheduler that steps now does so behind the commit of a step
+        self._has_told = False
+
+    def _look(self) -> list[Any]:
+        seen: list[Any] = []
+        for scheduler in self._schedulers:
+            seen.append(_count(scheduler))
+        for scaler in self._scalers:
+            seen.append(scaler.state_dict())
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                rate = group.get("lr")
+                seen.append((id(rate), rate._version) if isinstance(rate, Tensor) else rate)
+        return seen
+
+    def tell_of_steps_behind_commit(self) -> None:
+        """Warn once of schedulers that have stepped since the commit of a step: a backward is about to begin."""
+        if not self._watches:
+            return
+        self._watches = False
+        if [_count(scheduler) for scheduler in self._schedulers] != self._seen[: len(self._schedulers)]:
+            self._has_told = True
+            _logger.warning(
+                "phalanx.elastic: a scheduler has stepped between state.commit() and the next backward. If that was "
+                "behind the commit, and not with the next batch, its step will be missing after a loss, and the "
+                "learning rate be that of the step before: step the scheduler before the commit."
+            )
+
+    def keep(self, *, is_step: bool = False) -> None:
+        """Keep their current states, which is cheap if nothing has changed; `is_step` in the commit of a step."""
+        self._watches = is_step and bool(self._schedulers) and not self._has_told
+        seen = self._look()
+        if seen == self._seen:
+            return
+        self._kept = (
+            [_copy_state(s, s.state_dict()) for s in self._schedulers],
+            [s.state_dict() for s in self._scalers],
+            [
+                {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+            ],
+        )
+        self._seen = seen
+
+    def give_back(self) -> None:
+        """Restore the states that were kept."""
+        if self._look() == self._seen:
+            return
+        schedulers, scalers, options = self._kept
+        for scheduler, state in zip(self._schedulers, schedulers, strict=True):
+            scheduler.load_state_dict(_copy_state(scheduler, state))
+        for scaler, state in zip(self._scalers, scalers, strict=True):
+            scaler.load_state_dict(copy.deepcopy(state))
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        # a group that the loop has added since is handled by the undo
+        for group, kept in zip(groups, options, strict=False):
+            group.update(kept)
+        self._seen = None
+        self.keep()

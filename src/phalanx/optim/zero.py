@@ -11,33 +11,31 @@ forward       reads all parameters          reads all parameters         the sam
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from phalanx._comm.backend.dynamo import undecorated, untraced
-from phalanx._comm.backend.gradient_shards import NeededSlice, find_needed
-from phalanx._comm.backend.shared import rehearses, shares_memory
+from phalanx._comm.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
+from phalanx._comm.backend.shared import ranks_by_host, rehearses, shares_memory
 from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, list_parameters, refuse
-from phalanx.optim.host_group import divide_by_host, make_host_group, take_first_ranks_values
 from phalanx.optim.kept_state import KeptState
-from phalanx.optim.local_optimizer import build_local
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.offload import Offload, may_fuse
 from phalanx.optim.offloaded_shard import OffloadedShard
 from phalanx.optim.parameter_shard import ParameterShard
-from phalanx.optim.partial_gradients import ask_for_gradients, refuse_touched
-from phalanx.optim.plan import plan_cut, plan_whole
+from phalanx.optim.plan import Slice, plan_cut, plan_whole
 from phalanx.optim.sharded_state import ShardedState
 from phalanx.optim.shared_parameters import SharedParameters
 from phalanx.optim.staging import Staging
 from phalanx.optim.state import merge_states
-from phalanx.optim.total_norm import dtype_of_norm, total_norm
 from phalanx.optim.undo import Undo
 
 _OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not options
@@ -449,3 +447,95 @@ class ZeroRedundancyOptimizer(ShardedState):
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OF_THE_WHOLE}
+
+
+def divide_by_host(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of `group` on this host, if they share an update inside of each host.
+
+    They do if they are on several hosts with equally many, at least two on each. Nothing is returned for other groups.
+    """
+    hosts = ranks_by_host(group)
+    sizes = {len(ranks) for ranks in hosts}
+    if len(sizes) != 1 or min(sizes) < 2:
+        return ()
+    return next(ranks for ranks in hosts if group.rank() in ranks)
+
+
+def make_host_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a group of `ranks`, which `group` has on this host. They call it together."""
+    numbers = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(
+        [numbers[rank] for rank in ranks], backend="phalanx", use_local_synchronization=True
+    )
+    return made
+
+
+def take_first_ranks_values(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite `parameters` with those of rank 0 of `group`. All its ranks call it."""
+    for parameter in parameters:
+        dist.broadcast(parameter.detach(), group=group, group_src=0)
+
+
+def build_local(
+    optimizer_class: type[Optimizer], group: dict[str, Any], defaults: dict[str, Any], *, cuts: bool
+) -> Optimizer:
+    """Return this rank's optimizer. One of torch's own, which `cuts`, skips its decorators: they import Dynamo."""
+    if not cuts:
+        return optimizer_class([group], **defaults)
+    local = optimizer_class.__new__(optimizer_class)
+    vars(local)["add_param_group"] = types.MethodType(undecorated(Optimizer.add_param_group), local)
+    local.__init__([group], **defaults)  # type: ignore[misc]
+    step = undecorated(optimizer_class.step)
+    if not hasattr(step, "__wrapped__"):  # else somebody else has put something around it
+        vars(local)["step"] = types.MethodType(Optimizer.profile_hook_step(step), local)
+    return local
+
+
+def ask_for_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | None, group: dist.ProcessGroup) -> None:
+    """From now on give this rank these slices of the parameters' gradients; all of them if None."""
+    for index, parameter in enumerate(parameters):
+        if mine is None:
+            need_all(parameter)  # an optimizer before this one may have needed less
+        else:
+            part = mine.get(index, Slice(index, 0, 0))
+            need_slice(parameter, part.start, part.stop, group)
+
+
+def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> None:
+    """Refuse gradients that code has changed though it sees only a slice of them: it sees wrong values in the rest.
+
+    Raises:
+        RuntimeError: a gradient was changed.
+    """
+    for parameter, needed in slices:
+        if parameter.grad is not None and needed.is_touched(parameter.grad):
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer.step on rank {rank}: the gradient of a parameter of shape "
+                f"{tuple(parameter.shape)} was changed after backward, but with gather_gradients=False this rank "
+                "has the mean of a slice of it only. Clip with optimizer.clip_grad_norm_(max_norm) in place of "
+                "torch.nn.utils.clip_grad_norm_, or leave gather_gradients=False out."
+            )
+
+
+def total_norm(
+    gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup, *, foreach: bool | None
+) -> Tensor:
+    """Return the norm of all ranks' `gradients`, the same bits on every rank. All ranks call it, even with none.
+
+    Shape: ().
+    Cost: one all_reduce of one number.
+    """
+    norm = get_total_norm(gradients, norm_type, foreach=foreach)
+    norm = norm.to("cpu", dtype)  # the same on all ranks, also on one that has no gradient
+    if norm_type == math.inf:
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    norm = norm.pow(norm_type)
+    dist.all_reduce(norm, group=group)
+    return norm.pow(1 / norm_type)
+
+
+def dtype_of_norm(groups: Sequence[Mapping[str, Any]]) -> torch.dtype:
+    """Return the dtype of the norm over an optimizer's groups: double if any parameter is double."""
+    wide = {torch.float64, torch.complex128}
+    return torch.float64 if any(p.dtype in wide for group in groups for p in group["params"]) else torch.float32

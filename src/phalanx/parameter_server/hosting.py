@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.errors import ClosedError, MismatchError, PeerLostError, PhalanxError, summary_of
-from phalanx.parameter_server.answers import on_thread, pass_on
 from phalanx.parameter_server.groups import Group, Options
 from phalanx.parameter_server.layout import State, ring
 from phalanx.parameter_server.shard import Gradients, NotHeldError, Shard, Spec, TrainerLostError
@@ -467,3 +466,25 @@ def install(name: str, index: int, primary: int, number: int, snapshot: tuple[An
 def receive(name: str, index: int, number: int, entry: tuple[Any, ...]) -> Future[Any]:
     """Apply what its primary has applied."""
     return host(name, index).receive(number, entry)
+
+
+def pass_on(future: Future[Any], done: Future[Any], value: Any = None) -> None:
+    """Give `future` the outcome of `done`, or `value` in the place of its result."""
+    try:
+        result = done.value()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result if value is None else value)
+
+
+def on_thread(work: Callable[[], None]) -> None:
+    """Call `work` on another thread than the one that reads."""
+
+    def run() -> None:
+        try:
+            work()
+        except ClosedError:  # this worker is at its end, too
+            pass
+
+    threading.Thread(target=run, name="phalanx-parameter-server", daemon=True).start()

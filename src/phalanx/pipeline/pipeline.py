@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,18 @@ from phalanx._comm.diagnostics.step_notes import note_loss
 from phalanx.errors import ClosedError, summary_of
 from phalanx.pipeline import micro_batches as batches
 from phalanx.pipeline.aliases import CopyCheck
-from phalanx.pipeline.arguments import check_arguments, names_our_arguments
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
-from phalanx.pipeline.clipping import clip
-from phalanx.pipeline.cut import Balance, CutPlan, describe_cut, require_one_owner_of_buffers, split_points
+from phalanx.pipeline.cut import (
+    Balance,
+    CutPlan,
+    check_balance,
+    describe_cut,
+    require_one_owner_of_buffers,
+    split_points,
+)
 from phalanx.pipeline.cut_agreement import agree_on_cut, require_same_cut
-from phalanx.pipeline.edges import StepPlan
+from phalanx.pipeline.edges import StageFailedError, StageLostError, StepPlan
 from phalanx.pipeline.execute import Executor, Work
-from phalanx.pipeline.loss import Loss
-from phalanx.pipeline.materialize import materialize
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.outcome import Outcome
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
@@ -38,10 +42,55 @@ from phalanx.pipeline.replicas import Replicas
 from phalanx.pipeline.schedule import Schedule, ScheduleName, plan_schedule
 from phalanx.pipeline.stage import Stage
 from phalanx.pipeline.stage_module import StageModule
-from phalanx.pipeline.step_end import StepEnd
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
 from phalanx.pipeline.values import share_result
 from phalanx.pipeline.wire import PipelineNumbers, Wire
+
+_Make = TypeVar("_Make", bound=Callable[..., Any])
+
+# Words of torchgpipe, torch.distributed.pipelining and Megatron for arguments of a Pipeline.
+_ELSEWHERE = {
+    "chunks": "micro_batches",
+    "n_microbatches": "micro_batches",
+    "num_microbatches": "micro_batches",
+    "num_stages": "stages",
+}
+_CHECKPOINTS = ("never", "except_last", "always")
+
+
+def names_our_arguments(make: _Make) -> _Make:
+    """Let a call with another library's word for an argument end in a TypeError that says our word."""
+
+    @functools.wraps(make)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for word in kwargs.keys() & _ELSEWHERE.keys():
+            ours = _ELSEWHERE[word]
+            raise TypeError(
+                f"Pipeline takes no argument {word!r}: it is called {ours} here, as in {ours}={kwargs[word]!r}"
+            )
+        return make(*args, **kwargs)
+
+    return cast(_Make, checked)
+
+
+def check_arguments(
+    micro_batches: int, ranks: int, schedule: str, checkpoint: str, reduction: str, outputs: str, balance: Any
+) -> None:
+    """Raise ValueError or TypeError unless the arguments make sense."""
+    check_balance(balance)
+    for name, value, allowed in (
+        ("checkpoint", checkpoint, _CHECKPOINTS),
+        ("loss_reduction", reduction, ("mean", "sum")),
+        ("outputs", outputs, ("last", "all")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"Pipeline: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    if schedule != "gpipe" and micro_batches < ranks:
+        raise ValueError(
+            f"Pipeline: {micro_batches} micro-batch{'es' * (micro_batches != 1)} cannot keep {ranks} ranks at work: "
+            f"schedule {schedule!r} needs one for each rank, and the bubble is short with four for each. Raise "
+            "micro_batches, or take schedule 'gpipe', which takes any number."
+        )
 
 
 class Pipeline(StageModule):
@@ -434,3 +483,135 @@ class Pipeline(StageModule):
     def extra_repr(self) -> str:
         """Return the table of the cut."""
         return f"schedule={self._schedule!r}, micro_batches={self._micro_batches}\n{self.plan}"
+
+
+def clip(
+    parameters: Sequence[nn.Parameter], counted: Sequence[nn.Parameter], max_norm: float, group: dist.ProcessGroup
+) -> Tensor:
+    """Scale the gradients of this rank's parameters, and return the norm before, equal on all ranks. All ranks call it.
+
+    Arguments:
+        counted: those of `parameters` that this rank adds to the norm; of one that several ranks have, one does.
+
+    Raises:
+        ValueError: max_norm is below zero.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
+    squares = torch.zeros((), dtype=torch.float64)
+    for parameter in counted:
+        if parameter.grad is not None:
+            grad = parameter.grad.detach()
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            if values.is_complex():  # the square of |a + bi| is that of a and that of b
+                values = torch.view_as_real(values.resolve_conj())
+            squares += values.double().square().sum().cpu()
+    dist.all_reduce(squares, group=group)
+    norm = squares.sqrt()
+    # if the norm is not a number, neither is this, as in torch
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale)
+    return norm.float()
+
+
+class Loss:
+    """A `Loss` computes the loss on the last stage: by a function of result and target, or the result is the loss."""
+
+    def __init__(self, loss_fn: Callable[..., Tensor] | None, *, mean: bool) -> None:
+        """Compute by `loss_fn`. With `mean` it is a mean over samples, so that each micro-batch counts by its rows."""
+        self._loss_fn = loss_fn
+        self._mean = mean
+
+    def for_target(self, target: Any, result: Callable[[dict[fx.Node, Any]], Any]) -> Callable[..., Tensor]:
+        """Return a function that makes a loss of a micro-batch's values; micro-batches come in order, some twice."""
+        begins = {0: 0}
+
+        def loss_of(micro_batch: int, step: StepPlan, results: dict[fx.Node, Any]) -> Tensor:
+            begins[micro_batch + 1] = begins[micro_batch] + step.rows
+            output = result(results)
+            if self._loss_fn is None:
+                loss = output
+            else:
+                if micro_batch == 0 and target is not None:
+                    rows = batches.count_rows(target, "the target")
+                    if rows != step.all_rows:
+                        raise ValueError(f"the target has {rows} rows, the input {step.all_rows}")
+                part = batches.take(target, begins[micro_batch], step.rows)
+                loss = self._loss_fn(output, part) if target is not None else self._loss_fn(output)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                whose = "the model's result, without a loss_fn," if self._loss_fn is None else "loss_fn's result"
+                raise TypeError(f"{whose} must be the loss, a tensor with one number, got {what}")
+            return loss.reshape(()) * (step.rows / step.all_rows if self._mean else 1.0)
+
+        return loss_of
+
+
+def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Tensor], object] | None) -> list[str]:
+    """Give every meta tensor of `own` memory and values: those of its module's `reset_parameters`, or of `init_fn`.
+
+    Tensors that two modules share stay shared. It returns the names of those that got no values; they are zero.
+    """
+    new: dict[int, Tensor] = {}
+    made: dict[str, nn.Module] = {}
+    for path, module in own.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in new:
+                    data = torch.zeros_like(tensor, device=device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    new[id(tensor)] = nn.Parameter(data, tensor.requires_grad) if is_parameter else data
+                tensors[name] = new[id(tensor)]
+                made[f"{path}.{name}" if path else name] = module
+    for module in dict.fromkeys(made.values()):
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    left = [name for name, module in made.items() if not callable(getattr(module, "reset_parameters", None))]
+    if init_fn is not None:
+        with torch.no_grad():
+            for name in left:
+                owner, _, last = name.rpartition(".")
+                init_fn(name, getattr(own.get_submodule(owner), last))
+        return []
+    return left
+
+
+class StepEnd:
+    """A `StepEnd` ends steps, on which `outcome` agrees; where messages do that, `executor` reports errors.
+
+    `failed` says why an earlier step has failed; it is None if none has.
+    """
+
+    def __init__(self, outcome: Outcome, wire: Wire, executor: Executor) -> None:
+        self._outcome, self._wire, self._executor = outcome, wire, executor
+        self.failed = ""
+
+    def fail(self, error: BaseException) -> None:
+        self.failed = summary_of(error).splitlines()[0]
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Let the other ranks hear of an error in what all of them do in this block."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            self._outcome.abandon(error)
+            if self._outcome.meets_by_messages:
+                self._executor.tell_end(error)
+                self._wire.leave()
+            raise
+
+    def tell_alone(self, failure: Exception, *, has_met: bool) -> None:
+        """Tell the others that a peer was lost at the end of a step: they may have missed it, in the next step."""
+        is_news = isinstance(failure, (StageFailedError, StageLostError))  # that all have, or get
+        if is_news or self._executor.step.failure is not None:
+            return
+        if self._outcome.meets_by_messages and isinstance(failure, RuntimeError):
+            if has_met:
+                self._outcome.abandon(failure)
+            self._executor.tell_end(failure)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from phalanx._base.torch_names import find
 from phalanx.pipeline.aliases import Seen, find_pairs
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.nested import tree_flatten, tree_map
-from phalanx.pipeline.recomputed_buffers import RecomputedBuffers
 from phalanx.pipeline.split_backward import WeightsBackward, backward_input
 from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_bytes
 
@@ -294,3 +293,49 @@ def flat_tensors(values: Sequence[Any]) -> list[Tensor]:
     if all(isinstance(value, Tensor) for value in values):
         return list(values)
     return [leaf for leaf in tree_flatten(list(values))[0] if isinstance(leaf, Tensor)]
+
+
+# Restore buffers that layers change in their forward, where a forward is run a second time in the backward.
+#
+# The second run begins with what they were at the first, and its changes are dropped: they were made already.
+# (BatchNorm has its own way, whose statistics are those of the whole mini-batch.)
+
+_Place = tuple[nn.Module, str]
+
+
+class RecomputedBuffers:
+    """These are the buffers of some modules.
+
+    Which of them change, in a mode, is seen when the first of them is run again.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        inner = {part: None for module in modules for part in module.modules()}
+        self._all = [(part, name) for part in inner for name, buffer in part._buffers.items() if buffer is not None]
+        self._changing: dict[Hashable, list[_Place]] = {}
+
+    def values(self, mode: Hashable) -> dict[_Place, Tensor]:
+        """Return copies of the buffers that may change."""
+        return {place: _buffer(place).detach().clone() for place in self._changing.get(mode, self._all)}
+
+    @contextmanager
+    def as_they_were(self, values: Mapping[_Place, Tensor], mode: Hashable) -> Iterator[None]:
+        """Give modules copies of `values` for buffers during the block, so what they do to them is lost."""
+        now = {place: _buffer(place) for place in values}
+        tried = {place: value.clone() for place, value in values.items()}
+        for (module, name), value in tried.items():
+            module._buffers[name] = value
+        try:
+            yield
+        finally:
+            for (module, name), value in now.items():
+                module._buffers[name] = value
+        if mode not in self._changing:
+            self._changing[mode] = [place for place, value in values.items() if not torch.equal(value, tried[place])]
+
+
+def _buffer(place: _Place) -> Tensor:
+    module, name = place
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return buffer

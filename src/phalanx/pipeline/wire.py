@@ -17,8 +17,9 @@ import pickle
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,17 +29,110 @@ from phalanx._base.deadline import Deadline
 from phalanx._comm.backend.pickles import pickle_authenticator
 from phalanx._comm.backend.shared import shares_memory, sharing_group
 from phalanx._comm.transport.authentication import PickleStream
-from phalanx._comm.transport.memory_order import find_strides, flatten, restore
+from phalanx._comm.transport.memory_order import Strides, find_strides, flatten, restore
 from phalanx.errors import MismatchError, PhalanxError
 from phalanx.pipeline.edges import Edge, StageFailedError, StageLostError, StepPlan
 from phalanx.pipeline.failure import with_note
-from phalanx.pipeline.forms import Array, Form
-from phalanx.pipeline.frames import HEADER_BYTES, WORDS, Frames, aligned, end_of, nbytes_of, tensor_in
 from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 if TYPE_CHECKING:
     from phalanx._comm.backend.lending import Lending
+
+
+# A frame is a message whose length both ends know before, so that its receive can be posted before it is sent.
+#
+# A frame is a header and what it announces, in one message. On each edge all frames have one length, whatever is in
+# them, as some transports compare lengths; what does not fit follows beside, in messages of its own. The length is that
+# of the header until a step has shown what goes there; both ends learn it from the messages that both have seen, at the
+# end of a step that went well on all ranks.
+#
+#     header | form, if it is news | tensors, each from a multiple of 64 bytes on | unused
+
+WORDS = 64
+HEADER_BYTES = 8 * WORDS
+MOST_BYTES = 2**20
+"""The most bytes of a frame: each is copied once on its way out, and a posted one takes memory before it is needed."""
+_ALIGNED = 64
+
+
+class Frames:
+    """`Frames` knows how long the frames of each edge are, in training and in evaluation."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[tuple[Edge, bool], int] = {}
+        self._needed: dict[tuple[Edge, bool], int] = {}
+        self._grad = False
+
+    def begin(self, *, grad: bool) -> None:
+        """Begin a step, with a backward or without one."""
+        self._grad = grad
+        self._needed.clear()
+
+    def length_of(self, edge: Edge) -> int:
+        return self._lengths.get((edge, self._grad), HEADER_BYTES)
+
+    def note(self, edge: Edge, needed: int) -> None:
+        """Note that a message needed so many bytes, whether or not its frame had them. Both ends note the same."""
+        key = edge, self._grad
+        self._needed[key] = max(self._needed.get(key, 0), needed)
+
+    def learn(self) -> None:
+        """End the step on all ranks: from now on frames are as long as its messages have needed, or were before.
+
+        Messages that would make a frame too long go beside it; the frame stays a header then.
+        """
+        for key, needed in self._needed.items():
+            if needed <= MOST_BYTES:
+                self._lengths[key] = max(needed, self._lengths.get(key, HEADER_BYTES))
+        self._needed.clear()
+
+
+def end_of(begin: int, nbytes: Iterable[int]) -> int:
+    """Return where a frame ends that has these parts from `begin` on."""
+    return begin + sum(map(aligned, nbytes))
+
+
+def aligned(nbytes: int) -> int:
+    """Return how much room a part takes."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def tensor_in(frame: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor over the bytes of `frame` from `begin`. It is no view: each counts its in-place changes."""
+    flat = torch.empty(0, dtype=dtype)
+    return flat.set_(frame.untyped_storage(), begin // dtype.itemsize, (math.prod(shape),), (1,)).view(shape)
+
+
+def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes of the elements."""
+    return math.prod(shape) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form has values without their data: `leaves` has an `Array` for each tensor, or a constant.
+
+    `tree` is empty if the values are the leaves.
+    """
+
+    tree: str
+    leaves: tuple[Any, ...]
+
+    def encode(self) -> bytes:
+        """Return the form as bytes, which only an authenticated receiver reads."""
+        return pickle.dumps(self)
+
+
+class Array(NamedTuple):
+    """An array is a tensor without its data: all dimensions but the first, and strides if not contiguous."""
+
+    dtype: torch.dtype
+    trailing: tuple[int, ...]
+    is_scalar: bool
+    needs_grad: bool
+    strides: Strides | None
+
 
 _FIXED = 8
 _MOST = (WORDS - _FIXED) // 2

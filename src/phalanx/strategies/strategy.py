@@ -31,7 +31,6 @@ from phalanx.strategies.inputs import Inputs
 from phalanx.strategies.loss import LossFn, LossOf, loss_of_model, not_a_loss
 from phalanx.strategies.precision import Precision, autocast_dtype
 from phalanx.strategies.reduction import Reduce, gather_over, reduce_over
-from phalanx.strategies.weights import same_random_state
 from phalanx.strategies.world import world
 
 T = TypeVar("T")
@@ -355,3 +354,24 @@ class Strategy(Inputs, ABC):
             raise ValueError(f"{self._called}: a step needs a loss: give setup a loss_fn, or loss_of")
         assert self._model is not None
         return self._model, self._loss_of
+
+
+@contextlib.contextmanager
+def same_random_state(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let all ranks of `group` draw inside what its first rank draws, on the CPU. All ranks enter it.
+
+    A rank that came with that state goes on from where this one ends, so that what all draw after it stays alike; a
+    rank that came with its own goes on with that.
+    """
+    if group is None:
+        yield
+        return
+    own = torch.get_rng_state()
+    shared = own.clone()
+    dist.broadcast(shared, group=group, group_src=0)
+    torch.set_rng_state(shared)
+    try:
+        yield
+    finally:
+        if not torch.equal(own, shared):
+            torch.set_rng_state(own)

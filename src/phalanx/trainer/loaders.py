@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,6 @@ from phalanx.errors import PhalanxError
 from phalanx.strategies import Strategy
 from phalanx.strategies.iterable_loader import IterableLoader
 from phalanx.strategies.loader import options_of, why_empty
-from phalanx.trainer.batch_sizes import BatchSizes
 from phalanx.trainer.data_seeds import seed_generators, seed_of_replica
 from phalanx.trainer.metrics import num_samples
 
@@ -306,3 +306,28 @@ def _set_epoch(loader: Any, epoch: int) -> None:
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """`BatchSizes` has the sizes of `total` batches: all have `full` samples but the last, which has `last`."""
+
+    total: int
+    full: int
+    last: int
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> BatchSizes:
+        """Return the sizes for what is left of the epoch. Samples that are batches themselves count as one each."""
+        total = len(loader)
+        batch_size = getattr(loader.batch_sampler, "batch_size", None)
+        if batch_size is None or loader.batch_sampler.drop_last or not total:  # type: ignore[union-attr]
+            return cls(total, 1, 1)
+        if getattr(loader.sampler, "num_parts", 1) > 1:  # the batches come from several ranks by turns
+            return cls(total, 1, 1)
+        return cls(total, batch_size, len(cast("Sized", loader.sampler)) - (total - 1) * batch_size)
+
+    def share(self, number: int, group: range) -> float:
+        """Return the share of the samples of the batches `group` that are in batch `number`, which is one of them."""
+        together = self.full * len(group) - (self.full - self.last) * (self.total - 1 in group)
+        return (self.last if number == self.total - 1 else self.full) / together

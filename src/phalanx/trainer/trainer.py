@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx import elastic
+from phalanx._base.log import get_logger
 from phalanx._comm.backend import rendezvous
 from phalanx._comm.backend.shared import rehearses
 from phalanx._job.report import recording
@@ -34,15 +37,10 @@ from phalanx.trainer.callback_recovery import CallbackRecovery
 from phalanx.trainer.callbacks import Callback, CallbackStates, EarlyStopping
 from phalanx.trainer.data_seeds import agree_on_seeds, seed_all
 from phalanx.trainer.fit_display import FitDisplay
-from phalanx.trainer.hyperparameters import collect_hyperparameters
 from phalanx.trainer.loaders import FitLoader, Loaders, divide
-from phalanx.trainer.position import Position
-from phalanx.trainer.run_loggers import agree_on_runs, end_loggers
 from phalanx.trainer.saves import Resume, SaveEvery, Saves
 from phalanx.trainer.scalars import Scalars
-from phalanx.trainer.scheduling import make_scheduler, step_scheduler
 from phalanx.trainer.stop_vote import StopVote
-from phalanx.trainer.update_loss import UpdateLoss
 from phalanx.trainer.validation import Metric, Validation, move_batch
 
 _DRY_STEPS = 2
@@ -487,3 +485,160 @@ class Trainer:
 
     def _writes(self) -> bool:
         return self.strategy.is_main
+
+
+class UpdateLoss:
+    """The mean over replicas of `take()` is the mean loss over all samples of an update.
+
+    Cost: a multiplication and an addition on the loss's device for each batch; none of it is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+
+    def add(self, loss: Tensor, share: float) -> None:
+        """Add the loss of a batch that counts `share` in the update's gradient. One that does not count may be NaN."""
+        part = loss.detach() * share if share else torch.zeros_like(loss)
+        self._sum = part if self._sum is None else self._sum + part
+
+    def take(self) -> Tensor:
+        """Return this replica's part of the loss, and begin with the next update."""
+        taken, self._sum = self._sum, None
+        assert taken is not None
+        return taken
+
+
+def collect_hyperparameters(
+    trainer: Trainer, batch_size: int | None, settings: Mapping[str, Any], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return settings by name, as numbers or words; `own`, the user's, win if two have one name.
+
+    `batch_size` is that of a replica.
+    """
+    strategy, optimizer = trainer.strategy, trainer.optimizer
+    model = strategy.bare_model
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
+    found = {
+        "model": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "strategy": type(strategy).__name__,
+        "replicas": strategy.num_replicas_in_sync,
+        "batch_size": (batch_size or 1) * strategy.num_replicas_in_sync,
+        "optimizer": type(optimizer).__name__,
+        **{f"optimizer/{name}": value for name, value in plain.items()},
+        "scheduler": None if trainer.scheduler is None else type(trainer.scheduler).__name__,
+        "max_epochs": trainer.max_epochs,
+        "max_steps": trainer.max_steps,
+        **settings,
+    }
+    return {**{name: value for name, value in found.items() if value is not None}, **own}
+
+
+class Position:
+    """`Position` says how far training is, as a part of a checkpoint."""
+
+    def __init__(self, state: elastic.State, scalars: Scalars) -> None:
+        self._state, self._scalars = state, scalars
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._state
+        where = {"epoch": state.epoch, "step": state.step, "data": state.data_position()}
+        return where | {
+            "batches": state.batches,
+            "data_seeds": list(state.data_seeds),
+            "best": list(state.best),
+            "metrics": dict(state.metrics),
+            "scalars": self._scalars.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        state = self._state
+        state.epoch, state.step = state.saved = state_dict["epoch"], state_dict["step"]
+        state.batches = state_dict.get("batches", 0)
+        state.data_seeds = tuple(state_dict.get("data_seeds", ()))
+        state.best = tuple(state_dict.get("best", ()))
+        state.metrics = dict(state_dict["metrics"])
+        state.load_data_position(state_dict["data"])
+        self._scalars.load_state_dict(state_dict["scalars"])
+
+    def go_on(self, before: elastic.State) -> None:
+        """Continue where the last fit ended; in mid-epoch only if the data has the same length."""
+        where = Position(before, self._scalars).state_dict()
+        data, new = where["data"] or {"consumed": 0}, self._state.data_position() or {"length": -1}
+        goes_on = data["consumed"] and data["length"] == new["length"]
+        self.load_state_dict(where if goes_on else {**where, "data": None})
+        self._state.saved = before.saved
+
+
+_logger = get_logger(__name__)
+
+
+def agree_on_runs(loggers: GuardedLoggers, peers: Peers) -> None:
+    """Tell every rank the runs that the loggers have begun, as any may become rank 0. All ranks call it."""
+    states = [state for state in peers.all_gather(loggers.state_dict()) if state]
+    if states:
+        loggers.load_state_dict(states[0])
+
+
+def end_loggers(loggers: GuardedLoggers, error: BaseException | None, *, writes: bool) -> None:
+    """Hand the current report to the loggers, if one is recorded, and tell them how the fit has ended."""
+    if not (loggers and writes):
+        return
+    folder = recording.current_folder()
+    if folder:
+        from phalanx._job.report.page_so_far import write_page_so_far
+
+        with tempfile.TemporaryDirectory() as scratch:
+            path = os.path.join(scratch, "report.html")
+            try:
+                write_page_so_far(folder, path)
+            except Exception as problem:  # the fit has done its work, or ends with a reason of its own
+                _logger.warning("Trainer: no report for the loggers: %s: %s", type(problem).__name__, problem)
+            else:
+                loggers.log_file(path)
+    loggers.finalize(
+        "success" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    )
+
+
+def make_scheduler(
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    interval: Literal["epoch", "step"],
+) -> LRScheduler | None:
+    """Return the scheduler of `optimizer`, which `strategy` may have made anew, or None if there is to be none.
+
+    Raises:
+        ValueError: it is of another optimizer, or can't step with each update.
+    """
+    if scheduler is None:
+        return None
+    if not isinstance(scheduler, LRScheduler):
+        made = scheduler(optimizer)
+    elif scheduler.optimizer is optimizer:
+        made = scheduler
+    else:
+        kind = type(scheduler).__name__
+        raise ValueError(
+            f"Trainer: the {kind} is of another optimizer than the one that trains, which {type(strategy).__name__} "
+            f"has made: give a function, scheduler=lambda optimizer: {kind}(optimizer, ...)"
+        )
+    if isinstance(made, ReduceLROnPlateau) and interval == "step":
+        raise ValueError("Trainer: ReduceLROnPlateau steps by what validation measures: scheduler_interval='epoch'")
+    return made
+
+
+def step_scheduler(scheduler: LRScheduler, metrics: Mapping[str, float]) -> None:
+    """Step at the end of an epoch, whose validation has measured `metrics`.
+
+    Raises:
+        ValueError: the scheduler goes by the loss, which was not measured.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        if "loss" not in metrics:
+            raise ValueError(f"Trainer: ReduceLROnPlateau steps by a metric 'loss', and there is {[*metrics]}")
+        scheduler.step(metrics["loss"])
+    else:
+        scheduler.step()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx._comm.transport.hierarchical.segments import Ticks
+from phalanx._comm.transport.hierarchical.segmented import Ticks
 
 
 @pytest.mark.parametrize("num_messages", [1, 2, 3, 8, 100])

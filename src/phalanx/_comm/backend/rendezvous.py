@@ -8,6 +8,7 @@ through MPI, or has one that follows from Slurm's job. Everything else is left t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
@@ -16,7 +17,8 @@ import multiprocessing
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
@@ -25,12 +27,12 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
+from phalanx._base import host_addresses
 from phalanx._base.deadline import Deadline
 from phalanx._base.ipc import private
 from phalanx._base.ipc.local_listener import LocalAddress
 from phalanx._base.processes import read_start_ticks
 from phalanx._comm.backend import store_errors
-from phalanx._comm.backend.addresses import own_addresses, reachable
 from phalanx._comm.backend.start import launched
 from phalanx._comm.backend.store_errors import explained
 from phalanx._comm.backend.tcp_store import keeps, open_store
@@ -52,6 +54,7 @@ from phalanx.errors import DeadlineError, PhalanxError
 
 if TYPE_CHECKING:
     from phalanx._comm.control.key import Key
+
 
 StoreAddress = tuple[Any, int, int]
 Handler = Callable[..., Iterator[StoreAddress]]
@@ -448,3 +451,27 @@ def ranks_per_gpu() -> int:
 def ranks_share_gpus() -> bool:
     """Return whether the launcher has put several ranks on a GPU."""
     return ranks_per_gpu() > 1
+
+
+_TRY_S = 2.0
+_PAUSE_S = 0.1
+
+
+def own_addresses() -> list[str]:
+    """Return this host's IPv4 addresses, never none: those that lead far come first, the loopback's last."""
+    found = [own.address for own in host_addresses.own_addresses() if ":" not in own.address]
+    with contextlib.suppress(OSError):
+        found += socket.gethostbyname_ex(socket.gethostname())[2]
+    found.append("127.0.0.1")
+    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
+
+
+def reachable(addresses: Sequence[str], port: int, deadline: Deadline) -> str:
+    """Return the first of `addresses` where `port` takes a connection, tried in turn until time is up; else ""."""
+    while True:
+        for address in addresses:
+            with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_TRY_S):
+                return address
+            if deadline.passed:
+                return ""
+        time.sleep(_PAUSE_S)

@@ -9,26 +9,22 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import zmq
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.ipc.wakeup import Wakeup
-from phalanx._base.loss_detection import MEMBER_TIMEOUT_S, heartbeat_s
+from phalanx._base.loss_detection import COORDINATOR_SILENT_S, MEMBER_TIMEOUT_S, heartbeat_s
 from phalanx._comm.control.address import Address
-from phalanx._comm.control.call_room import CallRoom
-from phalanx._comm.control.connection_errors import cut_off, late, started_again, unreachable, without_key
 from phalanx._comm.control.connection_guard import send_in_pieces
 from phalanx._comm.control.dealer import EPOCH_BYTES, EVENTS, HEARTBEAT_S, open_dealer
 from phalanx._comm.control.event import Event
-from phalanx._comm.control.event_inbox import EventInbox
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.pending_call import PendingCall, Request, pack_calls
-from phalanx._comm.control.reader import Reader
-from phalanx._comm.control.refusal import explain_refusal
-from phalanx._comm.control.route import NoRouteError, Route, find_route
+from phalanx._comm.control.route import NoRouteError, Route, find_route, who_answers
 from phalanx._comm.control.wire import (
     MAX_MESSAGES,
     VERSION,
@@ -40,7 +36,7 @@ from phalanx._comm.control.wire import (
     unpack,
     unpack_number,
 )
-from phalanx.errors import ClosedError, CoordinationError, DeadlineError
+from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
 
 _LONGEST_POLL_S = 3.0  # then what was not answered is looked through
 _MAX_CALLS = 400  # so many calls wait at a time; the coordinator remembers more answers than that
@@ -451,3 +447,271 @@ class Connection:
         self.member = -1
         self._given_context = None
         self._connect(deadline)
+
+
+class CallRoom:
+    """There is room for `size` calls. Any number of threads may use it."""
+
+    def __init__(self, size: int) -> None:
+        self._num_free = size
+        self._changed = threading.Condition(threading.Lock())
+
+    def take(self, number: int, timeout_s: float) -> bool:
+        """Take room for so many calls as soon as there is room for all of them; return False when time is up.
+
+        Nothing is held while it waits, so that two that take much do not wait for each other.
+        """
+        with self._changed:
+            if self._num_free < number and not self._changed.wait_for(
+                lambda: self._num_free >= number, min(timeout_s, threading.TIMEOUT_MAX)
+            ):
+                return False
+            self._num_free -= number
+            return True
+
+    def give_back(self, number: int = 1) -> None:
+        with self._changed:
+            self._num_free += number
+            self._changed.notify_all()
+
+
+_EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
+
+
+class EventInbox:
+    """An `EventInbox` returns each event once and in order, and has a descriptor that is readable while there are some.
+
+    Several threads must not use it at once: the connection's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._wakeup = Wakeup()
+        self.last = 0  # the number of the last event that has come
+        self.taken = 0  # the number of the last event that was taken, which the coordinator need not keep
+        self._untold_bytes = 0  # how much was taken since the coordinator was last told
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while there are events to take."""
+        return self._wakeup.fileno()
+
+    def restart(self) -> None:
+        """Start counting again: this process has joined, perhaps for the second time."""
+        self.last = self.taken = self._untold_bytes = 0
+
+    def receive(self, number: int, event: Event) -> None:
+        """Keep event `number` if it is the next one. One that was sent twice is dropped, and so is one before which
+        another is missing: it is sent again.
+        """
+        if number == self.last + 1:
+            self.last = number
+            self.put(event)
+
+    def put(self, event: Event) -> None:
+        """Add an event of our own, which has no number."""
+        self._events.append(event)
+        self._wakeup.ring()
+
+    def take(self) -> list[Event]:
+        """Return the events that have come since the last call."""
+        events = list(self._events)
+        self._events.clear()
+        self.taken = self.last
+        self._wakeup.drain()
+        self._untold_bytes += sum(len(event.body) + _EVENT_BYTES for event in events)
+        return events
+
+    @property
+    def is_overdue(self) -> bool:
+        """Return whether the coordinator should hear it at once, since senders may be waiting for us."""
+        return self._untold_bytes > _TELL_BYTES
+
+    def told(self) -> None:
+        """Note that the coordinator was told the value of `taken`."""
+        self._untold_bytes = 0
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing."""
+        self._wakeup.close()
+
+
+# A `Reader` decides which of the threads that wait for answers reads the socket, for itself and for the others.
+#
+#     call ──► send ──► is somebody reading? ── no ──► read until mine has come, then let another one read
+#                                            └─ yes ─► sleep until the reader wakes me
+#
+# A lone thread pays for no switch to another one.
+
+PollOnce = Callable[[float], None]
+"""A function that waits so many seconds for something to read, and reads it."""
+
+
+class Reader:
+    """It gives threads their turn to read. `lock` guards `calls`, those that are not answered, by number."""
+
+    def __init__(self, lock: threading.Lock, calls: Mapping[int, PendingCall]) -> None:
+        self._lock = lock
+        self._calls = calls
+        self._thread: int | None = None  # the one that reads
+        self.turn = threading.Lock()  # that thread has it
+        self.wakeup: Wakeup | None = None  # for the thread that reads
+        self.is_closed = False
+
+    def wait(self, call: PendingCall, deadline: Deadline, poll_once: PollOnce) -> None:
+        """Read until the call is over, or sleep until the thread that reads says so; it may be too early."""
+        if not self.turn.acquire(blocking=False):
+            wake = threading.Lock()
+            wake.acquire()
+            call.wake = wake
+            if not self.turn.acquire(blocking=False):  # a reader that stopped before it could see that we wait
+                if not call.is_over:
+                    wake.acquire(timeout=min(deadline.left_s, 0.5))
+                call.wake = None
+                return
+            call.wake = None
+        try:
+            self._thread = threading.get_ident()
+            while not call.is_over and not deadline.passed and not self.is_closed:
+                poll_once(deadline.left_s)
+        finally:
+            self._thread = None
+            self.turn.release()
+            self._appoint()
+
+    def look(self, call: PendingCall, poll_once: PollOnce) -> None:
+        """Read what has arrived, unless the call is over or another thread reads."""
+        if not call.is_over and self.turn.acquire(blocking=False):
+            try:
+                poll_once(0.0)
+            finally:
+                self.turn.release()
+                self._appoint()
+
+    def read_for(self, limit_s: float, poll_once: PollOnce) -> None:
+        """Read once, if no other thread does; wait so long at most for the turn, and for something to read."""
+        if self.turn.acquire(timeout=limit_s):
+            try:
+                self._thread = threading.get_ident()
+                poll_once(limit_s)
+            finally:
+                self._thread = None
+                self.turn.release()
+
+    def awaken(self, call: PendingCall) -> None:
+        """Let the thread that waits for the call see that it is over."""
+        if call.wake is not None:
+            _release(call.wake)
+        elif self._thread is not None and self._thread != threading.get_ident() and self.wakeup is not None:
+            self.wakeup.ring()
+
+    def _appoint(self) -> None:
+        """Let one who waits take over, as the reader stops."""
+        with self._lock:
+            for call in self._calls.values():
+                if call.wake is not None:
+                    _release(call.wake)
+                    return
+
+
+def _release(lock: threading.Lock) -> None:
+    """Wake whoever waits for `lock`, if nobody has."""
+    try:
+        lock.release()
+    except RuntimeError:  # it is awake
+        pass
+
+
+_FAILED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+def explain_refusal(
+    address: Address, route: Route, key: Key | None, timeout_s: float
+) -> AuthenticationError | CoordinationError | None:
+    """Return an error that says why, after another try; None if the coordinator is only busy, or does not answer."""
+    assert key is not None
+    answer, refuses = who_answers(route.address, timeout_s, lambda deadline: _hangs_up(route, key, deadline))
+    if refuses:
+        return AuthenticationError(
+            f"the coordinator at {address} ({route.address}) does not accept our key: it has another one than ours "
+            f"(fingerprint {key.fingerprint}).\n`phalanx key --fingerprint` shows that of a host; "
+            "copy the key from the coordinator's host."
+        )
+    if answer in ("", "coordinator"):
+        return None
+    return CoordinationError(
+        f"at {address} ({route.address}) is no coordinator, but {answer}.\nCheck the port.", reason="stranger"
+    )
+
+
+def _hangs_up(route: Route, key: Key, deadline: Deadline) -> bool:
+    """Return whether the coordinator ends a connection in the handshake with our key; False if it does not in time.
+
+    It cannot say that the key is another one: what it would say is encrypted for whoever has the same key.
+    """
+    with zmq.Context() as context, open_dealer(context, key) as dealer:
+        dealer.reconnect_ivl = -1
+        monitor = dealer.get_monitor_socket(EVENTS)
+        dealer.connect(route.address.endpoint)
+        try:
+            while monitor.poll(int(deadline.left_s * 1000)):
+                event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+                if event & _FAILED:
+                    return True
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    return False
+        finally:
+            dealer.disable_monitor()
+            monitor.close(0)
+    return False
+
+
+def without_key(address: Address) -> AuthenticationError:
+    """Return the error of a client that was given no key."""
+    return AuthenticationError(
+        f"the coordinator at {address} lets in who knows the job's key, and there is none here.\n"
+        "Give the key of the host where it runs: a file (PHALANX_KEY_FILE, or ~/.config/phalanx/key), or "
+        "PHALANX_KEY."
+    )
+
+
+def unreachable(address: Address, tried: NoRouteError) -> CoordinationError:
+    """Return the error of an address that leads nowhere from this host."""
+    return CoordinationError(
+        f"the coordinator at {address} cannot be reached from {os.uname().nodename}. Tried {tried}.\n"
+        "Check that it runs there, that this host can route to it, and that no firewall is in between.",
+        reason="unreachable",
+    )
+
+
+def cut_off(where: str, for_s: float) -> CoordinationError:
+    """Return the error of a connection that was cut, and could not be made again."""
+    return CoordinationError(
+        f"{where} cannot be reached any more: the connection was cut {for_s:.0f} s ago, and nobody answers there.\n"
+        "Either it has ended (read the output of its host first), or the network between the hosts is down.",
+        reason="lost",
+    )
+
+
+def started_again(where: str) -> CoordinationError:
+    """Return the error of a coordinator that does not know the job any more."""
+    return CoordinationError(
+        f"{where} is another one than before: it was started again, and the job's keys, members and queues are gone.\n"
+        "Start the job again.",
+        reason="lost",
+    )
+
+
+def ended(where: str) -> CoordinationError:
+    """Return the error of a coordinator whose host is there, without it."""
+    return CoordinationError(f"{where} has ended: its host answers, and nothing listens there any more", reason="lost")
+
+
+def late(where: str, timeout_s: float, keys: Sequence[str], silent_s: float, *, is_cut: bool) -> DeadlineError:
+    """Return the error of a request that was not answered in time: `keys` have not come, or nothing was heard."""
+    if keys and silent_s < COORDINATOR_SILENT_S and not is_cut:
+        shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+        return DeadlineError(f"wait timeout after {timeout_s * 1000:.0f}ms, keys: {shown}")
+    return DeadlineError(
+        f"{where} did not answer within {timeout_s:.1f} s; it was last heard {silent_s:.1f} s ago"
+        f"{', and the connection is cut' if is_cut else ''}."
+    )

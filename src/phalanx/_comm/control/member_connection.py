@@ -15,8 +15,7 @@ from typing import Any
 
 from phalanx._base.loss_detection import COORDINATOR_REFUSED_S
 from phalanx._comm.control.address import Address
-from phalanx._comm.control.connection import Connection, Timeout
-from phalanx._comm.control.connection_errors import ended
+from phalanx._comm.control.connection import Connection, Timeout, ended
 from phalanx._comm.control.event import Event
 from phalanx._comm.control.route import is_refused
 from phalanx._comm.control.wire import Op, pack, pack_number

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
+import os
 import socket
-from collections.abc import Sequence
+import struct
+import sys
+import threading
+import weakref
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo, Store
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.torch_names import find
+from phalanx._comm.control.wire import WRITE_ONCE
 from phalanx._comm.engines.delivery import await_delivery, open_sockets
 from phalanx._comm.engines.engine import DATA, InTransit
-from phalanx._comm.engines.gloo_addresses import GlooAddresses
-from phalanx._comm.engines.gloo_device import GlooDevice, gloo_device
+from phalanx._comm.rendezvous.torch_store import base_of
 
 c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 _Options: Any = find(
@@ -159,3 +168,224 @@ def local_address(towards: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as s:
         s.connect(peer)
         return str(s.getsockname()[0])
+
+
+# The ranks of a group tell each other together where Gloo listens, instead of each asking each.
+#
+#     every rank   set  addresses/<n>      = what Gloo would have the others know of this rank
+#     rank 0       get  all of them        → set  addresses#once = all together
+#     every rank   get  addresses#once     → whatever Gloo asks for is there already
+#
+# Gloo asks its store for each other rank by itself: 2N requests of each of N ranks, and 8N bytes of each for each. What
+# it writes is not read here; it is mostly a row of numbers that grow by one, which takes little room as such.
+
+_EACH, _NUM_WRITTEN = "addresses/", "addresses"
+_TOGETHER = f"addresses{WRITE_ONCE}"  # ranks of one host fetch it once
+_RUN = struct.Struct("<qI")
+_WORD_BYTES = 8
+
+
+class GlooAddresses(Store):
+    """One rank's Gloo finds the others in it; `store` is the store in which the group's ranks meet.
+
+    All of `world_size` ranks use it, and each writes one value. Cost: 3 requests per rank of `store`, 3 more of rank 0.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._lock = threading.Lock()
+        self._found: dict[str, bytes] | None = None  # by Gloo's own keys, as `compress` leaves them
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        text = json.dumps([key, b64encode(compress(data)).decode()])
+        base = base_of(self._store)
+        if hasattr(base, "add_item"):  # with those of other ranks of this host, where that goes
+            base.add_item(*(base.name_through(self._store, name) for name in (_NUM_WRITTEN, _EACH)), text)
+        else:
+            self._store.set(f"{_EACH}{self._rank}", text)
+
+    def get(self, key: str) -> bytes:
+        """Return another rank's value; this waits until all ranks have written theirs."""
+        return decompress(self._find_all(None)[key])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ranks have written."""
+        self._find_all(timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all ranks have written, as far as was asked."""
+        return self._found is not None and all(key in self._found for key in keys)
+
+    def _find_all(self, timeout: timedelta | None) -> dict[str, bytes]:
+        with self._lock:
+            if self._found is None:
+                if self._rank == 0:
+                    self._put_together(timeout)
+                else:
+                    self._wait([_TOGETHER], timeout)
+                self._found = unpack_all(self._store.get(_TOGETHER))
+            return self._found
+
+    def _put_together(self, timeout: timedelta | None) -> None:
+        keys = [f"{_EACH}{number}" for number in range(self._world_size)]  # they may be in any order
+        self._wait(keys, timeout)
+        self._store.set(_TOGETHER, pack_all(self._store.multi_get(keys)))
+
+    def _wait(self, keys: list[str], timeout: timedelta | None) -> None:
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+
+def pack_all(texts: Sequence[bytes]) -> bytes:
+    """Return what all ranks have written as one value."""
+    return zlib.compress(b"[" + b",".join(texts) + b"]")
+
+
+def unpack_all(data: bytes) -> dict[str, bytes]:
+    """Return what each rank's Gloo has written, as `compress` left it, by Gloo's key."""
+    return {key: b64decode(text) for key, text in json.loads(zlib.decompress(data))}
+
+
+def compress(data: bytes) -> bytes:
+    """Return the words of `data` as runs of equal differences, and what is left of a last word."""
+    whole = len(data) // _WORD_BYTES * _WORD_BYTES
+    words = torch.frombuffer(bytearray(bytes(_WORD_BYTES) + data[:whole]), dtype=torch.int64)
+    values, counts = torch.unique_consecutive(torch.diff(words), return_counts=True)
+    runs = b"".join(map(_RUN.pack, values.tolist(), counts.tolist()))
+    return struct.pack("<I", len(values)) + runs + data[whole:]
+
+
+def decompress(data: bytes) -> bytes:
+    """Return what `compress` was given."""
+    (num_runs,) = struct.unpack_from("<I", data)
+    end = 4 + num_runs * _RUN.size
+    runs = torch.tensor([*_RUN.iter_unpack(data[4:end])], dtype=torch.int64).reshape(-1, 2)
+    words = torch.repeat_interleave(runs[:, 0], runs[:, 1]).cumsum(0)
+    return ctypes.string_at(words.data_ptr(), len(words) * _WORD_BYTES) + data[end:]
+
+
+# Gloo connects the ranks of this process with those of others at one port, which all groups share.
+#
+#     a group's ranks connect     ──> the kernel takes connections
+#     no group is connecting      ──> the kernel drops whatever comes to the port
+#
+# Gloo accepts whoever connects, for as long as the process lives, and a process without descriptors left is aborted. It
+# offers no call that stops it, so the kernel is asked to drop what comes (SO_ATTACH_FILTER of Linux). Connections that
+# are there stay as they are.
+
+# <asm-generic/socket.h> and <linux/filter.h>; Python's socket module does not name them.
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction, BPF_RET|BPF_K: no byte of a packet is taken
+
+
+class GlooDevice:
+    """It is a port of this process on one network, and the thread that serves its connections. See `gloo_device`."""
+
+    def __init__(self, address: str, interface: str) -> None:
+        before = open_sockets()
+        self.device = _create(address, interface)
+        new = {
+            descriptor: inode
+            for descriptor, inode in open_sockets().items()
+            if before.get(descriptor) != inode and _place(descriptor, inode) is not None
+        }
+        # If there are two, it is not known which one another thread has opened meanwhile: that must stay as it is.
+        self._listening = new if len(new) == 1 else {}
+        self._lock = threading.Lock()
+        self._num_connecting = 0
+        self._filter()
+
+    @property
+    def ports(self) -> list[tuple[str, int]]:
+        """Return the addresses and ports at which it listens, as far as the system tells."""
+        places = (_place(descriptor, inode) for descriptor, inode in self._listening.items())
+        return [place for place in places if place is not None]
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Take connections inside."""
+        with self._lock:
+            self._num_connecting += 1
+            self._filter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_connecting -= 1
+                self._filter()
+
+    def _filter(self) -> None:
+        """Let the kernel take what comes to the port, or drop it, as it is wanted now."""
+        if sys.platform != "linux":
+            return
+        for descriptor, inode in self._listening.items():
+            with contextlib.suppress(OSError), _socket_of(descriptor, inode) as listening:  # none was set; a sandbox
+                if self._num_connecting:
+                    listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+                else:
+                    drop = ctypes.create_string_buffer(_DROP, len(_DROP))
+                    program = struct.pack("HL", 1, ctypes.addressof(drop))
+                    listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+# By process (a fork has none of its parent's threads) and place.
+_known_devices: weakref.WeakValueDictionary[tuple[int, str, str], GlooDevice] = weakref.WeakValueDictionary()
+_devices_lock = threading.Lock()
+
+
+def gloo_device(address: str, interface: str) -> GlooDevice:
+    """Return this process's device on `interface`, or on that of `address`; it closes when nothing holds it any more.
+
+    Raises:
+        RuntimeError: there is no such address or interface on this host.
+    """
+    key = (os.getpid(), address, interface)
+    with _devices_lock:
+        device = _known_devices.get(key)
+        if device is None:
+            device = _known_devices[key] = GlooDevice(address, interface)
+        return device
+
+
+def _create(address: str, interface: str) -> Any:
+    if not address and not interface:
+        # The job's store is a file: Gloo asks for this host's own name, or takes loopback.
+        return _ProcessGroupGloo.create_default_device(lazy_init=False)
+    named = {"interface": interface} if interface else {"hostname": address}
+    return _ProcessGroupGloo.create_device(**named, lazy_init=False)
+
+
+@contextlib.contextmanager
+def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
+    """Yield the socket that has this descriptor, which stays Gloo's to close.
+
+    Raises:
+        OSError: the descriptor is closed, or belongs to something else by now.
+    """
+    if os.fstat(descriptor).st_ino != inode:
+        raise OSError("the descriptor is another file's by now")
+    same = socket.socket(fileno=descriptor)
+    try:
+        yield same
+    finally:
+        same.detach()
+
+
+def _place(descriptor: int, inode: int) -> tuple[str, int] | None:
+    """Return where this socket listens; None if it does not, is not for TCP, or listens on all addresses."""
+    try:
+        with _socket_of(descriptor, inode) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return None
+            host, port = one.getsockname()[:2]
+            return None if host in ("0.0.0.0", "::") else (str(host), int(port))  # Gloo binds to one address
+    except OSError:
+        return None

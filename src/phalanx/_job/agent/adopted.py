@@ -7,7 +7,7 @@
            └─ rank 1                                                       └─ rank 1, replaced
 
 This process sees their ends, by SIGCHLD. When this process is killed, the kernel ends them
-(`phalanx.elastic.elastic_link`), and the new zygote ends what they have started, by the session of the old one.
+(`phalanx.elastic.channel`), and the new zygote ends what they have started, by the session of the old one.
 """
 
 from __future__ import annotations

@@ -15,12 +15,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from phalanx._base.ipc.event_loop import EventLoop, Source
 from phalanx._base.processes import ENDING_SIGNALS
-from phalanx._comm.diagnostics.observer import GroupLog
+from phalanx._comm.diagnostics.observer import GroupInfo, GroupLog, Observer
+from phalanx._comm.diagnostics.progress_page import Progress, read_page
 from phalanx._job.agent import limits
 from phalanx._job.agent.elastic import Elastic
 from phalanx._job.agent.elastic_actions import (
@@ -39,11 +41,9 @@ from phalanx._job.agent.elastic_actions import (
 )
 from phalanx._job.agent.elastic_links import ElasticLinks
 from phalanx._job.agent.failure import Exit, Report, summarise
-from phalanx._job.agent.flights import Flights
 from phalanx._job.agent.host_link import HostLink
 from phalanx._job.agent.host_ranks import HostRanks
 from phalanx._job.agent.host_resources import HostResources
-from phalanx._job.agent.pages import Pages
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.rank_numbers import RankNumbers
 from phalanx._job.agent.requests import Requests
@@ -447,3 +447,130 @@ class Attempt:
 def count_ranks(ranks: int) -> str:
     """Return a number of ranks in words."""
     return f"{ranks} rank{'s' * (ranks != 1)}"
+
+
+_MAX_PAGES = 4096  # pages of processes that are no ranks, or not any more, are kept up to this number
+
+
+class Pages:
+    """`Pages` keeps the newest page of each process. It owns the descriptors."""
+
+    def __init__(self) -> None:
+        self._fds: dict[int, int] = {}  # by process
+
+    def add(self, pid: int, fds: Sequence[int]) -> None:
+        """Add a page that the process shows; the descriptors become ours. What is not a page is closed."""
+        kept = fds[0] if len(fds) == 1 and read_page(fds[0]) is not None else -1
+        for fd in fds:
+            if fd != kept:
+                os.close(fd)
+        if kept == -1:
+            return
+        old = self._fds.pop(pid, None)
+        if old is not None:
+            os.close(old)
+        self._fds[pid] = kept
+        if len(self._fds) > _MAX_PAGES:
+            os.close(self._fds.pop(next(iter(self._fds))))
+
+    def fds_of(self, pids: Sequence[int]) -> dict[int, int]:
+        """Return the descriptors of those processes that have a page; they stay ours."""
+        return {pid: self._fds[pid] for pid in pids if pid in self._fds}
+
+    def read(self, pid: int) -> Progress | None:
+        """Return how far the process has come; None if it does not tell."""
+        fd = self._fds.get(pid)
+        return None if fd is None else read_page(fd)
+
+    def drop(self, pid: int) -> None:
+        """Forget a process that has ended: an elastic job may lose a thousand."""
+        fd = self._fds.pop(pid, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
+MAX_OBSERVED = 64  # the agent keeps the memory of at most so many groups alive
+_MAX_ENDED = 64  # it keeps the logs of so many groups whose memory was closed
+
+
+class Flights:
+    """`Flights` holds the memory of at most `MAX_OBSERVED` groups, and for a while the logs of ended or older ones."""
+
+    def __init__(self) -> None:
+        self._observed: list[Observer] = []
+        self._ended: deque[GroupLog] = deque(maxlen=_MAX_ENDED)
+
+    def add(self, message: Mapping[str, Any], fds: Sequence[int], lost: Collection[int] = ()) -> None:
+        """Add a group that a rank shows; the descriptors become ours. A group that cannot be read is not kept.
+
+        `lost` are processes that have ended while others have gone on: the groups of those are over.
+        """
+        kept = -1
+        try:
+            group_info = GroupInfo(
+                str(message["name"]),
+                int(message["world_size"]),
+                tuple(int(rank) for rank in message["ranks"]),
+                tuple(int(pid) for pid in message["pids"]),
+            )
+            if len(group_info.ranks) == len(group_info.pids) and len(fds) == 1:
+                observer = Observer(group_info, fds[0])
+                kept = fds[0]
+                self._let_go_of_ended(lost)
+                self._observed.append(observer)
+        except (ImportError, KeyError, TypeError, ValueError, OverflowError, OSError):
+            pass  # another version of Phalanx in the ranks, or somebody's mistake: the job goes on unobserved
+        finally:
+            for fd in fds:
+                if fd != kept:
+                    os.close(fd)
+
+    @property
+    def observed(self) -> tuple[Observer, ...]:
+        """Return the groups whose memory is mapped, the oldest first."""
+        return tuple(self._observed)
+
+    def logs(self) -> list[GroupLog]:
+        """Return what all known groups did, the oldest group first."""
+        return [*self._ended, *(log for observer in self._observed if (log := _read(observer)) is not None)]
+
+    def close(self) -> None:
+        for observer in self._observed:
+            observer.close()
+        self._observed.clear()
+        self._ended.clear()
+
+    def _let_go_of_ended(self, lost: Collection[int]) -> None:
+        """Close the memory of groups that are over, to make room for one more."""
+        kept = []
+        for index, observer in enumerate(self._observed):
+            has_lost = any(pid in lost for pid in observer.group_info.pids)
+            if index > len(self._observed) - MAX_OBSERVED and not has_lost and not _is_over(observer):
+                kept.append(observer)
+                continue
+            log = _read(observer)
+            if log is not None:
+                self._ended.append(log)
+            observer.close()
+        self._observed = kept
+
+
+def _is_over(observer: Observer) -> bool:
+    """Return whether nothing will be added to the group's memory, or it cannot be read."""
+    try:
+        return observer.is_over()
+    except (ValueError, OSError):
+        return True
+
+
+def _read(observer: Observer) -> GroupLog | None:
+    """Return the group's log; None if a rank has written over what describes the memory."""
+    try:
+        return observer.read()
+    except (ValueError, OSError):
+        return None

@@ -16,7 +16,7 @@ seat of the one that it replaces, and a process number of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +40,6 @@ from phalanx._job.agent.elastic_actions import (
 from phalanx._job.agent.elastic_rank import ElasticRank
 from phalanx._job.agent.failure import Exit, Failure, Report, summarise
 from phalanx._job.agent.generation import Limits, Seating, plan_generation
-from phalanx._job.agent.loss_text import describe_loss, describe_regrouped
-from phalanx._job.agent.repetition import Repetition
 
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
 ALL_LEFT = "all ranks have left their group"
@@ -440,3 +438,86 @@ class Elastic:
 
     def _plan_due(self) -> None:
         self.next_due = min([*(at for at, _ in self._due.values()), *self._undying.values()], default=None)
+
+
+def describe_loss(lost: Sequence[LostRank], num_forked: int, world_size: int, replaced: str) -> str:
+    """Return which ranks are lost, and what is done: so many are forked, or so many that are left go on.
+
+    replaced: how many replacements there were, and may be; empty where there is no limit.
+    """
+    said = [f"rank {each.rank} (pid {each.pid}) is lost: {each.why}" for each in lost]
+    if not num_forked:
+        then = f"{world_size} ranks go on without"
+    else:
+        left = f" ({replaced})" if replaced else ""
+        then = f"A replacement is started{left}" if num_forked == 1 else f"{num_forked} are replaced{left}"
+    return f"phalanx run: {'; '.join(said)}. {then}"
+
+
+def describe_regrouped(lost: Sequence[LostRank], num_ranks: int, now: float) -> str:
+    """Return how many ranks go on, and how long after the loss."""
+    return (
+        f"phalanx run: {num_ranks} rank{'s' * (num_ranks > 1)} go{'es' * (num_ranks == 1)} on, "
+        f"{now - min(each.at for each in lost):.2f} s after the loss"
+    )
+
+
+_MAX_IN_VAIN = 20  # the most losses in a row between which no step was completed
+_MAX_DISAGREED = 3  # how often ranks may call different operations; once or twice a loss may be the reason
+_MAX_ALIKE = 2  # how often the same exception may be raised at the same step
+
+
+class Repetition:
+    """`Repetition` counts what has happened since the last step that a rank has completed."""
+
+    def __init__(self) -> None:
+        self.best_step = -1
+        self._losses = 0
+        self._disagreements = 0
+        self._disagreement = ""  # the last disagreement, in the words of a rank
+        self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # by exception and step: how often it was raised
+
+    def on_step(self, step: int) -> None:
+        if step > self.best_step:
+            self.best_step = step
+            self._losses = self._disagreements = 0
+            self._raised = {key: times for key, times in self._raised.items() if key[2] >= step}
+
+    def on_loss(self) -> None:
+        """Note that a rank, a host or the group was lost."""
+        self._losses += 1
+
+    def on_disagreement(self, error: str) -> None:
+        """Note that the group was lost because ranks called different operations."""
+        self._disagreements += 1
+        self._disagreement = error
+
+    def find_repeated(self, reports: Mapping[int, Report]) -> int | None:
+        """Return the seat of `reports` whose exception was raised before, at the same step, if there is one."""
+        alike = {
+            (report.types, report.place): seat
+            for seat, report in reports.items()
+            if "PeerLostError" not in report.types
+        }
+        for (types, place), seat in alike.items():
+            key = (types, place, self.best_step)
+            self._raised[key] = self._raised.get(key, 0) + 1
+            if self._raised[key] >= _MAX_ALIKE:
+                return seat
+        return None
+
+    def find_hopeless(self, exits: Sequence[tuple[Exit, Report | None]], rank_of: Callable[[int], int]) -> str:
+        """Return why replacements of ranks that have ended so would not help; empty if they may."""
+        reports = {exit.rank: report for exit, report in exits if report is not None}
+        seat = self.find_repeated(reports)
+        if seat is not None:
+            return f"rank {rank_of(seat)} has raised the same as before at the same step, and is not replaced"
+        return self.describe()
+
+    def describe(self) -> str:
+        """Return in words why the job does not get on; empty if it may."""
+        if self._disagreements >= _MAX_DISAGREED:
+            return f"the ranks have disagreed {self._disagreements} times at the same step: {self._disagreement}"
+        if self._losses > _MAX_IN_VAIN:
+            return f"{self._losses} ranks were lost in a row, and no step was completed in between"
+        return ""

@@ -1,7 +1,7 @@
 """Hold the connections of an elastic job's ranks to their agent: they carry messages, and decide nothing.
 
     rank ──{"kind": "elastic", …}──▶ agent             the first message, which opens the connection
-    rank ◀──welcome, a descriptor── agent              `phalanx.elastic.elastic_link.outlive_zygote`
+    rank ◀──welcome, a descriptor── agent              `phalanx.elastic.channel.outlive_zygote`
     rank ──lost, regrouped, progress, …──▶ agent
     rank ◀──generation, joining, end── agent
 

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,12 +17,14 @@ from phalanx._job.agent.adopted import AdoptedExit
 from phalanx._job.agent.elastic import Elastic
 from phalanx._job.agent.elastic_actions import ElasticAction
 from phalanx._job.agent.environment import Place
-from phalanx._job.agent.failure import Report
+from phalanx._job.agent.failure import Exit, Report
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.rank_numbers import RankNumbers
-from phalanx._job.agent.rank_processes import RankProcesses
+from phalanx._job.agent.scratch import create_scratch
 from phalanx._job.agent.supervision import Supervision
+from phalanx._job.agent.zygote_process import ZygoteProcess
+from phalanx._job.output.pump import Pump
 from phalanx.errors import LaunchError
 
 _MAX_REPORT_BYTES = 1 << 18
@@ -335,3 +337,59 @@ class HostRanks:
         self.processes.close()
         self.reports.close()
         self._rank_reports.close()
+
+
+_MAX_DUMP_BYTES = 1 << 16
+
+
+class RankProcesses:
+    """`RankProcesses` keeps processes by rank: the number that each started with. It holds two descriptors each."""
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}
+        self.stacks: dict[int, int] = {}  # descriptors of files
+        self.lost_ns: dict[int, int] = {}  # by process: when it ended, if it was lost and the job has gone on
+        self._dumps: dict[int, int] = {}
+
+    def fork(
+        self,
+        rank: int,
+        environment: Mapping[str, str],
+        cpus: Sequence[int],
+        reports: int,
+        zygote: ZygoteProcess,
+        pump: Pump,
+    ) -> None:
+        """Fork a process that is known by `rank`: the first one, or one that replaces it.
+
+        Raises:
+            OSError: there are no more descriptors.
+        """
+        for old in (self._dumps, self.stacks):
+            if rank in old:
+                os.close(old.pop(rank))
+        dump = self._dumps[rank] = create_scratch("phalanx-dump")
+        stacks = self.stacks[rank] = create_scratch("phalanx-stacks")
+        ends = []
+        try:
+            for stream in (1, 2):
+                ours, its = os.pipe()
+                ends.append(its)
+                pump.add(rank, stream, ours)
+            zygote.fork(rank, environment, cpus, [*ends, reports, dump, stacks])
+        finally:
+            for end in ends:
+                os.close(end)
+
+    def read_dump(self, rank: int) -> str:
+        """Return where the process was when a signal ended it."""
+        return os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
+
+    def lose(self, exit: Exit) -> None:
+        """Forget a process that has ended while the job goes on without it."""
+        self.pids.pop(exit.rank, None)
+        self.lost_ns[exit.pid] = int(exit.at * 1e9)
+
+    def close(self) -> None:
+        for fd in (*self._dumps.values(), *self.stacks.values()):
+            os.close(fd)

@@ -20,6 +20,7 @@ import zmq
 
 from phalanx._base.ipc.wakeup import Wakeup
 from phalanx._base.loss_detection import MEMBER_TIMEOUT_S
+from phalanx._base.malloc import give_back_freed_memory
 from phalanx._comm.control.address import Address, listen
 from phalanx._comm.control.admission import Admission, Complaints
 from phalanx._comm.control.connection_guard import ConnectionGuard, connections_allowed, protect, send_in_pieces
@@ -28,11 +29,11 @@ from phalanx._comm.control.local_socket import BACKLOG, LocalSocket
 from phalanx._comm.control.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Op, Status, frames, pack_head
 from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
 from phalanx._job.coordinator.session import OTHER_HOSTS, THIS_HOST, Answer, Direct, Relayed, Session, take_apart
-from phalanx._job.coordinator.unused_memory import UnusedMemory
 from phalanx.errors import AuthenticationError, CoordinationError
 
 if TYPE_CHECKING:
     from phalanx._comm.control.member_connection import MemberConnection
+
 
 _QUEUE_FRAMES = 32  # so many frames may wait in either direction for one client
 _ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them
@@ -373,3 +374,26 @@ def _fitting(sizes: list[int]) -> int:
         size += sizes[number]
         number += 1
     return number
+
+
+_WORTH_BYTES = 16 << 20
+
+
+class UnusedMemory:
+    """`UnusedMemory` counts what is sent; `give_back` frees the memory that this took, once it is worth it.
+
+    Cost: `give_back` takes a hundredth of a second where hundreds of megabytes were used, and nothing otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._sent_bytes = 0
+
+    def note_sent(self, nbytes: int) -> None:
+        """Note that a message of so many bytes was sent."""
+        self._sent_bytes += nbytes
+
+    def give_back(self) -> None:
+        """Return unused memory to the system, if much was sent since the last call."""
+        if self._sent_bytes >= _WORTH_BYTES:
+            self._sent_bytes = 0
+            give_back_freed_memory()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from phalanx._base.loss_detection import HOST_SWEEP_S
 from phalanx._base.processes import ENDING_SIGNALS
@@ -17,28 +19,34 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
-from phalanx._job.agent.failure import HostLoss
-from phalanx._job.agent.generation import HostSeats
+from phalanx._job.agent.failure import Exit, HostLoss, Report
+from phalanx._job.agent.generation import ArrivedHost, HostSeats
 from phalanx._job.agent.host_link import HostLink
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.supervision import Action
-from phalanx._job.hosts.control_channel import Change, ControlMessage
+from phalanx._job.hosts.control_channel import Change, ControlMessage, decode_lines
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
+from phalanx._job.hosts.flights import logs_from_json, merge_logs
 from phalanx._job.hosts.generation_message import generation_to_json
-from phalanx._job.hosts.host_records import KINDS as RECORD_KINDS
-from phalanx._job.hosts.host_records import HostRecords
-from phalanx._job.hosts.late_hosts import LateHosts
 from phalanx._job.hosts.leader_state import KEY as LEADER_STATE
 from phalanx._job.hosts.leader_state import LeaderState
-from phalanx._job.hosts.node_plan import Node, find_node
+from phalanx._job.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
 from phalanx._job.hosts.peer_hosts import PeerHosts, tell_start
-from phalanx._job.hosts.remote_ranks import RemoteRanks
-from phalanx._job.hosts.stacks_requests import StacksRequests
 from phalanx._job.hosts.succession.departure import LEAVE, Departure
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
+from phalanx._job.hosts.succession.moved_job import describe_second_job
 from phalanx._job.inspect.agent_socket import Request
+from phalanx._job.inspect.stacks.job_snapshot import Told, answer_others
+from phalanx._job.output.display import Display
 from phalanx._job.output.line_prefix import find_template
+
+if TYPE_CHECKING:
+    from phalanx._job.agent.attempt import Attempt
+
+if TYPE_CHECKING:
+    from phalanx._job.agent.attempt import Attempt
+
 
 _RECORD_S = 0.2  # ranks that start or end within this time are recorded together
 
@@ -369,7 +377,7 @@ class LeaderLink(HostLink):
                 self._attempt.on_signal(signum, f" on {node.label}")
         elif message.kind == "say":
             self._host.display.say(f"{printable_lines(str(body['text']))}   (on {node.label})")
-        elif message.kind in RECORD_KINDS:
+        elif message.kind in KINDS:
             self._records.hear(message, self._peers.channel.to_own_clock(message.member, 0.0), self._attempt)
         elif message.kind == "swept":
             self._swept_hosts.add(message.member)
@@ -436,3 +444,208 @@ class LeaderLink(HostLink):
         """Have the display await lines of the ranks of all hosts."""
         for node in self._peers.nodes:
             self._host.display.begin(node.place.ranks)
+
+
+KINDS = ("flight", "rank file", "report host")  # the kinds of messages that it takes
+
+
+class HostRecords:
+    """The records of one attempt. Their times are those of this host's clock."""
+
+    def __init__(self) -> None:
+        self._logs: list[GroupLog] = []
+        self.ended_ns: dict[int, int] = {}  # when processes ended, by process number
+
+    def hear(self, message: ControlMessage, offset_s: float, attempt: Attempt) -> None:
+        """Keep what a host tells whose clock was at zero at `offset_s` of this host's.
+
+        Raises:
+            KeyError, TypeError, ValueError: it makes no sense.
+        """
+        body: Mapping[str, Any] = message.body
+        if message.kind == "flight":
+            logs, ended_ns = logs_from_json(body["groups"], body["ended_ns"], int(offset_s * 1e9))
+            self._logs += logs
+            self.ended_ns.update(ended_ns)
+        elif message.kind == "report host":
+            attempt.report_hosts[str(body["host"])] = (offset_s, float(body["copy_bytes_per_s"]))
+        elif attempt.report_folder:
+            from phalanx._job.report.transfer import unpack_file  # here, because most jobs leave no report
+
+            with contextlib.suppress(OSError):  # its own end says so, too
+                unpack_file(attempt.report_folder, str(body["name"]), str(body["text"]))
+
+    def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
+        """Return `logs` with what the ranks of other hosts have recorded, group by group."""
+        return merge_logs([*logs, *self._logs])
+
+
+class LateHosts:
+    """The hosts that wait; who they are stands in `PeerHosts.late`."""
+
+    def __init__(self, peers: PeerHosts, display: Display) -> None:
+        self._peers = peers
+        self._display = display
+
+    def on_joined(self, change: Change) -> ArrivedHost | None:
+        """Return what a host that has come brings; None if it cannot be in this job, which is said."""
+        problem = describe_unfit(change.facts) or describe_second_job(change.facts)
+        facts = None if problem else HostFacts.from_json(change.member, change.facts)
+        if facts is None:
+            if problem:
+                self._display.say(f"phalanx run: {problem}")
+            return None
+        if conflict := find_conflict([self._peers.own.facts, facts], self._peers.limits.max_hosts):
+            self._peers.send_away(change.member, conflict)
+            self._display.say(f"phalanx run: {conflict}. The job goes on without that host")
+            return None
+        self._peers.late[change.member] = change
+        return ArrivedHost(change.member, facts.num_ranks, facts.known_as, facts.role)
+
+    def on_gone(self, change: Change) -> None:
+        """Forget a host that has left or is lost, if it waited: it is not there for the next start."""
+        waited = self._peers.late.pop(change.member, None)
+        if waited is not None and change.kind == "lost":
+            facts = HostFacts.from_json(change.member, waited.facts)
+            where = "a host" if facts is None else f"{facts.name} ({facts.address})"
+            self._display.say(f"phalanx run: {where}, which waited to be taken in, is lost: {change.why}")
+
+    def tell(self, member: int, *, is_spare: bool) -> None:
+        """Tell a host, if it waits, what it waits for: the place of a lost one, or the next start."""
+        if member not in self._peers.late:
+            return
+        if is_spare:
+            self._peers.spares.add(member)
+        self._peers.channel.put(member, "late", spare=is_spare)
+
+    def tell_again(self, *, is_spare: bool) -> None:
+        """Tell the hosts that came before the job was known to be elastic what they wait for now."""
+        for member in set(self._peers.late) - self._peers.spares:
+            self.tell(member, is_spare=is_spare)
+
+
+_OF_RANKS = ("started", "abandoned", "exit", "rank says", "report")
+
+
+class RemoteRanks:
+    """`RemoteRanks` handles these messages during one attempt."""
+
+    def __init__(self, peers: PeerHosts, elastic: ElasticHosts, display: Display) -> None:
+        self._peers = peers
+        self._elastic = elastic
+        self._display = display
+
+    def hear(self, message: ControlMessage, node: Node, attempt: Attempt) -> bool:
+        """Process a message about ranks of `node`; return whether it was one.
+
+        Raises:
+            KeyError, TypeError, ValueError: it makes no sense.
+        """
+        body = message.body
+        if message.kind == "lines":
+            self._show(body["items"], node)
+        elif message.kind in _OF_RANKS and message.member in self._peers.lost:
+            pass  # its seats may be another host's by now, with processes that have the same numbers
+        elif message.kind == "started":
+            attempt.on_started(_rank_of(body, node), int(body["pid"]))
+        elif message.kind == "abandoned":
+            attempt.state.on_abandoned(_rank_of(body, node))
+        elif message.kind == "exit":
+            at = self._peers.channel.to_own_clock(message.member, float(body["at"]))
+            rank, pid = _rank_of(body, node), int(body["pid"])
+            # A host that was given up, and has come again, may still tell of processes that were there before.
+            is_known = self._elastic.pid_of(rank) == pid
+            if is_known and (attempt.state.phase == "running" or not self._elastic.is_arriving(rank)):
+                attempt.on_exit(Exit(rank, pid, int(body["status"]), at, str(body["dump"])))
+        elif message.kind == "rank says":
+            attempt.on_rank_message(_rank_of(body, node), int(body["pid"]), dict(body["message"]))
+        elif message.kind == "report":
+            self._hear_report(message, node, attempt)
+        else:
+            return False
+        return True
+
+    def _show(self, items: list[Any], node: Node) -> None:
+        for rank, stream, lines, status, ended in items:
+            if rank in node.place.ranks and stream in (1, 2):
+                self._display.show(rank, stream, decode_lines(lines), decode_lines([status])[0])
+                if ended:
+                    self._display.end(rank)
+
+    def _hear_report(self, message: ControlMessage, node: Node, attempt: Attempt) -> None:
+        fields = message.body["report"]
+        fields["at"] = self._peers.channel.to_own_clock(message.member, float(fields["at"]))
+        report = Report.from_bytes(json.dumps(fields).encode())
+        if report is not None and self._elastic.pid_of(_rank_of(fields, node)) == report.pid:
+            attempt.on_report(report)
+
+
+def _rank_of(body: dict[str, Any], node: Node) -> int:
+    rank = int(body["rank"])
+    if rank not in node.place.ranks:
+        raise ValueError(f"rank {rank} is not on {node.label}")
+    return rank
+
+
+_LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
+
+
+@dataclass
+class _Pending:
+    """One request: which hosts have yet to say, and what others said."""
+
+    request: Request
+    waiting: set[int]
+    due: float
+    told: dict[int, str] = field(default_factory=dict)
+
+
+class StacksRequests:
+    """`StacksRequests` keeps the requests of one attempt that wait."""
+
+    def __init__(self, peers: PeerHosts, attempt: int) -> None:
+        self._peers, self._attempt = peers, attempt
+        self._pending: dict[int, _Pending] = {}
+        self._num_asked = 0
+
+    @property
+    def due(self) -> float | None:
+        """Return when to call `answer` although nobody has said anything."""
+        return min((pending.due for pending in self._pending.values()), default=None)
+
+    def ask(self, request: Request) -> None:
+        """Ask the agents of the other hosts, and answer when they have."""
+        self._num_asked += 1
+        waiting = {node.facts.member for node in self._peers.present}
+        self._pending[self._num_asked] = _Pending(request, waiting, time.monotonic() + _LIMIT_S)
+        what = request.message.get("what", "stacks")
+        self._peers.channel.put_many(waiting, "stacks", attempt=self._attempt, request=self._num_asked, what=what)
+        self.answer()
+
+    def hear(self, number: int, member: int, text: str) -> None:
+        pending = self._pending.get(number)
+        if pending is not None:
+            pending.waiting.discard(member)
+            pending.told[member] = text
+
+    def answer(self) -> None:
+        """Answer those for whom all hosts have said something, or time is up."""
+        channel = self._peers.channel
+        for number, pending in list(self._pending.items()):
+            if pending.waiting and time.monotonic() < pending.due:
+                continue
+            silent = [Told(self._peers.others[member].where, "does not answer", 0.0) for member in pending.waiting]
+            told = [
+                Told(node.where, pending.told[m], channel.to_own_clock(m, 0.0))
+                for m, node in self._peers.others.items()
+                if m in pending.told
+            ]
+            answer_others(pending.request.channel, [*told, *silent])
+            pending.request.close()
+            del self._pending[number]
+
+    def close(self) -> None:
+        """Let go of those who wait."""
+        for pending in self._pending.values():
+            pending.request.close()
+        self._pending.clear()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
+import stat
 import time
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from phalanx._job.output.fold import Folder
 from phalanx._job.output.held_tracebacks import HeldTracebacks
+from phalanx._job.output.logs import explain_gap
 from phalanx._job.output.screen import CLEAR_BELOW, format_prefix, plan_status
 from phalanx._job.output.text import encode
-from phalanx._job.output.writer import Writer
 
 _REDRAW_S = 0.05  # a status line is redrawn at most this often
 
@@ -172,3 +177,159 @@ class Display:
             up = b"\x1b[%dA" % (self._drawn - 1) if self._drawn > 1 else b""
             self._out.put(up + CLEAR_BELOW)
             self._drawn = 0
+
+
+# Fold identical lines of several ranks into one, and keep each rank's own order.
+#
+# rank 0:  a  b  c            pending, in order of release:
+# rank 1:  a     c            a {0,1}   b {0}   c {0,1}
+
+WINDOW_S = 0.1  # how long a line waits for its twins; ranks in step print within a few milliseconds
+_MAX_PENDING = 4096
+
+
+@dataclass
+class Folded:
+    """A `Folded` is a line, the stream it came from (1 or 2), and the ranks that printed it."""
+
+    stream: int
+    text: bytes
+    ranks: set[int]
+    due: float
+    order: int
+
+
+class _Twins:
+    """These are pending lines of one text, in order. A step is one binary search, even for 100,000 blank lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[Folded] = []
+        self._first = 0  # the lines before it were released
+
+    def find_behind(self, order: int) -> Folded | None:
+        """Return the first line that stands behind `order`."""
+        at = bisect_right(self.lines, order, lo=self._first, key=lambda line: line.order)
+        return self.lines[at] if at < len(self.lines) else None
+
+    def drop_first(self) -> None:
+        """Note that the first line was released: it is always the first, because lines are released in order."""
+        self._first += 1
+        if 2 * self._first >= len(self.lines):
+            del self.lines[: self._first]
+            self._first = 0
+
+
+class Folder:
+    """A folder holds lines until all live ranks have printed them, or for `window_s`. Time is an argument."""
+
+    def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
+        self._live = set(ranks)
+        self._window_s = window_s
+        self._pending: deque[Folded] = deque()
+        self._waiting: dict[tuple[int, bytes], _Twins] = {}
+        self._last: dict[int, int] = {}  # rank -> order of its latest line: its next may join only behind that
+        self._order = 0
+
+    def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
+        twins = self._waiting.get((stream, text))
+        if twins is None:
+            twins = self._waiting[stream, text] = _Twins()
+        twin = twins.find_behind(self._last.get(rank, -1))
+        if twin is not None:
+            twin.ranks.add(rank)
+            self._last[rank] = twin.order
+            return
+        self._order += 1
+        entry = Folded(stream, text, {rank}, now + self._window_s, self._order)
+        twins.lines.append(entry)
+        self._pending.append(entry)
+        self._last[rank] = self._order
+
+    def end(self, rank: int) -> None:
+        """Note that `rank` will print nothing more, so no line waits for it."""
+        self._live.discard(rank)
+
+    def begin(self, ranks: Iterable[int]) -> None:
+        """Begin again with ranks that print again (after a restart)."""
+        self._live |= set(ranks)
+
+    def release(self, now: float) -> list[Folded]:
+        """Return the lines that are due, in order: all live ranks printed them, or they have waited long enough."""
+        released = []
+        while self._pending:
+            head = self._pending[0]
+            if not (self._live <= head.ranks or head.due <= now or len(self._pending) > _MAX_PENDING):
+                break
+            self._pending.popleft()
+            key = (head.stream, head.text)
+            twins = self._waiting[key]
+            twins.drop_first()
+            if not twins.lines:
+                del self._waiting[key]
+            released.append(head)
+        return released
+
+    def flush(self) -> list[Folded]:
+        return self.release(float("inf"))
+
+    @property
+    def next_due(self) -> float | None:
+        """Return when `release` will next have something to do by time alone; None when nothing is pending."""
+        return self._pending[0].due if self._pending else None
+
+
+_PIECE_BYTES = 4096  # PIPE_BUF: when poll says that a pipe is writable, this much goes in without blocking
+
+
+class Writer:
+    """A writer is a queue of bytes in front of a descriptor that may be a terminal, a pipe or a file.
+
+    The descriptor is shared with the user's shell, so it can't be made non-blocking; instead no more is written at
+    a time than is certain not to block. Thus Ctrl-C works while a pager holds up the output.
+    """
+
+    LIMIT_BYTES = 1 << 20
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.broken = False  # its reader has gone
+        self.problem: OSError | None = None  # why something could not be written that others later can
+        self._gap = False
+        self._queue = bytearray()
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether something is still to be written."""
+        return bool(self._queue)
+
+    @property
+    def full(self) -> bool:
+        """Return whether so much is waiting that nothing more should be read from the ranks."""
+        return len(self._queue) > self.LIMIT_BYTES
+
+    def put(self, data: bytes) -> None:
+        """Queue `data`; it is dropped when the reader has gone."""
+        if self.broken:
+            return
+        if self._gap and not self._queue:
+            self._queue += explain_gap(self.problem)
+        self._queue += data
+
+    def write_some(self) -> None:
+        """Write what fits without blocking."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        while self._queue and poll.poll(0):
+            try:
+                written = os.write(self.fd, self._queue[:_PIECE_BYTES])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EPIPE, errno.EIO) and not stat.S_ISREG(os.fstat(self.fd).st_mode):
+                    self.broken = True  # EPIPE: the reader has gone; EIO: the terminal has
+                else:
+                    self.problem, self._gap = error, True  # a full disk may have room later
+                self._queue.clear()
+                return
+            self._gap = False
+            del self._queue[:written]

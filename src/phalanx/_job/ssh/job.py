@@ -20,9 +20,9 @@ from phalanx._job.agent.plan import is_terminal
 from phalanx._job.agent.settings import USAGE_EXIT_CODE
 from phalanx._job.coordinator.rendezvous import join_endpoint
 from phalanx._job.hosts.reach import TRY_S
+from phalanx._job.output.display import Writer
 from phalanx._job.output.standard import open_standard_descriptors
 from phalanx._job.output.text import encode, show
-from phalanx._job.output.writer import Writer
 from phalanx._job.ssh.check import Problem, choose_address, explain_ssh, find_problems, format_table
 from phalanx._job.ssh.connection import Connection, Phase
 from phalanx._job.ssh.facts import Facts, digest_source

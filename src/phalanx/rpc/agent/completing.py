@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx._base.log import get_logger
+from phalanx._base.torch_names import find
 from phalanx.errors import message_of
 from phalanx.rpc import remote_error, wire
 from phalanx.rpc.agent.answering import Answering
 from phalanx.rpc.agent.calls import Call
-from phalanx.rpc.agent.modes import is_in_mode
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.serialization import UserCodeError, deserialize
@@ -23,6 +23,7 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 if TYPE_CHECKING:
     from phalanx.rpc.agent.agent import Agent
+
 
 _logger = get_logger(__name__)
 
@@ -136,3 +137,14 @@ class Completing:
                 _logger.error(
                     "rpc: a reference in an answer that came too late cannot be let go of: %s", message_of(error)
                 )
+
+
+_LOSES = "an answer of phalanx.rpc that a thread inside a mode of torch reads is changed by the mode"
+_num_dispatch_modes: Any = find("torch._C._len_torch_dispatch_stack", loses=_LOSES, instead=int)
+_num_function_modes: Any = find("torch._C._len_torch_function_stack", loses=_LOSES, instead=int)
+_find_transform: Any = find("torch._C._functorch.maybe_current_level", loses=_LOSES, instead=lambda: None)
+
+
+def is_in_mode() -> bool:
+    """Return whether this thread is in a dispatcher's or functions' mode, as a default device is, or in torch.func."""
+    return bool(_num_function_modes() or _num_dispatch_modes() or _find_transform() is not None)

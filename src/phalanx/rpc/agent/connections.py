@@ -13,9 +13,11 @@ from __future__ import annotations
 import select
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.log import get_logger
@@ -29,7 +31,6 @@ from phalanx.rpc.collector import without_collector
 from phalanx.rpc.network import Network
 from phalanx.rpc.options import RpcBackendOptions
 from phalanx.rpc.segments import Lender
-from phalanx.rpc.self_connection import SelfConnection
 from phalanx.rpc.unix_connection import UnixConnection
 from phalanx.rpc.unix_links import Listener, connect
 from phalanx.rpc.wire import Frame
@@ -313,3 +314,23 @@ def _read_frames(connection: UnixConnection) -> list[Frame] | None:
     except Exception as error:  # the frames are malformed
         _logger.error("rpc: the connection to %s is given up: %s", connection.peer, error)
         return None
+
+
+class SelfConnection:
+    """`SelfConnection` delivers what is sent to this worker itself; `peer` is None."""
+
+    peer = None
+    reading = None
+
+    def __init__(self, arrive: Callable[[Frame], None]) -> None:
+        self._arrive = arrive
+
+    def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
+        """Deliver a frame, with a copy of its tensors."""
+        copies = [numpy.frombuffer(one, dtype=numpy.uint8).copy() for one in buffers]
+        self._arrive(Frame(kind, call, data, extras, copies))
+
+    put = send
+
+    def flush(self) -> None:
+        """Do nothing: this connection never holds frames back."""
