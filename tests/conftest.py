@@ -110,11 +110,11 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between hosts, cut tensors of some hundred KiB into several segments, as large ones are cut."""
-    from phalanx._comm.transport.hierarchical import segments
+    from phalanx._comm.transport.hierarchical import segmented
 
-    monkeypatch.setattr(segments, "_WANTED", 16)
-    monkeypatch.setattr(segments, "_LEAST_BYTES", 2**17)
-    monkeypatch.setattr(segments, "_LEAST_MESSAGE_BYTES", 2**15)
+    monkeypatch.setattr(segmented, "_WANTED", 16)
+    monkeypatch.setattr(segmented, "_LEAST_BYTES", 2**17)
+    monkeypatch.setattr(segmented, "_LEAST_MESSAGE_BYTES", 2**15)
 
 
 @pytest.fixture(autouse=True, scope="session")
