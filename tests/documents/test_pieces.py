@@ -7,13 +7,12 @@ the names are right.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
 from tests.documents.blocks import ROOT, RUN_IN, blocks, documents
 from tests.documents.followed import PAGES as FOLLOWED
+from tests.documents.typed import run
 
 # Pages all of whose blocks a test of their own runs.
 ELSEWHERE = {
@@ -64,6 +63,7 @@ init_process_group = functools.partial(init_process_group, init_method=address, 
 BESIDES = {
     "algorithms": LAUNCHED,
     "groups-across-hosts": LAUNCHED,
+    "launching": "def begin(): pass",
     "mapreduce": """
 import pathlib
 pathlib.Path("texts").mkdir()
@@ -140,16 +140,10 @@ def test_the_pieces_of_a_page_run(page, tmp_path):
     shown = [(str(block), block.code) for block in pieces(page)]
     script = tmp_path / "pieces.py"
     script.write_text(RUN.format(pieces=shown, preludes=[PRELUDE, BESIDES.get(page.stem, "")]), encoding="utf-8")
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**kept, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ran ") >= len(shown)
+    done = run([sys.executable, str(script)], tmp_path)
+    assert done.code == 0, done.output
+    assert done.output.count("ran ") >= len(shown)
+    assert done.warnings == []
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -7,17 +7,9 @@ all that its commands print. It always shows each warning. On a page, commands r
 from __future__ import annotations
 
 import pytest
-from tests.documents.blocks import ROOT, as_pattern, blocks, commands
+from tests.documents.blocks import as_pattern, blocks, commands
 from tests.documents.followed import PAGES
 from tests.documents.typed import run
-
-PAGES += [
-    ROOT / "docs" / "how-to" / f"{name}.md"
-    for name in (
-        "a-rank-dies", "cuda-without-a-gpu", "from-accelerate", "from-lightning", "from-tf-distribute",
-        "from-torchgpipe", "from-torchrun", "loggers", "when-it-hangs",
-    )
-]  # fmt: skip
 
 
 @pytest.mark.timeout(600)  # a page starts Python and PyTorch some ten times

@@ -3,7 +3,6 @@
 It said "one process, as before" of a script whose batch was half of what it had been.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.documents.typed import run
 
 from phalanx.checkpoint import load_checkpoint
 
@@ -40,21 +40,20 @@ def script(sign):
     return "\n".join([*imports, ASIDE, *(line for line in lines if line not in imports)])
 
 
-def run(folder, sign, *launcher):
+def train(folder, sign, *launcher):
     folder.mkdir()
     (folder / "train.py").write_text(script(sign))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, "train.py"], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run([*launcher, "train.py"], folder)
+    assert (done.code, done.warnings) == (0, []), done.output
     return load_checkpoint(folder / "model.pt")
 
 
 @pytest.mark.slow
 def test_the_script_trains_alike_alone_and_on_two_ranks_and_its_file_loads_into_the_bare_module(tmp_path):
     phalanx = str(Path(sysconfig.get_path("scripts")) / "phalanx")
-    before = run(tmp_path / "before", "-", sys.executable)
-    alone = run(tmp_path / "alone", "+", sys.executable)
-    two = run(tmp_path / "two", "+", phalanx, "run", "--nproc-per-node", "2")
+    before = train(tmp_path / "before", "-", sys.executable)
+    alone = train(tmp_path / "alone", "+", sys.executable)
+    two = train(tmp_path / "two", "+", phalanx, "run", "--nproc-per-node", "2")
     assert before.keys() == alone.keys() == two.keys()
     for name, weight in alone.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
