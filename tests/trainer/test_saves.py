@@ -1,5 +1,6 @@
 """When a Trainer saves, which checkpoints stay, and going on from the best one; also at an address."""
 
+import re
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 from phalanx.checkpoint import CheckpointManager, inspect
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
-from phalanx.trainer import Callback, EarlyStopping
+from phalanx.trainer import Callback, EarlyStopping, LambdaCallback
 from phalanx.trainer.trainer import _KEEP
 
 pytest_plugins = ["tests.s3"]
@@ -207,3 +208,24 @@ def test_the_options_of_a_manager_are_not_given_twice(tmp_path):
         with pytest.raises(ValueError, match="keep and keep_best are the CheckpointManager"):
             train(manager, **options)
     assert str(train(manager, keep=_KEEP).best_checkpoint).endswith("-step-12")
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_bucket_that_is_not_there_is_reported_before_the_first_step(s3, dry_run):
+    """It was reported after the whole first epoch, and not at all by a dry run."""
+
+    def count_steps(folder, steps):
+        counted = LambdaCallback(on_step_end=lambda trainer, loss: steps.append(trainer.step))
+        train(folder, strategy="mirrored", accuracies=ACCURACIES[:1], callbacks=counted, dry_run=dry_run)
+
+    def begin(rank, world_size):
+        steps = []
+        with pytest.raises(ValueError) as caught:
+            count_steps("s3://nowhere/runs", steps)
+        assert steps == []
+        count_steps("s3://runs/there", steps)
+        assert steps == list(range(1, 3 if dry_run else 7))
+        return str(caught.value)
+
+    for words in run_ranks(begin, 2, timeout=120):
+        assert re.search(r"checkpoint='s3://nowhere/runs' can't be written to: .*exist.*\. Make the bucket", words)
