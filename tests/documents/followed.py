@@ -9,6 +9,6 @@ PAGES += [
     ROOT / "docs" / "how-to" / f"{name}.md"
     for name in (
         "a-rank-dies", "cuda-without-a-gpu", "from-accelerate", "from-lightning", "from-tf-distribute",
-        "from-torchgpipe", "from-torchrun", "loggers", "when-it-hangs",
+        "from-torchgpipe", "from-torchrun", "loggers", "when-it-hangs", "whole-script",
     )
 ]  # fmt: skip
