@@ -80,6 +80,7 @@ INSTEAD = {
 }
 
 
+@pytest.mark.slow(but=("another root", "broadcast"))
 @pytest.mark.parametrize("instead", INSTEAD)
 def test_a_rank_that_calls_something_else_is_named_on_every_rank(instead):
     call, words = INSTEAD[instead]

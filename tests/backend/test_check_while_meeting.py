@@ -50,6 +50,7 @@ def form(rank, world_size, machines, folder, place, stuck):
         (folder / f"ended-{rank}").touch()
 
 
+@pytest.mark.slow(but=("memory-0",))
 @pytest.mark.parametrize(
     ("place", "stuck"),
     [("memory", 0), ("memory", 1), pytest.param("memory", 2, marks=pytest.mark.slow), ("Gloo", 2)],

@@ -302,6 +302,7 @@ def test_a_process_can_join_a_second_group_after_the_first(tmp_path):
     run_ranks(check, 2, init=False)
 
 
+@pytest.mark.slow(but=("4",))
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_more_ranks_than_cores_work(world_size):
     def check(rank, world_size):

@@ -63,6 +63,7 @@ def explore(objects, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow(but=("CCB DDB", "-d -c CC CC"))
 @pytest.mark.parametrize(
     "arguments",
     ["RS SR", "-c RB RB", "-d R R", "-d -c B B", "CR RC", "CCB DDB", "-d -c CC CC"],
@@ -71,6 +72,7 @@ def test_every_order_of_two_short_programs(explore, arguments):
     assert "states" in explore(*arguments.split())
 
 
+@pytest.mark.slow(but=("-p0 ACRA ACRA",))
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -90,6 +92,7 @@ def test_all_pairs_of_programs_of_two_calls(explore):
     assert "in 900 programs" in explore("-p0", "-a2", "-n2")
 
 
+@pytest.mark.slow(but=("-c -d CDC CDC CDC", "RS RS SR"))
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -112,6 +112,7 @@ def test_tensors_outlive_the_lending_and_the_group():
     assert run_ranks(exchange, 2) == [SIZE / 4] * 2
 
 
+@pytest.mark.slow(but=("1f1b",))
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_a_pipeline_copies_no_activation_and_no_gradient(schedule):
     def train(rank, world_size):

@@ -62,6 +62,7 @@ def _backward(group, rank, size):
     return [step]
 
 
+@pytest.mark.slow(but=("_collectives",))
 @pytest.mark.parametrize("calls", [_collectives, _messages, _backward])
 def test_destroying_a_group_while_a_thread_is_inside_ends_its_operation_and_not_the_process(calls):
     """The other thread died of SIGSEGV in a backward and in point to point, and a fast all_reduce got a ValueError.

@@ -74,6 +74,7 @@ def waiting_in(operation, rank):
         dist.all_reduce(tensor, async_op=True).get_future().wait()
 
 
+@pytest.mark.slow(but=("SIGKILL", "exception"))
 @pytest.mark.parametrize("end", ENDS)
 def test_survivors_of_a_collective_learn_who_died_and_how(end, capfd):
     die, how = ENDS[end]

@@ -78,6 +78,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow(but=("operation", "dtype", "size", "asynchronous", "destination"))
 @pytest.mark.parametrize("name", CALLS)
 def test_every_rank_is_told_what_each_rank_called_and_where(name):
     odd, even, odd_text, even_text = CALLS[name]

@@ -46,6 +46,7 @@ def state_of(step):
     return {"w": torch.full((3,), float(step)), "v": torch.ones(2)}
 
 
+@pytest.mark.slow(but=("save-whole", "async_save-sharded"))
 @KINDS
 @HOW
 def test_of_steps_1_to_5_with_only_2_failing_the_others_are_saved(tmp_path, sharded, how):
@@ -77,6 +78,7 @@ def test_of_steps_1_to_5_with_only_2_failing_the_others_are_saved(tmp_path, shar
     assert "Training continues, and the next save is attempted as usual; 3 in a row may fail (max_failures)." in text
 
 
+@pytest.mark.slow(but=("save-whole", "async_save-sharded"))
 @KINDS
 @HOW
 def test_more_failures_in_a_row_than_are_allowed_end_the_training_on_every_rank(tmp_path, sharded, how):

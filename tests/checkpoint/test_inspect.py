@@ -62,6 +62,7 @@ def test_a_file_of_torch_save_is_shown(tmp_path):
     assert [item.name for item in inspect(tmp_path / "two.pt").items] == [".0", ".1"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_tensors_that_are_not_strided_are_shown_in_a_new_process(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # jagged tensors import what sets it

@@ -218,6 +218,7 @@ def go_on_fused(rank, world_size, folder, kind, sharded, zero):
     assert_equal(found, dict.fromkeys(found, expected))
 
 
+@pytest.mark.slow(but=("AdamW-whole-plain", "AdamW-sharded-zero"))
 @pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("kind", FUSED)

@@ -40,6 +40,7 @@ def _gradients_with(hook, state, rank, *, wrap=DistributedDataParallel):
     return copy_gradients(ddp)
 
 
+@pytest.mark.slow(but=("phalanx-fp16_wrapper",))
 @pytest.mark.parametrize(
     ("hook", "tolerance"),
     [

@@ -58,6 +58,7 @@ def _plain(model, rank):
     model(batch_of(rank)).square().mean().backward()
 
 
+@pytest.mark.slow(but=("phalanx-2", "phalanx-3"))
 @pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2), ("phalanx", 1), ("phalanx", 2), ("phalanx", 3)])
 def test_backward_leaves_the_mean_on_every_rank(backend, world_size):
     def fn(rank, world_size):
@@ -379,6 +380,7 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.body, self.stem(inputs), use_reentrant=self.use_reentrant)
 
 
+@pytest.mark.slow(but=("phalanx-tied", "phalanx-frozen"))
 @pytest.mark.parametrize(
     "build",
     [

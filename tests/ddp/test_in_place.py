@@ -41,6 +41,7 @@ def _step(ddp, rank, step=0, **zero):
     ddp(_batch(rank, step)).square().mean().backward()
 
 
+@pytest.mark.slow(but=("2-False",))
 @pytest.mark.parametrize(("world_size", "set_to_none"), [(2, False), (3, True)])
 def test_large_gradients_are_averaged_where_autograd_wrote_them(world_size, set_to_none):
     def fn(rank, world_size):

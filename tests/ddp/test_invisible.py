@@ -224,6 +224,7 @@ def _transform(function, x, name):
             raise ValueError(name)
 
 
+@pytest.mark.slow(but=("vmap", "checkpoint"))
 @pytest.mark.parametrize("name", ["vmap", "hessian", "jvp", "trace", "make_fx", "checkpoint"])
 def test_transforms_and_traces_see_the_module_alone(name):
     def fn(rank, world_size):

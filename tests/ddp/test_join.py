@@ -38,6 +38,7 @@ def _compare(ours, theirs):
     assert_same_on_all_ranks(ours)
 
 
+@pytest.mark.slow(but=("phalanx-counts0-True",))
 @pytest.mark.parametrize(("counts", "by_all"), [([0, 2], True), ([1, 3, 2], False), ([2, 0, 4, 1], True)])
 def test_weights_are_those_of_pytorch(backend, counts, by_all):
     def fn(rank, world_size, wrap):
@@ -48,6 +49,7 @@ def test_weights_are_those_of_pytorch(backend, counts, by_all):
     _compare(ours, run_ranks(fn, len(counts), TorchDistributedDataParallel, backend="gloo"))
 
 
+@pytest.mark.slow(but=("phalanx-unused",))
 @pytest.mark.parametrize("case", ["batchnorm", "unused", "accumulate"])
 def test_buffers_unused_parameters_and_accumulation_are_those_of_pytorch(backend, case):
     counts = [1, 3, 2]

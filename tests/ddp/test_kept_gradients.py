@@ -233,6 +233,7 @@ def _watch(model, kept):
     return nodes
 
 
+@pytest.mark.slow(but=("phalanx",))
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_what_hooks_keep_of_a_gradient_stays_what_autograd_made(backend):
     def fn(rank, world_size):

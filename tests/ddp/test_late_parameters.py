@@ -64,6 +64,7 @@ def test_a_newcomer_is_named_at_the_next_forward_on_every_rank(backend, change, 
         assert "wrap it anew, model = DistributedDataParallel(model.module)" in message
 
 
+@pytest.mark.slow(but=("_add_module",))
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_wrapped_anew_as_the_message_says_the_newcomer_is_averaged(change):
     def fn(rank, world_size):

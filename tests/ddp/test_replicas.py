@@ -43,6 +43,7 @@ def test_the_first_difference_is_named_on_every_rank(backend):
     )
 
 
+@pytest.mark.slow(but=("torch.float32-nan", "torch.bfloat16-values", "torch.complex64-signs of zero"))
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

@@ -117,6 +117,7 @@ def _recompute(ddp, optimizer, rank, step):
     optimizer.step()
 
 
+@pytest.mark.slow(but=("_accumulate", "_penalize"))
 @pytest.mark.parametrize(
     "take_step",
     [_penalize, _leave_gradients, _step_with_another, _accumulate, _go_back_twice, _recompute],

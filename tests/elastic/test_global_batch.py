@@ -134,6 +134,7 @@ def test_each_batch_of_a_full_job_is_made_by_one_of_fewer_readers_in_the_same_st
 SHARED = [(97, True, False, 4, 3), (96, False, False, 5, 4), (50, True, True, 4, 3), (3, True, False, 2, 2)]
 
 
+@pytest.mark.slow(but=("case1",))
 @pytest.mark.parametrize("case", SHARED)
 def test_more_readers_than_parts_share_the_samples_of_each_step(case: Any) -> None:
     length, _, _, batch, parts = case

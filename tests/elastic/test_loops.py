@@ -296,6 +296,7 @@ def test_a_loop_that_reads_ahead_and_does_not_say_so_is_told(caplog: pytest.LogC
     assert not caplog.records
 
 
+@pytest.mark.slow(but=("2-True-2", "5-False-0"))
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("num_batches", [2, 5])

@@ -100,6 +100,7 @@ def test_a_group_whose_ranks_have_other_numbers_is_refused_by_name(tmp_path: Pat
         assert "Make it in the function that is elastic.run" in said
 
 
+@pytest.mark.slow(but=("phalanx",))
 @pytest.mark.parametrize("wrapper", ["phalanx", "torch"])
 def test_a_wrapper_over_a_group_of_its_own_stays_with_it(wrapper: str, tmp_path: Path) -> None:
     """It was moved to the default group, and averaged over all ranks from then on."""

@@ -40,6 +40,7 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "shares", os.e
 """
 
 
+@pytest.mark.slow(but=("words0-3-None-3-None", "words1-4-1,2-2-None"))
 @pytest.mark.parametrize(
     ("words", "gpus", "visible", "ranks", "shares"),
     [

@@ -51,6 +51,7 @@ def struck(rank, world_size, path, at):
     return "rank 1"
 
 
+@pytest.mark.slow(but=("1-phalanx",))
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 @pytest.mark.parametrize("at", [1, 400])
 def test_a_lost_rank_is_told_to_the_others(text, backend, at):

@@ -283,6 +283,7 @@ def hoarding_large_values(rank, world_size, combine):
     return held[0] >> 10, sum(one for _, one in result)
 
 
+@pytest.mark.slow(but=("combined",))
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of what a process holds")
 @pytest.mark.parametrize("combine", [None, operator.add], ids=["listed", "combined"])
 def test_a_rank_holds_no_more_than_it_may_of_values_of_a_mb_each(combine):

@@ -315,6 +315,7 @@ def test_groups_frozen_parameters_and_those_without_gradients(monkeypatch):
     assert run_ranks(grouped, 2) == [True] * 2
 
 
+@pytest.mark.slow(but=("2-0",))
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_that_get_their_first_gradients_at_different_steps(world_size, seed):
@@ -410,6 +411,7 @@ def test_state_is_that_of_the_plain_optimizer_and_loads_everywhere():
     assert run_ranks(saved, 2) == [[True] * 4] * 2
 
 
+@pytest.mark.slow(but=("True",))
 @pytest.mark.parametrize("model_first", [True, False])
 def test_masters_of_half_parameters_are_saved_and_come_back_to_the_bit(model_first):
     """The masters of a transposed parameter that is whole on one rank came back to other elements."""

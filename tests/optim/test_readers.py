@@ -60,6 +60,7 @@ def _swap_averages(rank, world_size, seed, offload):
     return torch.allclose(torch.tensor(own), torch.tensor(shared), rtol=1e-4), torch.equal(weights, same)
 
 
+@pytest.mark.slow(but=("0-2",))
 @pytest.mark.parametrize(("seed", "world_size"), [(0, 2), (1, 3), (2, 2)])
 def test_averages_are_swapped_in_and_out_as_with_parameters_of_ones_own(seed, world_size):
     """A rank that was late kept the averages of the first one as its backup, and wrote them over the weights."""

@@ -28,6 +28,7 @@ def _diloco(model, optimizer, **options):
 KINDS = {"local": _local, "diloco": _diloco, "diloco on cpu": lambda *a, **o: _diloco(*a, backup_device="cpu", **o)}
 
 
+@pytest.mark.slow(but=("phalanx-steps_of3-diloco", "phalanx-steps_of3-local"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("backend", "steps_of"),

@@ -32,6 +32,7 @@ def _one_batch(ddp, optimizer, step):
     optimizer.step()
 
 
+@pytest.mark.slow(but=("2-AdamW-options1",))
 @pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
 @pytest.mark.parametrize("to", [0, 2])
 def test_the_consolidated_state_is_the_plain_optimizers(optimizer_class, options, to):

@@ -82,6 +82,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.slow(but=("half way-False", "before the second sync-True"))
 @pytest.mark.parametrize(
     ("window", "offload"),
     [*((window, False) for window in WINDOWS), ("half way", True), ("before the second sync", True)],
@@ -185,6 +186,7 @@ STOPS = {
 }
 
 
+@pytest.mark.slow(but=("half way",))
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_rank_that_was_stopped_in_the_update_comes_back_to_the_step_that_the_others_hold(stop):
     """It woke when they had timed out and undone theirs, saw that all had written, and took the new step for whole.

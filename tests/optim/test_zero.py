@@ -500,6 +500,7 @@ class Large(nn.Module):
 _WITHOUT_GATHER = {"gather_gradients": False}
 
 
+@pytest.mark.slow(but=("AdamW-2",))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("made", [optim.AdamW, NormSGD])
 def test_without_gathering_gradients_the_weights_are_the_same(world_size, made):
@@ -513,6 +514,7 @@ def test_without_gathering_gradients_the_weights_are_the_same(world_size, made):
     assert all(run_ranks(fn, world_size)) == (world_size == 1)
 
 
+@pytest.mark.slow(but=("2.0",))
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_its_own_clipping_is_that_of_torch_and_needs_no_gathered_gradients(norm_type):
     def fn(rank, world_size):

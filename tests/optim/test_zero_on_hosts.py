@@ -135,6 +135,7 @@ def _joins(rank, world_size, machines, offload):
         train(model, optimizer, rank, STEPS - (rank == world_size - 1))
 
 
+@pytest.mark.slow(but=("True",))
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_rank_that_runs_out_of_data_is_refused_by_name(offload):
     """Ranks of a host that had left changed no parameter in later steps, those of the other host did, and all went on;
@@ -168,6 +169,7 @@ def _uses_torchs(rank, world_size, machines):
         ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, offload=True)
 
 
+@pytest.mark.slow(but=("sizes0",))
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # what torch's module uses
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
 def test_where_a_host_has_one_rank_it_is_pytorchs_class(sizes):

@@ -43,6 +43,7 @@ def _digest(tensors):
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
+@pytest.mark.slow(but=("phalanx-2",))
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_with_parts_of_a_batch_train_like_one_process_with_all_of_it(backend, world_size):
     alone = _train(mlp(SIZES, seed=0), 0, 1)
@@ -50,6 +51,7 @@ def test_ranks_with_parts_of_a_batch_train_like_one_process_with_all_of_it(backe
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow(but=("phalanx-2",))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_and_two_runs_end_with_the_same_bits(backend, world_size):
     digests = {_digest(weights) for _ in range(2) for weights in run_ranks(_train_ours, world_size, backend=backend)}

@@ -52,6 +52,7 @@ def test_fsdp_trains_in_memory_of_the_group_as_it_does_over_gloo():
     run_ranks(check, 2, timeout=250)
 
 
+@pytest.mark.slow(but=("40000",))
 @pytest.mark.parametrize("count", [10, 40_000, 300_000])
 def test_a_gather_of_tensors_in_the_heap_is_that_of_any_others(count):
     """In the heap everywhere, on some ranks only, or nowhere; the input a part of the output, as with FSDP2."""

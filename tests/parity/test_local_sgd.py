@@ -47,6 +47,7 @@ def _train_locally(rank, make_averager, first, last, wrap, saved=None):
     return weights, (model.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.slow(but=("_periodic",))
 @pytest.mark.parametrize("make_averager", [_periodic, _hierarchical])
 def test_post_local_sgd_ends_with_the_weights_of_gloo(make_averager):
     def fn(rank, world_size):

@@ -76,6 +76,7 @@ def _in_one_process(seed, world_size, *, step):
     return weight - 0.1 * gradient if step else weight, gradient
 
 
+@pytest.mark.slow(but=("ddp",))
 @pytest.mark.parametrize("train", [_train_ddp, _train_zero], ids=["ddp", "zero"])
 def test_ranks_whose_strides_differ_train_the_same_numbers_or_are_refused(train):
     def work(rank, world_size):

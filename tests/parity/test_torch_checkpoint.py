@@ -42,6 +42,7 @@ def _load(rank, world_size, path):
     return state["sharded"].full_tensor(), state["plain"], state["step"]
 
 
+@pytest.mark.slow(but=("_save",))
 @pytest.mark.parametrize("save", [_save, _save_async])
 def test_a_checkpoint_of_two_ranks_is_loaded_by_three_and_by_one(tmp_path, save):
     run_ranks(save, 2, str(tmp_path / "checkpoint"))

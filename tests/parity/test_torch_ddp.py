@@ -58,6 +58,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow(but=("plain", "static graph", "unused parameters"))
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ddp_ends_with_the_weights_that_gloo_gives(setting):
     arguments, hook, gated = SETTINGS[setting]
@@ -94,6 +95,7 @@ def test_no_sync_accumulates_and_the_last_backward_reduces():
     assert_same_as_gloo(fn, 2)
 
 
+@pytest.mark.slow(but=("True",))
 @pytest.mark.parametrize("by_initial_world_size", [True, False])
 def test_join_lets_ranks_have_batches_of_their_own_number(by_initial_world_size):
     def fn(rank, world_size):

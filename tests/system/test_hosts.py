@@ -193,6 +193,7 @@ def test_a_large_tensor_arrives_whole_although_it_travels_in_segments():
     assert on_hosts((2, 1), check) == [(True, True)] * 3
 
 
+@pytest.mark.slow(but=("ring", "hierarchical"))
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving_doubling", "single", "hierarchical"])
 def test_every_algorithm_gives_every_rank_the_same_bits(algorithm):
     def check(rank, world_size, machines):

@@ -198,6 +198,7 @@ def test_a_rank_that_dies_while_others_wait_for_its_message_is_named():
     assert "recv from rank 1 in group '0' on rank 0: rank 1 (pid " in message
 
 
+@pytest.mark.slow(but=("operation-1", "dtype-3"))
 @pytest.mark.parametrize(("how", "odd"), [("operation", 1), ("size", 3), ("dtype", 3), ("root", 3)])
 def test_a_disagreement_names_every_ranks_call_and_changes_no_tensor(how, odd):
     def call(tensor, rank, world_size):
@@ -519,6 +520,7 @@ def test_a_rank_that_ends_with_an_error_says_so_to_the_other_hosts():
     assert "is gone: it ended with ValueError: bad luck." in on_hosts((1, 1), check, lost=(1,))[0]
 
 
+@pytest.mark.slow(but=("collective",))
 @pytest.mark.parametrize("waits_for", ["collective", "large collective", "message"])
 def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
     # Gloo waits in C++, where no signal is heard: it was heard at the timeout.
@@ -666,6 +668,7 @@ def test_ranks_with_different_options_are_told_before_anything_is_built():
         assert "rank 1: algorithm=tree" in str(error)
 
 
+@pytest.mark.slow(but=("option-eth7", "variable-^docker,lo"))
 @pytest.mark.parametrize("value", ["^docker,lo", "eth7"])
 @pytest.mark.parametrize("by", ["option", "variable"])
 def test_a_wrong_interface_is_named_with_its_value_and_the_interfaces_that_exist(monkeypatch, by, value):

@@ -28,6 +28,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow(but=("9", "15"))
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_nothing_survives_the_end_of_the_agent(tmp_path: Path, number: int) -> None:
     script = write_script(tmp_path, FAMILY)
@@ -299,6 +300,7 @@ def test_a_rank_that_is_still_there_is_named_with_its_state_and_stopped_after_th
     assert "First failure" not in finished.err
 
 
+@pytest.mark.slow(but=("rank",))
 @pytest.mark.parametrize("whom", ["rank", "agent", "agent and zygote"])
 def test_no_temporary_folder_of_multiprocessing_is_left(
     tmp_path: Path, whom: str, request: pytest.FixtureRequest

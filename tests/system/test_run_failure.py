@@ -35,6 +35,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow(but=("raise-1-words0", "kill-137-words5", "exit-7-words1"))
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
@@ -258,6 +259,7 @@ def test_a_report_never_goes_into_a_file_of_the_user(tmp_path: Path) -> None:
         assert not any(path.stat().st_size for path in mine)
 
 
+@pytest.mark.slow(but=("257-1", "False-0"))
 @pytest.mark.parametrize(
     ("code", "status"), [("256", 0), ("257", 1), ("-1", 255), ("2 ** 70", 255), ("0.0", 1), ("False", 0), ("''", 1)]
 )

@@ -91,6 +91,7 @@ def test_a_reader_that_goes_away_ends_the_job_quietly(tmp_path: Path) -> None:
         assert running.survivors() == []
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_closed_descriptor_is_as_good_as_dev_null(tmp_path: Path, closed: int) -> None:
     script = write_script(tmp_path, "print('out')")

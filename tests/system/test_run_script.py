@@ -368,6 +368,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow(but=("source", "archive"))
 @pytest.mark.parametrize("form", ["source", "bytecode", "bytecode by another name", "folder", "archive", "link"])
 def test_every_form_of_a_script_runs_as_python_runs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
