@@ -72,7 +72,7 @@ def run_ranks(
     if init:  # imported once here, not once in each rank that is forked
         import torch.distributed  # noqa: F401
 
-        if "phalanx" in backend and not isinstance(call, bytes):
+        if backend and "phalanx" in backend and not isinstance(call, bytes):
             import phalanx._comm.backend.preloaded  # noqa: F401
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-", ignore_cleanup_errors=True) as folder:
         tasks = [
