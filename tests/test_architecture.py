@@ -318,8 +318,9 @@ def test_no_module_has_a_name_that_says_nothing():
     assert [str(module) for module in modules() if VAGUE & {*room_of(module).split("/"), module.stem}] == []
 
 
+# The libffi of some systems opens a descriptor when ctypes is imported.
 PROBE = """
-import json, logging, os, sys
+import ctypes, json, logging, os, sys
 before = dict(os.environ), set(os.listdir("/proc/self/fd")), list(logging.root.handlers)
 import phalanx{name}
 after = dict(os.environ), set(os.listdir("/proc/self/fd")), list(logging.root.handlers)

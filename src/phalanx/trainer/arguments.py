@@ -73,6 +73,10 @@ def _lacks_arguments(model: Any, name: str) -> bool:
     return False
 
 
+# One for each Python: up to 3.14, from 3.12 to 3.13, and from 3.15 on.
+_LOADS_OF_NONE = ("LOAD_CONST", "RETURN_CONST", "LOAD_COMMON_CONSTANT")
+
+
 def returns_nothing(function: Any) -> bool:
     """Return whether a function, or a method, can only return None; False where its code is not known."""
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
@@ -82,7 +86,7 @@ def returns_nothing(function: Any) -> bool:
     for one in dis.get_instructions(code):
         if one.opname in ("RETURN_VALUE", "RETURN_CONST"):
             last = one if one.opname == "RETURN_CONST" else before
-            ends.append(last is not None and last.opname in ("LOAD_CONST", "RETURN_CONST") and last.argval is None)
+            ends.append(last is not None and last.opname in _LOADS_OF_NONE and last.argval is None)
         before = one
     return bool(ends) and all(ends)
 

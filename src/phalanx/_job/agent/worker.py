@@ -296,7 +296,9 @@ def _prepare_main(assignment: Assignment, report: Reporter) -> Callable[[], obje
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
     loader = SourcelessFileLoader if form == "bytecode" else SourceFileLoader
-    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
+    main.__dict__.update(__file__=path, __loader__=loader("__main__", path))
+    if sys.version_info < (3, 15):
+        main.__dict__["__cached__"] = None
 
     def run_script() -> None:
         with io.open_code(path) as file:
