@@ -56,6 +56,6 @@ def _run(folder: Path, tests: str, *words: str) -> str:
     (folder / "test_some.py").write_text(tests)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", *words]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

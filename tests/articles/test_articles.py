@@ -130,7 +130,7 @@ def as_script(name, side, folder):
 
 
 def spawn(script):
-    subprocess.run([sys.executable, str(script)], env=environment(), check=True, timeout=100)
+    subprocess.run([sys.executable, str(script)], env=environment(), check=True, timeout=600)
 
 
 def srun(script):
@@ -163,7 +163,7 @@ def test_a_command_starts_the_script_on_two_ranks(tmp_path, command):
     words = command.replace("29512", free_port()).split()  # the page's port may be in use beside us
     variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # in a container, say
     done = subprocess.run(
-        words, cwd=tmp_path, env=environment(**variables), capture_output=True, text=True, timeout=100, check=False
+        words, cwd=tmp_path, env=environment(**variables), capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"said-{rank}").read_text() for rank in range(2)] == ["phalanx 2 3.0"] * 2

@@ -233,7 +233,7 @@ def test_a_process_ends_at_once_and_as_it_wants_while_a_daemon_thread_is_inside(
         ("messages", "end"),
     ]
     command = [sys.executable, "-c", ENDING, str(tmp_path), json.dumps(cases)]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=280, check=True)
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
     told = json.loads(run.stdout)
     for what, how in cases:
         for status, text in told[f"{what}-{how}"]:

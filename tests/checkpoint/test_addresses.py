@@ -333,7 +333,7 @@ import torch
 from phalanx.checkpoint import CheckpointManager
 CheckpointManager({folder!r}).async_save(1, {{"w": torch.ones(500_000), "v": [-torch.ones(500_000)], "step": 1}})
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
     alone(lambda: assert_whole(CheckpointManager(folder).load()))
 
 

@@ -167,7 +167,7 @@ def test_what_another_python_pickled_is_read(tmp_path):
     tensors = [TensorStorageMetadata(one, torch.Size([4]), [chunk]) for one in properties]
     expected = Metadata(dict(zip(NAMES, tensors, strict=True)), None, {}, StorageMeta(pathlib.Path("/somewhere/else")))
     for python in pythons_here():
-        ended = subprocess.run([python, "-E", str(tmp_path / "write.py")], capture_output=True, timeout=60)
+        ended = subprocess.run([python, "-E", str(tmp_path / "write.py")], capture_output=True, timeout=600)
         assert ended.returncode == 0, ended.stderr.decode()
         assert decode_metadata(ended.stdout) == expected, python
 

@@ -24,7 +24,7 @@ def home(tmp_path):
 
 
 def phalanx(*words, env, **options):
-    return subprocess.run([*PHALANX, *words], env=env, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([*PHALANX, *words], env=env, capture_output=True, text=True, timeout=600, **options)
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ def test_a_flood_in_the_last_moment_does_not_hold_up_the_end():
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
 
     line = [sys.executable, "-c", _CLOSE]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, preexec_fn=allow, check=True)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600, preexec_fn=allow, check=True)
     assert done.stdout == "closed\n"
 
 

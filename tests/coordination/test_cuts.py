@@ -473,7 +473,7 @@ with Service("127.0.0.1:0", key) as service:
 def test_a_member_that_goes_while_its_messages_wait_does_not_end_the_coordinator():
     """The coordinator was busy for a few seconds, and a member died whose messages it had yet to read. libzmq sent that
     member a heartbeat, and an assertion of its own ended the agent of the first host, and the job."""
-    done = subprocess.run([sys.executable, "-c", _FLOODED], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _FLOODED], capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stdout.strip()) == (0, "1000"), done.stderr
 
 

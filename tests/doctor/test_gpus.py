@@ -40,7 +40,7 @@ def _warnings(facts):
 def _ask(tmp_path, **variables):
     env = {**os.environ, **build_nvml(tmp_path), **variables}
     command = [sys.executable, "-m", "phalanx._tools.doctor.driver"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=600)
     return json.loads(done.stdout)
 
 

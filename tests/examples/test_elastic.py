@@ -19,7 +19,7 @@ def start():
 
 
 def finish(process, said=""):
-    output = said + process.communicate(timeout=100)[0]
+    output = said + process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     (weights,) = re.findall(r"weights (.*)$", output, re.MULTILINE)
     return output, weights

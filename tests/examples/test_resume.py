@@ -19,7 +19,7 @@ def start(folder):
 
 
 def finish(process):
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     (weights,) = re.findall(r"^weights (.*)$", output, re.MULTILINE)
     return output, weights
@@ -32,7 +32,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     for line in killed.stdout:
         if line.startswith("step 70:"):  # in the second epoch; it has gone on by now
             killed.send_signal(signal.SIGKILL)
-    killed.communicate(timeout=100)
+    killed.communicate(timeout=600)
     output, weights = finish(start(tmp_path / "killed"))
     (begins,) = re.findall(r"^begins after step (\d+)$", output, re.MULTILINE)
     assert 65 <= int(begins) <= 100  # one that a slow machine kills too late has ended, which is as good an end

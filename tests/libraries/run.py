@@ -106,7 +106,7 @@ def in_ranks(code: str, settings: dict[str, Any]) -> tuple[set[str], Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        results = run_ranks(run_block, 2, code, settings, folder, port, init=False, start="fork", timeout=100)
+        results = run_ranks(run_block, 2, code, settings, folder, port, init=False, start="fork", timeout=500)
     return {backend for backend, *_ in results if backend}, [result for _, *result in results]
 
 

@@ -151,7 +151,7 @@ def test_wandb_reads_metrics_config_the_report_and_the_end(tmp_path):
     pytest.importorskip("wandb")
     # In a process of its own: wandb starts another one, and keeps it.
     done = subprocess.run(
-        [sys.executable, "-c", WANDB, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", WANDB, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     history, config, exits = read_wandb(tmp_path)

@@ -302,5 +302,5 @@ for ask in (sums.pack, sums.items):
 
 def test_an_order_for_which_there_was_no_memory_is_none():
     """The places of the order before were still valid, in memory that nobody had written."""
-    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=600)
     assert (done.stdout.split("\n"), done.stderr) == (["no memory", "no places", "no places", ""], "")

@@ -94,7 +94,7 @@ def _work(rank, folder, synchronous, computes):
     launcher = Path(sysconfig.get_path("scripts"), "phalanx")
     command = [sys.executable, str(launcher), "run", "--nproc-per-node", "2", str(script), folder]
     command += [str(synchronous), str(computes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     for server in ("s0", "s1"):
         rpc.rpc_sync(server, set_event, ("it is over",))
     rpc.shutdown()

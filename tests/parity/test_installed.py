@@ -30,7 +30,7 @@ def _run(*arguments, installed, program=PROGRAM):
     if not installed:
         variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     command = [sys.executable, program, *map(str, arguments)]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_torchrun_starts_again_after_a_start_that_failed(tmp_path):
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port()), str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["phalanx 2 3.0"] * 2
 
@@ -102,7 +102,7 @@ def _run_script(tmp_path, *launcher):
     environment["OMP_NUM_THREADS"] = "1"
     environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")  # in a container, say
     done = subprocess.run(
-        [*launcher, str(script), str(out)], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [*launcher, str(script), str(out)], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return {path.name: path.read_text() for path in sorted(out.iterdir())}

@@ -15,7 +15,7 @@ _SENTENCE = "Phalanx's C core is not there"
 
 def _run(code: str, *words: str, cwd: Path | None = None) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", _HIDE + code, *words], capture_output=True, text=True, timeout=110, cwd=cwd
+        [sys.executable, "-c", _HIDE + code, *words], capture_output=True, text=True, timeout=600, cwd=cwd
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -24,7 +24,7 @@ def _run(launcher, name):
     kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHED)}
     command = [sys.executable, *launcher, str(PROGRAMS / f"{name}.py")]
     return subprocess.run(
-        command, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=110, check=False
+        command, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False
     )
 
 

@@ -31,7 +31,7 @@ for _ in range(5):
 def python(folder, script, *arguments, code=0):
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PHALANX", "TORCHELASTIC"))}
     words = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

@@ -41,7 +41,7 @@ def run(folder, script, *options, code=0):
     (folder / "train.py").write_text(script)
     words = [PHALANX, "run", "--nproc-per-node", "2", "--report", "out", *options, "train.py"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == code, done.stdout + done.stderr
     return folder / "out"
 

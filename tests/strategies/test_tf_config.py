@@ -99,6 +99,6 @@ def test_a_plain_script_on_each_host_becomes_one_job(tmp_path: Path):
             )
             for number, machine in enumerate(machines)
         ]
-        said = [process.communicate(timeout=100)[0] for process in running]
+        said = [process.communicate(timeout=600)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     assert "MultiWorkerMirroredStrategy 2 3" in said[0], said  # where the first host shows all ranks

@@ -22,7 +22,7 @@ class HostsApart(Cluster):
     def ask(self, number: int, *words: str) -> str:
         """What `phalanx` with these words says on a host."""
         line = [*self.command_on(number), sys.executable, "-m", "phalanx.cli", *words]
-        return subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(line, capture_output=True, text=True, check=True, timeout=600).stdout
 
     def scrape(self, number: int) -> str:
         """What a host's command serves at the address that it has said."""

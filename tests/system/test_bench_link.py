@@ -35,7 +35,7 @@ def _start(machine, number, *words):
 def test_the_link_between_two_hosts_is_measured_and_told_as_an_option():
     with hosts(2, rate="100mbit") as machines:
         started = [_start(machine, i, "--rounds=3", "--json") for i, machine in enumerate(machines)]
-        ended = [process.communicate(timeout=100) for process in started]
+        ended = [process.communicate(timeout=600) for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(map("\n".join, ended))
     assert ended[1][0] == ""
     told = json.loads(ended[0][0])

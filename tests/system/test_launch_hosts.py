@@ -72,7 +72,7 @@ def test_ranks_of_another_host_have_the_function_and_hand_back_what_came_of_it(t
             join = [*inside[1], "-m", "phalanx", "join", found[1]]
             (scratch := tmp_path / "scratch").mkdir()
             environ = {**environment, "TMPDIR": str(scratch)}
-            joined = subprocess.run(join, cwd=tmp_path / "second", env=environ, capture_output=True, timeout=100)
+            joined = subprocess.run(join, cwd=tmp_path / "second", env=environ, capture_output=True, timeout=600)
             said += driver.stdout.read()
     assert "as it should be" in said, said
     assert said.count("trained") >= 1

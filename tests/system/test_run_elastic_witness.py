@@ -33,7 +33,7 @@ def list_keys(made: Cluster) -> list[str]:
     )
     address = f"{made.machines[-1].address}:{_PORT}"
     line = [*made.machines[-1].command, sys.executable, "-c", script, address]
-    return subprocess.run(line, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    return subprocess.run(line, check=True, capture_output=True, text=True, timeout=600).stdout.split()
 
 
 @pytest.mark.slow(but=("False",))

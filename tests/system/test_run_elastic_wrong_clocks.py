@@ -59,7 +59,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("clock") / "wrong_clock.so"
     source = Path(__file__).with_name("wrong_clock.c")
     words = ("cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(path), str(source), "-ldl")
-    subprocess.run(words, check=True, timeout=60)
+    subprocess.run(words, check=True, timeout=600)
     return str(path)
 
 

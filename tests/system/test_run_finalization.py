@@ -91,7 +91,7 @@ def test_a_rank_leaves_what_a_plain_python_program_leaves(tmp_path: Path, how: s
     for folder in (plain, ranks):
         folder.mkdir()
         (folder / "mine.py").write_text(MODULE)
-    alone = subprocess.run([sys.executable, script, str(plain), how], capture_output=True, text=True, timeout=60)
+    alone = subprocess.run([sys.executable, script, str(plain), how], capture_output=True, text=True, timeout=600)
     finished = run("--no-preload", "--nproc-per-node", "1", script, str(ranks), how)
     assert finished.code == alone.returncode
     expected, seen = _look(plain), _look(ranks)
@@ -106,7 +106,7 @@ def test_a_rank_leaves_what_a_plain_python_program_leaves(tmp_path: Path, how: s
 
 def test_output_that_cannot_be_written_is_still_told_by_the_exit_code(tmp_path: Path) -> None:
     script = write_script(tmp_path, "import sys\nsys.stdout = open('/dev/full', 'w')\nprint('x')\n")
-    alone = subprocess.run([sys.executable, script], capture_output=True, timeout=60)
+    alone = subprocess.run([sys.executable, script], capture_output=True, timeout=600)
     assert run("--no-preload", "--nproc-per-node", "1", script).code == alone.returncode == 120
 
 

@@ -98,7 +98,7 @@ def test_a_closed_descriptor_is_as_good_as_dev_null(tmp_path: Path, closed: int)
     words = [sys.executable, "-m", "phalanx.cli", "run", "--no-preload", "--nproc-per-node", "1", script]
     # a closed stdout once gave its number to one of the agent's own pipes, and the command never ended
     done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *words], capture_output=True, text=True, timeout=60
+        ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *words], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("" if closed == 1 else "[0] out\n")
@@ -226,7 +226,7 @@ def test_a_full_disk_under_stdout_is_said_and_the_job_goes_on(tmp_path: Path) ->
     )
     words = [sys.executable, "-m", "phalanx.cli", "run", "--no-preload", "--nproc-per-node", "1", script]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
     assert done.returncode == 120  # as `python script.py`, whose output cannot be written
     assert done.stderr.count("phalanx run:") == 1
     assert "stdout cannot be written: No space left on device. The job goes on" in done.stderr

@@ -92,7 +92,7 @@ def test_workers_of_two_hosts_call_each_other_and_whoever_has_not_the_key_calls_
         address = jobs[0].read_until("it listens at").split()[-1]
         assert address.startswith("10.77.0.1:"), "the address of one interface alone"
         words = (sys.executable, "-c", _ATTACK, address, str(made), str(Key.generate()))
-        subprocess.run([*machines[1].command, *words], check=True, timeout=120)
+        subprocess.run([*machines[1].command, *words], check=True, timeout=600)
         attacked.touch()
         first, second = finish(jobs)
     assert (first.code, second.code) == (0, 0), first.out

@@ -70,7 +70,7 @@ def mpiexec(mpi, machines, folder, environment, *words):
     )
     with process:
         try:
-            out, err = process.communicate(timeout=90)
+            out, err = process.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)  # mpiexec takes its processes along
             out, err = process.communicate(timeout=20)

@@ -146,7 +146,7 @@ def test_hosts_that_were_given_different_numbers_of_hosts_all_refuse(tmp_path: P
         line = [sys.executable, "-m", "phalanx.cli", "run", *words]
         started.append(subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     for process in started:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
         assert (process.returncode, out) == (2, ""), err
         assert all(f"--nnodes {nnodes}" in err for nnodes in numbers), err
         assert "Give the same number on all hosts" in err

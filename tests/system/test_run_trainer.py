@@ -271,7 +271,7 @@ def test_a_trainer_that_fails_ends_a_job_with_servers(tmp_path):
     """At its exit it waited for all others, who waited for it."""
     (tmp_path / "train.py").write_text(FAILS)
     words = [PHALANX, "run", "--nproc-per-node", "3", "train.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert "the first trainer fails" in done.stdout + done.stderr
 
@@ -310,6 +310,6 @@ def test_a_server_that_receives_sigterm_serves_until_its_trainers_have_saved(tmp
     """It ended at once, and with it the parameters that the trainers were to save."""
     (tmp_path / "train.py").write_text(PREEMPTED)
     words = [PHALANX, "run", "--nproc-per-node", "3", "train.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == os.EX_TEMPFAIL, done.stdout + done.stderr
     assert list((tmp_path / "runs").iterdir())

@@ -10,6 +10,6 @@ PHALANX = str(Path(sysconfig.get_path("scripts")) / "phalanx")
 
 def run(folder, *words, **variables):
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run([*map(str, words)], cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*map(str, words)], cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -41,7 +41,7 @@ def _run(program, **variables):
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()

@@ -30,7 +30,7 @@ def test_a_group_starts_whether_torch_records_its_collectives_or_not(size):
         env={"PATH": "/usr/bin:/bin", "TORCH_FR_BUFFER_SIZE": size},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert (run.stdout, run.stderr) == ("phalanx the second\n", "")
@@ -102,7 +102,7 @@ def test_a_group_begins_where_torch_can_hang_no_hook_on_it(change, problem, num_
         env={"PATH": "/usr/bin:/bin", "TORCH_DIST_NAN_CHECK": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     told = run.stderr.splitlines()

@@ -72,7 +72,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def trials():
-    run = subprocess.run([sys.executable, "-c", TRIALS], capture_output=True, text=True, timeout=110, check=False)
+    run = subprocess.run([sys.executable, "-c", TRIALS], capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
