@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,24 @@ import os, sys, time
 print("up", flush=True)
 while True:
     time.sleep(0.02)
+"""
+_ELASTIC = """
+import os, time, torch, torch.distributed as dist, phalanx
+from phalanx import elastic
+dist.init_process_group('phalanx')
+model = torch.nn.Linear(2, 2)
+state = elastic.State(model=model)
+@elastic.run(state)
+def train(state):
+    print('trains with', dist.get_world_size(), flush=True)
+    while True:
+        over = torch.tensor(float(os.path.exists('enough')))
+        dist.all_reduce(over)
+        state.commit()
+        time.sleep(0.01)
+        if over:
+            return
+train()
 """
 _RANKS = ("--nproc-per-node", "2", "--no-preload")
 _SHORT = ("--shutdown-timeout", "1")
@@ -180,6 +200,60 @@ def test_the_loss_of_the_terminals_machine_ends_the_job(two: SshHosts, folder: P
             assert_nothing_is_left(two, running)
         finally:
             two.terminal.plug_in()
+
+
+def test_a_host_that_is_cut_off_ends_the_job_on_all_hosts(two: SshHosts, folder: Path) -> None:
+    script = write_script(folder, _WAITS)
+    words = two.words(*_RANKS, *_SHORT, "--host-timeout", "2", script)
+    with start(*words, before=two.terminal.command) as running:
+        running.read_until_all("up", 4)
+        two.hosts[1].machine.cut_off()
+        try:
+            finished = running.finish()
+            assert finished.code == 1, finished.err
+            assert_nothing_is_left(two, running)
+        finally:
+            two.hosts[1].machine.plug_in()
+
+
+def test_a_terminal_here_is_a_terminal_for_the_job(two: SshHosts, folder: Path) -> None:
+    """The progress of the ranks is drawn in place, as wide as the screen is; Ctrl-C at it ends the job."""
+    script = write_script(
+        folder,
+        "import os, sys, time\n"
+        "print('columns', os.environ['COLUMNS'], flush=True)\n"
+        "while True:\n    sys.stdout.write('\\rstep 7')\n    sys.stdout.flush()\n    time.sleep(0.05)\n",
+    )
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (30, 91))
+    words = [*two.terminal.command, sys.executable, "-m", "phalanx.cli", *two.words(*_RANKS, *_SHORT, script)]
+    command = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    with command:
+        shown = b""
+        while shown.count(b"step 7") < 2 or b"columns 86" not in shown:
+            shown += os.read(ours, 4096)
+        assert b"\x1b[" in shown  # the line is drawn again
+        command.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # EIO: all of them have ended
+            while data := os.read(ours, 4096):
+                shown += data
+    os.close(ours)
+    assert command.returncode == 130, shown
+    assert b"stopped by SIGINT" in shown
+    assert Deadline.after(_GONE_S).wait_until(lambda: not any(two.left()), 0.02)
+
+
+def test_a_full_disk_on_a_host_is_told_and_the_job_goes_on(folder: Path, tmp_path: Path) -> None:
+    logs = folder / "logs"
+    logs.mkdir()
+    full = f"mount -t tmpfs -o size=4k none {logs}; head -c 100000 /dev/zero > {logs}/full 2>/dev/null || true"
+    script = write_script(folder, _TELLS)
+    with ssh_hosts(2, tmp_path, mounts={1: full}) as cluster:
+        code, out, err = on(cluster, *_RANKS, "--log-dir", "logs", script)
+    assert code == 0, err
+    assert len(told(out)) == 4
+    assert "No space left on device" in err
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(two: SshHosts, folder: Path) -> None:
@@ -369,6 +443,81 @@ def test_a_control_socket_of_the_users_is_used_and_left_alone(two: SshHosts, fol
             for host in two.hosts
         ]
     assert ends == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_host_of_an_elastic_job_that_was_lost_is_started_again_over_ssh(folder: Path, tmp_path: Path) -> None:
+    script = write_script(folder, _ELASTIC)
+    words = ("--nproc-per-node", "1", "--nnodes", "2:3", *_SHORT, script)
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(ssh_hosts(3, tmp_path))
+        command = start(*cluster.words(*words), before=cluster.terminal.command, stderr=subprocess.STDOUT)
+        with command as running:
+            running.read_until("trains with 3")
+            for pid in cluster.hosts[2].sessions():
+                os.kill(pid, signal.SIGKILL)
+            running.read_until(f"the connection to {cluster.hosts[2].address} is lost")
+            running.read_until(f"{cluster.hosts[2].address} answers again, and is started again")
+            running.read_until("taken in; 3 ranks on 3 hosts go on")
+            (folder / "enough").touch()
+            finished = running.finish()
+            assert finished.code == 0, finished.out
+            assert_nothing_is_left(cluster, running)
+
+
+@pytest.mark.slow
+def test_a_host_may_join_an_elastic_job_by_hand_with_the_line_that_is_printed(two: SshHosts, folder: Path) -> None:
+    """The third host is the terminal: it takes no part until somebody types the line there."""
+    script = write_script(folder, _ELASTIC)
+    (folder / "key").write_text(f"{Key(bytes(32))}\n")
+    (folder / "key").chmod(0o600)
+    key = ("--key-file", str(folder / "key"))
+    words = two.words("--nproc-per-node", "1", "--nnodes", "2:3", *_SHORT, *key, script)
+    with start(*words, before=two.terminal.command, stderr=subprocess.STDOUT) as running:
+        endpoint = running.read_until("may join by hand: phalanx join ").split()[-1]
+        with start("join", endpoint, *key, before=two.terminal.command, stderr=subprocess.STDOUT) as joined:
+            running.read_until("trains with 3")
+            (folder / "enough").touch()
+            assert [running.finish().code, joined.finish().code] == [0, 0]
+
+
+def test_a_signal_for_the_ranks_reaches_those_of_all_hosts(two: SshHosts, folder: Path) -> None:
+    script = write_script(
+        folder,
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: (print('asked', flush=True), os._exit(0)))\n"
+        "print('up', flush=True)\nwhile True:\n    time.sleep(0.02)\n",
+    )
+    with start(*two.words(*_RANKS, script), before=two.terminal.command) as running:
+        running.read_until_all("up", 4)
+        running.process.send_signal(signal.SIGUSR1)
+        finished = running.finish()
+    assert finished.code == 0, finished.err
+    assert finished.by_rank == [(rank, "asked") for rank in range(4)]
+
+
+@pytest.mark.slow
+def test_the_doctor_measures_the_links_between_hosts_and_marks_the_slow_ones(tmp_path: Path) -> None:
+    slow = "tc qdisc replace dev eth0 root tbf rate 200mbit burst 256kb latency 50ms"
+    with ssh_hosts(3, tmp_path, mounts={2: slow}) as cluster:
+        words = ("doctor", "--hosts", cluster.names, "--ssh", cluster.ssh)
+        with start(*words, before=cluster.terminal.command) as running:
+            finished = running.finish()
+            assert finished.code == 0, finished.err
+            assert_nothing_is_left(cluster, running)
+    links = [line for line in finished.lines if " <-> " in line]
+    assert len(links) == 3
+    assert [("10.77.0.3" in line, "<-- slow" in line) for line in links] == [
+        ("10.77.0.3" in line, "10.77.0.3" in line) for line in links
+    ]
+
+
+def test_the_doctor_says_what_is_wrong_with_hosts(two: SshHosts) -> None:
+    words = ("doctor", "--hosts", f"{two.names},nowhere.invalid", "--ssh", two.ssh)
+    with start(*words, before=two.terminal.command) as running:
+        finished = running.finish()
+    assert finished.code == 2
+    assert "nowhere.invalid  its name leads nowhere" in finished.err
 
 
 @pytest.mark.slow

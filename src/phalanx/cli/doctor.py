@@ -9,12 +9,25 @@ import click
 
 @click.command("doctor", short_help="Check whether training would work on this host.")
 @click.option("--json", "in_json", is_flag=True, help="Print findings and facts as JSON.")
+@click.option("--hosts", metavar="[USER@]HOST,…", help="Check these hosts over ssh, and the links between them.")
+@click.option("--hostfile", metavar="FILE", type=click.Path(), help="The same hosts, listed in a file.")
+@click.option("--ssh", metavar="COMMAND", help="The command that reaches a host, with its options.")
+@click.option("--remote-python", metavar="PYTHON", help="The Python on the hosts.")
 @click.pass_context
-def command(ctx: click.Context, in_json: bool) -> None:
+def command(ctx: click.Context, /, in_json: bool, **over_ssh: str | None) -> None:
     """Examine this host, train for one step on two ranks, and say for each problem what to do.
 
     The exit code is 0 when training works, warnings or not, and 1 when it does not.
+
+    With --hosts it checks what `phalanx run --hosts` checks before a job, in one table. Then it measures latency and
+    bandwidth between each two hosts, by the engine that a job uses, and marks the slow links.
     """
+    if any(over_ssh.values()):
+        from phalanx._job.ssh.job import main as run_over_ssh
+
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in over_ssh.items() if value]
+        target = ["-m", "phalanx", "bench", "link", *(["--json"] if in_json else [])]
+        ctx.exit(run_over_ssh([*words, "--remote-dir=/", "--nproc-per-node=1", *target]))
     from phalanx._tools.doctor.checks import judge, would_train
     from phalanx._tools.doctor.examination import examine
     from phalanx._tools.doctor.report import as_json, as_text, print_table

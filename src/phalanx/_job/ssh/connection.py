@@ -82,15 +82,15 @@ class Connection:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        if not here:
-            self._process.stdin.raw.write(python.encode(errors="surrogateescape") + b"\n")  # type: ignore[attr-defined]
         read_fd, write_fd = os.dup(self._process.stdout.fileno()), os.dup(self._process.stdin.fileno())
         self._process.stdout.close()
         self._process.stdin.close()
         self._stderr: int = os.dup(self._process.stderr.fileno())
         self._process.stderr.close()
         os.set_blocking(self._stderr, False)
-        self._channel = PipeChannel(read_fd, write_fd, marks=False)
+        self._channel = PipeChannel(
+            read_fd, write_fd, marks=False, greeting=b"" if here else os.fsencode(python) + b"\n"
+        )
         self._wants_more = wants_more
 
     @property

@@ -16,6 +16,8 @@ from phalanx._base.loss_detection import HOST_TIMEOUT_S
 from phalanx._base.processes import ENDING_SIGNALS, name_signal
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.key_file import find_key
+from phalanx._comm.control.wire import MALFORMED
+from phalanx._job.agent import limits
 from phalanx._job.agent.plan import is_terminal
 from phalanx._job.agent.settings import USAGE_EXIT_CODE
 from phalanx._job.coordinator.rendezvous import join_endpoint
@@ -26,12 +28,15 @@ from phalanx._job.output.text import encode, show
 from phalanx._job.ssh.check import Problem, choose_address, explain_ssh, find_problems, format_table
 from phalanx._job.ssh.connection import Connection, Phase
 from phalanx._job.ssh.facts import Facts, digest_source
+from phalanx._job.ssh.host_list import HostEntry
 from phalanx._job.ssh.pipes import decode_output
 from phalanx._job.ssh.request import Request, make_check, read_request
 from phalanx._job.ssh.session import ALIVE_S, END_S
 from phalanx.errors import AuthenticationError, LaunchError
 
 _CHECK_S = 10.0
+_RESTART_S = 3.0  # between two tries of a host that was lost
+_LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # the host was told to leave the job
 _LEAVE_S = 10.0  # for all agents to end, besides the time that ranks get
 _MAX_WORDS_BYTES = 1 << 16
 _CLOSE_S = END_S + 3.0
@@ -83,15 +88,23 @@ class SshJob:
         self._is_stopping = False  # the user has asked for the end
         self._has_lost_first = False  # a connection was lost before anything else went wrong
         self._last_code = 1
-        self._connections = [
-            Connection(entry, request.ssh, request.python, self._hear, self._hear_loss, self._wants_more)
-            for entry in request.hosts
-        ]
+        self._endpoint = ""
+        self._has_started = False
+        self._restart_at: dict[int, float] = {}  # when a host that was lost is tried again, by its number
+        self._num_restarts = 0
+        self._connections: list[Connection] = []
+        try:
+            for entry in request.hosts:
+                self._connections.append(self._connect(entry))
+        except OSError as error:
+            self.close()
+            raise LaunchError(f"phalanx run: ssh cannot be started: {limits.explain(error)}") from error
         self._loop = EventLoop(
             Source(self._hear_signals, lambda: (signals,)),
             *(source for connection in self._connections for source in connection.make_sources()),
             Source(self._write, writable=self._find_writable),
             Source(self._keep_alive, due=lambda: self._alive_at),
+            Source(self._restart, due=lambda: min(self._restart_at.values(), default=None)),
         )
 
     def run(self) -> int:
@@ -101,7 +114,10 @@ class SshJob:
             LaunchError: nothing was started; the message has all problems of all hosts.
         """
         self._check()
-        self._start(self._choose_endpoint())
+        self._endpoint = self._choose_endpoint()
+        self._has_started = True
+        for connection in self._connections:
+            self._start(connection)
         self._watch()
         return self._decide_code()
 
@@ -118,10 +134,15 @@ class SshJob:
 
     # -- before the start ------------------------------------------------------------------------------------------
 
+    def _connect(self, entry: HostEntry) -> Connection:
+        """Start ssh to a host, and have the host checked."""
+        request = self._request
+        connection = Connection(entry, request.ssh, request.python, self._hear, self._hear_loss, self._wants_more)
+        secret = self._secret if entry is request.hosts[0] and not self._has_started else ""
+        connection.put("check", **make_check(request, entry, secret))
+        return connection
+
     def _check(self) -> None:
-        for connection in self._connections:
-            secret = self._secret if connection is self._first else ""
-            connection.put("check", **make_check(self._request, connection.entry, secret))
         self._turn_until(lambda: all(each.phase is not Phase.CHECKING for each in self._connections), _CHECK_S)
         problems = []
         for connection in self._connections:
@@ -165,7 +186,10 @@ class SshJob:
         port = self._request.port or self._first.port
         where = f"{address} ({interface} of {self._first.name})" if interface else address
         self._say(f"phalanx run: {len(self._connections)} hosts over ssh; they meet at {where}")
-        return join_endpoint(address, port)
+        endpoint = join_endpoint(address, port)
+        if self._request.is_elastic:
+            self._say(f"phalanx run: a host that has the job's key may join by hand: phalanx join {endpoint}")
+        return endpoint
 
     def _refuse(self, problems: Sequence[Problem]) -> None:
         if self._stopped_by:
@@ -176,17 +200,17 @@ class SshJob:
             rows = sorted(problems, key=lambda problem: order.index(problem.host))
             raise LaunchError(format_table(rows, len(order)), exit_code=USAGE_EXIT_CODE)
 
-    def _start(self, endpoint: str) -> None:
-        for node, connection in enumerate(self._connections):
-            connection.phase = Phase.RUNNING
-            connection.put(
-                "start",
-                node=node,
-                endpoint=endpoint,
-                key=None if self._key is None else str(self._key),
-                terminal=self._describe_terminal() if node == 0 else None,
-                silence_s=self._silence_s,
-            )
+    def _start(self, connection: Connection) -> None:
+        node = self._connections.index(connection)
+        connection.phase = Phase.RUNNING
+        connection.put(
+            "start",
+            node=node,
+            endpoint=self._endpoint,
+            key=None if self._key is None else str(self._key),
+            terminal=self._describe_terminal() if node == 0 else None,
+            silence_s=self._silence_s,
+        )
 
     def _describe_terminal(self) -> dict[str, Any] | None:
         if not self._has_terminal:
@@ -201,7 +225,7 @@ class SshJob:
             self._turn_until(lambda: not self._is_any_open or any(map(_has_failed, self._connections)), None)
             self._turn_until(lambda: not self._is_any_open, self._silence_s + self._request.settings.grace_s + _LEAVE_S)
         else:
-            self._turn_until(lambda: not self._is_any_open, None)
+            self._turn_until(lambda: not self._is_any_running, None)
         if self._first.phase is not Phase.ENDED:
             self._show_words()
 
@@ -225,6 +249,10 @@ class SshJob:
     def _is_any_open(self) -> bool:
         return any(each.is_open for each in self._connections)
 
+    @property
+    def _is_any_running(self) -> bool:
+        return any(each.phase is Phase.RUNNING for each in self._connections)
+
     def _turn_until(self, is_so: Callable[[], bool], limit_s: float | None) -> None:
         """Turn the loop until it is so, the time is over, or this command is to end whatever the agents do."""
         end = time.monotonic() + limit_s if limit_s is not None else float("inf")
@@ -232,11 +260,19 @@ class SshJob:
             self._loop.turn(left)
 
     def _hear(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        try:
+            self._read(connection, message)
+        except MALFORMED:  # another version of Phalanx
+            connection.lose()
+
+    def _read(self, connection: Connection, message: Mapping[str, Any]) -> None:
         do = message["do"]
         if do == "facts":
             connection.facts = Facts.from_json(message["facts"])
             connection.port = int(message["port"])
             connection.phase = Phase.READY
+            if self._has_started:
+                self._start_again(connection)
         elif do == "reached":
             connection.reached = {int(number): str(answer) for number, answer in message["results"]}
         elif do == "output":
@@ -244,6 +280,8 @@ class SshJob:
         elif do == "ended":
             connection.code = self._last_code = int(message["code"])
             connection.phase = Phase.ENDED
+            if connection.code not in (0, *_LEFT):
+                self._plan_restart(connection)
 
     def _hear_output(self, connection: Connection, stream: int, data: bytes) -> None:
         """Show what an agent prints. The first host's speaks for all; the others' words count if it is not there."""
@@ -262,16 +300,50 @@ class SshJob:
     def _hear_loss(self, connection: Connection) -> None:
         if not self._has_started or self._is_stopping:
             return
-        what = explain_ssh(connection.name, connection.words, connection.exit_code, self._request.python).what
-        self._say(f"phalanx run: the connection to {connection.name} is lost: {what}")
+        if connection.facts is not None:  # else it was tried again, and is not back yet
+            what = explain_ssh(connection.name, connection.words, connection.exit_code, self._request.python).what
+            self._say(f"phalanx run: the connection to {connection.name} is lost: {what}")
+        self._plan_restart(connection)
         if not self._request.is_elastic and not any(each.code for each in self._connections):
             self._has_lost_first = True
         if connection is self._first:
             self._show_words()
 
-    @property
-    def _has_started(self) -> bool:
-        return any(each.phase in (Phase.RUNNING, Phase.ENDED) for each in self._connections)
+    # -- hosts of an elastic job that come back ----------------------------------------------------------------------
+
+    def _plan_restart(self, connection: Connection) -> None:
+        """Try a host again in a while that was lost or has failed, if the job may go on without it until then."""
+        most = self._request.settings.max_restarts
+        if self._request.is_elastic and (most is None or self._num_restarts < most):
+            self._restart_at[self._connections.index(connection)] = time.monotonic() + _RESTART_S
+
+    def _restart(self, ready: set[int]) -> None:
+        now = time.monotonic()
+        for node in [node for node, at in self._restart_at.items() if at <= now]:
+            del self._restart_at[node]
+            if self._is_stopping or not self._is_any_running:
+                continue
+            self._connections[node].close(0.0)
+            try:
+                connection = self._connections[node] = self._connect(self._request.hosts[node])
+            except OSError as error:
+                self._say(f"phalanx run: ssh cannot be started: {limits.explain(error)}")
+                self._plan_restart(self._connections[node])
+                continue
+            for source in connection.make_sources():
+                self._loop.add(source)
+
+    def _start_again(self, connection: Connection) -> None:
+        assert connection.facts is not None
+        problems = find_problems({connection.name: connection.facts}, self._request.folder)
+        if problems:
+            self._say(f"phalanx run: {connection.name} does not come back: {problems[0].what}")
+            connection.close(0.0)
+            connection.phase = Phase.LOST
+            return
+        self._num_restarts += 1
+        self._say(f"phalanx run: {connection.name} answers again, and is started again")
+        self._start(connection)
 
     def _hear_signals(self, ready: set[int]) -> None:
         for number in read_signals(self._signals) if self._signals in ready else ():
@@ -285,14 +357,14 @@ class SshJob:
                 self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        """Pass a signal on as if it had come to the agents: the first host's decides, and takes SIGTERM from all."""
+        """Pass a signal on as if it had come to the agents. Ctrl-C comes to the first host, which decides for all."""
         running = [each for each in self._connections if each.phase is Phase.RUNNING]
         self._is_stopping = self._is_stopping or number in ENDING_SIGNALS
         if number in (signal.SIGINT, signal.SIGQUIT):
             self._num_interrupts += 1
             if self._num_interrupts > _MOST_INTERRUPTS:
                 self._stopped_by = number
-        for connection in running if number == signal.SIGTERM else running[:1]:
+        for connection in running[:1] if number in (signal.SIGINT, signal.SIGQUIT) else running:
             connection.put("signal", number=number)
 
     def _keep_alive(self, ready: set[int]) -> None:
@@ -301,6 +373,8 @@ class SshJob:
             return
         self._alive_at = now + ALIVE_S
         for connection in self._connections:
+            if connection.phase is Phase.CHECKING and self._has_started and now - connection.began > _CHECK_S:
+                connection.lose()
             if connection.phase is not Phase.RUNNING:
                 continue
             connection.put("alive")

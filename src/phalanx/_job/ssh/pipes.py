@@ -19,8 +19,9 @@ _MAX_BYTES = 1 << 26
 class _Pipes:
     """Two descriptors with the calls of a socket that a `Channel` makes. Descriptors cannot be sent along."""
 
-    def __init__(self, read_fd: int, write_fd: int, *, skips_noise: bool) -> None:
+    def __init__(self, read_fd: int, write_fd: int, greeting: bytes, *, skips_noise: bool) -> None:
         self._read_fd, self._write_fd = read_fd, write_fd
+        self._greeting = greeting
         self._noise = bytearray()
         self._skips = skips_noise
 
@@ -32,6 +33,8 @@ class _Pipes:
         return self._read_fd
 
     def sendmsg(self, buffers: list[bytearray], ancillary: object) -> int:
+        while self._greeting:
+            self._greeting = self._greeting[os.write(self._write_fd, self._greeting) :]
         return os.write(self._write_fd, buffers[0])
 
     def recvmsg(self, size: int, room: int, flags: int) -> tuple[bytes, list[Any], int, None]:
@@ -51,15 +54,15 @@ class _Pipes:
 class PipeChannel:
     """A `Channel` over two pipes, both of which it owns.
 
-    The two ends differ in one thing: the end on the host marks where its messages begin (`marks`), and the end here
-    skips what comes before the mark.
+    The end on the host marks where its messages begin (`marks`), and the end here skips what comes before the mark.
+    `greeting` is for the shell there, which reads it before the messages.
     """
 
-    def __init__(self, read_fd: int, write_fd: int, *, marks: bool) -> None:
+    def __init__(self, read_fd: int, write_fd: int, *, marks: bool, greeting: bytes = b"") -> None:
         if marks:
             os.write(write_fd, _MARKER)
         self._write_fd = write_fd
-        pipes = _Pipes(read_fd, write_fd, skips_noise=not marks)
+        pipes = _Pipes(read_fd, write_fd, greeting, skips_noise=not marks)
         self._channel = Channel(cast(socket.socket, pipes), max_bytes=_MAX_BYTES, max_fds=0)
         self._is_closed = False
 

@@ -101,6 +101,11 @@ def slowest(measured: Sequence[Measured]) -> Link:
     return Link(latency_s, min(one.link.bytes_per_s for one in measured))
 
 
+def is_slow(one: Measured, measured: Sequence[Measured]) -> bool:
+    """Return whether a link carries less than half of what the fastest one does."""
+    return one.link.bytes_per_s < max(each.link.bytes_per_s for each in measured) / 2
+
+
 def as_option(link: Link) -> str:
     """Return the option to type, with as many digits as a measurement deserves."""
     numbers = f"latency_s={link.latency_s:.2g}, bytes_per_s={link.bytes_per_s:.3g}"
@@ -150,5 +155,8 @@ def run(rounds: int, say: Callable[[str], None], *, in_json: bool) -> None:
         return
     for one in measured:
         mbit = one.link.bytes_per_s * 8e-6
-        say(f"{one.hosts[0]} <-> {one.hosts[1]}: {one.link.latency_s * 1e6:.0f} µs and {mbit:.0f} Mbit/s each way")
+        slow = "   <-- slow" if is_slow(one, measured) else ""
+        say(
+            f"{one.hosts[0]} <-> {one.hosts[1]}: {one.link.latency_s * 1e6:.0f} µs and {mbit:.0f} Mbit/s each way{slow}"
+        )
     say(f"Use it, the same on every rank:\n    pg_options={as_option(link)}")

@@ -1,0 +1,70 @@
+"""Messages through two pipes, whatever a login shell prints before them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from phalanx._base.ipc.event_loop import EventLoop
+from phalanx._job.ssh.pipes import PipeChannel, decode_output, encode_output
+
+
+@pytest.fixture
+def pipes() -> tuple[int, int, int, int]:
+    """The reading and writing ends here, and those on the host."""
+    there, to_there = os.pipe()
+    here, to_here = os.pipe()
+    return here, to_there, there, to_here
+
+
+def receive(channel: PipeChannel, count: int) -> list[object]:
+    found: list[object] = []
+    loop = EventLoop(channel.make_source(found.append, lambda: True))
+    while len(found) < count and not channel.is_gone:
+        loop.turn()
+    return found
+
+
+def test_messages_go_both_ways_behind_noise_and_greeting(pipes: tuple[int, int, int, int]) -> None:
+    here, to_there, there, to_here = pipes
+    os.write(to_here, b"Welcome!\0phalanx ov\nYou have mail.\n")
+    one = PipeChannel(here, to_there, marks=False, greeting=b"python\n")
+    other = PipeChannel(there, to_here, marks=True)
+    one.put("check", words=["a b", "ö\udc80"])
+    other.put("facts", text=encode_output(bytes(range(256))))
+    other.put("alive")
+    first, second = receive(one, 2)
+    assert isinstance(first, dict)
+    assert decode_output(first["text"]) == bytes(range(256))
+    assert second == {"do": "alive"}
+    assert os.read(there, 7) == b"python\n"  # the shell's part
+    assert receive(other, 1) == [{"do": "check", "words": ["a b", "ö\udc80"]}]
+    one.close()
+    other.close()
+
+
+def test_an_end_that_was_closed_before_the_first_word_is_gone_and_no_error(pipes: tuple[int, int, int, int]) -> None:
+    """An unknown name ended ssh before anything was written to it: the command ended by BrokenPipeError, silently."""
+    here, to_there, there, to_here = pipes
+    os.close(there)
+    os.close(to_here)
+    channel = PipeChannel(here, to_there, marks=False, greeting=b"python\n")
+    channel.put("check")
+    assert receive(channel, 1) == []
+    assert channel.is_gone
+    channel.close()
+
+
+def test_a_login_shell_that_prints_for_ever_ends_the_channel(pipes: tuple[int, int, int, int]) -> None:
+    here, to_there, there, to_here = pipes
+    channel = PipeChannel(here, to_there, marks=False)
+    written = 0
+    loop = EventLoop(channel.make_source(lambda message: None, lambda: True))
+    while not channel.is_gone:
+        written += os.write(to_here, b"noise" * 1000)
+        loop.turn()
+    assert written < 1 << 21
+    channel.close()
+    os.close(there)
+    os.close(to_here)
