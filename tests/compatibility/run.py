@@ -53,7 +53,7 @@ package or a feature of this PyTorch is missing. A row without counts is of `tes
 """
 
 _END = """
-## Where to go on
+## Next steps
 
 - [Versions and support](versions.md)
 - [Conformance](../explanation/conformance.md)

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import yaml
-from tests.documents.blocks import ROOT, blocks
+from tests.documents.blocks import ROOT, blocks, documents
 
 import phalanx
 from phalanx import errors
@@ -28,7 +28,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 @each_page
-def test_a_page_opens_with_what_it_gives_and_ends_with_where_to_go_on(page):
+def test_a_page_opens_with_what_it_gives_and_ends_with_next_steps(page):
     title, begin, *_ = page.read_text(encoding="utf-8").split("\n\n")
     assert re.match(r"# \S", title)
     assert re.match(r"[A-Z`].*[.:]$", begin, re.S), "a sentence, which is what search shows of the page"
@@ -36,7 +36,7 @@ def test_a_page_opens_with_what_it_gives_and_ends_with_where_to_go_on(page):
     assert "this page" not in begin.lower(), "what the page gives, not for whom it is"
     *_, end = re.split(r"^## (.*)$", page.read_text(encoding="utf-8"), flags=re.M)[1:]
     heading = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.M)[-1]
-    assert heading == "Where to go on"
+    assert heading == "Next steps"
     assert re.search(r"\]\([^)]+\)", end), "a link"
 
 
@@ -140,3 +140,19 @@ def test_the_readme_is_one_screen_after_another_and_no_more():
     assert len(ratios) == 7
     assert any(0.8 < ratio < 1 for ratio in ratios), "a row where a peer is nearly as fast"
     assert max(ratios) > 1, "and one where it is faster"
+
+
+def test_every_page_that_names_the_pythons_names_those_of_the_package():
+    """README named 3.10 to 3.15, and the page on installation 3.10 to 3.14."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    first, behind = re.findall(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', project)[0]
+    named = re.findall(
+        r"Python (3\.\d+ to 3\.\d+)", "\n".join(path.read_text(encoding="utf-8") for path in documents())
+    )
+    assert set(named) == {f"3.{first} to 3.{int(behind) - 1}"}
+
+
+def test_what_is_unreleased_fits_twenty_lines():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    unreleased = text.split("## [Unreleased]\n")[1].split("\n## ")[0]
+    assert len([line for line in unreleased.splitlines() if line]) <= 20
