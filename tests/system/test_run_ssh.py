@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -242,6 +243,26 @@ def test_a_terminal_here_is_a_terminal_for_the_job(two: SshHosts, folder: Path) 
     assert command.returncode == 130, shown
     assert b"stopped by SIGINT" in shown
     assert Deadline.after(_GONE_S).wait_until(lambda: not any(two.left()), 0.02)
+
+
+def test_output_that_nobody_reads_yet_is_kept_and_comes_whole(two: SshHosts, folder: Path) -> None:
+    """A pager that stands still for longer than the timeout of a silent host ends nothing."""
+    script = write_script(
+        folder,
+        "import os\n"
+        "for number in range(20000):\n    print(os.environ['RANK'], number, 'x' * 100)\n"
+        "open('done-' + os.environ['RANK'], 'w')\n",
+    )
+    words = two.words("--nproc-per-node", "1", "--no-preload", "--host-timeout", "3", script)
+    with start(*words, before=two.terminal.command) as running:
+        assert running.process.stdout is not None
+        select.select([running.process.stdout], [], [])
+        assert not Deadline.after(6.0).wait_until(lambda: running.process.poll() is not None, 0.1)
+        finished = running.finish()
+    assert finished.code == 0, finished.err
+    expected = {f"{rank} {number} {'x' * 100}" for rank in range(2) for number in range(20000)}
+    assert len(finished.lines) == len(expected)
+    assert {line.partition("] ")[2] for line in finished.lines} == expected
 
 
 def test_a_full_disk_on_a_host_is_told_and_the_job_goes_on(folder: Path, tmp_path: Path) -> None:

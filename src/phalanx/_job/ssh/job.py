@@ -42,6 +42,7 @@ _MAX_WORDS_BYTES = 1 << 16
 _CLOSE_S = END_S + 3.0
 _CAUGHT = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTSTP)
 _MOST_INTERRUPTS = 3
+_LEAST_SIGNS = 3  # of life that are missed before a connection counts as lost
 _SECRET_BYTES = 32
 
 
@@ -81,7 +82,8 @@ class SshJob:
         self._err = self._out if os.path.sameopenfile(1, 2) else Writer(2)
         self._has_terminal = is_terminal()
         rendezvous = request.settings.rendezvous
-        self._silence_s = rendezvous.host_timeout_s if rendezvous is not None else HOST_TIMEOUT_S
+        timeout_s = rendezvous.host_timeout_s if rendezvous is not None else HOST_TIMEOUT_S
+        self._silence_s = max(timeout_s, _LEAST_SIGNS * ALIVE_S)
         self._alive_at = time.monotonic() + ALIVE_S
         self._stopped_by = 0  # the signal that ends this command whatever the agents do
         self._num_interrupts = 0
@@ -125,12 +127,14 @@ class SshJob:
         """End whatever still runs on the hosts, and write what is left for the screen."""
         end = time.monotonic() + _CLOSE_S
         for connection in self._connections:
-            connection.put("end")
-        for connection in self._connections:
             connection.close(end - time.monotonic())
-        while self._find_writable() and not (self._out.broken or self._err.broken):
-            for writer in {self._out, self._err}:
-                writer.write_some()
+        interrupts: list[int] = []
+        loop = EventLoop(
+            Source(lambda ready: interrupts.extend(read_signals(self._signals)), lambda: (self._signals,)),
+            Source(self._write, writable=self._find_writable),
+        )
+        while self._find_writable() and not interrupts:  # a screen that is held up takes nothing; Ctrl-C ends that
+            loop.turn()
 
     # -- before the start ------------------------------------------------------------------------------------------
 
