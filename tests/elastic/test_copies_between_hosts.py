@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from phalanx.elastic.stage_copies import StageCopies
 from tests.system.hosts_jobs import on_hosts
 from torch import nn
 
 from phalanx.elastic.generator_states import GeneratorStates
 from phalanx.elastic.records import RankRecords
-from phalanx.elastic.stages import StageCopies
 from phalanx.errors import PhalanxError
 from phalanx.optim.kept_state import KeptState
 from phalanx.testing import why_no_hosts

@@ -34,7 +34,6 @@ from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND
 from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords, restore_random, small_of
 from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing
-from phalanx.elastic.stages import StageRecords, rebind_sharded, require_same_stages, why_not_kept
 from phalanx.elastic.state import State
 from phalanx.elastic.step import TRIAL_STEPS
 from phalanx.errors import PhalanxError
@@ -48,17 +47,13 @@ if TYPE_CHECKING:
 class ElasticGroup:
     """`ElasticGroup` is this rank's place in the group, and the `Runner` of `state`."""
 
-    def __init__(
-        self, state: State, group: Any, membership: Generations, keep: str | None = None, name: str = ""
-    ) -> None:
+    def __init__(self, state: State, group: Any, membership: Generations, name: str = "") -> None:
         self._set_group(group)
         self.generation = rendezvous.generation()
         self.is_complete = True  # False while a state is only half received
-        self._state, self._membership, self._keep, self._name = state, membership, keep, name
+        self._state, self._membership, self._name = state, membership, name
         self._random = GeneratorStates()
         self._records: RankRecords | None = None
-        self._stages: StageRecords | None = None
-        self._why_not_kept = ""
         self._records_generation = -1
         self._prepared_seq = (-1, -1)
         self._script_groups = ScriptGroups(group)
@@ -77,22 +72,11 @@ class ElasticGroup:
         self._state._begin_run()
         self._records = self._new_records(self._layers())
         self._records_generation = self.generation
-        if self._state._objects.pipelines:
-            self._keep_stages(self._records)
-            return
         self._records.prepare(0)
         self._records.write_small(0, self._state._latest.small)
         for optimizer in self._state._objects.sharded:
             optimizer.keep_state()
         self.ranks_differ = self._records.meet(0).differ and not self._state._objects.rounds
-
-    def _keep_stages(self, records: RankRecords) -> None:
-        """Keep the stages of a group that has just been formed, if they can be kept. All ranks call it."""
-        self._why_not_kept = why_not_kept(self._state, self.process_group, self._keep)
-        stages = None if self._why_not_kept else StageRecords(self._state, self.process_group, self._keep)
-        if stages is not None:
-            stages.keep(records)
-        self._stages = stages
 
     def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
         """Return the records of a group that has just been formed, or that needs more room. All ranks call it."""
@@ -136,8 +120,6 @@ class ElasticGroup:
         """
         records = self._records
         assert records is not None
-        if self._state._objects.pipelines:
-            return False  # all is written after it, when it is known what the commit changes
         is_unseen = not records.has_begun(number) or self._prepared_seq == counted
         if not records.is_prepared(number):
             records.is_late |= records.has_begun(number)
@@ -167,9 +149,6 @@ class ElasticGroup:
 
     def after_commit(self) -> None:
         """Let waiting ranks join: here, and nowhere else, the ranks stop for them."""
-        if self._stages is not None:
-            assert self._records is not None
-            self._stages.keep(self._records)
         if self._membership.newer_than(self.generation):
             raise NewGenerationError("phalanx.elastic: the job takes in other ranks")
 
@@ -237,9 +216,6 @@ class ElasticGroup:
         rank = self.process_group.rank()
         with checked_while_meeting(self._check):
             self._script_groups.form(self.process_group, [one.groups for one in standings])
-        if self._state._objects.pipelines:
-            self._enter_stages(old, standings)
-            return
         agreement = decide(standings, apart=bool(self._state._objects.rounds))
         if agreement is None:
             raise JobEndedError(
@@ -254,7 +230,7 @@ class ElasticGroup:
         state = self._state
         state._step.take_back(state.step)
         mine = RankState(
-            number=state._latest.number if self._stages is None else self._stages.number,
+            number=state._latest.number,
             is_whole=self.is_complete and state._step.is_whole,
             has_stepped=self.is_complete and state._step.stepped != 1,
             progress=state._step.progress,
@@ -382,31 +358,6 @@ class ElasticGroup:
             if orphan == self.process_group.rank():
                 mine = told[0]
         return mine
-
-    def _enter_stages(self, old: Any, standings: list[RankState]) -> None:
-        """Restore each rank to what it kept of the last commit; a replacement gets what the rank of its number kept."""
-        state, rank, size = self._state, self.process_group.rank(), self.process_group.size()
-        require_same_stages(state, self._why_not_kept, old.size(), standings, self.process_group)
-        newest = max(one.records_of for one in standings)
-        number = max(one.number for one in standings if one.records_of == newest)
-        mine = self._stages if standings[rank].records_of == newest else None
-        givers = StageRecords.find_givers(mine, state, number, self.process_group)
-        reached(REBIND)
-        for module in state._objects.modules:
-            rebind_module(module, old, self.process_group)
-        rebind_sharded(state)
-        record, is_own, _ = self._find_record(number, standings)
-        reached(HAND_OVER)
-        StageRecords.hand_over(mine, state, number, givers, record if is_own else None, self.process_group)
-        reached(RESTORE)
-        state._settle(rank, size)
-        fresh = self._new_records({})
-        if record is not None and is_own:
-            fresh.restore(record)
-        self._keep_stages(fresh)
-        self._records, self._records_generation = fresh, self.generation
-        if record is not None and is_own:
-            state._go_on_with(functools.partial(restore_random, record))
 
 
 # Form the groups again after a loss that a script has made before `elastic.run` (`new_group`, a DeviceMesh's).

@@ -202,25 +202,6 @@ def _require_groups(optimizer: ZeroRedundancyOptimizer, groups: Sequence[Any]) -
         )
 
 
-class SlicesPart:
-    """`SlicesPart` hands over a shared optimizer's options, and this rank's slices of its state, cut as they are."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def show(self) -> Any:
-        """Return the options of each group, and the state of each slice by the number of the parameter."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        return {"groups": groups, "state": self._optimizer.shard_state_dict()["state"]}
-
-    def take(self, value: Any) -> None:
-        """Set the options and the state."""
-        _require_groups(self._optimizer, value["groups"])
-        for mine, theirs in zip(self._optimizer.param_groups, value["groups"], strict=True):
-            mine.update(theirs)
-        self._optimizer.load_shard(value["state"])
-
-
 class StatefulPart:
     """`StatefulPart` hands over whatever has `state_dict` and `load_state_dict`."""
 

@@ -22,7 +22,7 @@ from phalanx._base.partition.owners import owner_of
 from phalanx._comm.backend.skeleton import split
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
-from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, SlicesPart, StatefulPart
+from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, StatefulPart
 from phalanx.elastic.rebind import averaging_modules
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
@@ -70,10 +70,10 @@ class Objects:
         return itertools.chain(self.pipelines, below)  # a Pipeline's modules are those of the model alone
 
     def named_layers(self) -> dict[str, nn.Module]:
-        """Return all modules, and those inside, once each by name; a Pipeline's modules are kept with its stages."""
+        """Return all modules, and those inside, once each by name."""
         layers: dict[str, nn.Module] = {}
         seen: set[int] = set()
-        for thing, module in self.named_modules.items() if not self.pipelines else ():
+        for thing, module in self.named_modules.items():
             for name, layer in module.named_modules():
                 if id(layer) not in seen:
                     seen.add(id(layer))
@@ -84,15 +84,20 @@ class Objects:
         """Refuse what a replacement could not get, before a job of `world_size` ranks trains in which some may be lost.
 
         Raises:
-            ValueError: a comm hook with a state of its own; a buffer whose elements do not lie in memory one by one;
-                an optimizer whose state is shared out among ranks that do not share memory, or among some ranks only.
+            ValueError: a Pipeline; a comm hook with a state of its own; a buffer whose elements do not lie in memory
+                one by one; an optimizer whose state is shared out among ranks that do not share memory, or among some
+                ranks only.
         """
         for name, thing in self.things.items():
+            if isinstance(thing, Pipeline):
+                raise ValueError(
+                    f"phalanx.elastic: {name!r} is a Pipeline. What a rank that is lost held of its stage no "
+                    "replacement gets. Save checkpoints (phalanx.CheckpointManager), and start the job as a whole "
+                    "again (no elastic.run, --max-restarts)."
+                )
             is_ours = isinstance(thing, ZeroRedundancyOptimizer)
             is_apart = thing.is_on_hosts if is_ours else _is_of_torch_in_shards(thing)
             is_some = is_ours and thing.world_size not in (1, world_size)
-            if self.pipelines and is_some and not is_apart:
-                continue  # each stage is restored from what its rank kept
             if is_apart or is_some:
                 over = "ranks that share no memory (several hosts)" if is_apart else "some ranks of the job"
                 raise ValueError(
@@ -152,21 +157,6 @@ class Objects:
     def parts_of_update(self) -> list[Part]:
         """Return what changes between an update and its commit, also in a loop that keeps an average of the model."""
         return [part for part in self.parts() if not isinstance(part, StatefulPart) or part.is_large]
-
-    def own_parts(self) -> list[Part]:
-        """Return what each rank has for itself if the model is in stages: all, so that a rank becomes what it lost."""
-        parts: list[Part] = []
-        models = self.named_modules
-        for name, thing in self.things.items():
-            if isinstance(thing, nn.Module):
-                parts.append(ModulePart(thing, buffers=True))
-            elif thing in self.sharded:
-                parts.append(SlicesPart(thing))
-            elif isinstance(thing, Optimizer):
-                parts.append(OptimizerPart(thing, models))
-            elif not isinstance(thing, DistributedSampler) and name not in self.small:
-                parts.append(StatefulPart(thing))
-        return parts
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 

@@ -10,13 +10,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from phalanx._comm.backend.torch_integration.groups import is_listed
 from phalanx.ddp import DistributedDataParallel
-from phalanx.pipeline import Pipeline
 
 
 def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
     """Let `module` and all below it use `new`. All ranks of `new` call it, with the same module."""
-    if isinstance(module, Pipeline):
-        module.regroup(new)
     for layer in list(module.modules()):
         if isinstance(layer, DistributedDataParallel):
             layer.regroup(_find_group(layer, new))

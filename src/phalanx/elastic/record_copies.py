@@ -37,11 +37,11 @@ _NONE = (-1).to_bytes(8, "little", signed=True)
 Span = tuple[int, int]
 
 
-def plan_keepers(hosts: Sequence[Sequence[int]], num_copies: int = NUM_COPIES) -> dict[int, tuple[int, ...]]:
+def plan_keepers(hosts: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
     """Return the ranks that keep the records of each rank: one each of the next hosts, in the order of hosts."""
     keepers: dict[int, tuple[int, ...]] = {}
     for number, ranks in enumerate(hosts):
-        steps = range(1, min(num_copies, len(hosts) - 1) + 1)
+        steps = range(1, min(NUM_COPIES, len(hosts) - 1) + 1)
         others = [hosts[(number + step) % len(hosts)] for step in steps]
         for place, rank in enumerate(ranks):
             keepers[rank] = tuple(other[place % len(other)] for other in others)

@@ -54,7 +54,6 @@ def run(
     wait_s: float = 60.0,
     checkpoint: str | os.PathLike[str] | None = None,
     membership: Generations | None = None,
-    keep: str | None = None,
 ) -> Callable[[Train[_Result]], Callable[..., _Result]]:
     """Let a function that trains `state` go on when ranks are lost, or come.
 
@@ -78,12 +77,6 @@ def run(
         wait_s: for how long; then it ends.
         checkpoint: the file into which `state.state_dict()` is saved before it ends so.
         membership: who decides who is in the job; by default the agent of `phalanx run`.
-        keep: "neighbour", for a `phalanx.Pipeline` without replicas whose ranks are on several hosts: each rank sends a
-            copy of its stage (parameters, buffers, optimizer state) to a rank of the next host at every commit, so that
-            a host may be lost. It costs four times the memory of a stage on each rank, and the network's time for a
-            stage in every commit; a loop that commits only every tenth step pays a tenth of that, and does up to ten
-            steps again. None: a lost stage comes from a replica on another host; without one the job ends (exit code
-            75), to go on from a checkpoint. Where all ranks are on one host, stages are kept in either case.
 
     `sys.exit(0)` in the function is a return from it, after which the process ends: once all ranks have come as far. So
     is `sys.exit(75)`, by which all ranks ask to be started again later (EX_TEMPFAIL).
@@ -96,20 +89,17 @@ def run(
         Exception: whatever the function raises that is not the loss of a peer.
         PhalanxError: nobody is left who holds the state.
         RuntimeError: it is called inside of a function that is `elastic.run` already.
-        ValueError: `keep` is neither "neighbour" nor None.
+        ValueError: `state` holds what a replacement could not get, such as a Pipeline.
         SystemExit: fewer than `min_ranks` for longer than `wait_s`, with exit code 75; or the host of this rank leaves
             the job (SIGTERM), with 0.
     """
-
-    if keep not in (None, "neighbour"):
-        raise ValueError(f"phalanx.elastic.run: keep must be 'neighbour' or None, got {keep!r}")
 
     def decorate(train: Train[_Result]) -> Callable[..., _Result]:
         @functools.wraps(train)
         def start(*given: Any) -> _Result:
             if given not in ((), (state,)):
                 raise TypeError(f"{train.__name__}: it trains the state that phalanx.elastic.run was given, no other")
-            return ElasticJob(state, membership, min_ranks, wait_s, checkpoint, keep).run(train)
+            return ElasticJob(state, membership, min_ranks, wait_s, checkpoint).run(train)
 
         return start
 
@@ -126,9 +116,8 @@ class ElasticJob:
         min_ranks: int,
         wait_s: float,
         checkpoint: str | os.PathLike[str] | None = None,
-        keep: str | None = None,
     ) -> None:
-        self._state, self._keep = state, keep
+        self._state = state
         self._checkpoint = checkpoint
         self._older = _stamp(checkpoint)  # of the file of another job, or what this one goes on from
         self._min_ranks, self._wait_s = min_ranks, wait_s
@@ -154,7 +143,7 @@ class ElasticJob:
 
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
         self._state._objects.refuse_what_is_not_kept(world.size())
-        group = self._state._step.runner = ElasticGroup(self._state, world, membership, self._keep, _name(train))
+        group = self._state._step.runner = ElasticGroup(self._state, world, membership, _name(train))
         del world  # a group that is over is released when the next one comes
         is_new = rehearses(group.process_group)
         has_begun = False
@@ -202,10 +191,6 @@ class ElasticJob:
         The survivors of a host save one after another; one whose state is older than what another has saved does not.
         """
         state = self._state
-        if state._objects.pipelines:  # what is left of the model lacks its other stages
-            leave_all_groups()
-            _logger.error("phalanx.elastic: %s", error)
-            raise JobEndedExit(error.exit_code)
         state._step.take_back(state.step)
         if group.is_complete and state._step.stepped == 2:
             state._count_as_done(state._latest.number + 1)

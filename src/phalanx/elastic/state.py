@@ -357,10 +357,6 @@ class State:
         """Return what is the same on every rank, in the order in which it is handed over."""
         return [*self._objects.parts(), ValuePart(self._get_progress, self._put_progress)]
 
-    def _own_parts(self) -> list[Part]:
-        """Return what each rank has for itself if the model is in stages."""
-        return [*self._objects.own_parts(), ValuePart(self._get_progress, self._put_progress)]
-
     def _get_progress(self) -> Any:
         mark = self._mark
         where = None if mark is None else (mark.epoch, mark.consumed)
@@ -402,7 +398,7 @@ class State:
         if self._position is not None:
             if self._global is not None:
                 self._global.spread(rank, world_size)
-            elif not self._objects.pipelines:  # a Pipeline's ranks are no replicas, and read as the sampler was told
+            else:
                 self._position.sampler.regroup(world_size, rank)
             if self._mark is not None:
                 self._position.go_to(self._mark.epoch, self._mark.consumed)

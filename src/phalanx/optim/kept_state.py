@@ -3,8 +3,6 @@
 update of step k    this rank's state changes, in memory of its own
 then                slot k%2: number -1; the state; number k
 sync B              a rank that passes it knows that all have written slot k; any other still finds slot k-1
-
-A rank may have room for the states of ranks of other hosts as well, its wards, which come as messages.
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,43 +29,24 @@ _ALIGN = 64
 _TIMES = 8  # there is room for so many times four bytes for each element: Adam has two, in the parameter's own type
 
 
-class Content(NamedTuple):
-    """A `Content` is what a slot holds: how the state is built, pickled, and the memory with its tensors."""
-
-    structure: bytes
-    tensors: Tensor
-
-
 class KeptState:
     """It has room for the state of `num_elements` elements in `num_parameters` parameters a rank. All ranks make it.
 
-    `wards` says of each rank whose states it has room for besides its own. With none at all, and without memory that
-    the ranks share, a rank keeps its own state in memory of its own.
+    Without memory that the ranks share, a rank keeps its own state in memory of its own.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        num_elements: int,
-        num_parameters: int,
-        wards: Mapping[int, Sequence[int]] | None = None,
-    ) -> None:
+    def __init__(self, group: Any, num_elements: int, num_parameters: int) -> None:
         self.slot_bytes = _round_up((1 << 20) + num_parameters * 4096 + _TIMES * 4 * num_elements, 4096)
         nbytes = 2 * self.slot_bytes
-        self._by_rank: dict[int, Tensor] = {}
-        if wards or shares_memory(group):
-            most = max(map(len, wards.values())) if wards else 0
-            for rank, memory in host_memory((1 + most) * nbytes, group).items():
-                for number, owner in enumerate((rank, *(wards or {}).get(rank, ()))):
-                    self._by_rank[owner] = memory[number * nbytes : (number + 1) * nbytes]
+        self._by_rank: Mapping[int, Tensor]
+        if shares_memory(group):
+            self._by_rank = host_memory(nbytes, group)
         else:
-            self._by_rank[group.rank()] = torch.empty(nbytes, dtype=torch.uint8)
+            self._by_rank = {group.rank(): torch.empty(nbytes, dtype=torch.uint8)}
         self._memory = self._by_rank[group.rank()]
         self._bytes = memoryview(_array(self._memory))
-        self._ends = [0, 0]  # where the content of each slot ends
-        for owner in (group.rank(), *(wards or {}).get(group.rank(), ())):
-            for slot in range(2):
-                _HEAD.pack_into(_array(self._by_rank[owner]), slot * self.slot_bytes, -1, 0)
+        for slot in range(2):
+            _HEAD.pack_into(_array(self._memory), slot * self.slot_bytes, -1, 0)
         if group.size() > 1:
             dist.barrier(group=group)  # a number that nobody wrote must not be read
 
@@ -82,7 +61,6 @@ class KeptState:
         offsets = [
             *itertools.accumulate((_round_up(t.nbytes, _ALIGN) for t in tensors), initial=_begin_of_tensors(pickled))
         ]
-        self._ends[slot] = 0
         if offsets[-1] > self.slot_bytes:
             warn_once(_logger, "the optimizer has more state than is kept for ranks that are lost")
             return
@@ -91,7 +69,6 @@ class KeptState:
         if tensors:
             copy_all(places, tensors)
         _HEAD.pack_into(self._bytes, start, -1, len(pickled))
-        self._ends[slot] = offsets[-1]
         # it comes last, since it vouches for the rest
         self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)
 
@@ -111,8 +88,6 @@ class KeptState:
 
     def holds(self, rank: int, number: int) -> bool:
         """Return whether `rank` has left, where this one can read it, its state after step `number`."""
-        if rank not in self._by_rank:
-            return False
         found: int = _HEAD.unpack_from(_array(self._slot(rank, number)))[0]
         return found == number
 
@@ -131,36 +106,6 @@ class KeptState:
         places = self._places(slot, forms, offsets)
         copies = [lay_out(place.clone(), _strides(leaf)) for place, leaf in zip(places, leaves, strict=True)]
         return join(structure, [copy.to(leaf.device) for copy, leaf in zip(copies, leaves, strict=True)])
-
-    def content(self, number: int) -> Content | None:
-        """Return what this rank has left of step `number`, to be sent; None if there was no room for it."""
-        end = self._ends[number % 2]
-        if not end:
-            return None
-        slot = self._memory[number % 2 * self.slot_bytes :]
-        _, length = _HEAD.unpack_from(_array(slot))
-        structure = _array(slot[_HEAD.size : _HEAD.size + length]).tobytes()
-        return Content(structure, slot[_begin_of_tensors(structure) : end])
-
-    def begin_copy(self, ward: int, number: int, structure: bytes, nbytes: int) -> Tensor:
-        """Return the memory for the tensors of a ward's state after step `number`; its slot holds nothing meanwhile.
-
-        Raises:
-            ValueError: a slot has no room for them.
-        """
-        at = _begin_of_tensors(structure)
-        if at + nbytes > self.slot_bytes:
-            raise ValueError(f"{nbytes} bytes at {at} of a slot of {self.slot_bytes}")
-        slot = self._slot(ward, number)
-        _HEAD.pack_into(_array(slot), 0, -1, 0)
-        return slot[at : at + nbytes]
-
-    def end_copy(self, ward: int, number: int, structure: bytes) -> None:
-        """Note that the tensors have come, and that `structure` says how the state is built."""
-        held = memoryview(_array(self._slot(ward, number)))
-        held[_HEAD.size : _HEAD.size + len(structure)] = structure
-        _HEAD.pack_into(held, 0, -1, len(structure))
-        held[:8] = number.to_bytes(8, "little", signed=True)  # it comes last, since it vouches for the rest
 
     def _slot(self, rank: int, number: int) -> Tensor:
         return self._by_rank[rank][number % 2 * self.slot_bytes :][: self.slot_bytes]

@@ -86,10 +86,6 @@ class CopyCheck:
         self._graph, self._home = graph, home
         self._checked: set[tuple[bool, bool]] = set()
 
-    def forget(self) -> None:
-        """Check all modes again."""
-        self._checked.clear()
-
     def require_current(self, mode: tuple[bool, bool], seen: Iterable[Seen], group: dist.ProcessGroup) -> None:
         """Raise where a stage would use such a copy; `seen` is what this rank's stages know. All ranks call it.
 

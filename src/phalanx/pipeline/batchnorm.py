@@ -102,11 +102,6 @@ class MiniBatchStatistics:
         """Drop what was noted, since the step failed."""
         self._seen = {}
 
-    def regroup(self, replicas: dist.ProcessGroup | None) -> None:
-        """Go on with other replicas, after a step that failed."""
-        self._replicas = replicas
-        self._seen = {}
-
 
 class _Watch:
     """A watch runs a layer on buffers of its own, which then hold the statistics of the micro-batch."""

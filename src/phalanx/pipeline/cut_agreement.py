@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
 from phalanx._base.partition.layers import LayerList
 from phalanx._base.partition.measure import LayerCost
-from phalanx._comm.backend.shared import rehearses
 from phalanx.errors import MismatchError
 from phalanx.pipeline.cut import Balance, decide_counts, measure
 from phalanx.pipeline.schedule import Schedule
@@ -48,31 +46,18 @@ def agree_on_cut(
         )
     decided: list[Any] = [None]
     decides = group.rank() == 0 and (data_group is None or data_group.rank() == 0)
-    alone = rehearses(group)  # `require_same_cut` compares it with the others' then
-    if decides or alone:
+    if decides:
         try:
             costs = measure(layers, balance, example)
             decided = [Cut(*decide_counts(layers, balance, planned, costs, recompute=checkpoint != "never"), costs)]
         except Exception as error:  # all ranks shall hear it
             decided = [error]
-    if data_group is not None and group.rank() == 0 and not alone:
+    if data_group is not None and group.rank() == 0:
         dist.broadcast_object_list(decided, group=data_group, group_src=0)
-    if not alone:
-        dist.broadcast_object_list(decided, group=group, group_src=0)
+    dist.broadcast_object_list(decided, group=group, group_src=0)
     if isinstance(decided[0], Exception):
         raise decided[0]
     return cast(Cut, decided[0])
-
-
-def require_same_cut(counts: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Raise MismatchError where a rank has cut the model into other stages than the first. All ranks call it."""
-    heard: list[Any] = [None] * group.size()
-    dist.all_gather_object(heard, tuple(counts), group=group)
-    if wrong := [rank for rank, other in enumerate(heard) if other != heard[0]]:
-        raise MismatchError(
-            f"Pipeline.regroup: rank {wrong[0]} has cut the model into {list(heard[wrong[0]])} layers per stage, "
-            f"rank 0 into {list(heard[0])}. Give balance={list(heard[0])}: measured times differ from run to run."
-        )
 
 
 def _difference(first: tuple[Any, ...], other: tuple[Any, ...]) -> str:

@@ -74,12 +74,6 @@ class Executor:
         self._forms = Forms()
         self.step = StepProgress()
 
-    def forget(self) -> None:
-        """Drop what a failed step has left."""
-        self._local.clear()
-        self._forms = Forms()
-        self.step.forget()
-
     def run(self, work: Work, *, timed: bool = False) -> None:
         """Do this rank's actions; afterwards `work` holds results and times. With `timed` each layer is timed, too."""
         program_state = self._random.get() if work.training else None

@@ -30,13 +30,13 @@ from phalanx.pipeline.cut import (
     require_one_owner_of_buffers,
     split_points,
 )
-from phalanx.pipeline.cut_agreement import agree_on_cut, require_same_cut
+from phalanx.pipeline.cut_agreement import agree_on_cut
 from phalanx.pipeline.edges import StageFailedError, StageLostError, StepPlan
 from phalanx.pipeline.execute import Executor, Work
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.outcome import Outcome
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
-from phalanx.pipeline.placement import MeshPlacement
+from phalanx.pipeline.placement import find_groups
 from phalanx.pipeline.record import Record
 from phalanx.pipeline.replicas import Replicas
 from phalanx.pipeline.schedule import Schedule, ScheduleName, plan_schedule
@@ -154,10 +154,8 @@ class Pipeline(StageModule):
         device: torch.device | str | None = None,
         init_fn: Callable[[str, Tensor], object] | None = None,
     ) -> None:
-        placement = MeshPlacement(mesh, process_group)
-        group, data_group = placement.group, placement.data_group
+        group, data_group = find_groups(mesh, process_group)
         super().__init__(module, group)
-        self._placement = placement
         planned = plan_schedule(schedule, group.size(), micro_batches, stages)
         check_arguments(micro_batches, group.size(), schedule, checkpoint, loss_reduction, outputs, balance)
         layers = list_layers(module, split_points(balance), given=given_arguments(module, example))
@@ -171,7 +169,7 @@ class Pipeline(StageModule):
         parts = split(layers, counts)
         require_one_owner_of_buffers(layers, parts)
         self.plan: CutPlan = describe_cut(layers, parts, planned, reason, costs)
-        self._costs, self._counts = costs, counts
+        self._costs = costs
         self._take_own(module, parts, planned, device, init_fn, data_group)
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -220,55 +218,7 @@ class Pipeline(StageModule):
         self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random)
         self._record: Record | None = None
         self._step_end = StepEnd(self._outcome, self._wire, self._executor)
-        self.num_steps = 0
         self._data_group = data_group
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Return how many layers each stage has."""
-        return tuple(self._counts)
-
-    def stages_of(self, rank: int) -> range:
-        """Return the stages on a rank of the pipeline."""
-        return self._plan(self._micro_batches, True).stages_of(rank)
-
-    def pipeline_rank(self, rank: int) -> int:
-        """Return the rank in its pipeline of a rank of the job."""
-        return self._placement.pipeline_rank(rank)
-
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks with this one's stages in other pipelines; None if there are no replicas."""
-        return self._data_group
-
-    def spans(self, group: dist.ProcessGroup | None) -> bool:
-        """Return whether its stages, with their replicas, are on the ranks of `group`."""
-        return self._placement.spans(group)
-
-    def regroup(self, group: dist.ProcessGroup) -> None:
-        """Go on in `group`, where each rank has the stages that it, or the rank of its number, had. All ranks call it.
-
-        In a mesh `group` has all of its ranks; the mesh, the same object, has groups of the new one afterwards.
-        Parameters and buffers stay as they are: a new rank has got them from elsewhere, or will.
-
-        Raises:
-            ValueError: the group has another size.
-            MismatchError: a rank has other stages than the first.
-        """
-        self._placement.regroup(group)
-        group, self._data_group = self._placement.group, self._placement.data_group
-        require_same_cut(self._counts, group)
-        self._group, self._rank = group, group.rank()
-        if self._replicas is not None and self._data_group is not None:
-            self._replicas.group = self._data_group
-        self._statistics.regroup(self._data_group)
-        self._outcome = Outcome(group, self._data_group, self._device, self._wire.meeting_tag)
-        self._step_end = StepEnd(self._outcome, self._wire, self._executor)
-        self._wire.regroup(group)
-        self._executor.forget()
-        self._tied.forget()
-        self._copies.forget()
-        self._shared, self._without_values = False, []
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -298,7 +248,6 @@ class Pipeline(StageModule):
             if not self._shared:  # the first step has shown what goes from stage to stage
                 self._shared = True
                 self._wire.share(self._plan(self._micro_batches, True).most_tensors)
-        self.num_steps += 1
         note_loss(loss)
         return loss
 

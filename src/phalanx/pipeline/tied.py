@@ -68,9 +68,6 @@ class TiedGradients:
         for _, parameter in self._ties:
             parameter.grad = None
 
-    def forget(self) -> None:
-        self._before = []
-
     def add(self) -> None:
         """Add up the gradients after the last backward of a step."""
         for (tie, parameter), before in zip(self._ties, self._before, strict=True):

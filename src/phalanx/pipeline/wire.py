@@ -202,18 +202,6 @@ class Wire:
     def meeting_tag(self) -> int:
         return self._tags + _EDGE_TAGS - 2
 
-    def regroup(self, group: dist.ProcessGroup) -> None:
-        """Go on in another group, as a rank that has sent and learnt nothing. The old group's works have ended."""
-        self._group = group
-        self._known = {False: ({}, {}), True: ({}, {})}
-        self._works.clear()
-        self._posted.clear()
-        self._frames = Frames()
-        self.begin(grad=True)
-        self.posts_ahead = self._may_post_ahead()
-        self._lending = None  # tensors over its memory keep that
-        self.sizes = Counter()
-
     def _may_post_ahead(self) -> bool:
         return self._device.type == "cpu" and not shares_memory(self._group)
 

@@ -64,6 +64,7 @@ class PipelineStrategy(Strategy):
         self.device = device_of(wanted, job.local_rank)
         self._pipeline_options = {"device": self.device, **options}
 
+    is_elastic = False  # nobody else has the stage of a lost rank
     _moves_model = False
     _skips_together = False
     ranks_differ = True
