@@ -86,7 +86,6 @@ READS_ENVIRONMENT = {
     "_job/hosts/succession/witness/etcd_register.py": "users and certificates, by etcdctl's names",
     "_comm/backend/rendezvous.py": "reads what launchers set",
     "_comm/backend/torch_integration/backend_names.py": "asks whether `phalanx run` started this process",
-    "_comm/backend/torch_integration/flight_recorder.py": "whether PyTorch's recorder is on, and its file",
     "_comm/backend/create.py": "the network interface, and whether a public address is allowed, as Gloo's users say it",
     "_comm/backend/imported_environment.py": "takes back what torch's compiler sets when it is imported",
     "_comm/backend/start.py": "asks whether a launcher put this process in a job",

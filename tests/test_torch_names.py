@@ -34,7 +34,6 @@ OWNERS = {
     "_ddp_init_helper": "torch.nn.parallel.DistributedDataParallel",
     "_ddp_params_and_buffers_to_ignore": "torch.nn.parallel.distributed",
     "_devices": "torch._C._distributed_c10d.ProcessGroupGloo._Options",
-    "_dump_fr_trace": "torch._C._distributed_c10d",
     "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
     "_has_rebuilt_buckets": "torch.nn.parallel.distributed",
     "_in_backward_optimizers": "torch.distributed.optim.apply_optimizer_in_backward",

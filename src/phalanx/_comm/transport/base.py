@@ -49,7 +49,6 @@ from torch import Tensor
 
 from phalanx._base.core_numbers import SUM
 from phalanx._base.deadline import Deadline, timeout_ns
-from phalanx._comm.diagnostics.flight_recorder import Record
 from phalanx._comm.transport.authentication import PickleAuthenticator
 
 
@@ -164,10 +163,6 @@ class Transport(Collectives):
     @abstractmethod
     def seq(self) -> int:
         """Return how many collectives this rank has begun."""
-
-    def records(self) -> list[Record]:
-        """Return this rank's last operations, oldest first, where a flight recorder keeps them; before `close`."""
-        return []
 
     @abstractmethod
     def call_site(self, place: tuple[str, int]) -> int:

@@ -20,7 +20,6 @@ from phalanx._comm.backend import splitting
 from phalanx._comm.backend.arguments import timeout_of
 from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.backend.process_group import open_groups
-from phalanx._comm.backend.process_group.recorded import keep_records
 from phalanx._comm.backend.splitting import Splits
 from phalanx._comm.backend.torch_integration.groups import TorchGroup
 from phalanx._comm.backend.torch_integration.hooks import hookable
@@ -29,10 +28,9 @@ from phalanx._comm.diagnostics.call_sites import calling_site
 from phalanx._comm.diagnostics.failure_report import closed, nested
 from phalanx._comm.symmetric_memory.scratch import Scratch, take_scratch
 from phalanx._comm.transport.base import CallContext, Transport
-from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
+from phalanx.errors import DeadlineError, PeerLostError
 
 if TYPE_CHECKING:
-    from phalanx._comm.backend.reconfiguration import Reconfiguration
     from phalanx._comm.symmetric_memory.memory import SymmetricMemory
     from phalanx._comm.transport.shared_memory import SharedMemoryTransport
 
@@ -162,8 +160,6 @@ class ProcessGroupBase(BackendInterface):
         self._done = DoneWork()
         self.backend_options: Any = None
         """The `phalanx.Options` with which the group was made, or None."""
-        self.reconfiguration: Reconfiguration | None = None
-        """The object that gives the group other members, if it was made with `enable_reconfigure`."""
         self.create_group: Callable[[Any, Any], Any] | None = None
         """`create_process_group`, which made this group and makes those that are split from it."""
         self._connect(transport, rank, size, global_ranks)
@@ -192,28 +188,6 @@ class ProcessGroupBase(BackendInterface):
         """How many rounds of gradients have ended, which are not among the transport's collectives."""
 
     # -- other members -------------------------------------------------------------------------------------------
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        """Return whether `reconfigure` can give the group other members: it was made with `enable_reconfigure`."""
-        return self.reconfiguration is not None
-
-    def _reconfiguration(self) -> Reconfiguration:
-        if self.reconfiguration is None:
-            raise PhalanxError(
-                f"group {self._name!r} keeps its members: it was made without enable_reconfigure.\n"
-                "Start it with init_process_group('phalanx', enable_reconfigure=True)."
-            )
-        return self.reconfiguration
-
-    def get_reconfigure_handle(self) -> str:
-        """Return what the others need to take this process in: see `torch.distributed._reconfigure`."""
-        return self._reconfiguration().handle(self)
-
-    def reconfigure(self, opts: Any) -> dist.Work:
-        """Leave the group's members, and meet those of `opts.handles`; the work is over when they have met."""
-        self._reconfiguration().meet(self, opts)
-        return self._done
 
     def reconnect(
         self,
@@ -479,7 +453,6 @@ class ProcessGroupBase(BackendInterface):
                 return
             self.transport.leave_in_flight()
             ended = self._settle(_JOIN_S)
-        keep_records(self)
         self._recent.clear()
         self._scratch = None
         self._let_memory_go()

@@ -19,7 +19,6 @@ names where torch looks backends up, and the rest is applied at first use: when 
     all_gather_object and its like       each pickle is valid in one call only         "phalanx" or "mpi" is asked for
     _broadcast_object of torch's ZeRO, PGTransport   their pickles carry a MAC, too    they are imported, after that
     _dist2's table of backends           its new_group("phalanx") works              `_dist2` is imported
-    _dump_fr_trace, _json, _file, reset  torch's flight recorder shows our groups       "phalanx" or "mpi" is asked for
     NanCheckHook.attach                  it is called at our operations                 a group of ours is made
     FlightRecorderHook.attach            a group begins where it can't be attached      a group of ours is made
     DDP's _pre_forward                   we warn of equal batches and epochs             a group of ours is made
@@ -44,7 +43,6 @@ names where torch looks backends up, and the rest is applied at first use: when 
     _object_to_tensor and the like       authenticates the objects that its collectives send
     _broadcast_object, PGTransport       sends no pickles in plain tensors
     _dist2's table of backends           reads the backends that were registered with `Backend.register_backend`
-    _dump_fr_trace and its like          asks a backend in Python for its records
     NanCheckHook.attach                  calls hooks of groups that are written in Python
     FlightRecorderHook.attach            goes on without a recorder where it has no name for a group
     DDP's _pre_forward                   has hooks that it does not pickle or copy

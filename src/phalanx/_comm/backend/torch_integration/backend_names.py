@@ -107,7 +107,6 @@ def _serve_our_backend(plugin: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from phalanx._comm.backend.torch_integration.flight_recorder import serve_dumps
     from phalanx._comm.backend.torch_integration.monitored_barrier import extend_monitored_barrier
     from phalanx._comm.backend.torch_integration.rendezvous_handlers import serve_agents_store, serve_cluster_launchers
 
@@ -126,7 +125,6 @@ def _serve_our_backend(plugin: Any) -> None:
     serve_cluster_launchers()
     extend_monitored_barrier()
     _authenticate_pickles()
-    serve_dumps()
 
 
 def _serve_dist2() -> None:

@@ -75,17 +75,17 @@ def _inner_class() -> type[Any]:
             self._group = weakref.ref(group)
 
         def getBackendName(self) -> str:
-            """Return the name under which torch knows the group, also in the flight recorder's dump."""
+            """Return the name under which torch knows the group."""
             group = self._group()
             return "phalanx" if group is None else group.getBackendName()
 
         def rank(self) -> int:
-            """Return the group's rank, which `reconfigure` may change."""
+            """Return the group's rank, which `reconnect` may change."""
             group = self._group()
             return int(super().rank() if group is None else group.rank())
 
         def size(self) -> int:
-            """Return the group's size, which `reconfigure` may change."""
+            """Return the group's size, which `reconnect` may change."""
             group = self._group()
             return int(super().size() if group is None else group.size())
 

@@ -28,7 +28,7 @@ from phalanx._comm.diagnostics.failure_report import (
     describe_wait,
 )
 from phalanx._comm.diagnostics.failure_store import FailureStore
-from phalanx._comm.diagnostics.flight_recorder import Position, Record
+from phalanx._comm.diagnostics.flight_recorder import Position
 from phalanx._comm.engines.engine import DELIVERY_S, Engine
 from phalanx._comm.rendezvous.bootstrap import NOTICE_S
 from phalanx._comm.symmetric_memory.memory import SymmetricMemory
@@ -165,10 +165,6 @@ class HierarchicalSession(FailureReports):
     def engine(self) -> Engine:
         """Return the engine, which carries bytes between the hosts."""
         return self._engine
-
-    def records(self) -> list[Record]:
-        """Return this rank's last operations, oldest first, as its host's memory keeps them; none once it has left."""
-        return self._memory.records()
 
     @property
     def seq(self) -> int:

@@ -12,7 +12,7 @@ from phalanx._base.log import get_logger
 from phalanx._comm.diagnostics import failures
 from phalanx._comm.diagnostics.call_sites import short
 from phalanx._comm.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, describe_wait, occupied
-from phalanx._comm.diagnostics.flight_recorder import Record, read
+from phalanx._comm.diagnostics.flight_recorder import read
 from phalanx._comm.diagnostics.whereabouts import find_position, late_ranks, remember, tell_end
 from phalanx._comm.rendezvous.bootstrap import NOTICE_S
 from phalanx._comm.symmetric_memory.memory import Buffer, SymmetricMemory
@@ -54,10 +54,6 @@ class SharedMemorySession:
     def seq(self) -> int:
         """Return how many collectives this rank has begun."""
         return self.core.seq
-
-    def records(self) -> list[Record]:
-        """Return this rank's last operations, oldest first; none once it has left."""
-        return [] if self.symm_mem.closed else read(self.core, self.symm_mem.rank)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
