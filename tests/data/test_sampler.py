@@ -2,13 +2,12 @@
 
 import copy
 import pickle
-import random
 from collections import Counter
 from itertools import islice
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from phalanx.data import DistributedSampler
@@ -394,23 +393,3 @@ def test_many_epochs_give_each_sample_its_turn_on_each_rank():
     counts = Counter(index for _ in range(200) for index in sampler)
     assert len(counts) == 40
     assert all(20 <= count <= 85 for count in counts.values())  # 50 expected, spread 6.1
-
-
-@pytest.mark.slow
-def test_fewer_readers_read_each_sample_of_all_parts_once():
-    """Without padding, a part that was one sample shorter than the first of its reader gave its beginning again."""
-    for seed in range(200):
-        draw = random.Random(seed)
-        parts = draw.randint(1, 5)
-        readers, length, turn = draw.randint(1, parts), draw.randint(0, 40), draw.randint(1, 6)
-        read = []
-        for rank in range(readers):
-            sampler = DistributedSampler(range(length), parts, rank, seed=seed, padding=False)
-            sampler.regroup(parts, rank, num_readers=readers)
-            sampler.read_in_turns_of(turn)
-            batches = list(BatchSampler(sampler, turn, drop_last=False))
-            assert all(0 < len(batch) <= turn for batch in batches)
-            own = [index for batch in batches for index in batch]
-            assert len(own) == sampler.num_samples
-            read += own
-        assert sorted(read) == list(range(length)), (seed, parts, readers, length, turn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data import distributed as torch_sampler
 
 from phalanx._comm.backend.torch_integration.data_loaders import observe_loaders
-from phalanx.data.index_stream import IndexStream, ShareStream, TurnStream
+from phalanx.data.index_stream import IndexStream
 from phalanx.data.ordered import Order, OrderedDataset, epoch_key
 from phalanx.data.partition import Partition, plan_partition
 from phalanx.data.permutation import Permutation
@@ -68,22 +68,17 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         num_replicas, rank = _place(num_replicas, rank)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.padding = padding
-        self._parts: Sequence[int] = (rank,)  # the parts, of `num_replicas`, that this rank reads
-        self._readers = num_replicas  # how many ranks read these parts; more of them than parts share each turn
-        self._turn = 1  # how many samples it reads of one part before it reads the next
-        self._drops_last = False
         self.num_samples = self._count(consumed=0)
         self.total_size = self.num_samples * num_replicas if padding or drop_last else self.length
         self._consumed = 0  # samples of epoch `self.epoch` that were consumed before the next pass
-        self._pass: IndexStream | TurnStream | ShareStream | None = (
-            None  # the latest pass; None while the next one is to be epoch `self.epoch`
-        )
+        # the latest pass; None while the next one is to be epoch `self.epoch`
+        self._pass: IndexStream | None = None
         self._before_loader: object = None  # the latest pass when a DataLoader was about to begin one
         self._loader_pass: LoaderPass | None = None  # the latest by workers of a DataLoader
         observe_loaders(self, DistributedSampler._note_loader, DistributedSampler._note_iterator)
 
     def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self._begin()) if len(self._parts) == 1 and not self.is_shared else _Turns(self)
+        return chain.from_iterable(self._begin())
 
     def __len__(self) -> int:
         """Return how many indices this rank gets in the current pass, or else in the next; fewer if the epoch is
@@ -160,78 +155,23 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self._consumed = state["consumed"]
         self._pass = None
 
-    def regroup(self, num_replicas: int, rank: int, *, num_readers: int | None = None) -> None:
+    def regroup(self, num_replicas: int, rank: int) -> None:
         """Share the data among another number of ranks, from the next iteration on, which `load_state_dict` may place.
 
-        With `num_readers`, the parts of `num_replicas` ranks are read by so many. Rank 0 of two that read three reads
-        parts 0 and 2 by turns, as many samples of each as `read_in_turns_of` says; of more readers than there are parts
-        each has a share of a turn's samples of all parts (`ShareStream`).
-
         Raises:
-            ValueError: `rank` is not one of `num_replicas`, or of the readers; or parts that more readers share differ
-                in how many samples they have.
+            ValueError: `rank` is not one of `num_replicas`.
         """
-        readers = num_replicas if num_readers is None else num_readers
-        if not 0 <= rank < readers:
-            raise ValueError(f"regroup: rank {rank} of {readers}: ranks are 0 to {readers - 1}")
-        if readers > num_replicas and not (self.padding or self.drop_last or self.length % num_replicas == 0):
-            raise ValueError(
-                f"regroup: {self.length} samples do not divide by {num_replicas} parts, which {readers} readers cannot "
-                "share then. Leave out padding=False, or give drop_last=True."
-            )
-        self.num_replicas, self.rank, self._readers = num_replicas, rank, readers
-        self._parts = range(rank, num_replicas, readers) if readers <= num_replicas else (0,)
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"regroup: rank {rank} of {num_replicas}: ranks are 0 to {num_replicas - 1}")
+        self.num_replicas, self.rank = num_replicas, rank
         self.num_samples = self._count(consumed=0)
         self.total_size = self.num_samples * num_replicas if self.padding or self.drop_last else self.length
-
-    def read_in_turns_of(self, batch_size: int, *, drops_last: bool = False) -> None:
-        """Set how many samples of a part this rank reads before those of the next, from the next iteration on. It holds
-        if this rank reads several parts; if it has a share of all parts, it is taken from so many samples of each.
-
-        With `drops_last` the loader leaves out a last batch that is shorter.
-        """
-        self._turn, self._drops_last = batch_size, drops_last
-
-    @property
-    def num_readers(self) -> int:
-        """Return how many ranks read the parts."""
-        return self._readers
-
-    @property
-    def is_shared(self) -> bool:
-        """Return whether there are more readers than parts, each with a share of every turn."""
-        return self._readers > self.num_replicas
-
-    @property
-    def turn(self) -> int:
-        """Return how many samples of a part are read before those of the next."""
-        return self._turn
-
-    @property
-    def largest_share(self) -> int:
-        """Return how many samples of a whole turn of all parts this rank has, if it has a share."""
-        return max(1, -(-(self._turn * self.num_replicas - self.rank) // self._readers))
-
-    @property
-    def num_parts(self) -> int:
-        """Return how many ranks' parts this rank reads; one if it has a share of all."""
-        return len(self._parts)
 
     def _begin(self) -> Iterator[Iterator[int]]:
         # A generator, so that this runs when the first index is asked for: a DataLoader with workers calls iter()
         # twice for one epoch.
-        self._pass = stream = IndexStream(self._plan_partition(self._consumed_before_pass(), self.rank), self._order())
+        self._pass = stream = IndexStream(self._plan_partition(self._consumed_before_pass()), self._order())
         yield from stream.blocks()
-
-    def _begin_turns(self) -> TurnStream | ShareStream:
-        consumed = self._consumed_before_pass()
-        if self.is_shared:
-            part, how = self._plan_partition(consumed, 0), {"drops_last": self._drops_last}
-            self._pass = shares = ShareStream(part, self._order(), self._turn, self.rank, self._readers, **how)
-            return shares
-        partitions = [self._plan_partition(consumed, part) for part in self._parts]
-        self._pass = stream = TurnStream([IndexStream(one, self._order()) for one in partitions], self._turn)
-        return stream
 
     def _consumed_before_pass(self) -> int:
         if self._pass is not None:
@@ -250,33 +190,17 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         return own | self.dataset.describe_order() if isinstance(self.dataset, OrderedDataset) else own
 
     def _count(self, consumed: int) -> int:
-        return sum(self._plan_partition(consumed, part).count for part in self._parts)
+        return self._plan_partition(consumed).count
 
-    def _plan_partition(self, consumed: int, part: int) -> Partition:
+    def _plan_partition(self, consumed: int) -> Partition:
         return plan_partition(
             self.length,
             self.num_replicas,
-            part,
+            self.rank,
             consumed=consumed,
             padding=self.padding,
             drop_last=self.drop_last,
         )
-
-
-class _Turns:
-    """`_Turns` is a pass that begins when its first index is asked for."""
-
-    def __init__(self, sampler: DistributedSampler) -> None:
-        self._sampler = sampler
-        self._stream: TurnStream | ShareStream | None = None
-
-    def __iter__(self) -> _Turns:
-        return self
-
-    def __next__(self) -> int:
-        if self._stream is None:
-            self._stream = self._sampler._begin_turns()
-        return next(self._stream)
 
 
 def _length_of(dataset: Dataset[Any]) -> int:
@@ -350,19 +274,18 @@ class HandedOut:
 class LoaderPass:
     """A pass over a sampler by a DataLoader whose workers take indices ahead.
 
-    `batch_size` is None where nobody can tell how many samples a batch has; a batch is of one of `num_parts` parts.
+    `batch_size` is None where nobody can tell how many samples a batch has.
     """
 
-    stream: IndexStream | TurnStream | ShareStream
+    stream: IndexStream
     handed_out: HandedOut
     batch_size: int | None
-    num_parts: int
     drops_last: bool
     loader: str
 
     @property
     def samples(self) -> int:
-        """Return how many samples of each part the loop has used up.
+        """Return how many samples the loop has used up.
 
         Raises:
             CheckpointError: nobody can tell.
@@ -375,7 +298,7 @@ class LoaderPass:
                 "and `batch_size`."
             )
         count = self.stream.partition.count
-        used = min(self.handed_out.num_batches // self.num_parts * self.batch_size, count)
+        used = min(self.handed_out.num_batches * self.batch_size, count)
         return count if self.drops_last and count - used < self.batch_size else used
 
 
@@ -384,15 +307,12 @@ def pass_of(loader: Any, sampler: Any, iterator: Any, stream: Any) -> LoaderPass
     batches = getattr(loader, "batch_sampler", None)
     is_over = sampler is getattr(loader if batches is None else batches, "sampler", None)
     size = 1 if batches is None else getattr(batches, "batch_size", None)
-    if sampler.is_shared:
-        size = sampler.turn
     # One with a state takes up the middle of a pass by itself.
     known = is_over and isinstance(size, int) and not hasattr(loader, "state_dict")
     return LoaderPass(
         stream,
         HandedOut(iterator),
         size if known else None,
-        sampler.num_parts,
         bool(getattr(batches, "drop_last", False)),
         type(loader).__name__,
     )

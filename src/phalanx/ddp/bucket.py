@@ -360,8 +360,6 @@ class DenseBucket:
     def rescale(self, factor: float) -> None:
         (self.buffer if self.in_place is None else self.in_place).mul_(factor)
 
-    weigh = rescale
-
 
 class SparseBucket:
     """A `SparseBucket` is one parameter whose gradient is sparse: it keeps what autograd made, without own memory."""
@@ -400,12 +398,6 @@ class SparseBucket:
         """Multiply what the ranks have gathered by `factor`."""
         if self.mean is not None:
             self.mean = self.mean * factor
-
-    def weigh(self, factor: float) -> None:
-        """Multiply the gradient of this rank, which no rank has gathered yet, by `factor`."""
-        (parameter,) = self.parameters
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad * factor
 
 
 def _form(tensor: Tensor) -> str:

@@ -162,5 +162,3 @@ class LocalBucket:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-
-    weigh = rescale

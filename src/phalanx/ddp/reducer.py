@@ -89,7 +89,6 @@ class Reducer:
         self._used = [False] * len(self._parameters)  # whether each was used since the last round
         self._num_rounds = 0
         self.rescale = 1.0  # what the mean is multiplied by
-        self.weight = 1.0  # what this rank's gradients are multiplied by before; their mean over ranks is one
         self._round: Round
         self._begin_round()
         hooks = [
@@ -269,8 +268,6 @@ class Reducer:
         for number in complete:
             bucket = self._set.buckets[number]
             bucket.fill(self._set.exchange.scale, [self._round.fires[slot.parameter] > 0 for slot in bucket.plan.slots])
-            if self.weight != 1.0:
-                bucket.weigh(self.weight)
         while (
             self._round.num_launched < len(self._set.buckets) and self._round.num_missing[self._round.num_launched] == 0
         ):

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler
 
 from phalanx._comm.backend.torch_integration.data_loaders import call_before_fetch, observe_loaders
 from phalanx.data import DistributedSampler
-from phalanx.data.index_stream import ShareStream, TurnStream
 from phalanx.data.partition import Partition
-
-_BATCHES = BatchSampler.__iter__
 
 
 @dataclass(frozen=True)
@@ -63,9 +59,6 @@ class DataPosition:
         self._batch_size = 1
         self._drops_last = False
         self._counted: tuple[Any, int] = None, 0  # a pass, and how many samples of it the loop says that it has used
-        # the batch sizes that the script gave
-        self._batch_sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.keeps_global_batch = False
         observe_loaders(self, DataPosition._learn_batch_size, DataPosition._observe)
 
     def _is_over_mine(self, loader: Any) -> bool:
@@ -82,18 +75,8 @@ class DataPosition:
                 f"phalanx.elastic: {type(batch_sampler).__name__} does not say its batch_size, so nobody can tell how "
                 "many samples a batch has used up. Give it the attribute `batch_size`."
             )
-        if batch_sampler is not None:  # `is_shared` may have made it smaller
-            size = self._batch_sizes.setdefault(batch_sampler, size)
         self._batch_size = size
         self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
-        if self.keeps_global_batch and batch_sampler is not None and type(batch_sampler).__iter__ is not _BATCHES:
-            raise ValueError(
-                f"phalanx.elastic: {type(batch_sampler).__name__} makes batches of its own, and with batch='global' a "
-                "rank may have to make those of another. Give the DataLoader batch_size, and no batch_sampler."
-            )
-        self.sampler.read_in_turns_of(size, drops_last=self._drops_last)
-        if self.keeps_global_batch and batch_sampler is not None and self._drops_last:
-            batch_sampler.batch_size = self.sampler.largest_share if self.sampler.is_shared else size
         is_next = self.sampler._pass is not None  # the epoch advances by itself
         if hasattr(loader, "worker_init_fn"):
             seed_workers(loader, self.sampler.seed, self.sampler.epoch + is_next)
@@ -111,9 +94,7 @@ class DataPosition:
         if mark.partition is None:
             return 0
         before = last.used if last is not None and last.partition is mark.partition else 0
-        if self.sampler.is_shared:
-            return round((mark.used - before) * self.sampler.num_replicas / self.sampler.num_readers)
-        return (mark.used - before) * self.sampler.num_parts
+        return mark.used - before
 
     def mark(self) -> Mark:
         sampler = self.sampler
@@ -173,30 +154,9 @@ class DataPosition:
             known = ahead is not None and ahead.stream is stream and ahead.batch_size is not None
             return ahead.samples if ahead is not None and known else int(stream.taken)
         batches = iterator._num_yielded - self._yielded_before
-        samples: int = batches // self.sampler.num_parts * self._batch_size
+        samples: int = batches * self._batch_size
         count: int = stream.partition.count
         return min(samples, count)  # the last batch may be smaller
-
-    @property
-    def share(self) -> float:
-        """Return which part of its step's samples the loop's latest batch has: 1/ranks if all ranks are equal."""
-        stream = self.sampler._pass
-        if not isinstance(stream, ShareStream):
-            return 1.0
-        iterator = self._iterator()
-        mine, whole = stream.shares(stream.latest if iterator is None else iterator._num_yielded - 1)
-        return mine / whole
-
-    @property
-    def ends_step(self) -> bool:
-        """Return whether the batch that the loop has got latest is the last that this rank has in its step."""
-        stream = self.sampler._pass
-        if not isinstance(stream, TurnStream):
-            return True
-        iterator = self._iterator()
-        if iterator is None:  # the loop over it has ended, or there was none
-            return isinstance(self._iterator, weakref.ref) or stream.turns % self.sampler.num_parts == 0
-        return bool((iterator._num_yielded - self._yielded_before) % self.sampler.num_parts == 0)
 
     def go_to(self, epoch: int, consumed: int) -> None:
         """Set the position: the next pass begins with the rest of that epoch."""

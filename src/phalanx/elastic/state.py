@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx._base.log import get_logger
@@ -17,7 +16,6 @@ from phalanx._comm.backend import rendezvous
 from phalanx._comm.diagnostics.progress_page import open_page
 from phalanx.elastic.buffers import Buffers
 from phalanx.elastic.frozen import Frozen, freeze, thaw
-from phalanx.elastic.global_batch import GlobalBatch
 from phalanx.elastic.hand_over import Part, ValuePart
 from phalanx.elastic.objects import Objects, has_state
 from phalanx.elastic.points import COMMIT, reached
@@ -53,24 +51,17 @@ class State:
     The sampler's position is that of the loader; a loop that takes batches ahead of those it trains on (a prefetcher of
     its own) says how many samples a step has used: `commit(samples=n)`.
 
-    With `batch="global"` a step keeps the samples that it had at the start, as many batches as there were ranks: with
-    fewer ranks some do several, one after the other, before the update; with more each has a share of the samples. The
-    loop stays as it is. It needs a sampler, and `phalanx.DistributedDataParallel`; `phalanx docs elastic` says what
-    such a loop may not do.
-
     `commit()` says that a step is done. Without `phalanx.elastic.run` it only counts.
 
     Raises:
         TypeError: a sampler that cannot say where it stands.
-        ValueError: a name that is taken, several samplers, or what `batch="global"` does not go with.
+        ValueError: a name that is taken, or several samplers.
     """
 
     _things: dict[str, Any]
     _values: dict[str, Any]
 
-    def __init__(self, *, batch: str | None = None, **things: Any) -> None:
-        if batch not in (None, "global"):
-            raise ValueError(f"State: batch must be 'global' or None, got {batch!r}; a value needs another name")
+    def __init__(self, **things: Any) -> None:
         reserved = [name for name in things if name.startswith("_") or hasattr(type(self), name)]
         if reserved:
             raise ValueError(f"State: {reserved[0]!r} is a name of its own: give the argument another")
@@ -95,31 +86,10 @@ class State:
         self._small = SmallState(self._objects, self._values)
         if self._objects.sampler is not None:
             self._position = DataPosition(self._objects.sampler, self._on_iterator)
-        self._global = self._keep_global_batch() if batch is not None else None
         self._step = StepTracker(self._objects, None if self._position is None else self._position.mark)
         # what no part holds of the layers and wrappers, as at the latest commit
         self._switches = Switches(self._objects)
         self._save()
-
-    def _keep_global_batch(self) -> GlobalBatch:
-        if self._position is None:
-            raise ValueError("State: batch='global' shares out the batches of a step through a sampler: give it one")
-        if self._objects.pipelines:
-            raise ValueError("State: batch='global' shares batches among replicas, and a pipeline's ranks are none")
-        if self._objects.rounds:
-            raise ValueError(
-                "State: batch='global' is of steps that ranks make together; LocalSGD and DiLoCo have none"
-            )
-        with_update: list[tuple[Any, str]] = [(scheduler, "step") for scheduler in self._objects.schedulers]
-        for scaler in self._objects.scalers:
-            with_update += [(scaler, "unscale_"), (scaler, "step"), (scaler, "update")]
-        return GlobalBatch(
-            dist.get_world_size() if dist.is_initialized() else 1,
-            self._position,
-            averaging_modules(self._objects.modules),
-            self._objects.optimizers,
-            with_update,
-        )
 
     # -- attributes ----------------------------------------------------------------------------------------------
 
@@ -168,24 +138,20 @@ class State:
 
         Raises:
             ValueError: `samples` are more than the loader has handed out, or not given in each commit of an epoch; or
-                there is no sampler, or `batch="global"`, whose steps have the samples that they have; or LocalSGD,
-                DiLoCo or a ZeroRedundancyOptimizer, of which a step may be done without its commit; or the loader has
-                begun the next epoch.
+                there is no sampler; or LocalSGD, DiLoCo or a ZeroRedundancyOptimizer, of which a step may be done
+                without its commit; or the loader has begun the next epoch.
         """
         if samples is not None:
             self._count_samples(samples)
         elif self._position is not None and self._position.is_counted:
             raise ValueError("State.commit(): samples= was given before in this epoch; give it in each of its commits")
-        if self._global is None:
-            self._commit(is_step=True)
-        elif self._global.ends_step:
-            self._global.end_step()
-            self._commit(is_step=True)
+        self._commit(is_step=True)
 
     def _count_samples(self, samples: int) -> None:
-        if self._position is None or self._global is not None:
-            without = "there is no sampler in State" if self._position is None else "batch='global' counts batches"
-            raise ValueError(f"State.commit(samples={samples}): {without}, so that nothing is counted. Leave it out.")
+        if self._position is None:
+            raise ValueError(
+                f"State.commit(samples={samples}): there is no sampler in State, so nothing is counted. Leave it out."
+            )
         if self._objects.rounds or self._objects.sharded:
             # After a loss such a step may count as done without its commit, which alone knows its samples.
             names = ", ".join(
@@ -261,7 +227,7 @@ class State:
             "values": dict(self._values),
             "position": self.data_position(),
         }
-        return whole if self._global is None else {**whole, "micro_batches": self._global.num_micro_batches}
+        return whole
 
     def data_position(self) -> dict[str, Any] | None:
         """Return the data's position at the latest commit, in the form of the sampler's `state_dict`, or None."""
@@ -287,10 +253,6 @@ class State:
         for name, value in state_dict["values"].items():
             setattr(self, name, value)
         self.load_data_position(state_dict["position"])
-        if self._global is not None and "micro_batches" in state_dict:
-            self._global.num_micro_batches = state_dict["micro_batches"]
-            if dist.is_initialized():
-                self._global.spread(dist.get_rank(), dist.get_world_size())
         self._save()
 
     def _go_on_with(self, set_random: Callable[[], None]) -> None:
@@ -367,7 +329,6 @@ class State:
             "where": where,
             "switches": self._switches.kept,
             "late": self._step.lateness,
-            "micro_batches": None if self._global is None else self._global.num_micro_batches,
         }
 
     def _put_progress(self, progress: Any) -> None:
@@ -377,8 +338,6 @@ class State:
         latest.epoch, latest.step = progress["position"]
         self._switches.kept = progress["switches"]
         self._step.lateness = progress["late"]
-        if self._global is not None:
-            self._global.num_micro_batches = progress["micro_batches"]
         where = progress["where"]
         self._mark = None if where is None else Mark(where[0], None, where[1])
 
@@ -396,10 +355,7 @@ class State:
             for parameter in module.parameters():
                 parameter.grad = None
         if self._position is not None:
-            if self._global is not None:
-                self._global.spread(rank, world_size)
-            else:
-                self._position.sampler.regroup(world_size, rank)
+            self._position.sampler.regroup(world_size, rank)
             if self._mark is not None:
                 self._position.go_to(self._mark.epoch, self._mark.consumed)
                 self._mark = Mark(self._mark.epoch, None, self._mark.consumed)

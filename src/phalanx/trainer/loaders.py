@@ -323,8 +323,6 @@ class BatchSizes:
         batch_size = getattr(loader.batch_sampler, "batch_size", None)
         if batch_size is None or loader.batch_sampler.drop_last or not total:  # type: ignore[union-attr]
             return cls(total, 1, 1)
-        if getattr(loader.sampler, "num_parts", 1) > 1:  # the batches come from several ranks by turns
-            return cls(total, 1, 1)
         return cls(total, batch_size, len(cast("Sized", loader.sampler)) - (total - 1) * batch_size)
 
     def share(self, number: int, group: range) -> float:
