@@ -136,6 +136,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_started():
         phalanx.launch(print, nproc_per_node=0)
     with pytest.raises(ValueError, match=r"phalanx.launch: help=: this is for a script"):
         phalanx.launch(print, help=True)
+    with pytest.raises(ValueError, match=r"phalanx.launch: nnodes=: ranks are started on this host only.*--nnodes"):
+        phalanx.launch(print, nnodes=2)
     with pytest.raises(ValueError, match=r"phalanx.launch: nprocs=: no such option"):
         phalanx.launch(print, nprocs=2)
 

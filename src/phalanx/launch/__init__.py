@@ -18,13 +18,12 @@ class Launch(ModuleType):
         kwargs: Mapping[str, Any] | None = None,
         *,
         nproc_per_node: int | str = "auto",
-        nnodes: int | str = 1,
         **options: object,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` in every rank of a job, and return what each returned, by rank."""
+        """Call `fn(*args, **kwargs)` in every rank of a job on this host, and return what each returned, by rank."""
         from phalanx._job.launch.calls.call import launch as call
 
-        return call(fn, args, kwargs, nproc_per_node=nproc_per_node, nnodes=nnodes, **options)
+        return call(fn, args, kwargs, nproc_per_node=nproc_per_node, **options)
 
 
 launch: Launch = sys.modules[__name__]  # type: ignore[assignment]

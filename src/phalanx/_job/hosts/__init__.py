@@ -13,7 +13,6 @@
     leader, follower       the two kinds of host while ranks run; elastic_hosts is the leader's part in an elastic job
     succession             whom the hosts elect when the leader is lost; lead_guard asks a majority before one is lost
     successor, take_over   how the elected host comes to lead; departure: how a leader leaves; moved_job: who says so
-    remote_calls           a call of `phalanx.launch`, and its outcomes, on their way between hosts
 
 Nothing here is imported by a job on one host.
 """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.job import LOST_OUTPUT_EXIT_CODE, LedAttempt, run_attempts
@@ -19,11 +17,10 @@ def lead(
     gathering: Gathering,
     local_store: str,
     led: LedAttempt | None = None,
-    before_end: Callable[[int], None] = lambda code: None,
 ) -> int:
     """Run the job's attempts, the first of which is `led` if that has run here already; return the exit code.
 
-    `before_end` is given the exit code while the coordinator is there. The guard of `gathering` is closed on return.
+    The guard of `gathering` is closed on return.
 
     Raises:
         LaunchError: hosts cannot meet, or not enough come in time.
@@ -35,7 +32,6 @@ def lead(
 
     try:
         code = run_attempts(plan, host, begin, led)
-        before_end(code)
     except LaunchError as error:
         gathering.end(error.exit_code, str(error))
         raise

@@ -27,11 +27,10 @@ from phalanx._job.hosts.gather import Gathering
 from phalanx._job.hosts.job_spec import KEY, JobSpec
 from phalanx._job.hosts.join_job import follow
 from phalanx._job.hosts.lead import lead
-from phalanx._job.hosts.remote_calls import fetch_outcomes
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.moved_job import JobMovedError, point_to
 from phalanx._job.hosts.succession.witness.witness import Witness
-from phalanx.errors import AuthenticationError, CoordinationError, LaunchError, PhalanxError
+from phalanx.errors import AuthenticationError, CoordinationError, LaunchError
 
 _CONNECTIONS_OF_HOST = 2
 
@@ -83,12 +82,8 @@ def _lead(
                 witness = Witness(rendezvous.witness, key, os.urandom(8).hex()) if rendezvous.witness else None
                 gathering.guard = LeadGuard(channel, service.coordinator.followers, rendezvous.host_timeout_s, witness)
 
-            def fetch(code: int) -> None:
-                if plan.verdict:
-                    _fetch_outcomes(service, plan.verdict, code)
-
             try:
-                return lead(plan, host, gathering, service.local, before_end=fetch)
+                return lead(plan, host, gathering, service.local)
             except JobMovedError as moved:
                 leader = moved.address
         host.display.say(
@@ -127,15 +122,6 @@ def _endpoints(rendezvous: Rendezvous, advertised: list[OwnAddress], port: int) 
     if rendezvous.endpoint and not rendezvous.endpoint.startswith(":"):
         return (rendezvous.endpoint, *rendezvous.more_endpoints)
     return tuple(join_endpoint(own.address, port) for own in advertised)
-
-
-def _fetch_outcomes(service: Service, verdict: str, code: int) -> None:
-    try:
-        with Client(service.local) as client:
-            fetch_outcomes(client, os.path.dirname(verdict))
-    except (PhalanxError, OSError) as error:
-        if code == 0:  # else the caller is told of the failure, which says more
-            raise LaunchError(f"phalanx run: what the ranks of other hosts returned did not come: {error}") from error
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ in a folder of the call's own.
 
     payload     the function and its arguments as bytes, by value where the ranks could not import them
     outcome     how a rank ended, whole or not at all
-    rank        what runs in a rank; `_job.hosts.remote_calls` carries call and outcome where it is on another host
+    rank        what runs in a rank
     agent       what runs in the agent's process
     verdict     what the agent says of the job at its end
     call        the caller's side

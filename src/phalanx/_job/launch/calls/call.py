@@ -112,13 +112,19 @@ def _prepare(
 
 
 _OF_A_SCRIPT = ("module", "no_python", "run_path", "use_env", "help")
+_OF_SEVERAL_HOSTS = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "key_file", "witness")
 
 
 def _words(**options: object) -> list[str]:
     """Return the options as `phalanx run` takes them; refused here, in the caller's own words."""
     if scripts := [name for name in options if name in _OF_A_SCRIPT]:
         raise ValueError(f"phalanx.launch: {scripts[0]}=: this is for a script, and here a function is called")
-    words = []
+    if scripts := [name for name in options if name in _OF_SEVERAL_HOSTS]:
+        raise ValueError(
+            f"phalanx.launch: {scripts[0]}=: ranks are started on this host only. Put the call into a script, and "
+            "start that on each host with `phalanx run --nnodes`"
+        )
+    words = ["--standalone"]
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
