@@ -24,7 +24,6 @@ parser.add_argument("--width", type=int, default=64)
 parser.add_argument("--blocks", type=int, default=6)
 parser.add_argument("--micro-batches", type=int, default=8)
 parser.add_argument("--schedule", default="1f1b")
-parser.add_argument("--record", help="save the last step here, for phalanx explain pipeline --recording")
 args = parser.parse_args()
 CONTEXT, BATCH = 64, 32
 
@@ -106,11 +105,3 @@ for step in range(args.steps):
     optimizer.step()
     if job.is_main and (step + 1) % (args.steps // 4) == 0:
         print(f"step {step + 1}: {loss / math.log(2):.2f} bits per letter")
-
-if args.record:
-    x, y = draw_batch()
-    with pipe.recorded() as record:
-        pipe.step(x, target=y)
-    if job.is_main:
-        record.recording.save(args.record)
-        print(record)

@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
+from tests import leaks
 
-from phalanx.testing import leaks
 from phalanx.testing.namespaces import enter_own_network, why_no_hosts
 
 

@@ -86,13 +86,11 @@ def test_the_transformer_learns_letters_and_writes_some(tmp_path):
 
 @pytest.mark.slow
 def test_a_language_model_learns_in_pipeline_stages(tmp_path):
-    output = run(tmp_path, PHALANX_RUN, "pipeline_transformer.py", "--steps", 60, "--width", 32, "--record", "run.json")
+    output = run(tmp_path, PHALANX_RUN, "pipeline_transformer.py", "--steps", 60, "--width", 32)
     bits = [float(number) for number in re.findall(r"step \d+: ([\d.]+) bits per letter", output)]
     assert len(bits) == 4
     assert bits[-1] < bits[0] < 6.7
     assert "balanced by measured time" in output
-    assert "recorded: " in output
-    assert (tmp_path / "run.json").exists()
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 
 from phalanx._comm.control.client import Client
-from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, tell_lost
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.placement import Pinning
@@ -23,7 +22,6 @@ from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import Target
 from phalanx._job.coordinator.service import Service
-from phalanx._job.hosts import remote_calls
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx._job.hosts.follower import FollowerLink
 from phalanx._job.hosts.gather import Gathering
@@ -274,23 +272,6 @@ def test_a_member_that_is_given_up_is_told_so() -> None:
         assert channel.flush(10.0)
         _take(channel, "lost")
         assert other.member == -1 or any(event.kind == "expelled" for event in _events(other))
-
-
-def test_a_call_finds_the_coordinator_after_a_host_was_lost() -> None:
-    """It read the whole file of the agent, and behind the address stood by then which host is lost: no JSON."""
-    with Service() as service:
-        fd, told = create_agent_file(service.local, "")
-        try:
-            tell_lost(fd, LostHost((1, 2), "gone"))
-            client = remote_calls.connect({"PHALANX_STORE": told})
-            assert client is not None
-            with client:
-                client.set("launch/job_spec", b'{"join_timeout_s": 40}')
-                assert remote_calls.find_join_timeout(client) == 40.0
-                remote_calls.put(client, "call", b"x")
-                assert remote_calls.take(client, "call", 40.0) == b"x"
-        finally:
-            os.close(fd)
 
 
 def _events(client: Client) -> list[Any]:

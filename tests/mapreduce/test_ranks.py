@@ -14,7 +14,6 @@ import torch.distributed as dist
 from phalanx._base.deadline import Deadline
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.mapreduce import TaskError, attempt, map_reduce, team
-from phalanx.mapreduce.attempt import plan_owners
 from phalanx.mapreduce.board import Board, OpenTask, choose_idle_task
 from phalanx.mapreduce.team import Team
 from phalanx.testing import run_ranks
@@ -371,11 +370,7 @@ def test_a_problem_that_is_found_when_all_tasks_are_done_is_heard_on_every_rank(
     assert run_ranks(problem_after_the_last_task, 2, tmp_path) == ["said late\n(It was found on rank 1.)"] * 2
 
 
-def test_plans_of_who_reduces_and_what_an_idle_rank_does():
-    assert plan_owners(range(5), {}, 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0}
-    assert plan_owners(range(5), {0: 0, 1: 0, 2: 1}, 3) == {3: 2, 4: 1}
-    assert plan_owners([], {}, 3) == {}
-
+def test_what_an_idle_rank_does():
     def standing(task, runs=1, failures=0, failed_here=False, ran_here=False, for_s=0.0):
         return OpenTask(task, runs, failures, failed_here, ran_here, for_s)
 

@@ -42,7 +42,7 @@ class Outer(Inner):
 def warned(layers):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        layers.constants.warn_of_changes(layers.root, "Pipeline")
+        layers.constants.warn_of_changes(layers.root)
     return sorted(str(one.message).split()[1].removeprefix("self.") for one in caught)
 
 

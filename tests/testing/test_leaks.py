@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.leaks import Snapshot, mark_descendants
 
-from phalanx.testing import Snapshot
-from phalanx.testing.leaks import mark_descendants
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -108,7 +108,7 @@ def test_the_programs_that_multiprocessing_keeps_are_no_leak():
     """The first test whose DataLoader had workers was blamed for the pipe of the forkserver, 3.14's default."""
     code = (
         "import multiprocessing\n"
-        "from phalanx.testing import Snapshot\n"
+        "from tests.leaks import Snapshot\n"
         "before = Snapshot.take()\n"
         "process = multiprocessing.get_context('forkserver').Process(target=int)\n"
         "process.start()\n"
@@ -116,7 +116,7 @@ def test_the_programs_that_multiprocessing_keeps_are_no_leak():
         "process.close()\n"
         "print(before.leaks())\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.stdout == "[]\n", run.stderr
 
 
@@ -136,6 +136,7 @@ def test_the_police_fails_a_test_that_leaks(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 1
     assert "the test left behind:" in run.stdout

@@ -18,11 +18,10 @@ from phalanx.checkpoint.checksum import find_damage
 from phalanx.checkpoint.devices import require_device
 from phalanx.checkpoint.optimizer_fit import OptimizerNotes
 from phalanx.checkpoint.optimizer_gap import describe_gap
-from phalanx.checkpoint.parts import describe_misfits, load_part
+from phalanx.checkpoint.parts import HALF_LOADED, describe_misfits, load_part
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RETRY_S, brought_here
 from phalanx.checkpoint.restore import find_latest, read_moved
-from phalanx.checkpoint.rollback import Rollback, describe_put_back, in_loading_order
 from phalanx.errors import CheckpointError
 
 _ZIP_BEGINS = b"PK\x03\x04"
@@ -177,15 +176,13 @@ def _load_into(path: Path, state: object, notes: OptimizerNotes, into: Mapping[s
     }
     if report := describe_misfits(into, state, stages, notes):
         raise CheckpointError(f"load_checkpoint: {path} does not fit:\n{report}\nNothing was loaded.")
-    undo = Rollback(into)
-    for name, part in in_loading_order(into):
+    for name, part in into.items():
         try:
             own = stages[name][0] if name in stages else state[name]
-            with undo.loading(name):
-                load_part(part, own, strict=True)
+            load_part(part, own, strict=True)
         except Exception as error:
             text = f"load_checkpoint: {path}: {name!r} refused its state: {type(error).__name__}: {error}"
-            raise CheckpointError(f"{text}\n{describe_put_back(undo.put_back())}") from error
+            raise CheckpointError(f"{text}\n{HALF_LOADED}") from error
         if isinstance(part, torch.optim.Optimizer) and (gap := describe_gap(part, own)):
             warnings.warn(f"load_checkpoint: {path}: {name!r} {gap}", stacklevel=3)
 

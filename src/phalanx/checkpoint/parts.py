@@ -243,6 +243,10 @@ def _is_lazy(tensor: Tensor) -> bool:
     return isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
 
 
+HALF_LOADED = "Some parts may have changed. Build them again before training goes on."
+"""What to say where a part has raised while it was loaded."""
+
+
 def load_part(part: Any, saved: Any, *, strict: bool) -> None:
     """Load the state of one part."""
     if isinstance(part, nn.Module):

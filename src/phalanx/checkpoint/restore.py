@@ -19,10 +19,9 @@ from phalanx.checkpoint.history import History, explain_renamed
 from phalanx.checkpoint.manifest import Manifest, find_damaged_file, is_checkpoint, read_manifest
 from phalanx.checkpoint.optimizer_fit import OptimizerNotes
 from phalanx.checkpoint.optimizer_gap import describe_gap
-from phalanx.checkpoint.parts import Report, describe_misfits, fit_stages, load_part, module_state
+from phalanx.checkpoint.parts import HALF_LOADED, Report, describe_misfits, fit_stages, load_part, module_state
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import DownloadError, RemoteHistory
-from phalanx.checkpoint.rollback import Rollback, describe_put_back, in_loading_order
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, build, find, is_dtensor, strides_of_tensors, tensor_names
 from phalanx.checkpoint.whole import STATE, hand_on
@@ -113,35 +112,28 @@ def _load(
     report.missing += [name for name in wanted if name not in state and name not in stateful]
     told = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
     advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
-    undo = Rollback(stateful)  # this runs on all ranks, before one of them loads into memory that they share
     peers.agree(told + advice if told and strict else None)
     problem, cause, gaps = None, None, list[str]()
     try:
         own = {**state, **{name: fitting for name, (fitting, _) in stages.items()}}
-        gaps = _load_parts(own, stateful, report, undo, strict=strict)
+        gaps = _load_parts(own, stateful, report, strict=strict)
     except Exception as error:  # the error is the part's own; the other ranks would train on
-        problem, cause = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}.", error
-    try:
-        peers.agree(problem, cause)
-    except CheckpointError as error:  # it is raised on every rank
-        left = {name for names in peers.all_gather(undo.put_back()) for name in names}
-        raise CheckpointError(f"{error}\n{describe_put_back(left)}") from cause
+        problem = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}.\n{HALF_LOADED}"
+        cause = error
+    peers.agree(problem, cause)
     for gap in gaps:
         warnings.warn(f"{peers.what}: {path}: {gap}", stacklevel=4)
     return Restored(manifest.step, path, _moved(state, map_location), report)
 
 
-def _load_parts(
-    state: dict[str, Any], parts: Mapping[str, Any], report: Report, undo: Rollback, *, strict: bool
-) -> list[str]:
+def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: Report, *, strict: bool) -> list[str]:
     """Load each part; return in words what optimizers would train without a state."""
     gaps = []
-    for name, part in in_loading_order(parts):
+    for name, part in parts.items():
         is_optimizer = isinstance(part, torch.optim.Optimizer)
         fits = not any(text.startswith((f"{name}:", f"{name}.state.")) for text in report.misshapen)
         if name in state and (strict or fits or not is_optimizer):
-            with undo.loading(name):
-                load_part(part, state[name], strict=strict)
+            load_part(part, state[name], strict=strict)
             if is_optimizer and (gap := describe_gap(part, state[name])):
                 gaps.append(f"{name!r} {gap}")
     return gaps

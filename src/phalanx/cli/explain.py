@@ -165,12 +165,6 @@ for _algorithm in ALGORITHMS.values():
     show_default=True,
     help="How many times as long as a forward a backward takes.",
 )
-@click.option(
-    "--recording",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Draw this step beside it, which Pipeline.recorded() saved; it says all of the above.",
-)
-@click.option("--failed", metavar="CELL", help="Mark the cell of a failure: 1B3 is stage 1, backward, micro-batch 3.")
 @click.option("--svg", type=_FILE, help=_DRAW)
 def _pipeline(
     stages: int | None,
@@ -178,54 +172,31 @@ def _pipeline(
     micro_batches: int | None,
     name: str | None,
     backward: float,
-    recording: Path | None,
-    failed: str | None,
     svg: Path | None,
 ) -> None:
     """Draw the schedule of a pipeline, which is the one that runs, with its bubble: the time in which ranks wait.
 
-    Stages are taken to be equal. With --recording a step as it ran is drawn below it: which rank the others waited for,
-    and what another balance would give.
+    Stages are taken to be equal.
     """
     from phalanx.pipeline import explanation
-    from phalanx.pipeline.recording import load_recording, parse_action
     from phalanx.pipeline.schedule import plan_schedule
 
-    recorded = None
-    if recording is not None:
-        if (stages, ranks, micro_batches, name) != (None, None, None, None):
-            raise click.UsageError(
-                "--recording says which schedule it is; leave out --stages, --ranks, --micro-batches and --schedule."
-            )
-        recorded = _as_usage_error(load_recording, recording)
-        schedule = recorded.schedule
-    else:
-        name, stages = name or "1f1b", stages or 4
-        if ranks is None:
-            ranks = stages // 2 if name == "interleaved" and stages % 2 == 0 else stages
-        schedule = _as_usage_error(plan_schedule, name, ranks, micro_batches or 8, stages)
-    cell = None if failed is None else _as_usage_error(parse_action, failed)
-    if cell is not None and not any(cell in order for order in schedule.orders):
-        raise click.UsageError(f"--failed {failed} is no cell of this schedule.")
-    if cell is None and recorded is not None:
-        cell = recorded.failed
-    planned = explanation.ideal(schedule, backward)
+    name, stages = name or "1f1b", stages or 4
+    if ranks is None:
+        ranks = stages // 2 if name == "interleaved" and stages % 2 == 0 else stages
+    schedule = _as_usage_error(plan_schedule, name, ranks, micro_batches or 8, stages)
+    timeline = explanation.ideal(schedule, backward)
     if svg is not None:
-        _write(svg, explanation.draw(schedule, planned, recorded, cell))
-    lines = [*explanation.facts(schedule, planned)]
-    blocks = [(planned, [])] if recorded is None else [(planned, []), (recorded.timeline, explanation.report(recorded))]
-    for line in lines:
+        _write(svg, explanation.draw(schedule, timeline))
+    for line in explanation.facts(schedule, timeline):
         click.echo(line)
-    for timeline, told in blocks:
-        for line in told:
-            click.echo(line)
-        if sys.stdout.isatty():
-            from rich.console import Console
+    if sys.stdout.isatty():
+        from rich.console import Console
 
-            explanation.show(schedule, timeline, Console(), cell)
-        else:
-            for line in explanation.plain(schedule, timeline, cell):
-                click.echo(line)
+        explanation.show(schedule, timeline, Console())
+    else:
+        for line in explanation.plain(schedule, timeline):
+            click.echo(line)
 
 
 def _as_usage_error(function: Callable[..., T], *arguments: object) -> T:

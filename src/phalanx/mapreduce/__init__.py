@@ -5,7 +5,7 @@ its arguments, checked                              job.py
 what a task reads: splits, lines, items             splits.py  records.py
 a map task: records to buckets                      map_task.py  table.py  fold.py  sums.py
                                                     buckets.py  keys.py  columns.py
-who does which task, and does it again              board.py  attempt.py  team.py  membership.py  interrupted.py
+who does which task, and does it again              board.py  attempt.py  team.py
 the shuffle; sorting; what lies on disk             exchange.py  grouper.py  spool.py  sizes.py
                                                     heap.py
 the result: iterated over, gathered, as files       result.py  part_files.py  counters.py

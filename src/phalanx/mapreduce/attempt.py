@@ -1,10 +1,10 @@
-"""Take one membership through a job: who has what, map, shuffle, reduce. What is done survives into the next one.
+"""Take the ranks through a job: plan, map, shuffle, reduce.
 
-meet        what each rank still holds                         gather
-map         tasks whose output nobody holds                    board
+meet        the same arguments, one plan                       gather
+map         tasks                                              board
 tell        how large every bucket is, and what was counted    gather
 shuffle     buckets to the owners of their partitions          all_to_all, in rounds
-reduce      each partition that nobody has finished            alone
+reduce      each partition                                     alone
 agree       all have finished                                  board
 """
 
@@ -43,24 +43,19 @@ _RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError"
 
 @dataclass
 class Held:
-    """It is what this rank holds of a job; it outlives a membership."""
+    """It is what this rank holds of a job."""
 
     job: MapReduceJob
-    splits: list[Split] | None = None
+    splits: list[Split] = field(default_factory=list)
     outputs: dict[int, MapOutput] = field(default_factory=dict)  # by task
     results: dict[int, Run] = field(default_factory=dict)  # by partition
     num_backups: int = 0
     num_retries: int = 0
-    num_kept: int = 0  # outputs that were there when the call was made again
 
     def __post_init__(self) -> None:
         memory, folder = self.job.memory_bytes, self.job.spill_folder
         self.buckets = Spool(memory // 4, folder)
         self.done = Spool(memory // 8, folder)
-
-    def close(self) -> None:
-        self.buckets.close()
-        self.done.close()
 
 
 @dataclass(frozen=True)
@@ -81,70 +76,48 @@ class Outcome:
     num_tasks: int
 
 
-def plan_owners(partitions: Sequence[int], finished: Mapping[int, int], world_size: int) -> dict[int, int]:
-    """Return which rank reduces each unfinished partition: they go in turns, first to ranks that have fewest."""
-    loads = [0] * world_size
-    for rank in finished.values():
-        loads[rank] += 1
-    owners = {}
-    for partition in partitions:
-        if partition not in finished:
-            owners[partition] = loads.index(min(loads))
-            loads[owners[partition]] += 1
-    return owners
-
-
-def meet(team: Team, job: MapReduceJob, held: Held) -> tuple[str, dict[int, int], set[int]]:
-    """Agree on the plan; return this membership's prefix of keys, who finished which partition, and tasks with output.
+def meet(team: Team, job: MapReduceJob, held: Held) -> str:
+    """Agree on the plan; return the prefix of this call's keys.
 
     Raises:
         ValueError: the ranks have called with different arguments.
     """
     me = Person.of_self()
-    told = team.gather((me, job.terms, held.splits is not None, set(held.outputs), set(held.results)))
-    team.persons = [person for person, *_ in told]
-    if len({terms for _, terms, *_ in told}) > 1:
-        named = "\n".join(f"  rank {rank}: {terms}" for rank, (_, terms, *_) in enumerate(told))
+    told = team.gather((me, job.terms))
+    team.persons = [person for person, _ in told]
+    if len({terms for _, terms in told}) > 1:
+        named = "\n".join(f"  rank {rank}: {terms}" for rank, (_, terms) in enumerate(told))
         raise ValueError(
             "map_reduce: the ranks were called with different arguments (partitions, combines, gather, output, "
             f"memory, split, encoding, inputs):\n{named}"
         )
-    source = next((rank for rank, (_, _, has_plan, *_) in enumerate(told) if has_plan), 0)
-    mine: tuple[str, Any] | None = None
-    if team.rank == source:
-        mine = _plan(job, held)
-    kind, plan = team.gather(mine)[source]
+    kind, plan = team.gather(_plan(job) if team.rank == 0 else None)[0]
     if kind:
         raise _RAISED.get(kind, TaskError)(plan)
     prefix, held.splits = plan
-    finished: dict[int, int] = {}
-    for rank, (_, _, _, _, results) in enumerate(told):
-        for partition in results:
-            finished.setdefault(partition, rank)
-    return prefix, finished, set().union(*(outputs for _, _, _, outputs, _ in told))
+    return str(prefix)
 
 
-def _plan(job: MapReduceJob, held: Held) -> tuple[str, Any]:
+def _plan(job: MapReduceJob) -> tuple[str, Any]:
     try:
         if job.output is not None:
             require_own(job.output, job.partitions)
-        if held.splits is None:
-            sequence = job.sequence
-            held.splits = (
-                [*plan_file_splits(find_files(job.inputs), job.split_bytes)]
-                if sequence is None
-                else [*plan_sequence_splits(len(sequence), job.split_records)]
-            )
+        sequence = job.sequence
+        splits = (
+            [*plan_file_splits(find_files(job.inputs), job.split_bytes)]
+            if sequence is None
+            else [*plan_sequence_splits(len(sequence), job.split_records)]
+        )
     except Exception as error:
         return type(error).__name__, message_of(error)
-    return "", (f"phalanx-mapreduce/{uuid.uuid4()}", held.splits)
+    return "", (f"phalanx-mapreduce/{uuid.uuid4()}", splits)
 
 
 def attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
-    """Do what is left of the job. All ranks call it.
+    """Do the job. All ranks call it.
 
     Raises:
-        PeerLostError, DeadlineError: a rank was lost; `held` is what was done until then.
+        PeerLostError, DeadlineError: a rank was lost.
         TaskError, TypeError, ValueError, FileNotFoundError: the job cannot be done; the same on every rank.
     """
     with rarely_collecting():
@@ -152,10 +125,10 @@ def attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
 
 
 def _attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
-    prefix, finished, there = meet(team, job, held)
+    prefix = meet(team, job, held)
     splits = held.splits
-    assert splits is not None
     told: list[Any] = []
+    there: set[int] = set()
     for number in range(len(splits) + 1):
         board = Board(team, f"{prefix}/{number}", [task for task in range(len(splits)) if task not in there])
         with _problem_first(board):
@@ -175,7 +148,7 @@ def _attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
     _require_few_bad(job, counters)
     require_order(set().union(*(report.kinds for report in reports)))
 
-    owners = plan_owners(range(job.partitions), finished, team.size)
+    owners = {partition: partition % team.size for partition in range(job.partitions)}
     with_buckets = _shuffle(team, job, held, owners, makers, reports)
     with _problem_first(board):
         try:
@@ -195,7 +168,7 @@ def _attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
         reduced = [f"{prefix}/reduced/{rank}" for rank in range(team.size)]
         team.wait_until(lambda: team.store.check(reduced) or board.problem() is not None)
     _raise_problem(team, board.problem())
-    return Outcome(counters, {**finished, **owners}, len(splits))
+    return Outcome(counters, owners, len(splits))
 
 
 @contextlib.contextmanager

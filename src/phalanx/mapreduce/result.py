@@ -28,8 +28,8 @@ class Result:
     lets go of that; so does the last reference.
 
     `counters` is what all ranks counted; `partitions` are the numbers of those that are here, `files` what this rank
-    has written of them. Of the `num_tasks` of the map, `num_retries` failed on this rank, `num_backups` it did for a
-    straggler, and `num_kept` it still had of a call that the loss of a rank had ended.
+    has written of them. Of the `num_tasks` of the map, `num_retries` failed on this rank, and `num_backups` it did
+    for a straggler.
 
     `group` is whose ranks have the rest; None for one process.
     """
@@ -43,7 +43,6 @@ class Result:
         num_tasks: int,
         num_retries: int,
         num_backups: int,
-        num_kept: int,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._blocks = dict(blocks)
@@ -54,7 +53,6 @@ class Result:
         self.num_tasks = num_tasks
         self.num_retries = num_retries
         self.num_backups = num_backups
-        self.num_kept = num_kept
         self.group = group
 
     @property

@@ -175,29 +175,6 @@ class ShardedState(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._take_state({parameters[number]: state for number, state in whole.items()})
 
-    def load_shard(self, state: Mapping[int, Any]) -> None:
-        """Take the "state" of a `shard_state_dict` of a rank of this number, in a group of this size.
-
-        Raises:
-            ValueError: its slices are others.
-        """
-        numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        shards = {numbers[shard.parameter]: shard for group in self._shards for shard in group}
-        for number, part in state.items():
-            mine = shards.get(number)
-            if mine is None or (mine.part.start, mine.part.stop) != (part["start"], part["stop"]):
-                raise ValueError(
-                    f"ZeroRedundancyOptimizer.load_shard on rank {self.rank}: elements {part['start']} to "
-                    f"{part['stop']} of parameter {number} are not this rank's"
-                )
-        self.optim.state.clear()
-        for number, part in state.items():
-            self._set_state(shards[number], dict(part["state"]))
-        self._moving = None
-        if self._offload is not None:
-            self._offload.keep_state_here(self.optim, anew=True)
-        self._pass_options()
-
 
 def _master_of(shard: ParameterShard | OffloadedShard) -> dict[str, Tensor]:
     """Return what is to be saved with a state that was made of more precise parameters than the model's."""

@@ -67,9 +67,6 @@ class ParameterServer:
             first trainer has not come.
     """
 
-    # For checkpoints: `load_state_dict` that fails has changed nothing, and `state_dict` would wait for the others.
-    loads_all_or_nothing = True
-
     def __init__(
         self,
         servers: Sequence[str],

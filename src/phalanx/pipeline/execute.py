@@ -26,16 +26,6 @@ from phalanx.pipeline.values import Forms
 from phalanx.pipeline.wire import AHEAD, Wire
 
 
-@dataclass(frozen=True)
-class Done:
-    """A `Done` is an action and its times on this rank's clock: when it could begin, had its inputs, and ended."""
-
-    action: Action
-    turn: float
-    begin: float
-    end: float
-
-
 @dataclass
 class Work:
     """A `Work` is what a step needs on this rank. The first stage has `inputs`, the last one `finish`."""
@@ -53,7 +43,6 @@ class Work:
     """A function that the last stage calls with each micro-batch's result; with `grad` it returns the loss to derive.
     """
     results: dict[int, Any] = field(default_factory=dict)
-    done: list[Done] = field(default_factory=list)
     seed: int = 0
     """The seed of the random numbers of the first micro-batch, where random states travel."""
 
@@ -74,12 +63,10 @@ class Executor:
         self._forms = Forms()
         self.step = StepProgress()
 
-    def run(self, work: Work, *, timed: bool = False) -> None:
-        """Do this rank's actions; afterwards `work` holds results and times. With `timed` each layer is timed, too."""
+    def run(self, work: Work) -> None:
+        """Do this rank's actions; afterwards `work` holds results."""
         program_state = self._random.get() if work.training else None
         self._forms.begin()
-        for stage in self.stages.values():
-            stage.program.seconds = {} if timed else None
         step = self.step
         try:
             first = min(self.stages)
@@ -104,10 +91,7 @@ class Executor:
                 self._act(action, work)
             step.end()
         except BaseException as error:
-            raised = self._fail(error)
-            if step.failure is not None and step.failure.by_itself and step.at is not None:
-                work.done.append(Done(step.at, step.turn, step.turn, time.perf_counter()))
-            raise raised from error.__cause__
+            raise self._fail(error) from error.__cause__
         finally:
             if program_state is not None:
                 self._random.set(program_state)
@@ -117,20 +101,17 @@ class Executor:
             self._local.clear()
 
     def _act(self, action: Action, work: Work) -> None:
-        turn = self.step.turn
         stage = self.stages[action.stage]
         if action.kind == "F":
-            begin = self._forward(stage, action.micro_batch, work)
+            self._forward(stage, action.micro_batch, work)
         elif action.kind == "W":
-            begin = turn
             stage.backward_weights(action.micro_batch)
         else:
-            begin = self._backward(stage, action.micro_batch, work, later_weights=action.kind == "I")
-        work.done.append(Done(action, turn, begin, time.perf_counter()))
+            self._backward(stage, action.micro_batch, work, later_weights=action.kind == "I")
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def _forward(self, stage: Stage, micro_batch: int, work: Work) -> float:
+    def _forward(self, stage: Stage, micro_batch: int, work: Work) -> None:
         inputs: dict[fx.Node, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
         state: Tensor | None = None
@@ -153,9 +134,8 @@ class Executor:
                     count = self.step.schedule.backwards_before[source, micro_batch]
                     with self.step.talk_to(source):
                         self._wire.let_go(Edge(stage.index, source, True), count)
-        begin = time.perf_counter()
         if stage.part.receives or stage.index:
-            note_wait(begin - self.step.turn, "stages")
+            note_wait(time.perf_counter() - self.step.turn, "stages")
         if work.training:
             if state is None:
                 self._random.seed(step.seed)
@@ -196,7 +176,6 @@ class Executor:
                     self._send(Edge(stage.index, target), [now, *values], [False, *needs], drawn)
                     continue
             self._send(Edge(stage.index, target), values, needs, step)
-        return begin
 
     def _unpack(
         self,
@@ -232,7 +211,7 @@ class Executor:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def _backward(self, stage: Stage, micro_batch: int, work: Work, *, later_weights: bool) -> float:
+    def _backward(self, stage: Stage, micro_batch: int, work: Work, *, later_weights: bool) -> None:
         held = stage.in_flight[micro_batch]
         began = time.perf_counter()
         if held.recompute:
@@ -254,8 +233,7 @@ class Executor:
                 self.step.has_come()
                 with self.step.talk_to(target):
                     self._wire.let_go(Edge(stage.index, target), micro_batch + 1)  # it had the values of this one
-        begin = time.perf_counter() - recomputed
-        note_wait(begin - self.step.turn, "stages")
+        note_wait(time.perf_counter() - recomputed - self.step.turn, "stages")
         with self._wire.making():
             made = stage.backward(micro_batch, grads, later_weights=later_weights)
         for source, found in made.items():
@@ -267,7 +245,6 @@ class Executor:
                     self._wire.send_gradients(edge, found, StepPlan(0, 0, 0, micro_batch=micro_batch))
         if not later_weights:
             stage.backward_weights(micro_batch)
-        return begin
 
     # -- failure -------------------------------------------------------------------------------------------------
 
@@ -279,7 +256,7 @@ class Executor:
     def tell_end(self, error: BaseException) -> None:
         """Fail after this rank's last action, and take part in no further step: other ranks may be in one already."""
         text = f"Pipeline: rank {self._rank}, at the end of a step: {summary_of(error)}"
-        self.step.fail(StepFailure(by_itself=False, leaves=True))
+        self.step.fail(StepFailure(leaves=True))
         lost = isinstance(error, PeerLostError)
         self._wire.tell_failure(self._edges(), text, lost=lost, leaves=True, between=True)
 
@@ -293,11 +270,10 @@ class Executor:
             drawn = draw_failure(self.step.schedule, self.step.at)
             text = "\n".join([f"{where}: {summary_of(error)}", *drawn])
             raised = with_note(error, "\n".join([where, *drawn]))
-        is_told = isinstance(error, (StageFailedError, StageLostError))
         waited = self.step.awaited is not None
         leaves = not isinstance(error, Exception) or (waited and not isinstance(error, StageFailedError))
         leaves = leaves or isinstance(error, (PeerLostError, DeadlineError))
-        self.step.fail(StepFailure(by_itself=not is_told and not waited, leaves=leaves))
+        self.step.fail(StepFailure(leaves=leaves))
         self._wire.tell_failure(self._edges(), text, lost=isinstance(error, PeerLostError), leaves=leaves)
         return raised
 

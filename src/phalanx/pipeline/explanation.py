@@ -1,12 +1,10 @@
-"""Draw a pipeline: the grid of a schedule on a terminal or as SVG, and a recorded step beside it."""
+"""Draw a pipeline: the grid of a schedule on a terminal or as SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phalanx._base.svg import FAINT, INK, PAPER, RULE, Drawing, colour
-from phalanx.pipeline.recording import Recording, name_layers
 from phalanx.pipeline.schedule import Action, Kind, Schedule
 from phalanx.pipeline.simulate import Timeline, ideal_efficiency, simulate, unit_seconds
 
@@ -91,15 +89,15 @@ def plain(
     ]
 
 
-def show(schedule: Schedule, timeline: Timeline, console: Console, failed: Action | None = None) -> None:
+def show(schedule: Schedule, timeline: Timeline, console: Console) -> None:
     """Print the grid in colours, in pieces below each other if it is wider than the terminal."""
     from rich.text import Text
 
     rows = []
-    for line in grid(schedule, timeline, failed):
+    for line in grid(schedule, timeline):
         rows.append(Text(no_wrap=True, overflow="crop"))
         for text, kind in line:
-            rows[-1].append(text, "white on red" if kind == "!" else _STYLES.get(kind, "dim"))
+            rows[-1].append(text, _STYLES.get(kind, "dim"))
     names = [f"rank {rank} ".ljust(len(f"rank {len(rows) - 1} ")) for rank in range(len(rows))]
     width = max(console.width - len(names[0]), 20)
     for begin in range(0, max(map(len, rows), default=0), width):
@@ -109,88 +107,38 @@ def show(schedule: Schedule, timeline: Timeline, console: Console, failed: Actio
             console.print(Text(name, no_wrap=True, overflow="crop") + row[begin : begin + width])
 
 
-def report(recording: Recording) -> list[str]:
-    """Return where the time of a recorded step went, and what a better balance would give."""
-    schedule, timeline = recording.schedule, recording.timeline
-    unknown = [str(rank) for rank, spans in enumerate(recording.spans) if not spans]
-    if recording.failed is not None or unknown:
-        where = "" if recording.failed is None else f" in {recording.failed}"
-        missing = f"; of rank {', '.join(unknown)} nothing is known" if unknown else ""
-        return [f"recorded: the step failed{where}{missing}"]
-    smooth = recording.without_waiting
-    lines = [
-        f"recorded: {_ms(timeline.seconds)}, bubble {timeline.bubble:.1%}; {_ms(smooth.seconds)} and "
-        f"{smooth.bubble:.1%} if nothing came late"
-    ]
-    for rank in range(schedule.num_ranks):
-        mark = "   <- the others wait for it" if rank == recording.bottleneck and schedule.num_ranks > 1 else ""
-        lines.append(f"  rank {rank}  works {_ms(timeline.busy(rank))}, waits {_ms(recording.waited(rank))}{mark}")
-    better = recording.suggestion
-    if better is not None:
-        now = [len(stage) for stage in recording.layers]
-        gain = smooth.seconds / better.seconds if better.seconds else 1.0
-        if list(better.counts) == now or gain < 1.01:
-            lines.append(f"  balance    {now} layers per stage: no other cut of these layers is faster")
-        else:
-            begins = ", ".join(name_layers(recording, better.counts)[1:])
-            lines.append(
-                f"  balance    {now} layers per stage; {list(better.counts)} (stages begin at {begins}) would take "
-                f"{_ms(better.seconds)}, {gain:.2f} times as fast"
-            )
-    return lines
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def draw(
-    schedule: Schedule, planned: Timeline, recording: Recording | None = None, failed: Action | None = None
-) -> str:
-    """Return the grid as SVG; below it stands a recorded step, on its own scale of time."""
+def draw(schedule: Schedule, timeline: Timeline) -> str:
+    """Return the grid as SVG."""
     row, left, right, top = 30.0, 70.0, 20.0, 62.0
     width = 1000.0
-    blocks = [("schedule", planned, failed)]
-    if recording is not None:
-        blocks.append(("recorded", recording.timeline, recording.failed))
-    height = top + sum(row * schedule.num_ranks + 44 for _ in blocks) + 30
+    height = top + row * schedule.num_ranks + 74
     title = f"{schedule.name}, {schedule.num_stages} stages, {schedule.micro_batches} micro-batches"
     page = Drawing(width, height, title)
     page.text(left, 24, title, size=15, anchor="start", bold=True)
-    _legend(page, left, 44, schedule, failed=any(marked is not None for *_, marked in blocks))
-    y = top
-    for name, timeline, marked in blocks:
-        span = timeline.seconds or 1.0
-        scale = (width - left - right) / span
-        how_long = f", {_ms(timeline.seconds)}" if name == "recorded" else ""
-        page.text(left, y + 12, f"{name}: bubble {timeline.bubble:.1%}{how_long}", size=12, anchor="start", fill=FAINT)
-        y += 18
-        for rank, spans in enumerate(timeline.ranks):
-            page.text(left - 8, y + row * 0.62, f"rank {rank}", size=12, anchor="end")
-            page.rect(left, y + 2, width - left - right, row - 4, fill=RULE)
-            for s in spans:
-                _cell(page, schedule, s.action, left + (s.begin - timeline.begin) * scale, y + 2,
-                      (s.end - s.begin) * scale, row - 4, marked == s.action)  # fmt: skip
-            y += row
-        y += 26
-    for at, line in enumerate(_footer(schedule, recording)):
-        page.text(left, y + 14 * at, line, size=12, anchor="start", fill=FAINT)
+    _legend(page, left, 44, schedule)
+    scale = (width - left - right) / (timeline.seconds or 1.0)
+    page.text(left, top + 12, f"schedule: bubble {timeline.bubble:.1%}", size=12, anchor="start", fill=FAINT)
+    y = top + 18
+    for rank, spans in enumerate(timeline.ranks):
+        page.text(left - 8, y + row * 0.62, f"rank {rank}", size=12, anchor="end")
+        page.rect(left, y + 2, width - left - right, row - 4, fill=RULE)
+        for s in spans:
+            _cell(page, schedule, s.action, left + (s.begin - timeline.begin) * scale, y + 2,
+                  (s.end - s.begin) * scale, row - 4)  # fmt: skip
+        y += row
     return str(page)
 
 
-def _cell(
-    page: Drawing, schedule: Schedule, action: Action, x: float, y: float, width: float, height: float, failed: bool
-) -> None:
-    width = max(width, 6.0) if failed else width
-    fill = colour(1, 50) if failed else colour(_hue(schedule, action), _LIGHTNESS[action.kind])
+def _cell(page: Drawing, schedule: Schedule, action: Action, x: float, y: float, width: float, height: float) -> None:
+    fill = colour(_hue(schedule, action), _LIGHTNESS[action.kind])
     page.rect(x, y, max(width - 0.8, 0.3), height, fill=fill, radius=min(2.0, width / 4), stroke=PAPER)
-    text = "failed" if failed else str(action.micro_batch)
+    text = str(action.micro_batch)
     if width > 7 * len(text) + 2:
-        ink = INK if action.kind == "F" and not failed else PAPER
-        page.text(x + width / 2, y + height * 0.66, text, size=11, fill=ink, bold=failed)
+        ink = INK if action.kind == "F" else PAPER
+        page.text(x + width / 2, y + height * 0.66, text, size=11, fill=ink)
 
 
-def _legend(page: Drawing, x: float, y: float, schedule: Schedule, *, failed: bool) -> None:
+def _legend(page: Drawing, x: float, y: float, schedule: Schedule) -> None:
     p, v = schedule.num_ranks, schedule.num_stages // schedule.num_ranks
     kinds: list[tuple[Kind, str]] = [("F", "forward")]
     kinds += (
@@ -201,7 +149,6 @@ def _legend(page: Drawing, x: float, y: float, schedule: Schedule, *, failed: bo
         for k in range(min(v, _CHUNKS))
         for kind, text in kinds
     ]
-    entries += [(colour(1, 50), "failed")] if failed else []
     for fill, text in [*entries, (RULE, "waiting")]:
         page.rect(x, y - 10, 12, 12, fill=fill, radius=2)
         page.text(x + 17, y, text, size=12, anchor="start")
@@ -217,9 +164,3 @@ def _hue(schedule: Schedule, action: Action) -> int:
 def _stages(text: str, k: int, p: int) -> str:
     own = f"stage {k}" if p == 1 else f"stages {k * p} to {k * p + p - 1}"
     return f"{text}, {own}" if text == "forward" else text
-
-
-def _footer(schedule: Schedule, recording: Recording | None) -> Sequence[str]:
-    if recording is None or recording.failed is not None:
-        return []
-    return [line.strip() for line in report(recording) if "balance" in line]

@@ -37,7 +37,6 @@ from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.outcome import Outcome
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
 from phalanx.pipeline.placement import find_groups
-from phalanx.pipeline.record import Record
 from phalanx.pipeline.replicas import Replicas
 from phalanx.pipeline.schedule import Schedule, ScheduleName, plan_schedule
 from phalanx.pipeline.stage import Stage
@@ -169,7 +168,6 @@ class Pipeline(StageModule):
         parts = split(layers, counts)
         require_one_owner_of_buffers(layers, parts)
         self.plan: CutPlan = describe_cut(layers, parts, planned, reason, costs)
-        self._costs = costs
         self._take_own(module, parts, planned, device, init_fn, data_group)
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -216,7 +214,6 @@ class Pipeline(StageModule):
         home = dict.fromkeys(self._layers.inputs, 0) | {node: p.index for p in parts for node in p.nodes}
         self._copies = CopyCheck(self._layers.output.graph, home)
         self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random)
-        self._record: Record | None = None
         self._step_end = StepEnd(self._outcome, self._wire, self._executor)
         self._data_group = data_group
 
@@ -347,9 +344,6 @@ class Pipeline(StageModule):
                 self._wire.leave()
             self._step_end.failed = self._step_end.failed or summary_of(failure).splitlines()[0]
             self._statistics.forget()
-            if self._record is not None and self._outcome.all_have_heard:
-                with contextlib.suppress(RuntimeError):  # a rank is lost as well
-                    self._record.finish(alone=False)
             raise
 
     def _cut_inputs(self, work: Work, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -359,22 +353,15 @@ class Pipeline(StageModule):
             work.rows = batches.cut(rows, self._micro_batches)
             work.inputs = batches.take_each(values, work.rows)
         except Exception as error:  # the others wait for these inputs
-            refused = self._executor.refuse(error)
-            if self._record is not None:
-                self._record.note(work, self._executor, failed=True)
-            raise refused from error.__cause__
+            raise self._executor.refuse(error) from error.__cause__
 
     def _run(self, work: Work) -> None:
         try:
-            self._executor.run(work, timed=self._record is not None)
+            self._executor.run(work)
         except BaseException as error:
             self._step_end.fail(error)
             self._statistics.forget()
-            if self._record is not None:
-                self._record.note(work, self._executor, failed=True)
             raise
-        if self._record is not None:
-            self._record.note(work, self._executor)
 
     def _plan(self, micro_batches: int, grad: bool) -> Schedule:
         return plan_schedule(self._schedule, self._size, micro_batches, self._num_stages, training=grad)
@@ -397,26 +384,6 @@ class Pipeline(StageModule):
                 f"{', '.join(self._without_values)}. Load a state_dict, or give init_fn=."
             )
         self._layers.constants.warn_of_changes(self._layers.root)
-
-    # -- looking at it -------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[Record]:
-        """Record the last step inside this block; its `recording` then has every rank's times. All ranks call it.
-
-        If a step fails, the recording has every rank's times up to the cell that failed; only this rank's if another
-        rank was lost or interrupted.
-
-        Cost: two clock readings per layer and micro-batch, and an all_gather at the end.
-        """
-        self._record = Record(self._group, self._costs)
-        record, failed = self._record, True
-        try:
-            yield record
-            failed = False
-        finally:
-            self._record = None
-            record.finish(alone=failed)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients by the norm over the whole model, as `torch.nn.utils.clip_grad_norm_` does. All ranks call it.

@@ -26,8 +26,6 @@ Phase = Literal["idle", "begun", "acting", "waiting", "done", "failed"]
 class StepFailure:
     """A `StepFailure` says how a step has failed on this rank."""
 
-    by_itself: bool
-    """Whether it was this rank's own action that failed, and not one that it waited for."""
     leaves: bool
     """Whether this rank can't meet the others: it was interrupted, or its group is broken."""
 

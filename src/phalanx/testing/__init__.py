@@ -13,7 +13,6 @@ def test_the_sum_arrives_everywhere():
 
 from phalanx.testing.clock import ManualClock
 from phalanx.testing.faults import Fault
-from phalanx.testing.leaks import Snapshot
 from phalanx.testing.namespaces import Host, hosts, why_no_hosts
 from phalanx.testing.outcome import RankFailed
 from phalanx.testing.ranks import run_ranks
@@ -23,7 +22,6 @@ __all__ = [
     "Host",
     "ManualClock",
     "RankFailed",
-    "Snapshot",
     "hosts",
     "run_ranks",
     "why_no_hosts",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -46,8 +45,6 @@ class Program:
         self.at = steps[0][0] if steps else ""
         self.running = False
         """Whether it is in a layer, which is where an error comes from."""
-        self.seconds: dict[str, float] | None = None
-        """The seconds of each layer, of all runs since somebody set this to {}; while it is None no time is taken."""
 
     def run(
         self, values: Mapping[fx.Node, Any], inside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -57,7 +54,6 @@ class Program:
         self.running = True  # and stays so if a layer raises
         for name, node, function, arguments, done, simple, is_marked in self._steps:
             self.at = name
-            began = 0.0 if self.seconds is None else time.perf_counter()
             with inside() if is_marked else _NOTHING:
                 if simple:
                     env[node] = function(*[env[argument] for argument in arguments])
@@ -67,8 +63,6 @@ class Program:
                     del args, kwargs
             for source in done:
                 env.pop(source, None)
-            if self.seconds is not None:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
         self.running = False
         return {node: env[node] if node in env else self._read(node) for node in self._results}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import phalanx._comm.backend.create
 import phalanx._comm.backend.process_group.inbox
 import phalanx._comm.backend.start
-import phalanx._comm.backend.torch_integration.flight_recorder
 import phalanx._comm.backend.torch_integration.monitored_barrier
 import phalanx._comm.backend.torch_integration.object_collectives
 import phalanx._comm.backend.torch_integration.pickles_in_tensors

@@ -216,9 +216,9 @@ OPTIONS = (
     Option("module", "kind:module", "Run a module, as `python -m` does.", short="m"),
     Option("no-python", "kind:program", "Run a program directly, not a Python script."),
     Option("log-dir", "log_dir", "Also write the lines of each rank into a file, DIR/rank_0.log, …, and the last "
-           "operations of all ranks into DIR/flight.json and DIR/flight.trace.json.", "DIR"),
+           "operations of all ranks into DIR/flight.json.", "DIR"),
     Option("report", "report", "Leave a report of the run in DIR, however it ends: report.html (one file, which needs "
-           "no network), trace.json for ui.perfetto.dev, and events for TensorBoard.",
+           "no network), and trace.json for ui.perfetto.dev.",
            "DIR", _read_folder, torchruns=False),
     Option("metrics", "metrics", "Serve what `phalanx top` shows at http://HOST:PORT/metrics, in the format of "
            "Prometheus. Without HOST only this host reaches it; another address needs a secret in "

@@ -1,6 +1,5 @@
-"""Show what the flight recorders of a job's ranks say once it has ended: for people, for programs, as a picture.
+"""Show what the flight recorders of a job's ranks say once it has ended: for people and for programs.
 
 summary   which rank waited where, and for whom: printed when a job fails
-files     flight.json and flight.trace.json in --log-dir
-trace     the Chrome trace format, which Perfetto opens
+files     flight.json in --log-dir
 """
