@@ -381,6 +381,21 @@ def test_what_a_script_receives_is_what_was_typed_whatever_the_login_shell(
     assert "noise" not in out + err
 
 
+def test_a_python_by_name_is_the_one_that_the_login_shell_finds(folder: Path, tmp_path: Path) -> None:
+    script = write_script(folder, _TELLS)
+    own = folder / "bin"
+    own.mkdir()
+    (own / "my-python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (own / "my-python").chmod(0o755)
+    with ssh_hosts(1, tmp_path, home={".bashrc": f"export PATH={own}:$PATH\n"}) as cluster:
+        code, out, err = on(cluster, *_RANKS, "--remote-python", "my-python", script)
+        assert code == 0, err
+        assert len(told(out)) == 2
+        code, _, err = on(cluster, *_RANKS, "--remote-python", "no-python", script)
+    assert code == 2
+    assert "10.77.0.1  no-python is not there" in err
+
+
 def open_way_to(path: str, spare: str) -> str:
     """Commands of sh by which every user may go to `path`: folders on the way that only root enters are covered."""
     lines = []
