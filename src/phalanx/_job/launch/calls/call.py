@@ -112,7 +112,17 @@ def _prepare(
 
 
 _OF_A_SCRIPT = ("module", "no_python", "run_path", "use_env", "help")
-_OF_SEVERAL_HOSTS = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "key_file", "witness")
+_OF_SEVERAL_HOSTS = (
+    "nnodes",
+    "hosts",
+    "hostfile",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "rdzv_endpoint",
+    "key_file",
+    "witness",
+)
 
 
 def _words(**options: object) -> list[str]:
