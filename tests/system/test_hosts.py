@@ -31,7 +31,7 @@ def recorded(rank, world_size, machines):
     elif rank == world_size - 1:
         dist.recv(torch.ones(7), 0)
     group = dist.group.WORLD
-    core, me = group.transport._core, group.transport.layout.local_rank
+    core, me = group.transport.session.core, group.transport.layout.local_rank
     lines = read(core, me)[-5 if rank in (0, world_size - 1) else -4 :]
     assert [(r.call().partition(" at ")[0], r.status_name) for r in lines[:4]] == [
         ("barrier", "ok"),
@@ -155,9 +155,9 @@ def test_every_byte_crosses_a_hosts_edge_once():
 
 def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_two_that_travel_together():
     def check(rank, world_size, machines):
-        memory = dist.group.WORLD.transport
+        session, agreement = dist.group.WORLD.transport.session, dist.group.WORLD.transport.agreement
         log = []
-        send, play, agree = memory._leaders.send, memory._rail.play, memory._agree
+        send, play, receive = session.leaders.send, session.rail.play, agreement.receive_heads
 
         def logged(name, call):
             def wrapped(*args, **kwargs):
@@ -166,9 +166,9 @@ def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_two_that_tr
 
             return wrapped
 
-        memory._leaders.send = logged("heads go", send)
-        memory._rail.play = logged("data goes", play)
-        memory._agree = logged("wait for heads", agree)
+        session.leaders.send = logged("heads go", send)
+        session.rail.play = logged("data goes", play)
+        agreement.receive_heads = logged("wait for heads", receive)
         small, larger = torch.ones(65_536), torch.ones(65_537)
         dist.all_reduce(small)
         dist.all_reduce(larger)

@@ -344,7 +344,7 @@ def test_a_late_rank_is_named_with_what_it_did_last(sizes, late):
         limit(2.0)
         store = dist.group.WORLD.get_group_store()
         if rank == late:
-            while dist.group.WORLD.transport._report is None:  # it comes only when the others have given up
+            while dist.group.WORLD.transport.session.report is None:  # it comes only when the others have given up
                 time.sleep(0.01)
             store.set("it has heard", "yes")
         with pytest.raises(DeadlineError) as caught:
@@ -404,7 +404,7 @@ def test_a_rank_that_finds_no_time_to_answer_is_not_taken_for_the_missing_one(st
         group = dist.new_group(timeout=timedelta(seconds=2))
         dist.all_reduce(torch.ones(1), group=group)
         if rank == 1:
-            group.transport._monitor.close()
+            group.transport.session.monitor.close()
         dist.barrier()
         if rank == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -528,7 +528,7 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
         dist.barrier()
         group = dist.group.WORLD
         if rank == 1:
-            while group.transport._report is None:  # the health monitor hears of it
+            while group.transport.session.report is None:  # the health monitor hears of it
                 time.sleep(0.01)
             with pytest.raises(PeerLostError) as caught:
                 dist.all_reduce(torch.ones(3))
@@ -536,7 +536,7 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
         sent = []
 
         def is_time():
-            return _waits_for_work() if waits_for == "message" else group.transport._position.inside
+            return _waits_for_work() if waits_for == "message" else group.transport.session.position.inside
 
         thread = threading.Thread(target=_signal_when, args=(is_time, signal.SIGINT, sent))
         thread.start()
@@ -594,8 +594,8 @@ def test_a_signal_handler_runs_during_a_wait_for_another_host_and_its_collective
                 threading.Thread(target=store.set, args=("the handler has run", "yes")).start()
 
             signal.signal(signal.SIGUSR1, handler)
-            inside = dist.group.WORLD.transport
-            threading.Thread(target=_signal_when, args=(lambda: inside._position.inside, signal.SIGUSR1)).start()
+            session = dist.group.WORLD.transport.session
+            threading.Thread(target=_signal_when, args=(lambda: session.position.inside, signal.SIGUSR1)).start()
         tensor = torch.full((count,), rank + 1.0)
         dist.all_reduce(tensor)  # it goes on behind the handler
         dist.barrier()

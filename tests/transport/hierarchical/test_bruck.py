@@ -20,7 +20,7 @@ CALLS = 20
 def _count_messages(rank, world_size, machines):
     """Return how many messages this rank sends in a call, of each kind of small operation."""
     group = dist.group.WORLD
-    engine = group.transport._engine
+    engine = group.transport.session.engine
     send, count = engine.send, 0
 
     def counted(*arguments):

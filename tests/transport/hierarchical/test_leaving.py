@@ -20,7 +20,7 @@ def _left_behind(rank, world_size, machines, leaver):
     """`leaver` goes after the sixth; the other stands still in its end of it, until that."""
     store = dist.distributed_c10d._get_default_store()
     group = dist.new_group(backend="phalanx")
-    leaders = group.transport._leaders
+    leaders = group.transport.session.leaders
     count = _TOGETHER - leaders._inboxes._used
     done, calls = leaders.done, []
 

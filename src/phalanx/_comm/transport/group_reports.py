@@ -22,15 +22,15 @@ class GroupReports(ABC):
     _names: Sequence[str]
     _seq: int
     _entered_s: float
-    _report: FailureReport | None = None  # why the group is over
+    report: FailureReport | None = None  # why the group is over
 
     @property
     @abstractmethod
-    def _position(self) -> Position:
+    def position(self) -> Position:
         """Return where this rank is."""
 
     def _where(self) -> Position:
-        position = self._position
+        position = self.position
         return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
 
     @property
@@ -51,7 +51,7 @@ class GroupReports(ABC):
         positions = {} if position is None else {who: position}
         remarks: tuple[str, ...] = ()
         if peer is None and position is not None and position.seq < self._seq and ended_well(reason):
-            remarks = (describe_left_alone(self._position.operation, [self.rank], [who], {}),)
+            remarks = (describe_left_alone(self.position.operation, [self.rank], [who], {}),)
         return FailureReport("lost", (who,), self._processes(who), positions, reason=reason, remarks=remarks)
 
     def _report_interrupted(self, reason: str, position: Position) -> FailureReport:
@@ -77,17 +77,17 @@ class StoreReports(GroupReports):
 
     def _publish_exit_reason(self, reason: str) -> None:
         """Write `reason` to the store before the connections close: a rank that loses one reads it; the first stays."""
-        if self._report is None and not self._has_said and self.world_size > 1:
+        if self.report is None and not self._has_said and self.world_size > 1:
             self._has_said = True
             self._failure_store.leave_exit_reason(reason, self._where())
 
     def _linger(self) -> None:
-        if self._report is not None:
-            self._failure_store.linger(self._report)
+        if self.report is not None:
+            self._failure_store.linger(self.report)
 
     def _take_report(self, report: FailureReport | None) -> None:
         """Keep the report of a group that is over: the store may be gone when this rank comes to the next operation."""
-        self._report = self._report or report
+        self.report = self.report or report
         if report is not None:
             self._failure_store.acknowledge()
         self._end()
@@ -96,14 +96,14 @@ class StoreReports(GroupReports):
         """End the group with this report, unless another rank's is there already."""
         # The monitor may have read the report of another rank meanwhile: that rank may be gone by now, with the store,
         # for it was told that this one knows.
-        self._report = self._report or self._failure_store.post(report)
+        self.report = self.report or self._failure_store.post(report)
         self._failure_store.acknowledge()
         self._end()
 
     def _give_up(self, error: BaseException, position: Position | None = None) -> None:
         """Tell the peers what ended the operation, since it is no failure of the group."""
-        if not self.closed and self._report is None:
-            self._report = self._failure_store.post(
+        if not self.closed and self.report is None:
+            self.report = self._failure_store.post(
                 self._report_interrupted(type(error).__name__, position or self._where())
             )
             self._end()
@@ -114,7 +114,7 @@ class StoreReports(GroupReports):
         It tells the peers, and says in `error` what was waited for. `what` describes a message with `peer`; if it is
         empty, the operation is the collective. It takes a second at most, in which the others say where they are.
         """
-        if self.closed or self._report is not None:
+        if self.closed or self.report is not None:
             return
         where = self._where()
         if what:

@@ -92,7 +92,7 @@ class GlooSession(StoreReports, Transport):
     # -- what the process group asks -----------------------------------------------------------------------------
 
     @property
-    def _position(self) -> Position:
+    def position(self) -> Position:
         return self._at
 
     @property
@@ -133,7 +133,7 @@ class GlooSession(StoreReports, Transport):
             self._monitor.close()
         self._publish_exit_reason(LEFT)
         self._linger()
-        if self._report is None:
+        if self.report is None:
             self._engine.deliver(Deadline.after(DELIVERY_S))
         self._engine.close()
         self._background.close()
@@ -155,8 +155,8 @@ class GlooSession(StoreReports, Transport):
         """
 
         def check() -> None:
-            if self._report is not None:
-                raise self._report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
+            if self.report is not None:
+                raise self.report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
 
         take_call_lock(self.lock, self.group, self.rank, ctx.timeout_s, check)
         try:
@@ -238,8 +238,8 @@ class GlooSession(StoreReports, Transport):
     def _check_open(self, operation: Operation) -> None:
         if self.closed:
             raise closed(self.group)
-        if self._report is not None:
-            raise self._report.error(operation)
+        if self.report is not None:
+            raise self.report.error(operation)
 
     def _check_tag(self, tag: int, num_tags: int) -> None:
         """Raise what is wrong before a message with `tag` is sent or received."""
@@ -257,12 +257,12 @@ class GlooSession(StoreReports, Transport):
         try:
             yield
         except (Disagreement, GlooFailed) as cause:
-            if self._report is None:
+            if self.report is None:
                 self._publish_report(self._failure_store.report() or self._explain(cause, deadline, peer))
             else:
-                self._take_report(self._report)
-            assert self._report is not None
-            raise self._report.error(operation) from None
+                self._take_report(self.report)
+            assert self.report is not None
+            raise self.report.error(operation) from None
         except BaseException as error:
             self._give_up(error)
             raise

@@ -2,6 +2,8 @@
 
 layout      who sits where, and who drives the rails
 session     agree, carry out, fail with one report      failure_reports: what it says
-collectives memory, rails, memory                      rails, compression: what happens between the hosts
-messages    point to point
+agreement   the ranks learn that they call the same
+small, segmented, direct    collectives by size, and by where the bytes go      rails, compression: between the hosts
+messages    point to point                              preceding: what arrives before the next collective is over
+transport   has all of these, and chooses
 """

@@ -49,47 +49,51 @@ class _Envelope:
             ctypes.memmove(self.payload, address, nbytes)
 
 
-class Agreement(HierarchicalSession):
-    """It takes the steps in which a collective begins; its caller is inside `_running`."""
+class Agreement:
+    """An agreement takes the steps in which a collective of `session` begins; its caller is inside `session.running`.
 
-    _envelopes: list[_Envelope] | None = None
-    _gathered: tuple[int, ...] | None = None  # on a leader: where the envelopes lie, and what is in them
-    _payloads: tuple[int, ...] = ()
-    _heads: Sequence[bytes] = ()  # on a leader: the heads of this host's ranks
+    A collective calls `agree` and may then write; or it takes the steps one by one, and sends small data with them:
 
-    @property
-    def _data(self) -> int:
-        """Return the tag of what the operation under way sends, where it sends all in one stream."""
-        return self._stream(0)
+        gather_to_leader   send_heads   receive_heads   release   broadcast_from_leader
+    """
 
-    def _stream(self, number: int) -> int:
-        return data_tag(digest_of(self._head), number)
+    def __init__(self, session: HierarchicalSession) -> None:
+        self.session = session
+        self._layout = session.layout
+        self._envelopes: list[_Envelope] | None = None
+        self._gathered: tuple[int, ...] | None = None  # on a leader: where the envelopes lie, and what is in them
+        self._payloads: tuple[int, ...] = ()
+        self._heads: Sequence[bytes] = ()  # on a leader: the heads of this host's ranks
+
+    def stream(self, number: int) -> int:
+        """Return the tag of the `number`th stream of data that the collective under way sends between hosts."""
+        return data_tag(digest_of(self.session.head), number)
 
     # -- 1 -------------------------------------------------------------------------------------------------------
 
-    def _give_to_leader(
+    def gather_to_leader(
         self, ctx: CallContext, deadline: Deadline, mine: Piece = (0, 0), sizes: Sequence[int] | int = 0
     ) -> Sequence[int]:
         """Bring what this rank has to its host's leader, sizes[i] bytes from local rank i; a number: from each.
 
         On the leader it returns where the local ranks' bytes lie until the next operation.
         """
-        count = len(self.layout.local_ranks)
+        count = len(self._layout.local_ranks)
         if count == 1:
-            self._heads = (self._head,)
+            self._heads = (self.session.head,)
             return (mine[0],)
         if self._envelopes is None:
-            self._envelopes = [_Envelope() for _ in range(count if self._leaders is not None else 1)]
-            if self._leaders is not None:
+            self._envelopes = [_Envelope() for _ in range(count if self.session.leaders is not None else 1)]
+            if self.session.leaders is not None:
                 self._gathered = tuple(envelope.address for envelope in self._envelopes)
                 self._payloads = tuple(envelope.payload for envelope in self._envelopes)
         envelopes = self._envelopes
-        envelopes[0].pack(self._head, mine)
+        envelopes[0].pack(self.session.head, mine)
         if isinstance(sizes, int):
             nbytes = (HEAD_BYTES + sizes,) * count
         else:
             nbytes = tuple([HEAD_BYTES + size for size in sizes])
-        status = self._core.gather(
+        status = self.session.core.gather(
             envelopes[0].address,
             self._gathered,
             nbytes,
@@ -99,82 +103,84 @@ class Agreement(HierarchicalSession):
             ctx.call_site,
             (nbytes[0],),
         )
-        if status == MISMATCH and self._leaders is not None:
+        if status == MISMATCH and self.session.leaders is not None:
             self._report_mismatch_of_sizes(deadline)
-        self._checked(status)
-        if self._leaders is None:
+        self.check(status)
+        if self.session.leaders is None:
             return ()
-        self._heads = [self._head, *[envelope.head for envelope in envelopes[1:]]]
+        self._heads = [self.session.head, *[envelope.head for envelope in envelopes[1:]]]
         return self._payloads
 
     def _report_mismatch_of_sizes(self, deadline: Deadline) -> None:
         """Report that this host's ranks bring different sizes: they called different things, as their records say."""
-        called = self._called_here()
-        self._heads = [self._head, *(foreign_head(called[r]) for r in self.layout.local_ranks[1:])]
+        called = self.session.called_here()
+        self._heads = [self.session.head, *(foreign_head(called[r]) for r in self._layout.local_ranks[1:])]
         try:
-            self._send_heads(deadline)
-            self._agree(deadline)
+            self.send_heads(deadline)
+            self.receive_heads(deadline)
         except ConnectionBroken:
             raise Disagreement(called, complete=True) from None  # that much is certain
 
     # -- 2 -------------------------------------------------------------------------------------------------------
 
-    def _send_heads(self, deadline: Deadline, payloads: Mapping[int, Sequence[Piece]] = _NOTHING) -> None:
+    def send_heads(self, deadline: Deadline, payloads: Mapping[int, Sequence[Piece]] = _NOTHING) -> None:
         """Tell the other leaders what this host's ranks call, and host h what payloads[h] holds; leaders call it."""
-        if self._leaders is not None:
-            self._leaders.send(self._heads, payloads, deadline)
+        if self.session.leaders is not None:
+            self.session.leaders.send(self._heads, payloads, deadline)
 
-    def _agree(self, deadline: Deadline) -> Mapping[int, HostMessage]:
+    def receive_heads(self, deadline: Deadline) -> Mapping[int, HostMessage]:
         """Return what the other hosts sent, when all ranks are known to have called the same; only leaders call this.
 
         Raises:
             Disagreement: some did not; all leaders know every rank's call.
         """
-        if self._leaders is None:
+        if self.session.leaders is None:
             return {}
-        came = self._leaders.receive(deadline)
-        if not all_agree(self._head, self._heads, *[c.heads for c in came.values()]):
+        came = self.session.leaders.receive(deadline)
+        if not all_agree(self.session.head, self._heads, *[c.heads for c in came.values()]):
             calls = {}
-            for host, members in enumerate(self.layout.topology.hosts):
-                heads = self._heads if host == self.layout.host else came[host].heads
-                calls.update({r: rank_call(head, self._seq) for r, head in zip(members, heads, strict=True)})
+            for host, members in enumerate(self._layout.topology.hosts):
+                heads = self._heads if host == self._layout.host else came[host].heads
+                calls.update({r: rank_call(head, self.session.seq) for r, head in zip(members, heads, strict=True)})
             raise Disagreement(dict(sorted(calls.items())), complete=True)
         return came
 
-    def _used(self) -> None:
+    def release(self) -> None:
         """Give back the memory of what the other hosts sent, which is not needed any more; only leaders call this."""
-        if self._leaders is not None:
-            self._leaders.done()
+        if self.session.leaders is not None:
+            self.session.leaders.done()
 
     # -- 3 -------------------------------------------------------------------------------------------------------
 
-    def _agree_here(self, ctx: CallContext, deadline: Deadline) -> None:
+    def agree(self, ctx: CallContext, deadline: Deadline) -> None:
         """Return when all ranks of all hosts are known to have called the same."""
-        self._give_to_leader(ctx, deadline)
-        self._send_heads(deadline)
-        self._agree(deadline)
-        self._used()
-        if len(self.layout.local_ranks) > 1:
-            self._checked(self._core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ()))
+        self.gather_to_leader(ctx, deadline)
+        self.send_heads(deadline)
+        self.receive_heads(deadline)
+        self.release()
+        if len(self._layout.local_ranks) > 1:
+            self.check(self.session.core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ()))
 
-    def _take_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
+    def broadcast_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
         """Copy `nbytes` at `address` from the leader, which comes here when all agree."""
-        if len(self.layout.local_ranks) > 1:
+        if len(self._layout.local_ranks) > 1:
             left = timeout_ns(deadline.left_s)
-            self._checked(self._core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, (nbytes,)))
+            self.check(self.session.core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, (nbytes,)))
 
     # -- steps in the memory of this host ------------------------------------------------------------------------
 
-    def _checked(self, status: int) -> None:
+    @staticmethod
+    def check(status: int) -> None:
+        """Raise `LocalFailure` unless the core's status is OK."""
         if status != OK:
             raise LocalFailure(status)
 
-    def _gather_here(
+    def gather_here(
         self, mine: Tensor, parts: Sequence[Tensor], ctx: CallContext, deadline: Deadline, dtype: int = 0
     ) -> None:
         """Write local rank i's `mine` to parts[i], on every rank of the host. `mine` may be its own part."""
-        self._checked(
-            self._core.gather(
+        self.check(
+            self.session.core.gather(
                 mine.data_ptr(),
                 tuple(part.data_ptr() for part in parts),
                 tuple(part.nbytes for part in parts),
@@ -186,9 +192,11 @@ class Agreement(HierarchicalSession):
             )
         )
 
-    def _broadcast_here(self, data: Tensor, local_root: int, ctx: CallContext, deadline: Deadline) -> None:
+    def broadcast_here(self, data: Tensor, local_root: int, ctx: CallContext, deadline: Deadline) -> None:
         """Overwrite `data` (bytes) with that of `local_root`, on every rank of the host."""
         at, size = data.data_ptr(), len(data)
-        self._checked(
-            self._core.broadcast(at, size, BYTES, local_root, timeout_ns(deadline.left_s), ctx.call_site, data.shape)
+        self.check(
+            self.session.core.broadcast(
+                at, size, BYTES, local_root, timeout_ns(deadline.left_s), ctx.call_site, data.shape
+            )
         )

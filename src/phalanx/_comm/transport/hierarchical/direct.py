@@ -15,46 +15,60 @@ from phalanx._base.core_numbers import BYTES
 from phalanx._base.deadline import Deadline, timeout_ns
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import Disagreement, compare_splits, describe_call
+from phalanx._comm.transport.hierarchical.agreement import Agreement
 from phalanx._comm.transport.hierarchical.rails import Message, talking_to
 from phalanx._comm.transport.hierarchical.segmented import SegmentedCollectives
 from phalanx._comm.transport.hierarchical.small import SmallCollectives
 from phalanx._comm.transport.tensors import alias, dense, nbytes, write_back
 
 
-class DirectCollectives(SmallCollectives, SegmentedCollectives):
-    """Each of its operations agrees first, then moves data."""
+class DirectCollectives:
+    """They are the collectives of which each byte has one destination: each agrees first, then moves data."""
 
-    def _gather_to(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, ctx: CallContext) -> None:
+    def __init__(self, agreement: Agreement, small: SmallCollectives, segmented: SegmentedCollectives) -> None:
+        self._agreement = agreement
+        self._session = agreement.session
+        self._layout = agreement.session.layout
+        self._rank = agreement.session.rank
+        self._world_size = agreement.session.world_size
+        self._small = small
+        self._segmented = segmented
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, ctx: CallContext) -> None:
         data, parts = dense(tensor), [dense(t) for t in outputs]
-        everybody, local = range(self.world_size), self.layout.local_ranks
-        with self._running(describe_call("gather", data, self._place(ctx), root=root), ctx) as deadline:
-            self._agree_here(ctx, deadline)
+        everybody, local = range(self._world_size), self._layout.local_ranks
+        with self._session.running(describe_call("gather", data, self._session.place(ctx), root=root), ctx) as deadline:
+            self._agreement.agree(ctx, deadline)
             to_root = [data if r == root else None for r in everybody]
-            messages = self._swap(to_root, parts or [None] * self.world_size, deadline)
+            messages = self._swap(to_root, parts or [None] * self._world_size, deadline)
             if root in local:
                 at = tuple(parts[r].data_ptr() for r in local) if parts else None
                 sizes, local_root = (nbytes(data),) * len(local), local.index(root)
                 left = timeout_ns(deadline.left_s)
-                self._checked(
-                    self._core.gather(data.data_ptr(), at, sizes, BYTES, local_root, left, ctx.call_site, data.shape)
+                self._agreement.check(
+                    self._session.core.gather(
+                        data.data_ptr(), at, sizes, BYTES, local_root, left, ctx.call_site, data.shape
+                    )
                 )
             _wait_all(messages)
             _write_all(outputs, parts)
 
-    def _scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
         output, parts = alias(output), [dense(alias(t)) for t in inputs]
         data = dense(output)
-        everybody, local = range(self.world_size), self.layout.local_ranks
-        with self._running(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
-            self._agree_here(ctx, deadline)
+        everybody, local = range(self._world_size), self._layout.local_ranks
+        with self._session.running(
+            describe_call("scatter", data, self._session.place(ctx), root=root), ctx
+        ) as deadline:
+            self._agreement.agree(ctx, deadline)
             from_root = [data if r == root else None for r in everybody]
-            messages = self._swap(parts or [None] * self.world_size, from_root, deadline)
+            messages = self._swap(parts or [None] * self._world_size, from_root, deadline)
             if root in local:
                 at = tuple(parts[r].data_ptr() for r in local) if parts else None
                 local_root, left = local.index(root), timeout_ns(deadline.left_s)
-                self._checked(
-                    self._core.scatter(
+                self._agreement.check(
+                    self._session.core.scatter(
                         at, data.data_ptr(), nbytes(data), BYTES, local_root, left, ctx.call_site, data.shape
                     )
                 )
@@ -62,32 +76,32 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
             if data is not output:
                 write_back(output, data)
 
-    def _all_to_all(
+    def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
         """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
         outputs, src = [alias(t) for t in outputs], [dense(alias(t)) for t in inputs]
         dst = [dense(t) for t in outputs]
         # Whether there are splits may differ from rank to rank, as on one host; the sizes themselves are compared.
-        call = describe_call("all_to_all", src[0], self._place(ctx), count=-1)
+        call = describe_call("all_to_all", src[0], self._session.place(ctx), count=-1)
         sent, awaited = [nbytes(t) for t in src], [nbytes(t) for t in dst]
         table = torch.tensor([sent, awaited])
-        tables = torch.empty((self.world_size, *table.shape), dtype=table.dtype)
-        with self._running(call, ctx) as deadline:
-            flat, sizes = tables.view(-1).view(torch.uint8), (nbytes(table),) * self.world_size
-            if self._is_small(len(flat)):
-                self._gather_small((table.data_ptr(), nbytes(table)), flat, sizes, ctx, deadline)
+        tables = torch.empty((self._world_size, *table.shape), dtype=table.dtype)
+        with self._session.running(call, ctx) as deadline:
+            flat, sizes = tables.view(-1).view(torch.uint8), (nbytes(table),) * self._world_size
+            if self._small.fits(len(flat)):
+                self._small.gather_bytes((table.data_ptr(), nbytes(table)), flat, sizes, ctx, deadline)
             else:
-                self._agree_here(ctx, deadline)
+                self._agreement.agree(ctx, deadline)
                 mine = table.view(-1).view(torch.uint8)
-                self._all_gather_in_segments(mine, torch.split(flat, nbytes(table)), ctx, deadline)
+                self._segmented.all_gather_bytes(mine, torch.split(flat, nbytes(table)), ctx, deadline)
             if calls := compare_splits(tables.tolist()):
                 raise Disagreement(calls)
             messages = self._swap(src, dst, deadline)
-            local = self.layout.local_ranks
+            local = self._layout.local_ranks
             if len(local) > 1:
-                self._checked(
-                    self._core.all_to_all(
+                self._agreement.check(
+                    self._session.core.all_to_all(
                         tuple(src[r].data_ptr() for r in local),
                         tuple(sent[r] for r in local),
                         tuple(dst[r].data_ptr() for r in local),
@@ -100,7 +114,7 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
                     )
                 )
             else:
-                dst[self.rank].copy_(src[self.rank].view(dst[self.rank].shape))
+                dst[self._rank].copy_(src[self._rank].view(dst[self._rank].shape))
             _wait_all(messages)
             _write_all(outputs, dst)
 
@@ -111,11 +125,11 @@ class DirectCollectives(SmallCollectives, SegmentedCollectives):
         messages = []
         # Receives first: an engine that asks the receiver before it sends, as Gloo does, would otherwise put a rank's
         # consent behind what that rank itself sends, and a link would carry one direction at a time.
-        for start, tensors in ((self._engine.recv, receives), (self._engine.send, sends)):
+        for start, tensors in ((self._session.engine.recv, receives), (self._session.engine.send, sends)):
             for r, tensor in enumerate(tensors):
-                if r not in self.layout.local_ranks and tensor is not None and tensor.numel():
+                if r not in self._layout.local_ranks and tensor is not None and tensor.numel():
                     with talking_to(r):
-                        messages.append(Message(start(r, tensor, self._data), r, deadline))
+                        messages.append(Message(start(r, tensor, self._agreement.stream(0)), r, deadline))
         return messages
 
 

@@ -46,14 +46,14 @@ class FailureReports(StoreReports):
         """Return the memory of this host."""
 
     @property
-    def _core(self) -> _core.Group:
+    def core(self) -> _core.Group:
         return self.symm_mem.core
 
     def _explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
         """Return what this rank makes of `cause`, unless a rank that knows more posts its report first."""
         if isinstance(cause, LocalFailure) and cause.status == MISMATCH:  # their leader asks, and tells
             known = self._reported_by_others(deadline.left_s + COLLECT_REPORT_S)
-            return known or FailureReport("mismatch", calls=self._called_here())
+            return known or FailureReport("mismatch", calls=self.called_here())
         if isinstance(cause, Disagreement):
             known = self._reported_by_others(REPORT_S if not cause.complete else 0.0)
             return known or FailureReport("mismatch", calls=cause.calls)
@@ -69,7 +69,7 @@ class FailureReports(StoreReports):
         if cause.status == DEADLINE:
             return self._late(ctx.timeout_s, peer)
         if cause.status == PEER_LOST:
-            local = self._core.poison()[1]
+            local = self.core.poison()[1]
             # if it is our own number, the monitor ended the memory for another cause
             if local != self.layout.local_rank:
                 # It may have ended this memory for a cause that it could tell nobody, without the store.
@@ -86,17 +86,17 @@ class FailureReports(StoreReports):
 
         What is told there first stands. Where the ranks are is left out if there is no room for it.
         """
-        if self._report is None:
+        if self.report is None:
             return
-        for report in (self._report, replace(self._report, positions={})):
-            if self._core.set_failure(report.to_json()):
+        for report in (self.report, replace(self.report, positions={})):
+            if self.core.set_failure(report.to_json()):
                 return
 
     def _told_here(self) -> FailureReport | None:
         """Return the report that a rank of this host has left."""
         text = ""
         with contextlib.suppress(ClosedError):  # another thread may have closed it meanwhile
-            text = self._core.failure()
+            text = self.core.failure()
         return FailureReport.from_json(text) if text else None
 
     def _reported_by_others(self, patience_s: float) -> FailureReport | None:
@@ -105,10 +105,10 @@ class FailureReports(StoreReports):
             return self._failure_store.await_report(COLLECT_REPORT_S)
         return report
 
-    def _called_here(self) -> dict[int, RankCall]:
+    def called_here(self) -> dict[int, RankCall]:
         calls = {}
         for local, r in enumerate(self.layout.local_ranks):
-            collectives = [record for record in read(self._core, local) if record.is_collective]
+            collectives = [record for record in read(self.core, local) if record.is_collective]
             calls[r] = RankCall(collectives[-1].call(), collectives[-1].place) if collectives else NOTHING_CALLED
         return calls
 
@@ -136,7 +136,7 @@ class FailureReports(StoreReports):
         """Report that `who` is gone. `peer` is given where a message was waited for, and not a collective."""
         reason, position = self._failure_store.exit_reason(who)
         if position is None and who in self.layout.local_ranks:
-            position = read_position(self._core, self.layout.local_ranks.index(who))
+            position = read_position(self.core, self.layout.local_ranks.index(who))
         return self._report_lost(who, reason or how, peer, position)
 
     def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
@@ -165,11 +165,11 @@ class FailureReports(StoreReports):
             process = self.symm_mem.process_of(local)
             has_come = rank != self.rank and rank not in found and rank not in late_here
             if has_come and process.is_running() and read_state(process.pid) in ("R", "S", "D"):
-                found[rank] = read_position(self._core, local)
+                found[rank] = read_position(self.core, local)
         return found
 
     def _late_here(self) -> list[int]:
-        late = late_ranks(self._core, self.layout.local_rank, len(self.layout.local_ranks))
+        late = late_ranks(self.core, self.layout.local_rank, len(self.layout.local_ranks))
         return [self.layout.local_ranks[r] for r in late]
 
     def _missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:

@@ -23,8 +23,11 @@ from phalanx._comm.transport.hierarchical.session import HierarchicalSession
 from phalanx._comm.transport.tensors import alias, dense, nbytes, write_back
 
 
-class HierarchicalMessages(HierarchicalSession):
-    """It provides send and recv. Messages between two ranks keep their order per tag."""
+class Messages:
+    """They are the messages of `session`'s rank. Messages between two ranks keep their order per tag."""
+
+    def __init__(self, session: HierarchicalSession) -> None:
+        self._session = session
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
         """Return when the bytes of `tensor` have left it. It waits for the receive."""
@@ -34,14 +37,14 @@ class HierarchicalMessages(HierarchicalSession):
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"send to rank {dst}", ctx)
         with (
-            self._recorded(describe_call("send", data, self._place(ctx)), ctx, dst),
-            self._reporting(here, ctx, deadline, dst),
+            self._session.recorded(describe_call("send", data, self._session.place(ctx)), ctx, dst),
+            self._session.reporting(here, ctx, deadline, dst),
         ):
             messages = []
             with talking_to(dst):
-                messages.append(Message(self._engine.send(dst, header, tag), dst, deadline))
+                messages.append(Message(self._session.engine.send(dst, header, tag), dst, deadline))
                 if nbytes(data):
-                    messages.append(Message(self._engine.send(dst, data, tag), dst, deadline))
+                    messages.append(Message(self._session.engine.send(dst, data, tag), dst, deadline))
             self._wait_for(messages, dst, nbytes(data))
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
@@ -51,14 +54,14 @@ class HierarchicalMessages(HierarchicalSession):
         header = torch.empty(2, dtype=torch.int64)
         deadline = Deadline.after(ctx.timeout_s)
         here = self._operation(f"recv from rank {src}" if src >= 0 else "recv from any rank", ctx)
-        recorded = self._recorded(describe_call("recv", data, self._place(ctx)), ctx, src)
-        with recorded, self._reporting(here, ctx, deadline, src), torch.no_grad():
+        recorded = self._session.recorded(describe_call("recv", data, self._session.place(ctx)), ctx, src)
+        with recorded, self._session.reporting(here, ctx, deadline, src), torch.no_grad():
             with talking_to(src):
                 if src >= 0:
-                    Message(self._engine.recv(src, header, tag), src, deadline).wait()
+                    Message(self._session.engine.recv(src, header, tag), src, deadline).wait()
                     source = src
                 else:
-                    pending = self._engine.recv_any(header, tag)
+                    pending = self._session.engine.recv_any(header, tag)
                     Message(pending, src, deadline).wait()
                     source = pending._source_rank()
             sent_bytes, sent_dtype = header.tolist()
@@ -67,7 +70,7 @@ class HierarchicalMessages(HierarchicalSession):
                 self._refuse(here, source, (sent_bytes, sent_dtype), (nbytes(data), code))
             if sent_bytes:
                 with talking_to(source):
-                    message = Message(self._engine.recv(source, data, tag), source, deadline)
+                    message = Message(self._session.engine.recv(source, data, tag), source, deadline)
                 self._wait_for([message], source, sent_bytes)
             if data.data_ptr() != tensor.data_ptr():
                 write_back(alias(tensor), data)
@@ -83,27 +86,27 @@ class HierarchicalMessages(HierarchicalSession):
             for message in messages:
                 message.wait()
 
-        if self._engine.is_interruptible or num_bytes <= WHOLE_BYTES:
+        if self._session.engine.is_interruptible or num_bytes <= WHOLE_BYTES:
             wait()
         else:
-            self._background_messages.run(wait, look_at(self._engine, peer, partial(ConnectionBroken, peer)))
+            self._session.background_messages.run(
+                wait, look_at(self._session.engine, peer, partial(ConnectionBroken, peer))
+            )
 
     def _operation(self, label: str, ctx: CallContext) -> Operation:
-        return Operation(label, self.group, self.rank, call_site=self._place(ctx))
+        return Operation(label, self._session.group, self._session.rank, call_site=self._session.place(ctx))
 
     def _check_open(self, label: str, tag: int, ctx: CallContext) -> None:
-        if self.closed:
-            raise closed(self.group)
-        if not 0 <= tag < (num_tags := self._engine.num_tags):
+        if self._session.closed:
+            raise closed(self._session.group)
+        if not 0 <= tag < (num_tags := self._session.engine.num_tags):
             raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1} in a group across hosts, got {tag}")
-        if self._report is not None:
-            raise self._report.error(self._operation(label, ctx))
+        if self._session.report is not None:
+            raise self._session.report.error(self._operation(label, ctx))
 
     def _refuse(self, here: Operation, source: int, sent: tuple[int, int], wanted: tuple[int, int]) -> None:
         calls = {
-            source: RankCall(f"send of {sent[0]} bytes of {dtype_name(sent[1])} to rank {self.rank}"),
-            self.rank: RankCall(f"recv of {wanted[0]} bytes of {dtype_name(wanted[1])} from rank {source}"),
+            source: RankCall(f"send of {sent[0]} bytes of {dtype_name(sent[1])} to rank {self._session.rank}"),
+            self._session.rank: RankCall(f"recv of {wanted[0]} bytes of {dtype_name(wanted[1])} from rank {source}"),
         }
-        self._publish_report(FailureReport("mismatch", calls=calls, is_collective=False))
-        assert self._report is not None
-        raise self._report.error(here)
+        self._session.fail_with(FailureReport("mismatch", calls=calls, is_collective=False), here)

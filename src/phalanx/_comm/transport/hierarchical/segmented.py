@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +25,77 @@ from phalanx._base.dtypes import dtype_of
 from phalanx._comm.engines.engine import InTransit
 from phalanx._comm.schedules.schedule import Operation, Schedule, chunk_bounds
 from phalanx._comm.transport.base import CallContext
+from phalanx._comm.transport.call import Call
 from phalanx._comm.transport.hierarchical.agreement import Agreement
 from phalanx._comm.transport.hierarchical.rails import Message, PendingSend, plan, talking_to
-from phalanx._comm.transport.numerics import divide, sum_of
+from phalanx._comm.transport.numerics import HALF, divide, sum_of, sum_type
+from phalanx._comm.transport.tensors import dense, is_plain, scaled, write_back
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-class SegmentedCollectives(Agreement):
-    """It does what a large collective does between its agreement and its end. Tensors are flat and plain."""
+class SegmentedCollectives:
+    """They are the collectives of large tensors. Each has the arguments of the collective, and its call."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._session = agreement.session
+        self._layout = agreement.session.layout
+        self._rank = agreement.session.rank
+        self._world_size = agreement.session.world_size
+
+    def all_reduce(self, tensor: Tensor, call: Call, redop: int, ctx: CallContext, *, root: int, factor: Any) -> None:
+        wanted = root in (-1, self._rank)
+        with self._session.running(call, ctx) as deadline:
+            self._agreement.gather_to_leader(ctx, deadline)
+            self._agreement.send_heads(deadline)
+            source = sum_type(dense(scaled(tensor, factor))).view(-1)
+            in_place = wanted and is_plain(tensor)
+            result = tensor.view(-1) if in_place else torch.empty(source.shape, dtype=tensor.dtype)
+            self._reduce_in_segments(
+                source,
+                result,
+                redop,
+                ctx,
+                deadline,
+                root=root,
+                key=tensor.data_ptr(),
+                is_scratch=source.data_ptr() != tensor.data_ptr(),
+            )
+            if wanted and not in_place:
+                write_back(tensor, result.view(tensor.shape))
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], call: Call, redop: int, ctx: CallContext, factor: Any
+    ) -> None:
+        with self._session.running(call, ctx) as deadline:
+            self._agreement.agree(ctx, deadline)
+            sources = [sum_type(dense(scaled(t, factor))).view(-1) for t in inputs]
+            in_place = is_plain(output) and output.dtype not in HALF
+            result = output.view(-1) if in_place else torch.empty(output.numel(), dtype=sources[0].dtype)
+            self._reduce_scatter_in_segments(result, sources, redop, ctx, deadline)
+            if not in_place:
+                write_back(output, result.view(output.shape))
+
+    def broadcast(self, tensor: Tensor, call: Call, root: int, ctx: CallContext) -> None:
+        with self._session.running(call, ctx) as deadline:
+            self._agreement.agree(ctx, deadline)
+            data = dense(tensor)
+            self._broadcast_in_segments(data.view(-1).view(torch.uint8), root, ctx, deadline)
+            if data is not tensor and root != self._rank:
+                write_back(tensor, data)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, call: Call, ctx: CallContext) -> None:
+        with self._session.running(call, ctx) as deadline:
+            self._agreement.agree(ctx, deadline)
+            into = [t if is_plain(t) else torch.empty(t.shape, dtype=t.dtype) for t in outputs]
+            flat = [t.view(-1).view(torch.uint8) for t in into]
+            self.all_gather_bytes(dense(tensor).view(-1).view(torch.uint8), flat, ctx, deadline)
+            for output, got in zip(outputs, into, strict=True):
+                if got is not output:
+                    write_back(output, got)
+
+    # -- between the agreement and the end: tensors are flat and plain -------------------------------------------
 
     def _reduce_in_segments(
         self,
@@ -51,10 +114,10 @@ class SegmentedCollectives(Agreement):
         With a `root` only its host has the result; elsewhere `result` is scratch. `source` may be overwritten if it is
         `result`, or if `is_scratch`. The hosts agree on the way, before anything is written to `source` or `result`.
         """
-        layout = self.layout
+        layout = self._layout
         # A rank that has its host for itself adds up where its tensor lies. (What is rounded is written before all
         # hosts have agreed.)
-        in_place = len(layout.local_ranks) == 1 and not self._compression.rounds(source.dtype)
+        in_place = len(layout.local_ranks) == 1 and not self._session.compression.rounds(source.dtype)
         in_place = in_place and (is_scratch or source.data_ptr() == result.data_ptr())
         root_host = 0 if root < 0 else layout.topology.host_of[root]
         schedule = self._plan("all_reduce" if root < 0 else "reduce", source.nbytes // layout.num_rails, root_host)
@@ -62,7 +125,7 @@ class SegmentedCollectives(Agreement):
         ends = ticks.bounds(source.numel())
 
         def open_(number: int) -> tuple[Tensor, Iterator[None]]:
-            if self._rail is None:
+            if self._session.rail is None:
                 return source[:0], itertools.repeat(None)
             bounds = chunk_bounds(ends[number + 1] - ends[number], layout.num_rails)
             if in_place:
@@ -85,32 +148,32 @@ class SegmentedCollectives(Agreement):
 
     def _agree_in_time(self, deadline: Deadline) -> None:
         """Agree with the other hosts now: from here on their data is awaited, and soon the user's is written."""
-        self._agree(deadline)
-        self._used()
+        self._agreement.receive_heads(deadline)
+        self._agreement.release()
 
     def _reduce_segment(self, segment: Tensor, mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
         """Write this host's reduction of this rank's slice of `segment` to `mine`."""
-        if len(self.layout.local_ranks) == 1:
+        if len(self._layout.local_ranks) == 1:
             mine.copy_(segment)
             return
-        bounds = chunk_bounds(segment.numel(), self.layout.num_rails)
+        bounds = chunk_bounds(segment.numel(), self._layout.num_rails)
         self._reduce_here([segment[a:b] for a, b in itertools.pairwise(bounds)], mine, redop, ctx, deadline)
 
     def _finish_segment(self, mine: Tensor, result: Tensor, redop: int, ctx: CallContext, deadline: Deadline) -> None:
         """Give every rank of the host every slice, from the rank that drives its rail."""
-        divide(mine, redop, self.world_size)
+        divide(mine, redop, self._world_size)
         mine = mine.to(result.dtype)
-        if len(self.layout.local_ranks) == 1:
+        if len(self._layout.local_ranks) == 1:
             if mine.data_ptr() != result.data_ptr():
                 result.copy_(mine)
         else:
-            self._gather_slices(mine, result, chunk_bounds(len(result), self.layout.num_rails), ctx, deadline)
+            self._gather_slices(mine, result, chunk_bounds(len(result), self._layout.num_rails), ctx, deadline)
 
     # -- broadcast -----------------------------------------------------------------------------------------------
 
     def _broadcast_in_segments(self, flat: Tensor, root: int, ctx: CallContext, deadline: Deadline) -> None:
         """Overwrite `flat` (bytes) on every rank with root's."""
-        layout = self.layout
+        layout = self._layout
         root_host = layout.topology.host_of[root]
         is_source = layout.host == root_host
         schedule = self._plan("broadcast", len(flat) // layout.num_rails, root_host)
@@ -124,7 +187,7 @@ class SegmentedCollectives(Agreement):
 
         def start(number: int, mine: Tensor) -> None:
             if is_source and len(layout.local_ranks) > 1:
-                self._broadcast_here(segments[number], layout.local_ranks.index(root), ctx, deadline)
+                self._agreement.broadcast_here(segments[number], layout.local_ranks.index(root), ctx, deadline)
 
         def finish(number: int, mine: Tensor) -> None:
             if not is_source:
@@ -146,7 +209,7 @@ class SegmentedCollectives(Agreement):
         `before_others` is called once, before anything of another host is waited for; where leaders forward each
         other's messages, before anything is sent, behind which those would have to wait.
         """
-        before_others_at = ticks.per_step if self._leaders is None or self._leaders.is_direct else 0
+        before_others_at = ticks.per_step if self._session.leaders is None or self._session.leaders.is_direct else 0
         under_way: dict[int, tuple[Tensor, Iterator[None]]] = {}
         opened = 0
         for tick in range(ticks.count):
@@ -163,17 +226,19 @@ class SegmentedCollectives(Agreement):
                 finish(done, under_way.pop(done)[0])
 
     def _plan(self, operation: Operation, slice_bytes: int, root_host: int = 0) -> Schedule:
-        options = self._options
+        options = self._session.options
         log_bytes = slice_bytes.bit_length()
-        return plan(operation, self.layout.num_hosts, log_bytes, root_host, options.algorithm, options.link)
+        return plan(operation, self._layout.num_hosts, log_bytes, root_host, options.algorithm, options.link)
 
     def _play(
         self, schedule: Schedule, mine: Tensor, number: int, deadline: Deadline, *, redop: int = -1, key: int = 0
     ) -> tuple[Tensor, Iterator[None]]:
         """Return `mine`, and an iterator over what this rank does with it on its rail; the receives are posted."""
-        if self._rail is None:
+        if self._session.rail is None:
             return mine, itertools.repeat(None)
-        steps = self._rail.play(schedule, mine, deadline, tag=self._stream(number), redop=redop, key=key)
+        steps = self._session.rail.play(
+            schedule, mine, deadline, tag=self._agreement.stream(number), redop=redop, key=key
+        )
         next(steps)
         return mine, steps
 
@@ -181,12 +246,10 @@ class SegmentedCollectives(Agreement):
     # What belongs to the j-th rank of a host crosses by rail j; a rank beyond the rails' number has those of another.
     # Every host sends its ranks' data to each other host at once: no algorithm sends fewer bytes over a host's edge.
 
-    def _all_gather_in_segments(
-        self, mine: Tensor, outputs: Sequence[Tensor], ctx: CallContext, deadline: Deadline
-    ) -> None:
+    def all_gather_bytes(self, mine: Tensor, outputs: Sequence[Tensor], ctx: CallContext, deadline: Deadline) -> None:
         """Write rank r's `mine` to outputs[r], in bytes. `mine` may be its own output."""
-        hosts, here = self.layout.topology.hosts, self.layout.host
-        ticks = Ticks.of(sum(map(len, outputs)), 1, self.layout.num_hosts)
+        hosts, here = self._layout.topology.hosts, self._layout.host
+        ticks = Ticks.of(sum(map(len, outputs)), 1, self._layout.num_hosts)
         cuts = {r: [len(output) * n // ticks.num_segments for n in range(ticks.num_segments + 1)]
                 for r, output in enumerate(outputs)}  # fmt: skip
 
@@ -195,37 +258,37 @@ class SegmentedCollectives(Agreement):
 
         def open_(number: int) -> tuple[Tensor, Iterator[None]]:
             receives = [
-                (hosts[h][self.layout.local_rank], piece(r, number))
+                (hosts[h][self._layout.local_rank], piece(r, number))
                 for h in self._other_hosts
                 for r in self._carried(h)
             ]
             return _EMPTY, self._cross(receives, lambda: self._outgoing(piece, number), number, deadline)
 
         def start(number: int, _: Tensor) -> None:
-            own = mine[cuts[self.rank][number] : cuts[self.rank][number + 1]]
+            own = mine[cuts[self._rank][number] : cuts[self._rank][number + 1]]
             self._share_pieces(here, lambda _: own, piece, number, ctx, deadline, rounds=1)
 
         def finish(number: int, _: Tensor) -> None:
             for h in self._other_hosts:
-                rounds = -(-len(hosts[h]) // self.layout.num_rails)
+                rounds = -(-len(hosts[h]) // self._layout.num_rails)
                 self._share_pieces(h, lambda r: piece(r, number), piece, number, ctx, deadline, rounds=rounds)
 
         self._run_ticks(ticks, open_, start, finish)
 
     @property
     def _other_hosts(self) -> list[int]:
-        return [h for h in range(self.layout.num_hosts) if h != self.layout.host]
+        return [h for h in range(self._layout.num_hosts) if h != self._layout.host]
 
     def _carried(self, host: int) -> Sequence[int]:
         """Return the ranks of `host` whose data cross by this rank's rail; there are none without a rail."""
-        if self._rail is None:
+        if self._session.rail is None:
             return ()
-        return self.layout.topology.hosts[host][self.layout.local_rank :: self.layout.num_rails]
+        return self._layout.topology.hosts[host][self._layout.local_rank :: self._layout.num_rails]
 
     def _outgoing(self, piece: Callable[[int, int], Tensor], number: int) -> list[tuple[int, Tensor]]:
         """Return what this rank's rail brings to each other host: the pieces of the ranks that it carries."""
-        hosts, i = self.layout.topology.hosts, self.layout.local_rank
-        carried = self._carried(self.layout.host)
+        hosts, i = self._layout.topology.hosts, self._layout.local_rank
+        carried = self._carried(self._layout.host)
         return [(hosts[h][i], piece(r, number)) for h in self._other_hosts for r in carried]
 
     def _cross(
@@ -236,14 +299,18 @@ class SegmentedCollectives(Agreement):
         deadline: Deadline,
     ) -> Iterator[None]:
         """Exchange one step of messages with ranks of other hosts, in two halves; the receives are posted at once."""
-        tag = self._stream(number)
+        tag = self._agreement.stream(number)
         messages = [
-            self._post(self._engine.recv, peer, tensor, tag, deadline) for peer, tensor in receives if len(tensor)
+            self._post(self._session.engine.recv, peer, tensor, tag, deadline)
+            for peer, tensor in receives
+            if len(tensor)
         ]
 
         def steps() -> Iterator[None]:
             out = [
-                self._post(self._engine.send, peer, tensor, tag, deadline) for peer, tensor in sends() if len(tensor)
+                self._post(self._session.engine.send, peer, tensor, tag, deadline)
+                for peer, tensor in sends()
+                if len(tensor)
             ]
             yield
             for message in (*out, *messages):
@@ -263,13 +330,13 @@ class SegmentedCollectives(Agreement):
         rounds: int,
     ) -> None:
         """Give every rank of this host the pieces of `host`'s ranks, from the local ranks that have them."""
-        local_size, width = len(self.layout.local_ranks), self.layout.num_rails
-        ranks = self.layout.topology.hosts[host]
-        if host == self.layout.host:
+        local_size, width = len(self._layout.local_ranks), self._layout.num_rails
+        ranks = self._layout.topology.hosts[host]
+        if host == self._layout.host:
             width = local_size
         for n in range(rounds):
             of_round = ranks[n * width : (n + 1) * width]
-            i = self.layout.local_rank
+            i = self._layout.local_rank
             source = mine(of_round[i]) if i < len(of_round) else _EMPTY
             if local_size == 1:
                 into = piece(of_round[0], number)
@@ -277,13 +344,13 @@ class SegmentedCollectives(Agreement):
                     into.copy_(source)
                 continue
             parts = [piece(r, number) for r in of_round]
-            self._gather_here(source, [*parts, *[_EMPTY] * (local_size - len(parts))], ctx, deadline)
+            self._agreement.gather_here(source, [*parts, *[_EMPTY] * (local_size - len(parts))], ctx, deadline)
 
     def _reduce_scatter_in_segments(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, deadline: Deadline
     ) -> None:
         """Write the reduction over ranks of inputs[rank] to `output`, in the hosts' order; both are in sum types."""
-        layout, rank = self.layout, self.rank
+        layout, rank = self._layout, self._rank
         hosts, i = layout.topology.hosts, layout.local_rank
         item = output.element_size()
         ticks = Ticks.of(sum(map(len, inputs)) * item, 1, layout.num_hosts)
@@ -328,7 +395,7 @@ class SegmentedCollectives(Agreement):
             if len(into):
                 at = tuple(part.data_ptr() for part in parts)
                 _core.reduce(into.data_ptr(), at, len(into), dtype_of(into.dtype).code, sum_of(redop))
-                divide(into, redop, self.world_size)
+                divide(into, redop, self._world_size)
 
         self._run_ticks(ticks, open_, start, finish)
 
@@ -340,12 +407,12 @@ class SegmentedCollectives(Agreement):
         deadline: Deadline,
     ) -> Iterator[None]:
         """Exchange messages as `_cross` does, of sums, which may be rounded on their way."""
-        if not receives or not self._compression.rounds(receives[0][1].dtype):
+        if not receives or not self._session.compression.rounds(receives[0][1].dtype):
             return self._cross(receives, sends, number, deadline)
-        short = [(peer, self._compression.staging(tensor)) for peer, tensor in receives]
+        short = [(peer, self._session.compression.staging(tensor)) for peer, tensor in receives]
         steps = self._cross(
             short,
-            lambda: [(peer, self._compression.shorten(tensor, None)) for peer, tensor in sends()],
+            lambda: [(peer, self._session.compression.shorten(tensor, None)) for peer, tensor in sends()],
             number,
             deadline,
         )
@@ -374,13 +441,13 @@ class SegmentedCollectives(Agreement):
         self, rails: Sequence[Tensor], mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline
     ) -> None:
         """Write this host's reduction of rails[i] to `mine`, on the ranks that drive one; it may be rails[i]."""
-        local_size = len(self.layout.local_ranks)
+        local_size = len(self._layout.local_ranks)
         if local_size == 1:
             return
         rest = [mine[:0]] * (local_size - len(rails))
         parts = [*rails, *rest]
-        self._checked(
-            self._core.reduce_scatter(
+        self._agreement.check(
+            self._session.core.reduce_scatter(
                 tuple(part.data_ptr() for part in parts),
                 tuple(part.numel() for part in parts),
                 mine.data_ptr(),
@@ -396,19 +463,19 @@ class SegmentedCollectives(Agreement):
 
     def _slice(self, flat: Tensor, bounds: Sequence[int]) -> Tensor:
         """Return the slice of this rank's rail; it is empty without a rail."""
-        i = self.layout.local_rank
-        return flat[bounds[i] : bounds[i + 1]] if self._rail is not None else flat[:0]
+        i = self._layout.local_rank
+        return flat[bounds[i] : bounds[i + 1]] if self._session.rail is not None else flat[:0]
 
     def _gather_slices(
         self, mine: Tensor, flat: Tensor, bounds: Sequence[int], ctx: CallContext, deadline: Deadline
     ) -> None:
         """Write to `flat`, slice by slice, what the ranks that drive the rails bring as `mine`, on every rank."""
-        local_size = len(self.layout.local_ranks)
+        local_size = len(self._layout.local_ranks)
         if local_size == 1:
             return
         parts = [flat[a:b] for a, b in itertools.pairwise(bounds)]
         parts += [flat[:0]] * (local_size - len(parts))
-        self._gather_here(mine, parts, ctx, deadline, dtype_of(flat.dtype).code)
+        self._agreement.gather_here(mine, parts, ctx, deadline, dtype_of(flat.dtype).code)
 
 
 # Each segment costs two syncs in memory and, per step, a message on each rail, which costs the processors more than a

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import NoReturn
 
 from phalanx import _core
 from phalanx._base.core_numbers import INVALID, KIND_NAMES, MISMATCH, OK, PEER_LOST
@@ -75,9 +76,9 @@ class Running:
         except BaseException:
             self._leave()
             raise
-        if session._preceding.action is not None:
+        if session.preceding.action is not None:
             try:
-                session._preceding.carry_out(self._deadline)
+                session.preceding.carry_out(self._deadline)
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
@@ -98,7 +99,7 @@ class Running:
                 session._inside = False
         finally:
             if not session.closed:
-                session._core.end_record(self._record, status)
+                session.core.end_record(self._record, status)
             self._leave()
 
     def _leave(self) -> None:
@@ -119,7 +120,7 @@ class HierarchicalSession(FailureReports):
         self.lock = threading.Lock()
         self.rank = layout.rank
         self.world_size = layout.topology.world_size
-        self._options = options
+        self.options = options
         self._names = tuple(names)  # how people call each rank's process: 'pid 17 on node3'
         self._numbers = tuple(numbers) or tuple(range(self.world_size))  # the ranks' numbers in the job
         self._memory = SharedMemoryTransport(group)
@@ -128,30 +129,30 @@ class HierarchicalSession(FailureReports):
         self._current: Call | None = None  # the call under way, or (unless `_inside`) the last
         self._inside = False
         self._entered_s = 0.0
-        self._report: FailureReport | None = None
-        self._compression = Compression(options.wire_dtype, error_feedback=options.error_feedback)
-        self._engine: Engine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemoryTransport
+        self.report: FailureReport | None = None
+        self.compression = Compression(options.wire_dtype, error_feedback=options.error_feedback)
+        self.engine: Engine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemoryTransport
         self._failure_store: FailureStore = None  # type: ignore[assignment]
-        self._monitor: HealthMonitor | None = None
-        self._rail: Rail | None = None
-        self._leaders: LeaderExchange | None = None
-        self._head = b""  # the head of the call that is under way
-        self._background, self._background_messages = Background(), Background()
-        self._preceding = Preceding()
+        self.monitor: HealthMonitor | None = None
+        self.rail: Rail | None = None
+        self.leaders: LeaderExchange | None = None
+        self.head = b""  # the head of the call that is under way
+        self._background, self.background_messages = Background(), Background()
+        self.preceding = Preceding()
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Take the memory, the engine and the store; this is called before the first operation."""
         self._memory.attach(symm_mem)
-        self._core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
-        self._engine = engine
+        self.core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
+        self.engine = engine
         self._failure_store = failure_store
         failure_store.told_here = self._told_here
-        layout, options = self.layout, self._options
+        layout, options = self.layout, self.options
         if layout.rail:
-            self._rail = Rail(engine, layout.rail, layout.host, options.algorithm, self._compression, options.link)
+            self.rail = Rail(engine, layout.rail, layout.host, options.algorithm, self.compression, options.link)
         if layout.local_rank == 0:
-            self._leaders = open_exchange(engine, layout)
-        self._monitor = HealthMonitor(failure_store, self._where, self._is_over, self._take_report)
+            self.leaders = open_exchange(engine, layout)
+        self.monitor = HealthMonitor(failure_store, self._where, self._is_over, self._take_report)
 
     @property
     def symm_mem(self) -> SymmetricMemory:
@@ -162,17 +163,12 @@ class HierarchicalSession(FailureReports):
         return self._memory.closed
 
     @property
-    def engine(self) -> Engine:
-        """Return the engine, which carries bytes between the hosts."""
-        return self._engine
-
-    @property
     def seq(self) -> int:
         """Return how many collectives this rank has begun."""
         return self._seq
 
     @property
-    def _core(self) -> _core.Group:
+    def core(self) -> _core.Group:
         return self._memory.core
 
     def call_site(self, place: tuple[str, int]) -> int:
@@ -184,7 +180,7 @@ class HierarchicalSession(FailureReports):
         # The ranks' positions are told when time runs out; to ask for them now would cost a question to everybody.
         if waited_s >= NOTICE_S and self._said_seq != self._seq and not self.closed:
             self._said_seq = self._seq
-            operation, where = self._position.operation or "operation", "ranks of this host"
+            operation, where = self.position.operation or "operation", "ranks of this host"
             _logger.warning("%s", describe_wait(operation, self.group, self.rank, (), waited_s, where))
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -204,44 +200,44 @@ class HierarchicalSession(FailureReports):
 
     def close(self) -> None:
         """Leave the group. All ranks that wait for this one hear it at once."""
-        if self._monitor is not None:
-            self._monitor.close()
+        if self.monitor is not None:
+            self.monitor.close()
         if not self._memory.closed:
             self._publish_exit_reason(LEFT)
             self._linger()
             self._memory.close()
             self._deliver()
-            self._engine.close()
-        if self._leaders is not None:
-            self._leaders.close()
-        self._preceding.close()
+            self.engine.close()
+        if self.leaders is not None:
+            self.leaders.close()
+        self.preceding.close()
         self._background.close()
-        self._background_messages.close()
-        if self._engine is not None:
-            self._engine.free()
+        self.background_messages.close()
+        if self.engine is not None:
+            self.engine.free()
 
     def _deliver(self) -> None:
         """Wait until what others need of this rank's last operation has arrived: to close is to throw the rest away."""
-        if self._report is None:
+        if self.report is None:
             deadline = Deadline.after(DELIVERY_S)
-            if self._leaders is not None:
-                self._leaders.flush(deadline)
-            self._engine.deliver(deadline)
+            if self.leaders is not None:
+                self.leaders.flush(deadline)
+            self.engine.deliver(deadline)
 
     def _is_over(self) -> bool:
         # Ranks of this host that differ are over once their leader has asked what the other hosts' ranks called.
-        return self._core.poison()[0] not in (OK, MISMATCH)
+        return self.core.poison()[0] not in (OK, MISMATCH)
 
     def _end(self) -> None:
         """Wake all that wait on this host or for it, once the ranks of this host can read why."""
         if not self.closed:
             self._tell_here()
-            self._core.set_poison(PEER_LOST, self.layout.local_rank)
-        self._engine.close()
+            self.core.set_poison(PEER_LOST, self.layout.local_rank)
+        self.engine.close()
 
     # -- around an operation -------------------------------------------------------------------------------------
 
-    def _place(self, ctx: CallContext) -> str:
+    def place(self, ctx: CallContext) -> str:
         return self._memory.place(ctx.call_site)
 
     def _acquire_lock(self, call: Call, timeout_s: float) -> None:
@@ -251,30 +247,30 @@ class HierarchicalSession(FailureReports):
         """
 
         def check() -> None:
-            if self._report is not None:
-                raise self._report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
+            if self.report is not None:
+                raise self.report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
 
         take_call_lock(self.lock, self.group, self.rank, timeout_s, check)
 
-    def _interruptible(self, call: Call, ctx: CallContext, operation: Callable[[], None]) -> None:
+    def interruptible(self, call: Call, ctx: CallContext, operation: Callable[[], None]) -> None:
         """Carry out `operation`, which waits in an engine that may hear neither signals nor that a peer is gone.
 
         Another thread carries it out, and this one waits for that thread. Ctrl-C ends the operation, and the group. So
         does a connection that is gone: Gloo tells that to a thread that waits for a message, but not if the message had
         begun to come.
         """
-        if self._engine.is_interruptible or self.closed:
+        if self.engine.is_interruptible or self.closed:
             operation()
             return
-        if self._report is not None:
-            raise self._report.error(self._operation_of(call))
+        if self.report is not None:
+            raise self.report.error(self._operation_of(call))
         deadline = Deadline.after(ctx.timeout_s)
         abroad = {r for r in range(self.world_size) if r not in self.layout.local_ranks}
 
         def look() -> None:
             for peer in sorted(abroad):
                 try:
-                    self._engine.check(peer)
+                    self.engine.check(peer)
                 except RuntimeError as error:
                     _, position = self._failure_store.exit_reason(peer)
                     if position is not None and position.seq >= self._seq and not position.inside:
@@ -284,7 +280,7 @@ class HierarchicalSession(FailureReports):
 
         self._background.run(operation, look, self.interrupted)
 
-    def _running(self, call: Call, ctx: CallContext) -> Running:
+    def running(self, call: Call, ctx: CallContext) -> Running:
         """Return a context for one collective, with its place in the sequence; a failure becomes all ranks' error.
 
         Raises:
@@ -298,19 +294,19 @@ class HierarchicalSession(FailureReports):
         if self.closed:
             raise closed(self.group)
         self._seq += 1
-        if self._report is not None:
-            raise self._report.error(self._operation_of(call))
+        if self.report is not None:
+            raise self.report.error(self._operation_of(call))
         self._current, self._inside = call, True
         self._entered_s = time.monotonic()
-        self._head = call.head(self._seq)
-        core = self._core
+        self.head = call.head(self._seq)
+        core = self.core
         core.set_awaited(ctx.awaited)  # a thread in the background leaves the core to who computes
         root = self._numbers[call.root] if call.root >= 0 else -1
         about = (max(call.dtype, 0), max(call.redop, 0), root, -1, max(call.count, 0))
         return core.begin_record(self._seq, _KINDS[call.name], *about, ctx.call_site, call.shape)
 
     @property
-    def _position(self) -> Position:
+    def position(self) -> Position:
         """Return where this rank is, for ranks that ask."""
         call, inside = self._current, self._inside
         return Position() if call is None else Position(self._seq, self._operation_of(call).place, inside=inside)
@@ -319,11 +315,11 @@ class HierarchicalSession(FailureReports):
         return Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
 
     @contextlib.contextmanager
-    def _recorded(self, call: Call, ctx: CallContext, peer: int) -> Iterator[None]:
+    def recorded(self, call: Call, ctx: CallContext, peer: int) -> Iterator[None]:
         """Record a message inside as one line of the flight recorder; it has no place in the sequence."""
         peer = self._numbers[peer] if peer >= 0 else -1
         about = (max(call.dtype, 0), 0, -1, peer, max(call.count, 0))
-        number = self._core.begin_record(1, _KINDS[call.name], *about, ctx.call_site, call.shape)
+        number = self.core.begin_record(1, _KINDS[call.name], *about, ctx.call_site, call.shape)
         status = INVALID
         try:
             yield
@@ -333,10 +329,16 @@ class HierarchicalSession(FailureReports):
             raise
         finally:
             if not self.closed:
-                self._core.end_record(number, status)
+                self.core.end_record(number, status)
+
+    def fail_with(self, report: FailureReport, operation: Operation) -> NoReturn:
+        """End the group with `report`, unless another rank's is there already; raise it as the error of `operation`."""
+        self._publish_report(report)
+        assert self.report is not None
+        raise self.report.error(operation)
 
     @contextlib.contextmanager
-    def _reporting(self, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
+    def reporting(self, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
         """Turn what fails inside, where only `peer` is waited for, into the error that all ranks raise."""
         try:
             yield
@@ -353,12 +355,12 @@ class HierarchicalSession(FailureReports):
             PhalanxError: what they tell, unless `error` is no failure of the group.
         """
         if isinstance(error, LocalFailure | ConnectionBroken | Disagreement):
-            if self._report is None:
+            if self.report is None:
                 self._publish_report(self._failure_store.report() or self._explain(error, ctx, deadline, peer))
             else:
-                self._take_report(self._report)
-            assert self._report is not None
-            raise self._report.error(operation) from None
+                self._take_report(self.report)
+            assert self.report is not None
+            raise self.report.error(operation) from None
         if isinstance(error, Exception):
             self._give_up(error)
         else:  # it is Ctrl-C

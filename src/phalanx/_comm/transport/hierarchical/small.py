@@ -27,109 +27,121 @@ from phalanx._comm.transport.numerics import HALF, divide, sum_of, sum_type
 from phalanx._comm.transport.tensors import dense, is_plain, nbytes, scaled, write_back
 
 
-class SmallCollectives(Agreement):
-    """Each has the arguments of the collective, and its call."""
+class SmallCollectives:
+    """They are the collectives whose data fit into the messages of the agreement.
 
-    def _is_small(self, size: int) -> bool:
+    Each has the arguments of the collective, and its call.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._session = agreement.session
+        self._layout = agreement.session.layout
+        self._rank = agreement.session.rank
+        self._world_size = agreement.session.world_size
+
+    def fits(self, size: int) -> bool:
         """Return whether so many bytes, which each host sends to each other, are sent at once."""
-        return size * (self.layout.num_hosts - 1) <= SMALL_BYTES
+        return size * (self._layout.num_hosts - 1) <= SMALL_BYTES
 
-    def _is_small_sum(self, dtype: torch.dtype, count: int) -> bool:
-        """Return whether a sum of so many elements is sent at once, as in `_is_small`, unless options forbid it."""
-        size = count * (torch.float32 if dtype in HALF else dtype).itemsize
-        if self._options.algorithm is not None or self._compression.rounds(torch.float32 if dtype in HALF else dtype):
+    def fits_sum(self, dtype: torch.dtype, count: int) -> bool:
+        """Return whether a sum of so many elements is sent at once, as in `fits`, unless options forbid it."""
+        added, session = torch.float32 if dtype in HALF else dtype, self._session
+        size = count * added.itemsize
+        if session.options.algorithm is not None or session.compression.rounds(added):
             return size <= ALWAYS_SMALL_BYTES
-        return self._is_small(size)
+        return self.fits(size)
 
-    def _small_barrier(self, call: Call, ctx: CallContext) -> None:
-        with self._running(call, ctx) as deadline:
-            self._agree_here(ctx, deadline)
+    def barrier(self, call: Call, ctx: CallContext) -> None:
+        with self._session.running(call, ctx) as deadline:
+            self._agreement.agree(ctx, deadline)
 
-    def _small_all_reduce(
-        self, tensor: Tensor, call: Call, redop: int, ctx: CallContext, *, root: int, factor: Any
-    ) -> None:
-        layout = self.layout
-        wanted = root in (-1, self.rank)
+    def all_reduce(self, tensor: Tensor, call: Call, redop: int, ctx: CallContext, *, root: int, factor: Any) -> None:
+        layout = self._layout
+        wanted = root in (-1, self._rank)
         wanted_here = root < 0 or root in layout.local_ranks
-        with self._running(call, ctx) as deadline:
+        with self._session.running(call, ctx) as deadline:
             source = dense(tensor) if factor is None else dense(scaled(tensor, factor))
             if source.dtype in HALF:
                 source = source.float()
             at, count, size = source.data_ptr(), source.numel(), nbytes(source)
             in_place = wanted and is_plain(tensor)
             result = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
-            parts = self._give_to_leader(ctx, deadline, (at, size), size)
-            if self._leaders is not None:
+            parts = self._agreement.gather_to_leader(ctx, deadline, (at, size), size)
+            leaders = self._session.leaders
+            if leaders is not None:
                 code, op = dtype_of(source.dtype).code, sum_of(redop)
                 if len(parts) > 1:
-                    at = self._leaders.scratch
+                    at = leaders.scratch
                     _core.reduce(at, tuple(parts), count, code, op)
-                goes = self._leaders.hosts if root < 0 else (layout.topology.host_of[root],)
-                self._send_heads(deadline, dict.fromkeys(goes, ((at, size),)))
-                came = self._agree(deadline)
+                goes = leaders.hosts if root < 0 else (layout.topology.host_of[root],)
+                self._agreement.send_heads(deadline, dict.fromkeys(goes, ((at, size),)))
+                came = self._agreement.receive_heads(deadline)
                 if wanted_here:
                     total = result if result.dtype == source.dtype else source
                     hosts = tuple([came[h].address if h in came else at for h in range(layout.num_hosts)])
                     _core.reduce(total.data_ptr(), hosts, count, code, op)
-                    divide(total, redop, self.world_size)
+                    divide(total, redop, self._world_size)
                     if total is not result:
                         result.copy_(total)
-                self._used()
-            self._take_from_leader(ctx, deadline, result.data_ptr(), nbytes(result) if wanted_here else 0)
+                self._agreement.release()
+            self._agreement.broadcast_from_leader(
+                ctx, deadline, result.data_ptr(), nbytes(result) if wanted_here else 0
+            )
             if wanted and not in_place:
                 write_back(tensor, result)
 
-    def _small_broadcast(self, tensor: Tensor, call: Call, root: int, ctx: CallContext) -> None:
-        layout = self.layout
-        with self._running(call, ctx) as deadline:
+    def broadcast(self, tensor: Tensor, call: Call, root: int, ctx: CallContext) -> None:
+        layout = self._layout
+        with self._session.running(call, ctx) as deadline:
             mine = dense(tensor)
             size = nbytes(mine)
-            is_root = root == self.rank
+            is_root = root == self._rank
             data = mine if is_root or is_plain(tensor) else torch.empty_like(mine)
             sizes = [size if r == root else 0 for r in layout.local_ranks]
-            parts = self._give_to_leader(ctx, deadline, (mine.data_ptr(), size if is_root else 0), sizes)
-            if self._leaders is not None:
+            parts = self._agreement.gather_to_leader(ctx, deadline, (mine.data_ptr(), size if is_root else 0), sizes)
+            if self._session.leaders is not None:
                 if root in layout.local_ranks:
                     piece = ((parts[layout.local_ranks.index(root)], size),)
-                    self._send_heads(deadline, dict.fromkeys(range(layout.num_hosts), piece))
-                    self._agree(deadline)
+                    self._agreement.send_heads(deadline, dict.fromkeys(range(layout.num_hosts), piece))
+                    self._agreement.receive_heads(deadline)
                     came_to = piece[0][0]
                 else:
-                    self._send_heads(deadline)
-                    came_to = self._agree(deadline)[layout.topology.host_of[root]].address
+                    self._agreement.send_heads(deadline)
+                    came_to = self._agreement.receive_heads(deadline)[layout.topology.host_of[root]].address
                 if not is_root and size:
                     ctypes.memmove(data.data_ptr(), came_to, size)
-                self._used()
-            self._take_from_leader(ctx, deadline, data.data_ptr(), size)
+                self._agreement.release()
+            self._agreement.broadcast_from_leader(ctx, deadline, data.data_ptr(), size)
             if data is not tensor and not is_root:
                 write_back(tensor, data)
 
-    def _small_all_gather(
+    def all_gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, call: Call, sizes: Sequence[int], ctx: CallContext
     ) -> None:
         """Write rank r's `tensor` to outputs[r], or if there is one output, all of them to it, one after the other."""
         ends = [0, *itertools.accumulate(sizes)]
-        with self._running(call, ctx) as deadline:
+        with self._session.running(call, ctx) as deadline:
             mine = dense(tensor)
             is_one = len(outputs) == 1 and is_plain(outputs[0])
             whole = outputs[0] if is_one else torch.empty(ends[-1], dtype=torch.uint8)
-            self._gather_small((mine.data_ptr(), nbytes(mine)), whole, sizes, ctx, deadline)
+            self.gather_bytes((mine.data_ptr(), nbytes(mine)), whole, sizes, ctx, deadline)
             if not is_one:
                 for r, output in enumerate(outputs):
                     part = whole[ends[r] : ends[r + 1]] if len(outputs) > 1 else whole
                     write_back(output, _typed(part, output))
 
-    def _gather_small(
+    def gather_bytes(
         self, mine: Piece, whole: Tensor, sizes: Sequence[int], ctx: CallContext, deadline: Deadline
     ) -> None:
         """Write all ranks' pieces to `whole`, one after the other; rank r's has sizes[r] bytes."""
-        layout = self.layout
+        layout = self._layout
         ends = [0, *itertools.accumulate(sizes)]
-        parts = self._give_to_leader(ctx, deadline, mine, [sizes[r] for r in layout.local_ranks])
-        if self._leaders is not None:
+        parts = self._agreement.gather_to_leader(ctx, deadline, mine, [sizes[r] for r in layout.local_ranks])
+        if self._session.leaders is not None:
             pieces = [(at, sizes[r]) for at, r in zip(parts, layout.local_ranks, strict=True)]
-            self._send_heads(deadline, dict.fromkeys(range(layout.num_hosts), pieces))
-            came = self._agree(deadline)
+            self._agreement.send_heads(deadline, dict.fromkeys(range(layout.num_hosts), pieces))
+            came = self._agreement.receive_heads(deadline)
             for host, ranks in enumerate(layout.topology.hosts):
                 source = came[host].address if host in came else 0
                 for i, r in enumerate(ranks):
@@ -137,15 +149,15 @@ class SmallCollectives(Agreement):
                     if sizes[r]:
                         ctypes.memmove(into, source if host in came else parts[i], sizes[r])
                     source += sizes[r]
-            self._used()
-        self._take_from_leader(ctx, deadline, whole.data_ptr(), ends[-1])
+            self._agreement.release()
+        self._agreement.broadcast_from_leader(ctx, deadline, whole.data_ptr(), ends[-1])
 
-    def _small_reduce_scatter(
+    def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], call: Call, redop: int, ctx: CallContext
     ) -> None:
-        layout = self.layout
+        layout = self._layout
         by_host = layout.by_host
-        with self._running(call, ctx) as deadline:
+        with self._session.running(call, ctx) as deadline:
             source = torch.cat([sum_type(dense(inputs[r])).view(-1) for r in by_host])
             item = source.element_size()
             counts = [inputs[r].numel() for r in by_host]
@@ -154,24 +166,25 @@ class SmallCollectives(Agreement):
             bounds = [(ends[i], ends[i + len(r)]) for i, r in zip(first, layout.topology.hosts, strict=True)]
             begin, end = bounds[layout.host]
             total = source[begin:end]
-            parts = self._give_to_leader(ctx, deadline, (source.data_ptr(), nbytes(source)), nbytes(source))
-            if self._leaders is not None:
+            parts = self._agreement.gather_to_leader(ctx, deadline, (source.data_ptr(), nbytes(source)), nbytes(source))
+            leaders = self._session.leaders
+            if leaders is not None:
                 code, op, at = dtype_of(source.dtype).code, sum_of(redop), source.data_ptr()
                 _core.reduce(at, tuple(parts), len(source), code, op)
-                if self._leaders.is_direct:
+                if leaders.is_direct:
                     pieces = {h: ((at + a * item, (b - a) * item),) for h, (a, b) in enumerate(bounds)}
                     skipped = 0
                 else:
-                    pieces = dict.fromkeys(self._leaders.hosts, ((at, nbytes(source)),))
+                    pieces = dict.fromkeys(leaders.hosts, ((at, nbytes(source)),))
                     skipped = begin * item
-                self._send_heads(deadline, pieces)
-                came = self._agree(deadline)
+                self._agreement.send_heads(deadline, pieces)
+                came = self._agreement.receive_heads(deadline)
                 at += begin * item
                 hosts = tuple([came[h].address + skipped if h in came else at for h in range(layout.num_hosts)])
                 _core.reduce(at, hosts, len(total), code, op)
-                divide(total, redop, self.world_size)
-                self._used()
-            self._take_from_leader(ctx, deadline, total.data_ptr(), nbytes(total))
+                divide(total, redop, self._world_size)
+                self._agreement.release()
+            self._agreement.broadcast_from_leader(ctx, deadline, total.data_ptr(), nbytes(total))
             place = first[layout.host] + layout.local_rank
             write_back(output, total[ends[place] - begin : ends[place + 1] - begin].view(output.shape))
 

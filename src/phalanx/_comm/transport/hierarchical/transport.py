@@ -1,28 +1,258 @@
-"""`HierarchicalTransport` carries a group whose ranks are on several hosts, for its process group."""
+"""`HierarchicalTransport` carries a group whose ranks are on several hosts, for its process group.
+
+It has a session, which surrounds each operation, an agreement, and collectives of three kinds: small, segmented and
+direct. It chooses the kind that fits an operation's size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from phalanx._comm.transport.base import Transport
-from phalanx._comm.transport.hierarchical.collectives import HierarchicalCollectives
-from phalanx._comm.transport.hierarchical.messages import HierarchicalMessages
+import torch
+from torch import Tensor
+
+from phalanx._base.core_numbers import SUM
+from phalanx._comm.diagnostics.failure_store import FailureStore
+from phalanx._comm.engines.engine import Engine
+from phalanx._comm.symmetric_memory.memory import SymmetricMemory
+from phalanx._comm.transport.base import CallContext, Transport
+from phalanx._comm.transport.call import Call, describe_call
+from phalanx._comm.transport.hierarchical.agreement import Agreement
+from phalanx._comm.transport.hierarchical.direct import DirectCollectives
+from phalanx._comm.transport.hierarchical.layout import Layout
+from phalanx._comm.transport.hierarchical.messages import Messages
 from phalanx._comm.transport.hierarchical.preceding import Action, PrecedingMessages
+from phalanx._comm.transport.hierarchical.segmented import SegmentedCollectives
+from phalanx._comm.transport.hierarchical.session import HierarchicalSession
+from phalanx._comm.transport.hierarchical.small import SmallCollectives
+from phalanx._comm.transport.options import Options
+from phalanx._comm.transport.tensors import alias, dense, is_plain, nbytes, scaled, write_back
 
 
-class HierarchicalTransport(HierarchicalCollectives, HierarchicalMessages, Transport):
-    """It carries operations of ranks on several hosts: by shared memory in each, and by an engine between."""
+class HierarchicalTransport(Transport):
+    """It carries operations of ranks on several hosts: by shared memory in each, and by an engine between.
+
+    Its methods are those of `Transport`; see there for what each does.
+
+    Raises:
+        MismatchError: some rank called something else; no tensor was changed.
+        PeerLostError, DeadlineError: a rank died or is late; the tensors hold undefined values.
+    """
 
     is_interruptible = False  # its engine may wait in C++
+
+    session: HierarchicalSession
+    """What surrounds each operation."""
+
+    agreement: Agreement
+    """The steps in which each collective begins."""
+
+    def __init__(
+        self, group: str, layout: Layout, options: Options, names: Sequence[str], numbers: Sequence[int] = ()
+    ) -> None:
+        self.group = group
+        self.layout = layout
+        self.rank = layout.rank
+        self.world_size = layout.topology.world_size
+        self.session = HierarchicalSession(group, layout, options, names, numbers)
+        self.lock = self.session.lock
+        self.agreement = Agreement(self.session)
+        self._small = SmallCollectives(self.agreement)
+        self._segmented = SegmentedCollectives(self.agreement)
+        self._direct = DirectCollectives(self.agreement, self._small, self._segmented)
+        self._messages = Messages(self.session)
+
+    def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
+        """Take the memory, the engine and the store; this is called before the first operation."""
+        self.session.attach(symm_mem, engine, failure_store)
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
         return self.layout.topology.hosts
 
+    @property
+    def engine(self) -> Engine:
+        """Return the engine, which carries bytes between the hosts."""
+        return self.session.engine
+
+    # -- where it is, and the end --------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self.session.closed
+
+    @property
+    def seq(self) -> int:
+        return self.session.seq
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        return self.session.call_site(place)
+
+    def idle(self, waited_s: float) -> None:
+        """Say once per operation that ranks of this host are waited for; the core calls this meanwhile."""
+        self.session.idle(waited_s)
+
+    def set_exit_reason(self, exit_reason: str) -> None:
+        self.session.set_exit_reason(exit_reason)
+
+    def leave_in_flight(self) -> None:
+        self.session.leave_in_flight()
+
+    def close(self) -> None:
+        self.session.close()
+
+    def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
+        self.session.interrupted(error, what=what, peer=peer)
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
+        """Return when the bytes of `tensor` have left it. It waits for the receive."""
+        self._messages.send(tensor, dst, tag, ctx)
+
+    def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
+        return self._messages.recv(tensor, src, tag, ctx)
+
     def open_preceding(self, max_bytes: int, senders: Sequence[int]) -> PrecedingMessages:
         """Return this rank's end of messages that precede collectives. All ranks call it together."""
-        return self._preceding.open(self._engine, max_bytes, senders)
+        return self.session.preceding.open(self.engine, max_bytes, senders)
 
     def precede(self, action: Action) -> None:
         """Call `action` in the next collective, before this rank takes part in it. It is forgotten if none comes."""
-        self._preceding.action = action
+        self.session.preceding.action = action
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def barrier(self, ctx: CallContext) -> None:
+        """Return when every rank has come. Cost: H - 1 messages from each host's leader, and log2 H of more than 5."""
+        self._small.barrier(Call("barrier", place=self.session.place(ctx)), ctx)
+
+    def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
+        """Allocate memory as `Transport` says: each host in its own memory, all at one place of their sequence."""
+        found: dict[int, Tensor] = {}
+        call = Call("barrier", count=nbytes, place=self.session.place(ctx))
+        self.session.interruptible(call, ctx, lambda: found.update(self._allocate_on_host(nbytes, call, ctx)))
+        return found
+
+    def _allocate_on_host(self, nbytes: int, call: Call, ctx: CallContext) -> dict[int, Tensor]:
+        with self.session.running(call, ctx) as deadline:
+            self.agreement.agree(ctx, deadline)
+            memory = self.session.symm_mem
+            pieces = memory.pieces(memory.allocate(nbytes, deadline, ctx.call_site, self.agreement.check))
+        return {
+            rank: torch.frombuffer(piece, dtype=torch.uint8)
+            for rank, piece in zip(self.layout.local_ranks, pieces, strict=True)
+        }
+
+    # -- reductions ----------------------------------------------------------------------------------------------
+
+    def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
+        ctx = CallContext(timeout_s, self.call_site(place))
+        ctx.awaited = True
+        self.all_reduce(tensor, SUM, ctx)
+
+    def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
+        """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first.
+
+        Cost: of S bytes on H hosts, S(H-1) leave a host at once if that is little; else 2S(H-1)/H, in segments.
+        Numerics: half types add up in float32 and are rounded once; AVG divides the sum once. The same bits everywhere.
+        """
+        tensor = alias(tensor)
+        call = describe_call(
+            "all_reduce" if root < 0 else "reduce", tensor, self.session.place(ctx), redop=redop, root=root
+        )
+        if self._small.fits_sum(tensor.dtype, tensor.numel()):
+            self._small.all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
+        else:
+            self.session.interruptible(
+                call, ctx, partial(self._segmented.all_reduce, tensor, call, redop, ctx, root=root, factor=factor)
+            )
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
+    ) -> None:
+        """Write the reduction over ranks of inputs[rank] to `output`; the inputs may differ in size.
+
+        Cost: of S bytes in all, S(H-1)/H leave each of H hosts.
+        """
+        output, inputs = alias(output), [alias(t) for t in inputs]
+        counts = tuple(t.numel() for t in inputs)
+        call = describe_call(
+            "reduce_scatter", output, self.session.place(ctx), redop=redop, count=sum(counts), sizes=counts
+        )
+        if self._small.fits_sum(output.dtype, sum(counts)):
+            scaled_inputs = [scaled(t, factor) for t in inputs]
+            self._small.reduce_scatter(output, scaled_inputs, call, redop, ctx)
+        else:
+            self.session.interruptible(
+                call, ctx, partial(self._segmented.reduce_scatter, output, inputs, call, redop, ctx, factor)
+            )
+
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
+    ) -> None:
+        """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
+        flat = dense(alias(tensor)).view(-1)
+        self.reduce_scatter(output, torch.split(flat, [output.numel()] * self.world_size), redop, ctx, factor=factor)
+
+    # -- moves ---------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
+        """Overwrite `tensor` on every rank with root's. Cost: S bytes to each host that it is passed on to."""
+        tensor = alias(tensor)
+        call = describe_call("broadcast", tensor, self.session.place(ctx), root=root)
+        if self._small.fits(nbytes(tensor)):
+            self._small.broadcast(tensor, call, root, ctx)
+        else:
+            self.session.interruptible(call, ctx, partial(self._segmented.broadcast, tensor, call, root, ctx))
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
+        """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty.
+
+        Cost: of S bytes in all, S(H-1)/H leave each of H hosts; what belongs to `root` crosses once.
+        """
+        tensor, outputs = alias(tensor), [alias(t) for t in outputs]
+        if root >= 0:
+            self.session.interruptible(Call("gather"), ctx, partial(self._direct.gather, outputs, tensor, root, ctx))
+            return
+        sizes = tuple(nbytes(t) for t in outputs)
+        call = describe_call("all_gather", tensor, self.session.place(ctx), count=sum(sizes), sizes=sizes)
+        if self._small.fits(sum(sizes)):
+            self._small.all_gather(outputs, tensor, call, sizes, ctx)
+        else:
+            self.session.interruptible(call, ctx, partial(self._segmented.all_gather, outputs, tensor, call, ctx))
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
+        """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
+        output, tensor = alias(output), alias(tensor)
+        call = describe_call("all_gather", tensor, self.session.place(ctx))
+        sizes = (nbytes(tensor),) * self.world_size
+        if self._small.fits(sum(sizes)):
+            self._small.all_gather([output], tensor, call, sizes, ctx)
+            return
+        whole = output if is_plain(output) else torch.empty(output.shape, dtype=output.dtype)
+        parts = list(torch.split(whole.view(-1), tensor.numel()))
+        self.session.interruptible(call, ctx, partial(self._segmented.all_gather, parts, tensor, call, ctx))
+        if whole is not output:
+            write_back(output, whole)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
+        """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
+        self.session.interruptible(Call("scatter"), ctx, partial(self._direct.scatter, output, inputs, root, ctx))
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
+    ) -> None:
+        """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
+        self.session.interruptible(
+            Call("all_to_all"), ctx, partial(self._direct.all_to_all, outputs, inputs, ctx, splits=splits)
+        )
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
+        """Exchange the equal parts of two contiguous tensors as `all_to_all` does."""
+        parts = [list(alias(t).view(-1).chunk(self.world_size)) for t in (output, tensor)]
+        if tensor.numel() == 0:
+            parts = [[alias(t)] * self.world_size for t in (output, tensor)]
+        self.all_to_all(parts[0], parts[1], ctx, splits=False)
