@@ -102,10 +102,11 @@ def test_a_fatal_signal_is_told_with_its_name_and_dump_without_our_frames() -> N
     dump = (
         "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
         '  File "/home/a/train.py", line 6 in <module>\n'
-        '  File "/x/phalanx/agent/worker.py", line 143 in run_script\n'
-        '  File "/x/phalanx/agent/worker.py", line 57 in run_worker\n'
-        '  File "/x/phalanx/agent/zygote.py", line 45 in main\n'
-        '  File "<string>", line 1 in <module>\n'
+        '  File "/x/phalanx/_job/agent/worker.py", line 143 in run_script\n'
+        '  File "/x/phalanx/_job/agent/worker.py", line 57 in run_worker\n'
+        '  File "/x/phalanx/_job/agent/zygote.py", line 45 in main\n'
+        '  File "<string>", line 1 in <module>\n\n'
+        "Extension modules: numpy.linalg, torch._C (total: 2)\n"
     )
     (failure,) = decide_failures({0: ended(0, -signal.SIGSEGV, 1.0, dump)}, {}, {})
     text = describe_failures([failure], 1, "box")

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tests.system.phalanx_command import run, start, write_script
 
+from phalanx._job.agent import worker
+
 HANG = """
 import threading, torch, torch.distributed as dist
 dist.init_process_group("phalanx")
@@ -46,7 +48,7 @@ def test_a_hang_is_seen_while_it_lasts_and_told_when_it_is_ended(tmp_path: Path)
         assert "last finished all_reduce #1" in ranks[2]
         assert 'script.py", line 11 in <module>' in ranks[1]
         assert 'script.py", line 8 in forget_to_call' in ranks[2]
-        assert "phalanx/agent" not in shown.stdout
+        assert worker.__file__ not in shown.stdout
         running.process.send_signal(signal.SIGINT)
         finished = running.finish()
     assert re.search(

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from tests.system.phalanx_command import WAIT, run, start, write_script
 
+import phalanx
+
+PACKAGE = str(Path(phalanx.__file__).parent)
+
 FAIL = """
 import ctypes, os, signal, sys, time
 rank, how = int(os.environ["RANK"]), sys.argv[1]
@@ -59,7 +63,7 @@ def test_a_failing_rank_stops_the_others_and_is_told_last(
     assert "ranks 0, 2: stopped by phalanx run" in before
     for word in words:
         assert word in last
-    assert "phalanx/agent" not in finished.err
+    assert PACKAGE not in finished.err
 
 
 def test_an_exception_is_also_printed_by_the_rank_itself_through_the_scripts_own_hook(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MEANINGS = {
     "SIGSEGV": "segmentation fault",
     "SIGBUS": "bus error; often /dev/shm or a mapped file is full",
-    "SIGABRT": "abort; the program or a library gave up, its own message stands above",
+    "SIGABRT": "abort; the program or a library gave up, and its own message says why",
     "SIGFPE": "arithmetic fault",
     "SIGILL": "illegal instruction; built for another processor?",
     "SIGKILL": "killed; out of memory? see `dmesg` or the job's memory limit",

@@ -217,6 +217,8 @@ class Gathering:
     def _invite(self, count: int) -> str:
         missing = self._rendezvous.min_nodes - count
         more = f"{missing} more host{'s' * (missing != 1)}" if missing > 0 else "more hosts"
+        if self._rendezvous.is_local:  # without a port, and so without an address to type
+            return f"phalanx run: waiting for {more}, which the same scheduler starts on this host"
         first, *others = [join_endpoint(own.address, self._port) for own in self._advertised]
         if not self._is_inviting:
             return f"phalanx run: waiting for {more} at {first} (key {self._key.fingerprint})"
@@ -228,6 +230,8 @@ class Gathering:
     def _explain_missing(self, count: int) -> str:
         here = ", ".join(["this one", *(f"{g.facts.name} ({g.facts.address})" for g in self._joined_hosts.values())])
         places = ", ".join(join_endpoint(own.address, self._port) for own in self._advertised)
+        if self._rendezvous.is_local:
+            places = "a socket of this host"
         return (
             f"phalanx run: {count} of {self._rendezvous.min_nodes} hosts came within "
             f"{self._rendezvous.join_timeout_s:g} s: {here}. The others were awaited at {places}. Look at what they "

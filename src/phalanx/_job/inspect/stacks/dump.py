@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+_WORKER = os.path.join("phalanx", "_job", "agent", "worker.py")
+
 
 def without_launcher(dump: str) -> str:
-    """Return faulthandler's dump without the frames below the script, which are ours and always last."""
-    lines = dump.rstrip().splitlines()
-    ours = [i for i, line in enumerate(lines) if os.path.join("phalanx", "agent", "worker.py") in line]
-    return "\n".join(line for i, line in enumerate(lines) if not (ours and ours[0] <= i < ours[-1] + 3))
+    """Return faulthandler's dump without our frames, which are below the script's, and without its list of modules."""
+    lines = [line for line in dump.splitlines() if not line.startswith("Extension modules: ")]
+    ours = [i for i, line in enumerate(lines) if _WORKER in line]
+    return "\n".join(line for i, line in enumerate(lines) if not (ours and ours[0] <= i < ours[-1] + 3)).rstrip()
