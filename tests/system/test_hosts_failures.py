@@ -344,7 +344,9 @@ def test_a_late_rank_is_named_with_what_it_did_last(sizes, late):
         limit(2.0)
         store = dist.group.WORLD.get_group_store()
         if rank == late:
-            while dist.group.WORLD.transport.session.report is None:  # it comes only when the others have given up
+            while (
+                dist.group.WORLD.transport.session.reports.report is None
+            ):  # it comes only when the others have given up
                 time.sleep(0.01)
             store.set("it has heard", "yes")
         with pytest.raises(DeadlineError) as caught:
@@ -528,7 +530,7 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
         dist.barrier()
         group = dist.group.WORLD
         if rank == 1:
-            while group.transport.session.report is None:  # the health monitor hears of it
+            while group.transport.session.reports.report is None:  # the health monitor hears of it
                 time.sleep(0.01)
             with pytest.raises(PeerLostError) as caught:
                 dist.all_reduce(torch.ones(3))

@@ -21,11 +21,11 @@ def _left_behind(rank, world_size, machines, leaver):
     store = dist.distributed_c10d._get_default_store()
     group = dist.new_group(backend="phalanx")
     leaders = group.transport.session.leaders
-    count = _TOGETHER - leaders._inboxes._used
+    count = _TOGETHER - leaders.inboxes._used
     done, calls = leaders.done, []
 
     def late():
-        calls.append(leaders._inboxes._used)
+        calls.append(leaders.inboxes._used)
         if len(calls) == count:
             store.wait(["left"])
         done()

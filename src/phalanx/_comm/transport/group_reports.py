@@ -1,11 +1,11 @@
-"""A rank knows this of its group, and tells it in a report of a failure, whatever carries the group's operations."""
+"""Report the failures of a group, whatever carries its operations: ranks publish how they end and what has failed."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from phalanx._comm.diagnostics.divergence import describe_left_alone
 from phalanx._comm.diagnostics.failure_report import FailureReport, Operation, describe_interruption, ended_well
@@ -13,100 +13,121 @@ from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.flight_recorder import Position
 
 
-class GroupReports(ABC):
-    """It is one rank's side of a group, as far as a report needs it; `_names` are what people call the processes."""
+class ReportingRank(Protocol):
+    """It is one rank's side of a group, as far as a report needs it."""
 
     group: str
     rank: int
     world_size: int
-    _names: Sequence[str]
-    _seq: int
-    _entered_s: float
-    report: FailureReport | None = None  # why the group is over
 
     @property
-    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Return what people call each rank's process: 'pid 17 on node3'."""
+
+    @property
+    def seq(self) -> int:
+        """Return how many collectives this rank has begun."""
+
+    @property
+    def entered_s(self) -> float:
+        """Return when the last of them began, as `time.monotonic` counts."""
+
+    @property
     def position(self) -> Position:
         """Return where this rank is."""
 
-    def _where(self) -> Position:
-        position = self.position
-        return replace(position, seconds=time.monotonic() - self._entered_s) if position.inside else position
-
     @property
-    def _others(self) -> list[int]:
-        return [r for r in range(self.world_size) if r != self.rank]
+    def closed(self) -> bool:
+        """Return whether this process has left."""
 
-    def _processes(self, *ranks: int) -> dict[int, str]:
-        return {rank: self._names[rank] for rank in ranks}
+    def end(self) -> None:
+        """Wake all threads that wait here, and all ranks that wait for this one: the group is over."""
 
-    def _missing(self, answers: Mapping[int, Position]) -> list[int]:
+
+class GroupReports:
+    """These are the reports of the rank `here`: it publishes them in a `FailureStore`, and reads those of the others.
+
+    `report` says why the group is over; it is None while the group can be used. The first report of the group stays.
+    """
+
+    store: FailureStore
+
+    def __init__(self, here: ReportingRank) -> None:
+        self.here = here
+        self.report: FailureReport | None = None
+        self._has_published_exit = False
+
+    def attach(self, store: FailureStore) -> None:
+        """Take the store; this is called before the first operation."""
+        self.store = store
+
+    # -- what this rank knows ------------------------------------------------------------------------------------
+
+    def where(self) -> Position:
+        """Return where this rank is, and for how long."""
+        position = self.here.position
+        return replace(position, seconds=time.monotonic() - self.here.entered_s) if position.inside else position
+
+    def others(self) -> list[int]:
+        """Return all ranks but this one."""
+        return [r for r in range(self.here.world_size) if r != self.here.rank]
+
+    def processes(self, *ranks: int) -> dict[int, str]:
+        """Return what people call the processes of `ranks`."""
+        return {rank: self.here.names[rank] for rank in ranks}
+
+    def missing(self, answers: Mapping[int, Position]) -> list[int]:
         """Return the ranks that have not come as far as this one, or do not answer."""
-        return [r for r in self._others if r not in answers or answers[r].seq < self._seq]
+        return [r for r in self.others() if r not in answers or answers[r].seq < self.here.seq]
 
-    def _report_lost(self, who: int, reason: str, peer: int | None, position: Position | None = None) -> FailureReport:
+    def report_lost(self, who: int, reason: str, peer: int | None, position: Position | None = None) -> FailureReport:
         """Report that `who` is gone, from `position` where that is known. `peer` is the rank whose message is waited
         for, any if below zero; None where a collective waits for all.
         """
         positions = {} if position is None else {who: position}
         remarks: tuple[str, ...] = ()
-        if peer is None and position is not None and position.seq < self._seq and ended_well(reason):
-            remarks = (describe_left_alone(self.position.operation, [self.rank], [who], {}),)
-        return FailureReport("lost", (who,), self._processes(who), positions, reason=reason, remarks=remarks)
+        if peer is None and position is not None and position.seq < self.here.seq and ended_well(reason):
+            remarks = (describe_left_alone(self.here.position.operation, [self.here.rank], [who], {}),)
+        return FailureReport("lost", (who,), self.processes(who), positions, reason=reason, remarks=remarks)
 
     def _report_interrupted(self, reason: str, position: Position) -> FailureReport:
         """Report what ended an operation of this rank, which is no failure of the group."""
-        me = self.rank
-        return FailureReport("interrupted", (me,), self._processes(me), {me: position}, reason=reason)
+        me = self.here.rank
+        return FailureReport("interrupted", (me,), self.processes(me), {me: position}, reason=reason)
 
+    # -- what the ranks tell each other --------------------------------------------------------------------------
 
-class StoreReports(GroupReports):
-    """It is that of a group whose ranks tell each other in a `FailureStore` how they end and what has failed."""
-
-    _failure_store: FailureStore
-    _has_said = False  # whether it has said how this rank ends
-
-    @property
-    @abstractmethod
-    def closed(self) -> bool:
-        """Return whether this process has left."""
-
-    @abstractmethod
-    def _end(self) -> None:
-        """Wake all that wait here or for this rank: the group is over."""
-
-    def _publish_exit_reason(self, reason: str) -> None:
+    def publish_exit_reason(self, reason: str) -> None:
         """Write `reason` to the store before the connections close: a rank that loses one reads it; the first stays."""
-        if self.report is None and not self._has_said and self.world_size > 1:
-            self._has_said = True
-            self._failure_store.leave_exit_reason(reason, self._where())
+        if self.report is None and not self._has_published_exit and self.here.world_size > 1:
+            self._has_published_exit = True
+            self.store.leave_exit_reason(reason, self.where())
 
-    def _linger(self) -> None:
+    def linger(self) -> None:
+        """Wait until the other ranks have read the report, if there is one: the store may go with this rank."""
         if self.report is not None:
-            self._failure_store.linger(self.report)
+            self.store.linger(self.report)
 
-    def _take_report(self, report: FailureReport | None) -> None:
+    def accept(self, report: FailureReport | None) -> None:
         """Keep the report of a group that is over: the store may be gone when this rank comes to the next operation."""
         self.report = self.report or report
         if report is not None:
-            self._failure_store.acknowledge()
-        self._end()
+            self.store.acknowledge()
+        self.here.end()
 
-    def _publish_report(self, report: FailureReport) -> None:
+    def publish(self, report: FailureReport) -> None:
         """End the group with this report, unless another rank's is there already."""
         # The monitor may have read the report of another rank meanwhile: that rank may be gone by now, with the store,
         # for it was told that this one knows.
-        self.report = self.report or self._failure_store.post(report)
-        self._failure_store.acknowledge()
-        self._end()
+        self.report = self.report or self.store.post(report)
+        self.store.acknowledge()
+        self.here.end()
 
-    def _give_up(self, error: BaseException, position: Position | None = None) -> None:
+    def give_up(self, error: BaseException, position: Position | None = None) -> None:
         """Tell the peers what ended the operation, since it is no failure of the group."""
-        if not self.closed and self.report is None:
-            self.report = self._failure_store.post(
-                self._report_interrupted(type(error).__name__, position or self._where())
-            )
-            self._end()
+        if not self.here.closed and self.report is None:
+            self.report = self.store.post(self._report_interrupted(type(error).__name__, position or self.where()))
+            self.here.end()
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
         """End the operation and the group: a thread that waited was interrupted (Ctrl-C, a signal handler that raised).
@@ -114,16 +135,16 @@ class StoreReports(GroupReports):
         It tells the peers, and says in `error` what was waited for. `what` describes a message with `peer`; if it is
         empty, the operation is the collective. It takes a second at most, in which the others say where they are.
         """
-        if self.closed or self.report is not None:
+        if self.here.closed or self.report is not None:
             return
-        where = self._where()
+        where = self.where()
         if what:
             missing, positions = [peer] if peer >= 0 else [], None
             where = replace(where, operation=what, inside=True)
         else:
-            positions = self._failure_store.collect_positions()
-            missing = self._missing(positions)
-        self._give_up(error, where)
+            positions = self.store.collect_positions()
+            missing = self.missing(positions)
+        self.give_up(error, where)
         if not error.args:
-            operation = Operation(where.operation if where.inside else "no operation", self.group, self.rank)
-            error.args = (describe_interruption(operation, error, self._processes(*missing), positions),)
+            operation = Operation(where.operation if where.inside else "no operation", self.here.group, self.here.rank)
+            error.args = (describe_interruption(operation, error, self.processes(*missing), positions),)

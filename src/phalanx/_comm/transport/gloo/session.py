@@ -39,7 +39,7 @@ from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx._comm.transport.base import CallContext, Transport
 from phalanx._comm.transport.call import HEAD_BYTES, Call, Disagreement, disagreement, split_heads
 from phalanx._comm.transport.call_lock import take_call_lock
-from phalanx._comm.transport.group_reports import StoreReports
+from phalanx._comm.transport.group_reports import GroupReports
 from phalanx._comm.transport.health_monitor import HealthMonitor
 from phalanx._comm.transport.tensors import alias, flat
 
@@ -52,7 +52,7 @@ class GlooFailed(Exception):
     """Gloo could not finish: a peer is gone or late, or the connections were closed here."""
 
 
-class GlooSession(StoreReports, Transport):
+class GlooSession(Transport):
     """A `GlooSession` is one rank's side of a group over Gloo.
 
     `names` is what people call each rank's process, 'pid 17 on node3'; `has_ended` says whether a rank's is gone.
@@ -73,26 +73,28 @@ class GlooSession(StoreReports, Transport):
         self.rank = engine.rank
         self.world_size = engine.world_size
         self.lock = threading.Lock()
-        self._names = tuple(names)
+        self.names = tuple(names)
         self._seq = 0
         self._sites: dict[str, int] = {"": 0}
         self._places = [""]  # by the number of the call site
-        self._entered_s = 0.0
+        self.entered_s = 0.0  # when the last collective began, as `time.monotonic` counts
         self._at = Position()
         self._engine = engine
-        self._failure_store = failure_store
+        self.reports = GroupReports(self)
+        self.reports.attach(failure_store)
         self._has_ended = has_ended
         self._background, self._background_messages = Background(), Background()
         self._process = os.getpid()
         self._is_closed = False
         self._monitor: HealthMonitor | None = None
         if self.world_size > 1:
-            self._monitor = HealthMonitor(failure_store, self._where, lambda: False, self._take_report)
+            self._monitor = HealthMonitor(failure_store, self.reports.where, lambda: False, self.reports.accept)
 
     # -- what the process group asks -----------------------------------------------------------------------------
 
     @property
     def position(self) -> Position:
+        """Return where this rank is."""
         return self._at
 
     @property
@@ -117,12 +119,12 @@ class GlooSession(StoreReports, Transport):
         return self._is_closed or os.getpid() != self._process
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        self._publish_exit_reason(exit_reason)
-        self._linger()
+        self.reports.publish_exit_reason(exit_reason)
+        self.reports.linger()
 
     def leave_in_flight(self) -> None:
         """Wake the operations of this process that still run."""
-        self._publish_exit_reason(LEFT_IN_FLIGHT)
+        self.reports.publish_exit_reason(LEFT_IN_FLIGHT)
         self._engine.close()
 
     def close(self) -> None:
@@ -131,15 +133,18 @@ class GlooSession(StoreReports, Transport):
         self._is_closed = True
         if self._monitor is not None:
             self._monitor.close()
-        self._publish_exit_reason(LEFT)
-        self._linger()
-        if self.report is None:
+        self.reports.publish_exit_reason(LEFT)
+        self.reports.linger()
+        if self.reports.report is None:
             self._engine.deliver(Deadline.after(DELIVERY_S))
         self._engine.close()
         self._background.close()
         self._background_messages.close()
 
-    def _end(self) -> None:
+    def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
+        self.reports.interrupted(error, what=what, peer=peer)
+
+    def end(self) -> None:
         """Wake the threads that wait here, and the ranks that wait for this one."""
         self._engine.close()
 
@@ -155,8 +160,8 @@ class GlooSession(StoreReports, Transport):
         """
 
         def check() -> None:
-            if self.report is not None:
-                raise self.report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
+            if self.reports.report is not None:
+                raise self.reports.report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
 
         take_call_lock(self.lock, self.group, self.rank, ctx.timeout_s, check)
         try:
@@ -177,7 +182,7 @@ class GlooSession(StoreReports, Transport):
             self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
             self._seq += 1
             operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
-            self._entered_s = time.monotonic()
+            self.entered_s = time.monotonic()
             self._at = Position(self._seq, operation.place, inside=True)
             deadline = Deadline.after(ctx.timeout_s)
             with self._reporting(operation, deadline):
@@ -203,7 +208,7 @@ class GlooSession(StoreReports, Transport):
         So this thread hears Ctrl-C, and learns that a connection is gone: Gloo tells that to a thread that waits for a
         message, but not if the message had begun to come.
         """
-        connected = set(self._others)
+        connected = set(self.reports.others())
         arguments = _aliases(arguments)
 
         def carry_out() -> None:
@@ -215,7 +220,7 @@ class GlooSession(StoreReports, Transport):
                 try:
                     self._engine.check(peer)
                 except RuntimeError as error:
-                    _, position = self._failure_store.exit_reason(peer)
+                    _, position = self.reports.store.exit_reason(peer)
                     if position is None or position.inside or position.seq < self._seq:
                         raise GlooFailed(str(error)) from error
                     connected.discard(peer)  # it has done its part of this collective, and left
@@ -238,8 +243,8 @@ class GlooSession(StoreReports, Transport):
     def _check_open(self, operation: Operation) -> None:
         if self.closed:
             raise closed(self.group)
-        if self.report is not None:
-            raise self.report.error(operation)
+        if self.reports.report is not None:
+            raise self.reports.report.error(operation)
 
     def _check_tag(self, tag: int, num_tags: int) -> None:
         """Raise what is wrong before a message with `tag` is sent or received."""
@@ -257,14 +262,14 @@ class GlooSession(StoreReports, Transport):
         try:
             yield
         except (Disagreement, GlooFailed) as cause:
-            if self.report is None:
-                self._publish_report(self._failure_store.report() or self._explain(cause, deadline, peer))
+            if self.reports.report is None:
+                self.reports.publish(self.reports.store.report() or self._explain(cause, deadline, peer))
             else:
-                self._take_report(self.report)
-            assert self.report is not None
-            raise self.report.error(operation) from None
+                self.reports.accept(self.reports.report)
+            assert self.reports.report is not None
+            raise self.reports.report.error(operation) from None
         except BaseException as error:
-            self._give_up(error)
+            self.reports.give_up(error)
             raise
 
     def _explain(self, cause: Exception, deadline: Deadline, peer: int | None) -> FailureReport:
@@ -275,41 +280,43 @@ class GlooSession(StoreReports, Transport):
             return self._explain_late(deadline.timeout_s, peer)
         patience = Deadline.after(AFTER_BREAK_S)
         while True:
-            if report := self._failure_store.report() or self._find_lost(peer):
+            if report := self.reports.store.report() or self._find_lost(peer):
                 return report
             if patience.passed:
                 break
             time.sleep(_PAUSE_S)
-        answers = self._failure_store.collect_positions()
-        if fate := self._failure_store.server_fate():
-            return self._report_lost(fate[0], "the job's store, which it served, does not answer", peer)
-        silent = next((r for r in self._others if r not in answers), None)
+        answers = self.reports.store.collect_positions()
+        if fate := self.reports.store.server_fate():
+            return self.reports.report_lost(fate[0], "the job's store, which it served, does not answer", peer)
+        silent = next((r for r in self.reports.others() if r not in answers), None)
         if silent is None:
-            return self._failure_store.report() or FailureReport("broken", reason=f"Gloo failed: {cause}")
-        return self._report_lost(silent, "its connection closed without a word (killed, crashed, or cut off)", peer)
+            return self.reports.store.report() or FailureReport("broken", reason=f"Gloo failed: {cause}")
+        return self.reports.report_lost(
+            silent, "its connection closed without a word (killed, crashed, or cut off)", peer
+        )
 
     def _find_lost(self, peer: int | None) -> FailureReport | None:
         """Return a report of a rank that has said that it leaves, or whose process has ended; None if there is none."""
-        for r in self._others:
-            reason, position = self._failure_store.exit_reason(r)
+        for r in self.reports.others():
+            reason, position = self.reports.store.exit_reason(r)
             if reason:
-                return self._report_lost(r, reason, peer, position)
-        ended = next((r for r in self._others if self._has_ended(r)), None)
-        return None if ended is None else self._report_lost(ended, KILLED, peer)
+                return self.reports.report_lost(r, reason, peer, position)
+        ended = next((r for r in self.reports.others() if self._has_ended(r)), None)
+        return None if ended is None else self.reports.report_lost(ended, KILLED, peer)
 
     def _explain_late(self, timeout_s: float, peer: int | None) -> FailureReport:
-        answers = self._failure_store.collect_positions()
-        if report := self._failure_store.report():  # another rank was faster
+        answers = self.reports.store.collect_positions()
+        if report := self.reports.store.report():  # another rank was faster
             return report
         return self._report_late(answers, timeout_s, peer)
 
     def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
         """Report that this rank gave up. `answers` has where the others say they are; `peer` is as for `_reporting`."""
         if peer is None:
-            missing = self._missing(answers)
+            missing = self.reports.missing(answers)
         else:
-            missing = [peer] if peer >= 0 else self._others
-        return late(missing, self._names, answers, self.rank, timeout_s, is_collective=peer is None)
+            missing = [peer] if peer >= 0 else self.reports.others()
+        return late(missing, self.names, answers, self.rank, timeout_s, is_collective=peer is None)
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ class Agreement:
 
     def _report_mismatch_of_sizes(self, deadline: Deadline) -> None:
         """Report that this host's ranks bring different sizes: they called different things, as their records say."""
-        called = self.session.called_here()
+        called = self.session.reports.called_here()
         self._heads = [self.session.head, *(foreign_head(called[r]) for r in self._layout.local_ranks[1:])]
         try:
             self.send_heads(deadline)

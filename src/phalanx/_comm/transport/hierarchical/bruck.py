@@ -93,7 +93,7 @@ class BruckExchange(LeaderExchange):
 
     def _send_round(self, number: int, deadline: Deadline) -> None:
         one = self._rounds[number]
-        outbox = self._free_outbox(number, one.receiver, deadline)
+        outbox = self.free_outbox(number, one.receiver, deadline)
         end = _HEADER_BYTES
         for address, nbytes in self._messages[: one.num_hosts]:
             ctypes.memmove(outbox.address + end, address, nbytes)
@@ -108,7 +108,7 @@ class BruckExchange(LeaderExchange):
         for number, one in enumerate(self._rounds):
             if number:
                 self._send_round(number, deadline)
-            inbox = self._inboxes.receive(number, deadline)
+            inbox = self.inboxes.receive(number, deadline)
             at = _HEADER_BYTES
             for _ in range(one.num_hosts):
                 place = len(self._messages)

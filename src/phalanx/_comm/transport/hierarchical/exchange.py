@@ -53,7 +53,7 @@ class LeaderExchange(abc.ABC):
         self.hosts = tuple(host for host in range(layout.num_hosts) if host != layout.host)
         self._scratch = Buffer(SMALL_BYTES)
         self.scratch = self._scratch.address  # for what the leader makes of its host's payloads
-        self._inboxes = inboxes
+        self.inboxes = inboxes
         self._outboxes = outboxes
         self._number = 0
 
@@ -74,7 +74,7 @@ class LeaderExchange(abc.ABC):
     def done(self) -> None:
         """Let the memory of this operation's messages, which have been used, receive others."""
         self._number += 1
-        self._inboxes.done()
+        self.inboxes.done()
 
     def flush(self, deadline: Deadline) -> None:
         """Return when all that was sent has been taken, or can't be: a peer needs it even if this host does not."""
@@ -87,12 +87,12 @@ class LeaderExchange(abc.ABC):
 
     def close(self) -> None:
         """Let go of the messages after the engine is closed: nothing else ends receives for which nobody sends."""
-        self._inboxes.close()
+        self.inboxes.close()
         for outboxes in self._outboxes.values():
             for outbox in outboxes:
                 outbox.pending = None  # the engine's sockets live as long as a message on its way
 
-    def _free_outbox(self, key: int, peer: int, deadline: Deadline) -> Buffer:
+    def free_outbox(self, key: int, peer: int, deadline: Deadline) -> Buffer:
         """Return the memory for this operation's message to `peer`, once the last but one has left it."""
         outbox = self._outboxes[key][self._number % SENT]
         if outbox.pending is not None:  # it is of the operation before the last, and most likely over
@@ -124,14 +124,14 @@ class DirectExchange(LeaderExchange):
     ) -> None:
         distinct = list(dict.fromkeys(heads))
         for host, peer in self._peers.items():
-            outbox = self._free_outbox(host, peer, deadline)
+            outbox = self.free_outbox(host, peer, deadline)
             end = write_message(outbox, heads, distinct, payloads.get(host, ()))
             with talking_to(peer):
                 outbox.pending = self._engine.send(peer, outbox.first(end), FINGERPRINT)
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
         return {
-            host: read_message(self._inboxes.receive(host, deadline), 0, self._sizes[host])[0] for host in self._peers
+            host: read_message(self.inboxes.receive(host, deadline), 0, self._sizes[host])[0] for host in self._peers
         }
 
 

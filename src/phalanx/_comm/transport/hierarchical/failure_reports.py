@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,14 +12,15 @@ from phalanx._base.deadline import Deadline
 from phalanx._base.loss_detection import COLLECT_REPORT_S, REPORT_S
 from phalanx._base.processes import read_state
 from phalanx._comm.diagnostics.failure_report import NOTHING_CALLED, FailureReport, RankCall, late
+from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.flight_recorder import Position, read, read_position
 from phalanx._comm.diagnostics.whereabouts import how_it_ended, late_ranks
-from phalanx._comm.symmetric_memory.memory import SymmetricMemory
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import Disagreement
-from phalanx._comm.transport.group_reports import StoreReports
+from phalanx._comm.transport.group_reports import GroupReports, ReportingRank
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.hierarchical.rails import ConnectionBroken
+from phalanx._comm.transport.shared_memory import SharedMemoryTransport
 from phalanx.errors import ClosedError
 
 # How long a broken connection waits for somebody who saw the cause: the dead rank's neighbours notice within 50 ms.
@@ -35,21 +35,24 @@ class LocalFailure(Exception):
         self.status = status
 
 
-class FailureReports(StoreReports):
-    """It is what `HierarchicalSession` knows of its group, as far as a report needs it."""
+class FailureReports(GroupReports):
+    """These are the reports of a rank whose host has `memory`, in which its ranks also leave them for each other."""
 
-    layout: Layout
+    def __init__(self, here: ReportingRank, layout: Layout, memory: SharedMemoryTransport) -> None:
+        super().__init__(here)
+        self._layout = layout
+        self._memory = memory
+
+    def attach(self, store: FailureStore) -> None:
+        """Take the store, once the memory is there."""
+        super().attach(store)
+        store.told_here = self._told_here
 
     @property
-    @abstractmethod
-    def symm_mem(self) -> SymmetricMemory:
-        """Return the memory of this host."""
+    def _core(self) -> _core.Group:
+        return self._memory.core
 
-    @property
-    def core(self) -> _core.Group:
-        return self.symm_mem.core
-
-    def _explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
+    def explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
         """Return what this rank makes of `cause`, unless a rank that knows more posts its report first."""
         if isinstance(cause, LocalFailure) and cause.status == MISMATCH:  # their leader asks, and tells
             known = self._reported_by_others(deadline.left_s + COLLECT_REPORT_S)
@@ -69,19 +72,21 @@ class FailureReports(StoreReports):
         if cause.status == DEADLINE:
             return self._late(ctx.timeout_s, peer)
         if cause.status == PEER_LOST:
-            local = self.core.poison()[1]
+            local = self._core.poison()[1]
             # if it is our own number, the monitor ended the memory for another cause
-            if local != self.layout.local_rank:
+            if local != self._layout.local_rank:
                 # It may have ended this memory for a cause that it could tell nobody, without the store.
                 silence = self._server_lost(ctx.timeout_s, deadline)
-                return silence or self._lost(self.layout.local_ranks[local], how_it_ended(self.symm_mem, local), peer)
+                return silence or self._lost(
+                    self._layout.local_ranks[local], how_it_ended(self._memory.symm_mem, local), peer
+                )
         return (
             self._reported_by_others(REPORT_S)
             or self._server_lost(ctx.timeout_s, deadline)
             or FailureReport("internal", reason=f"the core answered {cause.status}")
         )
 
-    def _tell_here(self) -> None:
+    def tell_here(self) -> None:
         """Leave the report in this host's memory, where ranks read it also when the store, or this rank, has gone.
 
         What is told there first stands. Where the ranks are is left out if there is no room for it.
@@ -89,26 +94,27 @@ class FailureReports(StoreReports):
         if self.report is None:
             return
         for report in (self.report, replace(self.report, positions={})):
-            if self.core.set_failure(report.to_json()):
+            if self._core.set_failure(report.to_json()):
                 return
 
     def _told_here(self) -> FailureReport | None:
         """Return the report that a rank of this host has left."""
         text = ""
         with contextlib.suppress(ClosedError):  # another thread may have closed it meanwhile
-            text = self.core.failure()
+            text = self._core.failure()
         return FailureReport.from_json(text) if text else None
 
     def _reported_by_others(self, patience_s: float) -> FailureReport | None:
-        report = self._failure_store.await_report(patience_s)
-        if report is None and self._failure_store.wants_positions():
-            return self._failure_store.await_report(COLLECT_REPORT_S)
+        report = self.store.await_report(patience_s)
+        if report is None and self.store.wants_positions():
+            return self.store.await_report(COLLECT_REPORT_S)
         return report
 
     def called_here(self) -> dict[int, RankCall]:
+        """Return what each rank of this host called last, as its records say."""
         calls = {}
-        for local, r in enumerate(self.layout.local_ranks):
-            collectives = [record for record in read(self.core, local) if record.is_collective]
+        for local, r in enumerate(self._layout.local_ranks):
+            collectives = [record for record in read(self._core, local) if record.is_collective]
             calls[r] = RankCall(collectives[-1].call(), collectives[-1].place) if collectives else NOTHING_CALLED
         return calls
 
@@ -118,7 +124,7 @@ class FailureReports(StoreReports):
         Its neighbours heard of it first and closed their connections, without being able to say why: ranks that lost
         those connections would blame them.
         """
-        fate = self._failure_store.server_fate()
+        fate = self.store.server_fate()
         if fate is None:
             return None
         who, what = fate
@@ -127,33 +133,35 @@ class FailureReports(StoreReports):
         return FailureReport(
             "late",
             (who,),
-            self._processes(who),
+            self.processes(who),
             timeout_s=timeout_s if deadline.left_s < _SOON_S else 0.0,
             remarks=("It serves the job's store, which does not answer, though its host does.",),
         )
 
     def _lost(self, who: int, how: str, peer: int | None) -> FailureReport:
         """Report that `who` is gone. `peer` is given where a message was waited for, and not a collective."""
-        reason, position = self._failure_store.exit_reason(who)
-        if position is None and who in self.layout.local_ranks:
-            position = read_position(self.core, self.layout.local_ranks.index(who))
-        return self._report_lost(who, reason or how, peer, position)
+        reason, position = self.store.exit_reason(who)
+        if position is None and who in self._layout.local_ranks:
+            position = read_position(self._core, self._layout.local_ranks.index(who))
+        return self.report_lost(who, reason or how, peer, position)
 
     def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
         here = self._late_here()  # before they come after all: the question where everybody is gives them time
-        answers = self._with_this_host(self._failure_store.collect_positions(), here)
+        answers = self._with_this_host(self.store.collect_positions(), here)
         if report := self._server_lost(timeout_s, Deadline.after(0.0)):
             return report
         if peer is None:
-            missing = self._missing(answers, here)
+            missing = self.missing(answers, here)
         else:
-            missing = [peer] if peer >= 0 else self._others
+            missing = [peer] if peer >= 0 else self.others()
         remarks: tuple[str, ...] = ()
-        if missing and self._failure_store.is_gone:
+        if missing and self.store.is_gone:
             # Nobody can be asked: those of this host have come, or the core would have said.
-            missing = [r for r in missing if r not in self.layout.local_ranks] or missing
+            missing = [r for r in missing if r not in self._layout.local_ranks] or missing
             remarks = ("The job's store does not answer either: this host may be cut off.",)
-        return late(missing, self._names, answers, self.rank, timeout_s, is_collective=peer is None, remarks=remarks)
+        return late(
+            missing, self.here.names, answers, self.here.rank, timeout_s, is_collective=peer is None, remarks=remarks
+        )
 
     def _with_this_host(self, answers: Mapping[int, Position], late_here: Collection[int]) -> dict[int, Position]:
         """Add to `answers` where this host's ranks are that found no time to answer; its memory tells.
@@ -161,20 +169,20 @@ class FailureReports(StoreReports):
         On a busy host a rank may take longer than it is given. A rank that is stopped is left out: it hangs.
         """
         found = dict(answers)
-        for local, rank in enumerate(self.layout.local_ranks):
-            process = self.symm_mem.process_of(local)
-            has_come = rank != self.rank and rank not in found and rank not in late_here
+        for local, rank in enumerate(self._layout.local_ranks):
+            process = self._memory.symm_mem.process_of(local)
+            has_come = rank != self.here.rank and rank not in found and rank not in late_here
             if has_come and process.is_running() and read_state(process.pid) in ("R", "S", "D"):
-                found[rank] = read_position(self.core, local)
+                found[rank] = read_position(self._core, local)
         return found
 
     def _late_here(self) -> list[int]:
-        late = late_ranks(self.core, self.layout.local_rank, len(self.layout.local_ranks))
-        return [self.layout.local_ranks[r] for r in late]
+        late = late_ranks(self._core, self._layout.local_rank, len(self._layout.local_ranks))
+        return [self._layout.local_ranks[r] for r in late]
 
-    def _missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
+    def missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
         return decide_missing(
-            self._others, answers, self._seq, {*late_here, *self._late_here()}, self.layout.local_ranks[0]
+            self.others(), answers, self.here.seq, {*late_here, *self._late_here()}, self._layout.local_ranks[0]
         )
 
 

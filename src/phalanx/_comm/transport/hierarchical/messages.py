@@ -101,8 +101,8 @@ class Messages:
             raise closed(self._session.group)
         if not 0 <= tag < (num_tags := self._session.engine.num_tags):
             raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1} in a group across hosts, got {tag}")
-        if self._session.report is not None:
-            raise self._session.report.error(self._operation(label, ctx))
+        if self._session.reports.report is not None:
+            raise self._session.reports.report.error(self._operation(label, ctx))
 
     def _refuse(self, here: Operation, source: int, sent: tuple[int, int], wanted: tuple[int, int]) -> None:
         calls = {

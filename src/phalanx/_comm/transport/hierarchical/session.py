@@ -106,7 +106,7 @@ class Running:
         self._session.lock.release()
 
 
-class HierarchicalSession(FailureReports):
+class HierarchicalSession:
     """A session is one rank's side of a group on several hosts: its host's memory, the engine and the failure store.
 
     It runs one collective at a time, and holds `lock` meanwhile.
@@ -121,18 +121,17 @@ class HierarchicalSession(FailureReports):
         self.rank = layout.rank
         self.world_size = layout.topology.world_size
         self.options = options
-        self._names = tuple(names)  # how people call each rank's process: 'pid 17 on node3'
+        self.names = tuple(names)  # how people call each rank's process: 'pid 17 on node3'
         self._numbers = tuple(numbers) or tuple(range(self.world_size))  # the ranks' numbers in the job
         self._memory = SharedMemoryTransport(group)
-        self._seq = 0
+        self.seq = 0  # how many collectives this rank has begun
         self._said_seq = -1
         self._current: Call | None = None  # the call under way, or (unless `_inside`) the last
         self._inside = False
-        self._entered_s = 0.0
-        self.report: FailureReport | None = None
+        self.entered_s = 0.0
+        self.reports = FailureReports(self, layout, self._memory)
         self.compression = Compression(options.wire_dtype, error_feedback=options.error_feedback)
         self.engine: Engine = None  # type: ignore[assignment]  # set by `attach`, as in SharedMemoryTransport
-        self._failure_store: FailureStore = None  # type: ignore[assignment]
         self.monitor: HealthMonitor | None = None
         self.rail: Rail | None = None
         self.leaders: LeaderExchange | None = None
@@ -145,14 +144,13 @@ class HierarchicalSession(FailureReports):
         self._memory.attach(symm_mem)
         self.core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
         self.engine = engine
-        self._failure_store = failure_store
-        failure_store.told_here = self._told_here
+        self.reports.attach(failure_store)
         layout, options = self.layout, self.options
         if layout.rail:
             self.rail = Rail(engine, layout.rail, layout.host, options.algorithm, self.compression, options.link)
         if layout.local_rank == 0:
             self.leaders = open_exchange(engine, layout)
-        self.monitor = HealthMonitor(failure_store, self._where, self._is_over, self._take_report)
+        self.monitor = HealthMonitor(failure_store, self.reports.where, self._is_over, self.reports.accept)
 
     @property
     def symm_mem(self) -> SymmetricMemory:
@@ -161,11 +159,6 @@ class HierarchicalSession(FailureReports):
     @property
     def closed(self) -> bool:
         return self._memory.closed
-
-    @property
-    def seq(self) -> int:
-        """Return how many collectives this rank has begun."""
-        return self._seq
 
     @property
     def core(self) -> _core.Group:
@@ -178,8 +171,8 @@ class HierarchicalSession(FailureReports):
     def idle(self, waited_s: float) -> None:
         """Say once per operation that ranks of this host are waited for; the core calls this meanwhile."""
         # The ranks' positions are told when time runs out; to ask for them now would cost a question to everybody.
-        if waited_s >= NOTICE_S and self._said_seq != self._seq and not self.closed:
-            self._said_seq = self._seq
+        if waited_s >= NOTICE_S and self._said_seq != self.seq and not self.closed:
+            self._said_seq = self.seq
             operation, where = self.position.operation or "operation", "ranks of this host"
             _logger.warning("%s", describe_wait(operation, self.group, self.rank, (), waited_s, where))
 
@@ -188,23 +181,23 @@ class HierarchicalSession(FailureReports):
     def set_exit_reason(self, exit_reason: str) -> None:
         """Set how this process ends, in the words that the other ranks' errors will have."""
         self._memory.set_exit_reason(exit_reason)
-        self._publish_exit_reason(exit_reason)
-        self._linger()
+        self.reports.publish_exit_reason(exit_reason)
+        self.reports.linger()
         self._deliver()
 
     def leave_in_flight(self) -> None:
         """Wake the operations of this process that still run, for their memory is about to go."""
         self._memory.set_exit_reason(LEFT_IN_FLIGHT)
-        self._publish_exit_reason(LEFT_IN_FLIGHT)
-        self._end()
+        self.reports.publish_exit_reason(LEFT_IN_FLIGHT)
+        self.end()
 
     def close(self) -> None:
         """Leave the group. All ranks that wait for this one hear it at once."""
         if self.monitor is not None:
             self.monitor.close()
         if not self._memory.closed:
-            self._publish_exit_reason(LEFT)
-            self._linger()
+            self.reports.publish_exit_reason(LEFT)
+            self.reports.linger()
             self._memory.close()
             self._deliver()
             self.engine.close()
@@ -218,7 +211,7 @@ class HierarchicalSession(FailureReports):
 
     def _deliver(self) -> None:
         """Wait until what others need of this rank's last operation has arrived: to close is to throw the rest away."""
-        if self.report is None:
+        if self.reports.report is None:
             deadline = Deadline.after(DELIVERY_S)
             if self.leaders is not None:
                 self.leaders.flush(deadline)
@@ -228,10 +221,10 @@ class HierarchicalSession(FailureReports):
         # Ranks of this host that differ are over once their leader has asked what the other hosts' ranks called.
         return self.core.poison()[0] not in (OK, MISMATCH)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Wake all that wait on this host or for it, once the ranks of this host can read why."""
         if not self.closed:
-            self._tell_here()
+            self.reports.tell_here()
             self.core.set_poison(PEER_LOST, self.layout.local_rank)
         self.engine.close()
 
@@ -247,8 +240,8 @@ class HierarchicalSession(FailureReports):
         """
 
         def check() -> None:
-            if self.report is not None:
-                raise self.report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
+            if self.reports.report is not None:
+                raise self.reports.report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
 
         take_call_lock(self.lock, self.group, self.rank, timeout_s, check)
 
@@ -262,8 +255,8 @@ class HierarchicalSession(FailureReports):
         if self.engine.is_interruptible or self.closed:
             operation()
             return
-        if self.report is not None:
-            raise self.report.error(self._operation_of(call))
+        if self.reports.report is not None:
+            raise self.reports.report.error(self._operation_of(call))
         deadline = Deadline.after(ctx.timeout_s)
         abroad = {r for r in range(self.world_size) if r not in self.layout.local_ranks}
 
@@ -272,13 +265,13 @@ class HierarchicalSession(FailureReports):
                 try:
                     self.engine.check(peer)
                 except RuntimeError as error:
-                    _, position = self._failure_store.exit_reason(peer)
-                    if position is not None and position.seq >= self._seq and not position.inside:
+                    _, position = self.reports.store.exit_reason(peer)
+                    if position is not None and position.seq >= self.seq and not position.inside:
                         abroad.discard(peer)  # it has done its part of this operation, and left
                     else:
                         self._fail(ConnectionBroken(peer, str(error)), self._operation_of(call), ctx, deadline)
 
-        self._background.run(operation, look, self.interrupted)
+        self._background.run(operation, look, self.reports.interrupted)
 
     def running(self, call: Call, ctx: CallContext) -> Running:
         """Return a context for one collective, with its place in the sequence; a failure becomes all ranks' error.
@@ -293,26 +286,26 @@ class HierarchicalSession(FailureReports):
         """Take the place in the sequence; return the number of the flight recorder's line."""
         if self.closed:
             raise closed(self.group)
-        self._seq += 1
-        if self.report is not None:
-            raise self.report.error(self._operation_of(call))
+        self.seq += 1
+        if self.reports.report is not None:
+            raise self.reports.report.error(self._operation_of(call))
         self._current, self._inside = call, True
-        self._entered_s = time.monotonic()
-        self.head = call.head(self._seq)
+        self.entered_s = time.monotonic()
+        self.head = call.head(self.seq)
         core = self.core
         core.set_awaited(ctx.awaited)  # a thread in the background leaves the core to who computes
         root = self._numbers[call.root] if call.root >= 0 else -1
         about = (max(call.dtype, 0), max(call.redop, 0), root, -1, max(call.count, 0))
-        return core.begin_record(self._seq, _KINDS[call.name], *about, ctx.call_site, call.shape)
+        return core.begin_record(self.seq, _KINDS[call.name], *about, ctx.call_site, call.shape)
 
     @property
     def position(self) -> Position:
         """Return where this rank is, for ranks that ask."""
         call, inside = self._current, self._inside
-        return Position() if call is None else Position(self._seq, self._operation_of(call).place, inside=inside)
+        return Position() if call is None else Position(self.seq, self._operation_of(call).place, inside=inside)
 
     def _operation_of(self, call: Call) -> Operation:
-        return Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
+        return Operation(f"{call.name} #{self.seq}", self.group, self.rank, self.seq, call.place)
 
     @contextlib.contextmanager
     def recorded(self, call: Call, ctx: CallContext, peer: int) -> Iterator[None]:
@@ -333,9 +326,9 @@ class HierarchicalSession(FailureReports):
 
     def fail_with(self, report: FailureReport, operation: Operation) -> NoReturn:
         """End the group with `report`, unless another rank's is there already; raise it as the error of `operation`."""
-        self._publish_report(report)
-        assert self.report is not None
-        raise self.report.error(operation)
+        self.reports.publish(report)
+        assert self.reports.report is not None
+        raise self.reports.report.error(operation)
 
     @contextlib.contextmanager
     def reporting(self, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
@@ -355,13 +348,13 @@ class HierarchicalSession(FailureReports):
             PhalanxError: what they tell, unless `error` is no failure of the group.
         """
         if isinstance(error, LocalFailure | ConnectionBroken | Disagreement):
-            if self.report is None:
-                self._publish_report(self._failure_store.report() or self._explain(error, ctx, deadline, peer))
+            if self.reports.report is None:
+                self.reports.publish(self.reports.store.report() or self.reports.explain(error, ctx, deadline, peer))
             else:
-                self._take_report(self.report)
-            assert self.report is not None
-            raise self.report.error(operation) from None
+                self.reports.accept(self.reports.report)
+            assert self.reports.report is not None
+            raise self.reports.report.error(operation) from None
         if isinstance(error, Exception):
-            self._give_up(error)
+            self.reports.give_up(error)
         else:  # it is Ctrl-C
-            self.interrupted(error)
+            self.reports.interrupted(error)

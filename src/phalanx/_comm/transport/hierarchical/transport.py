@@ -104,7 +104,7 @@ class HierarchicalTransport(Transport):
         self.session.close()
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        self.session.interrupted(error, what=what, peer=peer)
+        self.session.reports.interrupted(error, what=what, peer=peer)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
