@@ -5,12 +5,16 @@ A process that forks ranks imports this module, so that each of its ranks does n
 
 from __future__ import annotations
 
+import contextlib
+
 import phalanx._comm.backend.create
-import phalanx._comm.backend.process_group.inbox
 import phalanx._comm.backend.start
 import phalanx._comm.backend.torch_integration.monitored_barrier
 import phalanx._comm.backend.torch_integration.object_collectives
 import phalanx._comm.backend.torch_integration.pickles_in_tensors
 import phalanx._comm.backend.torch_integration.rendezvous_handlers
 import phalanx._comm.diagnostics.whereabouts
-import phalanx._comm.transport.shared_memory  # noqa: F401
+
+with contextlib.suppress(ImportError):  # without the C core the ranks use Gloo
+    import phalanx._comm.backend.process_group.inbox
+    import phalanx._comm.transport.shared_memory  # noqa: F401
