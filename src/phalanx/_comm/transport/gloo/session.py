@@ -36,7 +36,7 @@ from phalanx._comm.diagnostics.flight_recorder import Position
 from phalanx._comm.engines.engine import DELIVERY_S, InTransit
 from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
-from phalanx._comm.transport.base import CallContext, Transport
+from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import HEAD_BYTES, Call, Disagreement, disagreement, split_heads
 from phalanx._comm.transport.call_lock import take_call_lock
 from phalanx._comm.transport.group_reports import GroupReports
@@ -52,14 +52,12 @@ class GlooFailed(Exception):
     """Gloo could not finish: a peer is gone or late, or the connections were closed here."""
 
 
-class GlooSession(Transport):
+class GlooSession:
     """A `GlooSession` is one rank's side of a group over Gloo.
 
     `names` is what people call each rank's process, 'pid 17 on node3'; `has_ended` says whether a rank's is gone.
-    It runs one collective at a time: the caller of `_running` holds `lock`.
+    It runs one collective at a time, and holds `lock` meanwhile.
     """
-
-    is_interruptible = False
 
     def __init__(
         self,
@@ -74,12 +72,12 @@ class GlooSession(Transport):
         self.world_size = engine.world_size
         self.lock = threading.Lock()
         self.names = tuple(names)
-        self._seq = 0
+        self.seq = 0  # how many collectives this rank has begun
         self._sites: dict[str, int] = {"": 0}
         self._places = [""]  # by the number of the call site
         self.entered_s = 0.0  # when the last collective began, as `time.monotonic` counts
         self._at = Position()
-        self._engine = engine
+        self.engine = engine
         self.reports = GroupReports(self)
         self.reports.attach(failure_store)
         self._has_ended = has_ended
@@ -97,10 +95,6 @@ class GlooSession(Transport):
         """Return where this rank is."""
         return self._at
 
-    @property
-    def seq(self) -> int:
-        return self._seq
-
     def call_site(self, place: tuple[str, int]) -> int:
         """Return a number for a (file, line)."""
         text = f"{short(place[0])}:{place[1]}" if place[0] else ""
@@ -110,7 +104,8 @@ class GlooSession(Transport):
             self._places.append(text)
         return number
 
-    def _place(self, ctx: CallContext) -> str:
+    def place(self, ctx: CallContext) -> str:
+        """Return the 'file:line' of the call, or an empty string."""
         return self._places[ctx.call_site]
 
     @property
@@ -119,15 +114,17 @@ class GlooSession(Transport):
         return self._is_closed or os.getpid() != self._process
 
     def set_exit_reason(self, exit_reason: str) -> None:
+        """Set how this process ends, in the words that the other ranks' errors will have."""
         self.reports.publish_exit_reason(exit_reason)
         self.reports.linger()
 
     def leave_in_flight(self) -> None:
         """Wake the operations of this process that still run."""
         self.reports.publish_exit_reason(LEFT_IN_FLIGHT)
-        self._engine.close()
+        self.engine.close()
 
     def close(self) -> None:
+        """Leave the group. All ranks that wait for this one hear it at once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -136,22 +133,19 @@ class GlooSession(Transport):
         self.reports.publish_exit_reason(LEFT)
         self.reports.linger()
         if self.reports.report is None:
-            self._engine.deliver(Deadline.after(DELIVERY_S))
-        self._engine.close()
+            self.engine.deliver(Deadline.after(DELIVERY_S))
+        self.engine.close()
         self._background.close()
         self._background_messages.close()
 
-    def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        self.reports.interrupted(error, what=what, peer=peer)
-
     def end(self) -> None:
         """Wake the threads that wait here, and the ranks that wait for this one."""
-        self._engine.close()
+        self.engine.close()
 
     # -- around a collective -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _collective(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
+    def collective(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
         """Agree on `call` with all ranks; what fails inside becomes the error that all ranks raise.
 
         Raises:
@@ -180,29 +174,29 @@ class GlooSession(Transport):
         """
         with torch.no_grad():
             self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
-            self._seq += 1
-            operation = Operation(f"{call.name} #{self._seq}", self.group, self.rank, self._seq, call.place)
+            self.seq += 1
+            operation = Operation(f"{call.name} #{self.seq}", self.group, self.rank, self.seq, call.place)
             self.entered_s = time.monotonic()
-            self._at = Position(self._seq, operation.place, inside=True)
+            self._at = Position(self.seq, operation.place, inside=True)
             deadline = Deadline.after(ctx.timeout_s)
-            with self._reporting(operation, deadline):
+            with self.reporting(operation, deadline):
                 self._agree(call, deadline)
                 yield deadline
-            self._at = Position(self._seq, operation.place)
+            self._at = Position(self.seq, operation.place)
 
     def _agree(self, call: Call, deadline: Deadline) -> None:
         if self.world_size == 1:
             return
-        mine, heads = bytearray(call.head(self._seq)), bytearray(HEAD_BYTES * self.world_size)
+        mine, heads = bytearray(call.head(self.seq)), bytearray(HEAD_BYTES * self.world_size)
         self._gather_heads(mine, heads, deadline)
-        if calls := disagreement(split_heads(bytes(heads), range(self.world_size)), self._seq):
+        if calls := disagreement(split_heads(bytes(heads), range(self.world_size)), self.seq):
             raise Disagreement(calls)
 
     def _gather_heads(self, mine: bytearray, heads: bytearray, deadline: Deadline) -> None:
         into, head = (torch.frombuffer(data, dtype=torch.uint8) for data in (heads, mine))
-        self._run("_allgather_base", [into, head], deadline)
+        self.run("_allgather_base", [into, head], deadline)
 
-    def _run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
+    def run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
         """Carry out one of Gloo's collectives. Another thread waits for it, and this one waits for that thread.
 
         So this thread hears Ctrl-C, and learns that a connection is gone: Gloo tells that to a thread that waits for a
@@ -213,22 +207,22 @@ class GlooSession(Transport):
 
         def carry_out() -> None:
             with talking():
-                self._engine.begin(method, arguments, timedelta_of(deadline), **options).wait()
+                self.engine.begin(method, arguments, timedelta_of(deadline), **options).wait()
 
         def look() -> None:
             for peer in sorted(connected):
                 try:
-                    self._engine.check(peer)
+                    self.engine.check(peer)
                 except RuntimeError as error:
                     _, position = self.reports.store.exit_reason(peer)
-                    if position is None or position.inside or position.seq < self._seq:
+                    if position is None or position.inside or position.seq < self.seq:
                         raise GlooFailed(str(error)) from error
                     connected.discard(peer)  # it has done its part of this collective, and left
 
-        self._background.run(carry_out, look, self.interrupted)
+        self._background.run(carry_out, look, self.reports.interrupted)
 
-    def _wait_for(self, messages: Sequence[InTransit], peer: int, num_bytes: int, deadline: Deadline) -> None:
-        """Wait for what is under way with `peer`; if a message may be half there, in another thread, as in `_run`."""
+    def wait_for(self, messages: Sequence[InTransit], peer: int, num_bytes: int, deadline: Deadline) -> None:
+        """Wait for what is under way with `peer`; if a message may be half there, in another thread, as in `run`."""
 
         def wait() -> None:
             with talking():
@@ -238,7 +232,7 @@ class GlooSession(Transport):
         if num_bytes <= WHOLE_BYTES:
             wait()
         else:
-            self._background_messages.run(wait, look_at(self._engine, peer, GlooFailed))
+            self._background_messages.run(wait, look_at(self.engine, peer, GlooFailed))
 
     def _check_open(self, operation: Operation) -> None:
         if self.closed:
@@ -246,7 +240,7 @@ class GlooSession(Transport):
         if self.reports.report is not None:
             raise self.reports.report.error(operation)
 
-    def _check_tag(self, tag: int, num_tags: int) -> None:
+    def check_tag(self, tag: int, num_tags: int) -> None:
         """Raise what is wrong before a message with `tag` is sent or received."""
         self._check_open(Operation("send and recv", self.group, self.rank))
         if not 0 <= tag < num_tags:
@@ -255,7 +249,7 @@ class GlooSession(Transport):
     # -- reports -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+    def reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
         """Turn what fails inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
         below zero, all if None.
         """
@@ -311,7 +305,7 @@ class GlooSession(Transport):
         return self._report_late(answers, timeout_s, peer)
 
     def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
-        """Report that this rank gave up. `answers` has where the others say they are; `peer` is as for `_reporting`."""
+        """Report that this rank gave up. `answers` has where the others say they are; `peer` is as for `reporting`."""
         if peer is None:
             missing = self.reports.missing(answers)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,16 @@ from phalanx._base.core_numbers import AVG
 from phalanx._base.deadline import Deadline
 from phalanx._base.dtypes import REDUCTIONS, dtype_name, dtype_of
 from phalanx._comm.diagnostics.failure_report import Operation, RankCall
-from phalanx._comm.transport.base import CallContext
+from phalanx._comm.diagnostics.failure_store import FailureStore
+from phalanx._comm.engines.gloo import GlooEngine
+from phalanx._comm.transport.base import CallContext, Transport
 from phalanx._comm.transport.call import Call, Disagreement, compare_splits, describe_call
 from phalanx._comm.transport.gloo.session import GlooSession, bytes_of, talking, timedelta_of
 from phalanx._comm.transport.numerics import divide
 from phalanx._comm.transport.tensors import alias, dense, nbytes, scaled, write_back
 
 
-class GlooTransport(GlooSession):
+class GlooTransport(Transport):
     """It carries groups whose ranks cannot share memory, or have no C core to do it with.
 
     Numerics: Gloo adds up, in an order of its own: the same for the same job, perhaps another for another number of
@@ -29,17 +31,60 @@ class GlooTransport(GlooSession):
     reduce_scatter costs an all_reduce of all inputs, all_gather of uneven sizes that of the largest.
     """
 
+    is_interruptible = False
+
+    def __init__(
+        self,
+        group: str,
+        engine: GlooEngine,
+        failure_store: FailureStore,
+        names: Sequence[str],
+        has_ended: Callable[[int], bool],
+    ) -> None:
+        self.group = group
+        self.rank = engine.rank
+        self.world_size = engine.world_size
+        self._session = GlooSession(group, engine, failure_store, names, has_ended)
+        self.lock = self._session.lock
+
+    # -- where it is, and the end --------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._session.closed
+
+    @property
+    def seq(self) -> int:
+        return self._session.seq
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        return self._session.call_site(place)
+
+    def set_exit_reason(self, exit_reason: str) -> None:
+        self._session.set_exit_reason(exit_reason)
+
+    def leave_in_flight(self) -> None:
+        self._session.leave_in_flight()
+
+    def close(self) -> None:
+        self._session.close()
+
+    def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
+        self._session.reports.interrupted(error, what=what, peer=peer)
+
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def barrier(self, ctx: CallContext) -> None:
         """Return when every rank has come: the agreement is a barrier already."""
-        with self._collective(Call("barrier", place=self._place(ctx)), ctx):
+        with self._session.collective(Call("barrier", place=self._session.place(ctx)), ctx):
             pass
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
         tensor = alias(tensor)
-        call = describe_call("all_reduce" if root < 0 else "reduce", tensor, self._place(ctx), redop=redop, root=root)
-        with self._collective(call, ctx) as deadline:
+        call = describe_call(
+            "all_reduce" if root < 0 else "reduce", tensor, self._session.place(ctx), redop=redop, root=root
+        )
+        with self._session.collective(call, ctx) as deadline:
             result = self._reduced(dense(scaled(tensor, factor)), redop, deadline, root)
             if root in (-1, self.rank):
                 write_back(tensor, result)
@@ -53,9 +98,9 @@ class GlooTransport(GlooSession):
         op = operation_of(redop, data.dtype)
         if self.world_size > 1 and work.numel():
             if root < 0:
-                self._run("allreduce", [[work]], deadline, op=op)
+                self._session.run("allreduce", [[work]], deadline, op=op)
             else:
-                self._run("reduce", [[work]], deadline, op=op, root=root)
+                self._session.run("reduce", [[work]], deadline, op=op, root=root)
         return result_of(work, data, redop, self.world_size)
 
     def reduce_scatter(
@@ -64,9 +109,9 @@ class GlooTransport(GlooSession):
         output = alias(output)
         counts = [t.numel() for t in inputs]
         call = describe_call(
-            "reduce_scatter", output, self._place(ctx), redop=redop, count=sum(counts), sizes=tuple(counts)
+            "reduce_scatter", output, self._session.place(ctx), redop=redop, count=sum(counts), sizes=tuple(counts)
         )
-        with self._collective(call, ctx) as deadline:
+        with self._session.collective(call, ctx) as deadline:
             whole = torch.cat([dense(scaled(alias(t), factor)).view(-1) for t in inputs])
             parts = torch.split(self._reduced(whole, redop, deadline), counts)
             write_back(output, parts[self.rank].view(output.shape))
@@ -77,8 +122,10 @@ class GlooTransport(GlooSession):
         output = alias(output)
         count = output.numel()
         sizes = (count,) * self.world_size
-        call = describe_call("reduce_scatter", output, self._place(ctx), redop=redop, count=tensor.numel(), sizes=sizes)
-        with self._collective(call, ctx) as deadline:
+        call = describe_call(
+            "reduce_scatter", output, self._session.place(ctx), redop=redop, count=tensor.numel(), sizes=sizes
+        )
+        with self._session.collective(call, ctx) as deadline:
             whole = self._reduced(dense(scaled(alias(tensor), factor)).view(-1), redop, deadline)
             write_back(output, whole[self.rank * count : (self.rank + 1) * count].view(output.shape))
 
@@ -87,9 +134,11 @@ class GlooTransport(GlooSession):
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
         tensor = alias(tensor)
         data = dense(tensor)
-        with self._collective(describe_call("broadcast", data, self._place(ctx), root=root), ctx) as deadline:
+        with self._session.collective(
+            describe_call("broadcast", data, self._session.place(ctx), root=root), ctx
+        ) as deadline:
             if self.world_size > 1 and nbytes(data):
-                self._run("broadcast", [[bytes_of(data)]], deadline, root=root)
+                self._session.run("broadcast", [[bytes_of(data)]], deadline, root=root)
             if data is not tensor and root != self.rank:
                 write_back(tensor, data)
 
@@ -100,24 +149,26 @@ class GlooTransport(GlooSession):
             self._gather_to(outputs, data, root, ctx)
             return
         counts = tuple(t.numel() for t in outputs)
-        call = describe_call("all_gather", data, self._place(ctx), count=sum(counts), sizes=counts)
-        with self._collective(call, ctx) as deadline:
+        call = describe_call("all_gather", data, self._session.place(ctx), count=sum(counts), sizes=counts)
+        with self._session.collective(call, ctx) as deadline:
             parts = self._all_gather(bytes_of(data), [nbytes(t) for t in outputs], deadline)
             self._hand_out(outputs, parts)
 
     def _gather_to(self, outputs: Sequence[Tensor], data: Tensor, root: int, ctx: CallContext) -> None:
-        with self._collective(describe_call("gather", data, self._place(ctx), root=root), ctx) as deadline:
+        with self._session.collective(
+            describe_call("gather", data, self._session.place(ctx), root=root), ctx
+        ) as deadline:
             mine = bytes_of(data)
             parts = [torch.empty_like(mine) for _ in outputs]
             if self.world_size == 1:
                 parts = [mine]
             elif len(mine):
-                self._run("gather", [[parts] if root == self.rank else [], [mine]], deadline, root=root)
+                self._session.run("gather", [[parts] if root == self.rank else [], [mine]], deadline, root=root)
             self._hand_out(outputs, parts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
         output, data = alias(output), dense(alias(tensor))
-        with self._collective(describe_call("all_gather", data, self._place(ctx)), ctx) as deadline:
+        with self._session.collective(describe_call("all_gather", data, self._session.place(ctx)), ctx) as deadline:
             parts = self._all_gather(bytes_of(data), [nbytes(data)] * self.world_size, deadline)
             write_back(output, torch.cat(parts).view(output.dtype).view(output.shape))
 
@@ -130,18 +181,20 @@ class GlooTransport(GlooSession):
             return [mine] * self.world_size
         padded = mine if len(mine) == most else torch.cat([mine, mine.new_zeros(most - len(mine))])
         whole = torch.empty(self.world_size * most, dtype=torch.uint8)
-        self._run("_allgather_base", [whole, padded], deadline)
+        self._session.run("_allgather_base", [whole, padded], deadline)
         return [whole[r * most : r * most + size] for r, size in enumerate(sizes)]
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         output = alias(output)
         data = dense(output)
-        with self._collective(describe_call("scatter", data, self._place(ctx), root=root), ctx) as deadline:
+        with self._session.collective(
+            describe_call("scatter", data, self._session.place(ctx), root=root), ctx
+        ) as deadline:
             pieces = [bytes_of(dense(alias(t))) for t in inputs]
             if self.world_size == 1:
                 bytes_of(data).copy_(pieces[0])
             elif nbytes(data):
-                self._run("scatter", [[bytes_of(data)], [pieces] if pieces else []], deadline, root=root)
+                self._session.run("scatter", [[bytes_of(data)], [pieces] if pieces else []], deadline, root=root)
             if data is not output:
                 write_back(output, data)
 
@@ -151,8 +204,8 @@ class GlooTransport(GlooSession):
         outputs = [alias(t) for t in outputs]
         sent, awaited = [nbytes(t) for t in inputs], [nbytes(t) for t in outputs]
         # The sizes differ from rank to rank, and are compared in a round of their own.
-        call = describe_call("all_to_all", inputs[0], self._place(ctx), count=-1)
-        with self._collective(call, ctx) as deadline:
+        call = describe_call("all_to_all", inputs[0], self._session.place(ctx), count=-1)
+        with self._session.collective(call, ctx) as deadline:
             self._compare(sent, awaited, deadline)
             whole = torch.cat([bytes_of(dense(alias(t))) for t in inputs])
             got = torch.empty(sum(awaited), dtype=torch.uint8)
@@ -164,8 +217,8 @@ class GlooTransport(GlooSession):
         tensor, output = alias(tensor), alias(output)
         sizes = [nbytes(tensor) // self.world_size] * self.world_size
         # The sizes differ from rank to rank, and are compared in a round of their own.
-        call = describe_call("all_to_all", tensor, self._place(ctx), count=-1)
-        with self._collective(call, ctx) as deadline:
+        call = describe_call("all_to_all", tensor, self._session.place(ctx), count=-1)
+        with self._session.collective(call, ctx) as deadline:
             self._compare(sizes, sizes, deadline)
             self._exchange(bytes_of(output), bytes_of(tensor), sizes, sizes, deadline)
 
@@ -175,7 +228,7 @@ class GlooTransport(GlooSession):
         if self.world_size == 1:
             got.copy_(sent)
         else:
-            self._run("alltoall_base", [got, sent, list(awaited), list(sizes)], deadline)
+            self._session.run("alltoall_base", [got, sent, list(awaited), list(sizes)], deadline)
 
     def _compare(self, sent: list[int], awaited: list[int], deadline: Deadline) -> None:
         """Let every rank learn what all send and await, so that all find the same pairs that do not fit."""
@@ -192,22 +245,22 @@ class GlooTransport(GlooSession):
     # -- point to point: a header (bytes, dtype) before each message, for Gloo would write what does not fit -----------
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        self._check_tag(tag, self._engine.num_tags)
+        self._session.check_tag(tag, self._session.engine.num_tags)
         data = dense(alias(tensor))
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(ctx.timeout_s)
-        with self._reporting(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst), talking():
-            under_way = [self._engine.send(dst, part, tag) for part in (header, bytes_of(data)) if len(part)]
-            self._wait_for(under_way, dst, nbytes(data), deadline)
+        with self._session.reporting(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst), talking():
+            under_way = [self._session.engine.send(dst, part, tag) for part in (header, bytes_of(data)) if len(part)]
+            self._session.wait_for(under_way, dst, nbytes(data), deadline)
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
-        self._check_tag(tag, self._engine.num_tags)
+        self._session.check_tag(tag, self._session.engine.num_tags)
         tensor = alias(tensor)
         data = dense(tensor)
         header = torch.empty(2, dtype=torch.int64)
         deadline = Deadline.after(ctx.timeout_s)
         label = f"recv from rank {src}" if src >= 0 else "recv from any rank"
-        with self._reporting(Operation(label, self.group, self.rank), deadline, src), torch.no_grad():
+        with self._session.reporting(Operation(label, self.group, self.rank), deadline, src), torch.no_grad():
             with talking():
                 source = self._recv_header(header, src, tag, deadline)
             code = dtype_of(data.dtype).code
@@ -215,17 +268,17 @@ class GlooTransport(GlooSession):
                 self._refuse(source, header.tolist(), data)
             if nbytes(data):
                 with talking():
-                    message = self._engine.recv(source, bytes_of(data), tag)
-                self._wait_for([message], source, nbytes(data), deadline)
+                    message = self._session.engine.recv(source, bytes_of(data), tag)
+                self._session.wait_for([message], source, nbytes(data), deadline)
             if data is not tensor:
                 write_back(tensor, data)
         return source
 
     def _recv_header(self, header: Tensor, src: int, tag: int, deadline: Deadline) -> int:
         if src >= 0:
-            self._engine.recv(src, header, tag).wait(timedelta_of(deadline))
+            self._session.engine.recv(src, header, tag).wait(timedelta_of(deadline))
             return src
-        pending = self._engine.recv_any(header, tag)
+        pending = self._session.engine.recv_any(header, tag)
         pending.wait(timedelta_of(deadline))
         return int(pending._source_rank())
 
