@@ -66,7 +66,7 @@ def test_listing_the_commands_loads_none_of_them() -> None:
 
 def test_every_file_of_the_folder_is_a_command_or_the_entry() -> None:
     files = {path.stem for path in Path(phalanx.cli.__path__[0]).glob("*.py")}
-    assert files - set(COMMANDS) == {"__init__", "__main__", "commands", "launch_options"}
+    assert files - set(COMMANDS) == {"__init__", "__main__", "commands", "launch_options", "host_options"}
 
 
 def test_the_help_shows_each_command_once_under_a_title() -> None:

@@ -110,3 +110,9 @@ def test_a_hostfile_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_the_command_here_must_be_there() -> None:
     with pytest.raises(LaunchError, match=r"--ssh 'no-such-ssh -p 1': no such command here"):
         read_request(["--hosts", "a", "--ssh", "no-such-ssh -p 1", "train.py"], {}, "/")
+
+
+def test_quotes_of_the_ssh_command_must_be_closed() -> None:
+    """It ended with a traceback."""
+    with pytest.raises(LaunchError, match=r"--ssh \"ssh -i 'my key\": No closing quotation"):
+        read_request(["--hosts", "a", "--ssh", "ssh -i 'my key", "train.py"], {}, "/")

@@ -11,7 +11,7 @@ import click
 import phalanx
 import phalanx.cli
 
-_NOT_COMMANDS = ("commands", "launch_options", "__main__")
+_NOT_COMMANDS = ("commands", "launch_options", "host_options", "__main__")
 
 # `phalanx --help` shows these commands under these titles.
 SECTIONS = {

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import click
 
+from phalanx.cli.host_options import host_options, run_on_host
+
 
 @click.command("stacks", short_help="Show where each rank of a running job is.")
 @click.argument("job", required=False)
+@host_options
 @click.pass_context
-def command(ctx: click.Context, job: str | None) -> None:
+def command(ctx: click.Context, /, job: str | None, **over_ssh: str | None) -> None:
     """Print each rank's current operation and Python stacks, without stopping it.
 
     JOB is the process number of a `phalanx run` of yours on this host, or the name of its script; it may be left out
-    when only one is running.
+    when only one is running. Of a job on several hosts, name the first one with --host, or type the command there.
     """
+    if any(value is not None for value in over_ssh.values()):
+        run_on_host(ctx)
     from phalanx._comm.diagnostics.printable import printable_lines
     from phalanx._job.inspect.stacks.report import report_stacks
     from phalanx.errors import LaunchError

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx._base.deadline import Deadline
+from phalanx.cli.host_options import host_options, run_on_host
 
 if TYPE_CHECKING:
     from phalanx._job.inspect.top.watch import Watch
@@ -27,18 +28,35 @@ _LOOK_S = 0.5  # so often it looks whether the job has ended
 @click.option(
     "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks."
 )
+@host_options
 @click.pass_context
 def command(
-    ctx: click.Context, job: str | None, once: bool, as_data: bool, web: bool, port: int, interval: float
+    ctx: click.Context,
+    /,
+    job: str | None,
+    once: bool,
+    as_data: bool,
+    web: bool,
+    port: int,
+    interval: float,
+    **over_ssh: str | None,
 ) -> None:
     """Watch a running job: hosts and ranks, steps, where the time goes, memory, who is slowest.
 
     JOB is the process number of a `phalanx run` of yours on this host, or the name of its script; it may be left out
-    when only one is running. The job does nothing for it and is not slowed down. q ends it.
+    when only one is running. The job does nothing for it and is not slowed down. q ends it. Of a job on several hosts,
+    name the first one with --host, or type the command there.
 
     With --web a page shows the same, with curves, and with the pictures of the run's report where one is recorded. Only
     this machine reaches it, and only who has the address, in which there is a token. Ctrl-C ends it.
     """
+    if any(value is not None for value in over_ssh.values()):
+        if web and over_ssh["host"] is not None:
+            raise click.UsageError(
+                "--web and --host: the page is only for browsers on that host. Forward a port: "
+                f"ssh -t -L 8000:127.0.0.1:8000 {over_ssh['host']} phalanx top --web --port 8000"
+            )
+        run_on_host(ctx)
     from rich.console import Console
 
     from phalanx._comm.diagnostics.printable import printable_lines

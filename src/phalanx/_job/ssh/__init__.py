@@ -12,6 +12,7 @@
     connection   one ssh process and its host
     job          from the first ssh process to the job's exit code
     session      the end of a connection on a host (`python -m phalanx._job.ssh`)
+    remote_command   any other command, run on one host: `phalanx top --host a`
 
 It is a starter, as a scheduler is: the agents do not know about ssh. Nothing here imports torch.
 """

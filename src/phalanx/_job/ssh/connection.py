@@ -40,6 +40,11 @@ def is_this_machine(entry: HostEntry) -> bool:
     return entry.host in LOCAL_NAMES or entry.host in {own.address for own in own_addresses()}
 
 
+def make_ssh_command(ssh: Sequence[str], options: Sequence[str], destination: str, line: str) -> list[str]:
+    """Return the command that has the login shell of `destination` run `line`; the user's own options come first."""
+    return [*ssh, *options, "--", destination, line]
+
+
 class Connection:
     """It starts ssh at once. `on_message` and `on_lost` are called by the loop that has `source`.
 
@@ -69,7 +74,7 @@ class Connection:
         command = (
             [python, "-m", "phalanx._job.ssh"]
             if here
-            else [*ssh, "-T", "-o", "BatchMode=yes", "--", entry.destination, _BOOTSTRAP]
+            else make_ssh_command(ssh, ("-T", "-o", "BatchMode=yes"), entry.destination, _BOOTSTRAP)
         )
         self._process = subprocess.Popen(
             command,

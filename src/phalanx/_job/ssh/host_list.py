@@ -29,7 +29,7 @@ def parse_hosts(text: str, problems: list[str]) -> list[HostEntry]:
     if text.rstrip().endswith(","):
         problems.append(f"--hosts {text}: a comma ends the list. Write it without blanks, or in quotes: 'a:2, b:2'")
         return []
-    entries = [_parse_host(part.strip(), "--hosts", problems) for part in text.split(",")]
+    entries = [parse_host(part.strip(), "--hosts", problems) for part in text.split(",")]
     return _refuse_repetitions([entry for entry in entries if entry is not None], "--hosts", problems)
 
 
@@ -41,7 +41,7 @@ def parse_hostfile(text: str, name: str, problems: list[str]) -> list[HostEntry]
         where = f"--hostfile {name}, line {number}"
         if not words:
             continue
-        entry = _parse_host(words[0], where, problems)
+        entry = parse_host(words[0], where, problems)
         slots = ""
         for word in words[1:]:
             key, _, value = word.partition("=")
@@ -56,7 +56,8 @@ def parse_hostfile(text: str, name: str, problems: list[str]) -> list[HostEntry]
     return _refuse_repetitions(entries, f"--hostfile {name}", problems)
 
 
-def _parse_host(text: str, where: str, problems: list[str]) -> HostEntry | None:
+def parse_host(text: str, where: str, problems: list[str]) -> HostEntry | None:
+    """Return one host, with or without a number of ranks; `where` begins what is added to `problems`."""
     user, at, rest = text.rpartition("@")
     match = _HOST.fullmatch(rest)
     host = match["host"].removeprefix("[").removesuffix("]") if match else ""

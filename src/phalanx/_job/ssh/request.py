@@ -83,12 +83,8 @@ def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) 
     given, rest = take_options(rest, _CONTRADICTING)
     given |= {name: "" for name in _CONTRADICTING if environ.get(f"PET_{name.replace('-', '_').upper()}")}
     problems += [f"--hosts and --{name}: {_CONTRADICTING[name]}. Leave out one of the two" for name in given]
-    command = shlex.split(taken.get("ssh", "ssh"))
-    if not command or shutil.which(command[0]) is None:
-        problems.append(f"--ssh {taken.get('ssh', 'ssh')!r}: no such command here. Install OpenSSH's client")
-    python = taken.get("remote-python", sys.executable)
-    if python.startswith("~") or not python or "\n" in python:
-        problems.append(f"--remote-python {python!r}: must be an absolute path, or a name for the login shell's PATH")
+    command = read_ssh(taken.get("ssh"), problems)
+    python = read_python(taken.get("remote-python"), problems)
     remote_folder = taken.get("remote-dir", folder)
     if not os.path.isabs(remote_folder):
         problems.append(f"--remote-dir {remote_folder!r}: must be an absolute path")
@@ -122,6 +118,26 @@ def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) 
         taken.get("master-addr", ""),
         int(taken.get("master-port", "0")),
     )
+
+
+def read_ssh(text: str | None, problems: list[str]) -> list[str]:
+    """Return the words of the ssh command, by default `ssh`; add what is wrong to `problems`."""
+    try:
+        words = shlex.split("ssh" if text is None else text)
+    except ValueError as error:
+        problems.append(f"--ssh {text!r}: {error}")
+        return []
+    if not words or shutil.which(words[0]) is None:
+        problems.append(f"--ssh {'ssh' if text is None else text!r}: no such command here. Install OpenSSH's client")
+    return words
+
+
+def read_python(text: str | None, problems: list[str]) -> str:
+    """Return the Python on the other hosts, by default the path of this one; add what is wrong to `problems`."""
+    python = sys.executable if text is None else text
+    if python.startswith(("~", "-")) or not python or "\n" in python:
+        problems.append(f"--remote-python {python!r}: must be an absolute path, or a name for the login shell's PATH")
+    return python
 
 
 def _read_hosts(taken: Mapping[str, str], problems: list[str]) -> list[HostEntry]:

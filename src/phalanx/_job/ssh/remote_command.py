@@ -1,0 +1,54 @@
+"""Run a `phalanx` command on one host instead of here: `phalanx top --host a`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from phalanx._job.agent.settings import USAGE_EXIT_CODE
+from phalanx._job.ssh.connection import make_ssh_command
+from phalanx._job.ssh.host_list import parse_host
+from phalanx._job.ssh.request import read_python, read_ssh
+from phalanx.errors import LaunchError
+
+
+def exec_on_host(host: str, words: Sequence[str], *, ssh: str | None = None, python: str | None = None) -> NoReturn:
+    """Replace this process by ssh, which runs `phalanx WORDS` on `host`; the exit code is that of the command there.
+
+    If a terminal is here, the command there gets one, which ends it when the connection breaks. Otherwise its standard
+    input is empty: that of this process may belong to a script.
+
+    Raises:
+        LaunchError: with every problem of the arguments.
+    """
+    problems: list[str] = []
+    ssh_words = read_ssh(ssh, problems)
+    python = read_python(python, problems)
+    entry = parse_host(host, "--host", problems)
+    if entry is not None and entry.slots:
+        problems.append(f"--host {host}: it has no number of ranks. For the port of sshd: --ssh 'ssh -p {entry.slots}'")
+    if problems or entry is None:
+        name = f"phalanx {words[0]}"
+        raise LaunchError("\n".join(f"{name}: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
+    options = ("-t",) if sys.stdin.isatty() and sys.stdout.isatty() else ("-T", "-n")
+    command = make_ssh_command(ssh_words, options, entry.destination, make_shell_line(words, python))
+    os.execvp(command[0], command)
+
+
+def make_shell_line(words: Sequence[str], python: str) -> str:
+    """Return the line by which any login shell (bash, fish, tcsh) runs `python -m phalanx WORDS`.
+
+    Shells disagree on quotes. The line has none of the words: sh decodes them.
+    """
+    missing = (
+        f"phalanx {words[0]}: there is no {python} on this host. Name the Python that has Phalanx: --remote-python"
+    )
+    script = (
+        f"cd / && command -v {shlex.quote(python)} >/dev/null || {{ echo {shlex.quote(missing)} >&2; exit 127; }}; "
+        f"exec {shlex.join([python, '-m', 'phalanx', *words])}"  # in /: no module in the home folder may be found
+    )
+    digits = "".join(f"\\0{byte:03o}" for byte in os.fsencode(script))
+    return f'exec sh -c \'eval "$(printf %b "{digits}")"\''
