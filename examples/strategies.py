@@ -1,6 +1,6 @@
 """One training script, every way of distributing it: change one word.
 
-    python examples/strategies.py                        "auto": looks at this machine, takes one, says why
+    python examples/strategies.py                        "auto": looks at this machine and takes one
     python examples/strategies.py mirrored               a rank for each core (the script starts itself again)
     python examples/strategies.py pipeline               the layers in stages on the ranks
     phalanx run --nproc-per-node 2 examples/strategies.py sharded
