@@ -23,7 +23,7 @@ REFUSED = {
 
 # Where the public names are listed; what c10d calls of a process group is public, too.
 ROOMS = ["", "_comm/backend", "checkpoint", "data", "ddp", "nn", "optim"]
-PROCESS_GROUP = {"ProcessGroupCoalesced", "ProcessGroupCollectives", "ProcessGroupMessages"}
+PROCESS_GROUP = {f"phalanx._comm.backend.process_group.{name}" for name in ("collectives", "messages")}
 
 # An attribute's docstring says what the attribute is: one that begins so has no subject.
 NO_BEGINNING = {
@@ -101,18 +101,21 @@ def takes_tensors(function: ast.FunctionDef) -> bool:
 
 
 def public_tensor_functions() -> Iterator[tuple[str, str]]:
-    """(name, docstring) of each; that of a method's class counts for all of its methods."""
+    """(name, docstring) of each; that of a method's class, or of a group's calls, counts for all of them."""
     names = public_names()
     for module in modules():
         dotted = ".".join(["phalanx", *module.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
         for node in parse(module).body:
             if isinstance(node, ast.FunctionDef) and names.get(node.name) == dotted and takes_tensors(node):
                 yield node.name, ast.get_docstring(node) or ""
+            is_call = isinstance(node, ast.FunctionDef) and dotted in PROCESS_GROUP and not node.name.startswith("_")
+            if is_call and takes_tensors(node):
+                text = f"{ast.get_docstring(parse(module)) or ''}\n{ast.get_docstring(node) or ''}"
+                yield f"{dotted.split('.')[-1]}.{node.name}", text
             if not isinstance(node, ast.ClassDef):
                 continue
             is_exported = dotted.startswith(names.get(node.name, "nowhere"))
-            is_of_group = node.name in PROCESS_GROUP and dotted.startswith("phalanx._comm.backend.process_group")
-            for method in node.body if is_exported or is_of_group else []:
+            for method in node.body if is_exported else []:
                 if isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and takes_tensors(method):
                     text = f"{ast.get_docstring(node) or ''}\n{ast.get_docstring(method) or ''}"
                     yield f"{node.name}.{method.name}", text
@@ -128,4 +131,4 @@ def test_a_public_function_that_takes_tensors_says_shapes_and_errors(name):
 
 
 def test_the_public_functions_are_found():
-    assert {"shared_empty", "SyncBatchNorm.forward", "ProcessGroupMessages.send"} <= FUNCTIONS.keys()
+    assert {"shared_empty", "SyncBatchNorm.forward", "messages.send"} <= FUNCTIONS.keys()

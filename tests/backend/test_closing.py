@@ -47,9 +47,9 @@ def test_destroying_waits_for_what_is_in_flight():
 
 
 def test_destroying_a_group_whose_operation_cannot_end_tells_both_sides(monkeypatch):
-    from phalanx._comm.backend.process_group import base
+    from phalanx._comm.backend.process_group import group as process_group
 
-    monkeypatch.setattr(base, "_JOIN_S", 0.3)
+    monkeypatch.setattr(process_group, "_JOIN_S", 0.3)
 
     def check(rank, world_size):
         if rank == 0:

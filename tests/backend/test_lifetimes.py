@@ -105,9 +105,9 @@ def test_destroying_a_group_while_a_thread_is_inside_ends_its_operation_and_not_
 
 def test_a_thread_in_a_collective_that_nobody_joins_is_told_when_its_group_is_destroyed(monkeypatch):
     """destroy_process_group waited for the lock that the thread held: the group's whole timeout."""
-    from phalanx._comm.backend.process_group import base
+    from phalanx._comm.backend.process_group import group as process_group
 
-    monkeypatch.setattr(base, "_JOIN_S", 0.2)
+    monkeypatch.setattr(process_group, "_JOIN_S", 0.2)
 
     def check(rank, world_size):
         errors = []

@@ -288,9 +288,9 @@ def test_several_threads_may_wait_for_messages_at_once():
 
 
 def test_destroying_a_group_takes_in_what_is_coming_and_tells_the_rest(monkeypatch):
-    from phalanx._comm.backend.process_group import base
+    from phalanx._comm.backend.process_group import group as process_group
 
-    monkeypatch.setattr(base, "_JOIN_S", 0.3)
+    monkeypatch.setattr(process_group, "_JOIN_S", 0.3)
 
     def check(rank, world_size):
         if rank == 1:

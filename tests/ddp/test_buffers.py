@@ -124,7 +124,7 @@ def test_rank_0_goes_on_while_others_have_not_come_to_their_forward():
 
     def fn(rank, world_size):
         ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), check=False)
-        store = dist.group.WORLD._store
+        store = dist.group.WORLD.get_group_store()
         for step in range(6):
             if rank:  # not before rank 0 has been through
                 store.wait([f"forward {step}"])

@@ -81,6 +81,6 @@ def test_a_hand_over_may_take_longer_than_an_operation_of_the_group() -> None:
         held = Held({"weights": tensor})
         hand_over([held], 0, [1], group)
         assert held.value["weights"].eq(0).all()
-        assert group._timeout_s == 2
+        assert group.timeout_s == 2
 
     run_ranks(body, 2)

@@ -126,7 +126,7 @@ class Stuck(optim.SGD):
         if dist.get_rank() == VICTIM and any(piece.grad is not None for piece in pieces):
             with torch.no_grad():
                 pieces[0].add_(1.0)
-            dist.group.WORLD._store.wait(["0", "2"], timedelta(seconds=100))
+            dist.group.WORLD.get_group_store().wait(["0", "2"], timedelta(seconds=100))
 
 
 def test_a_rank_that_is_stuck_in_the_update_is_waited_for_as_long_as_the_timeout_says(monkeypatch):
@@ -144,7 +144,7 @@ def test_a_rank_that_is_stuck_in_the_update_is_waited_for_as_long_as_the_timeout
         with pytest.raises(DeadlineError) as late:
             optimizer.step()
         survived = all_equal(copy_parameters(ddp), old)
-        dist.group.WORLD._store.set(str(rank), "over")
+        dist.group.WORLD.get_group_store().set(str(rank), "over")
         assert "no answer from rank 1" in str(late.value) or rank == VICTIM
         return survived
 
@@ -152,7 +152,7 @@ def test_a_rank_that_is_stuck_in_the_update_is_waited_for_as_long_as_the_timeout
 
 
 def _sleep_until_woken():
-    dist.group.WORLD._store.set("pid", str(os.getpid()))
+    dist.group.WORLD.get_group_store().set("pid", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -198,7 +198,7 @@ def test_a_rank_that_was_stopped_in_the_update_comes_back_to_the_step_that_the_o
         ddp = wrapped()
         optimizer_class = Dozing if stop == "half way" else optim.SGD
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, lr=0.1)
-        store = dist.group.WORLD._store
+        store = dist.group.WORLD.get_group_store()
         backward(ddp, rank, 0)
         old = copy_parameters(ddp)
         dist.barrier()
@@ -241,7 +241,7 @@ def test_what_one_rank_has_decided_holds_for_those_who_pass_the_sync_as_well():
         old = copy_parameters(ddp)
         with pytest.raises(PeerLostError, match="rank 0 saw it fail and undid it"):
             optimizer.step()
-        store = dist.group.WORLD._store
+        store = dist.group.WORLD.get_group_store()
         store.set(f"settled {rank}", "")
         store.wait([f"settled {other}" for other in range(world_size)])
         return all_equal(copy_parameters(ddp), old)

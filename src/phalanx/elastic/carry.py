@@ -124,7 +124,7 @@ def own_clock(group: Any, nbytes: int) -> Iterator[None]:
     """Let operations of `group` also take as long as moving `nbytes` takes; `nbytes` is the same on all ranks."""
     ours = phalanx_group(group)
     assert ours is not None  # elastic.run forms no other groups
-    timeout_s = ours._timeout_s
+    timeout_s = ours.timeout_s
     ours.set_timeout(timedelta(seconds=timeout_s + nbytes / _SLOWEST_BYTES_PER_S))
     try:
         yield

@@ -100,7 +100,7 @@ class ElasticGroup:
     @property
     def timeout_s(self) -> float:
         """Return how long an operation of the group may take."""
-        return self._ours._timeout_s
+        return self._ours.timeout_s
 
     def count_collectives(self) -> tuple[int, int]:
         """Return the number of the default group's collectives, and of its rounds of gradients, counted apart."""
@@ -424,7 +424,7 @@ class ScriptGroups:
             if kept.name in formed:
                 options = SimpleNamespace(
                     store=store, group_rank=number, group_size=len(ranks),
-                    timeout=timedelta(seconds=ours._timeout_s), group_id=kept.name,
+                    timeout=timedelta(seconds=ours.timeout_s), group_id=kept.name,
                     global_ranks_in_group=list(ranks),
                 )  # fmt: skip
                 opened = functools.partial(open_transport, options, ours.backend_options)

@@ -86,7 +86,7 @@ class Team:
         """Return how long an operation of the group may take."""
         assert self.group is not None
         if (ours := phalanx_group(self.group)) is not None:
-            return ours._timeout_s
+            return ours.timeout_s
         return float(self.group._get_backend(self._device()).options._timeout.total_seconds())
 
     # -- words ---------------------------------------------------------------------------------------------------

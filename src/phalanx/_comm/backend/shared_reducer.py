@@ -29,7 +29,7 @@ class SharedReducer:
 
     def __init__(self, group: Any, tensors: Sequence[Tensor], op: Any) -> None:
         self._group = group
-        self._memory = group._shared_memory
+        self._memory = group.shared_memory
         self._tensors = list(tensors)  # the heap's blocks stay ours as long as the reducer does
         words = _core.reducer_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
@@ -47,7 +47,7 @@ class SharedReducer:
         return int(self._memory.symm_mem.heap_offset(tensor.data_ptr()))
 
     def _call_context(self) -> CallContext:
-        return CallContext(self._group._timeout_s, self._memory.call_site(calling_site(3)))
+        return CallContext(self._group.timeout_s, self._memory.call_site(calling_site(3)))
 
     def begin(self) -> None:
         """Open a round; the last one has finished."""
@@ -77,7 +77,7 @@ class SharedReducer:
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
         ctx = self._call_context()
-        with self._group._executor.passing():
+        with self._group.executor.passing():
             status = self._reducer.finish(ctx.timeout_ns, ctx.call_site)
         self._memory.check(status, ctx)
         self._group.num_gradient_rounds += 1

@@ -78,7 +78,7 @@ class PhalanxWork(dist.Work):
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._settled = False
-        self._source = -1
+        self.source = -1  # of a receive, the rank that sent
         self._process = process.number
         self.executor: SerialExecutor | None = None
 
@@ -88,7 +88,7 @@ class PhalanxWork(dist.Work):
         executor = self.executor
         if not self._done.is_set():
             self._check_end_is_near()
-            self._bring_about(deadline)
+            self.bring_about(deadline)
         wait = partial(self._done.wait, None if deadline is None else deadline.left_s)
         try:
             over = wait() if executor is None or self._done.is_set() else executor.run_here(wait)
@@ -103,7 +103,7 @@ class PhalanxWork(dist.Work):
             raise self._error
         return True
 
-    def _bring_about(self, deadline: Deadline | None) -> None:
+    def bring_about(self, deadline: Deadline | None) -> None:
         """Do what a thread that waits can do for the end, until it has come or the deadline has passed.
 
         Here that is all of the operation, if it is next in line: it takes as long as it takes.
@@ -149,7 +149,7 @@ class PhalanxWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank that sent, of a receive from any rank."""
-        return self._source
+        return self.source
 
     _source_rank = source_rank
 
@@ -157,15 +157,15 @@ class PhalanxWork(dist.Work):
         """Return a future whose value is the list of output tensors."""
         with self._lock:
             if self._future is None:
-                self._future = self._new_future()
+                self._future = self.new_future()
                 if self._settled:
-                    self._fulfil(self._future, list(self._values()))
+                    self.fulfil(self._future, list(self._values()))
             return self._future.then(self._unwrap)
 
-    def _new_future(self) -> torch.futures.Future[Any]:
+    def new_future(self) -> torch.futures.Future[Any]:
         return torch.futures.Future()
 
-    def _fulfil(self, future: torch.futures.Future[Any], outputs: list[Any]) -> None:
+    def fulfil(self, future: torch.futures.Future[Any], outputs: list[Any]) -> None:
         future.set_result(outputs)
 
     def _unwrap(self, future: torch.futures.Future[Any]) -> Any:
@@ -198,7 +198,7 @@ class PhalanxWork(dist.Work):
             self.executor = None
         if future is None:
             return None
-        return lambda: self._fulfil(future, list(outputs))
+        return lambda: self.fulfil(future, list(outputs))
 
     def release(self) -> None:
         """Wake up all waiters; the group keeps works for long, and one event for all of those that are over."""
@@ -296,10 +296,10 @@ class SerialExecutor:
         self._ledger = ledger
         self._linger_s = linger_s
         self._callbacks_first = callbacks_first
-        self._is_passed = False  # a thread is in the block of `passing`
+        self.is_passed = False  # a thread is in the block of `passing`
         self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the executor meanwhile
-        self._items: deque[tuple[Action, PhalanxWork]] = deque()
-        self._busy = False
+        self.items: deque[tuple[Action, PhalanxWork]] = deque()
+        self.busy = False
         self._closing = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -307,7 +307,7 @@ class SerialExecutor:
     @property
     def idle(self) -> bool:
         """Return whether nothing is queued or running, and what is called now need not wait."""
-        return not (self._busy or self._items or self._is_passed)
+        return not (self.busy or self.items or self.is_passed)
 
     @property
     def is_over(self) -> bool:
@@ -331,7 +331,7 @@ class SerialExecutor:
                 self._thread = start_thread(self._run, self.name)
             if self._ledger is not None:
                 self._ledger.issue()
-            self._items.append((action, work))
+            self.items.append((action, work))
             self._changed.notify_all()
         return work
 
@@ -353,36 +353,36 @@ class SerialExecutor:
         """Let other threads queue what they call, while this one is in an operation that bypasses the queue."""
         me = threading.get_ident()
         try:
-            self._is_passed = True
+            self.is_passed = True
             self.callers.add(me)
             yield
         finally:
             self.callers.discard(me)
-            self._is_passed = False
+            self.is_passed = False
 
     def help(self, work: PhalanxWork) -> None:
         """Carry out `work` here, if it is next in line and nobody has begun it."""
         if self.interrupted is not None and threading.current_thread() is threading.main_thread():
             return
         with self._changed:
-            if self._busy or not self._items or self._items[0][1] is not work:
+            if self.busy or not self.items or self.items[0][1] is not work:
                 return
-            self._busy = True  # before it leaves the queue: `idle` looks without the lock
-            item = self._items.popleft()
+            self.busy = True  # before it leaves the queue: `idle` looks without the lock
+            item = self.items.popleft()
         self._carry_out(item)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._busy and (self._items or self._closing), self._linger_s)
-                if not self._items and not self._busy:
+                self._changed.wait_for(lambda: not self.busy and (self.items or self._closing), self._linger_s)
+                if not self.items and not self.busy:
                     if not self._closing:
                         self._thread = None  # the next action starts another
                     return
-                if self._busy:
+                if self.busy:
                     continue
-                self._busy = True
-                item = self._items.popleft()
+                self.busy = True
+                item = self.items.popleft()
             self._carry_out(item)
             del item
 
@@ -403,7 +403,7 @@ class SerialExecutor:
             if self._ledger is not None:
                 self._ledger.carried_out()
             with self._changed:
-                self._busy = False
+                self.busy = False
                 self._changed.notify_all()
         work.release()
 

@@ -84,28 +84,28 @@ class RoutedProcessGroup(StagedProcessGroup):
             return self if self._is_staged(kind) else self._group_inside(kind)._get_backend(device)
         return super()._get_backend(device)
 
-    def _part(self, patience_s: float, **how: bool) -> None:
+    def part(self, patience_s: float, **how: bool) -> None:
         self._end(lambda group: group.abort())
         self._agreed.clear()  # other members may use other devices
         self._staged.clear()
         self._one_device.clear()
-        super()._part(patience_s, **how)
+        super().part(patience_s, **how)
 
     def _group_inside(self, kind: str) -> Any:
         """Return the group for the tensors of that type of device; this sends nothing."""
         with self._opening:
-            if self._closed:
+            if self.closed:
                 raise closed(self._name)
             if kind not in self._inside:
                 opened = self._device_backends[kind].open
                 assert opened is not None
                 self._inside[kind] = opened(
                     self._store,
-                    self._rank,
-                    self._size,
-                    timedelta(seconds=self._timeout_s),
+                    self.members.rank,
+                    self.members.size,
+                    timedelta(seconds=self.timeout_s),
                     self._name,
-                    self._global_ranks,
+                    self.members.global_ranks,
                 )
             return self._inside[kind]
 
@@ -164,7 +164,7 @@ class RoutedProcessGroup(StagedProcessGroup):
         names = [name.decode(errors="replace") for name in told]
         obstacle = device_backend.obstacle(names)
         if obstacle or self._is_staged(device.type):
-            if obstacle and self._rank == 0 and not ranks_share_gpus():
+            if obstacle and self.members.rank == 0 and not ranks_share_gpus():
                 warn_once(
                     _logger,
                     f"group {self._name!r}: {obstacle}\nTensors on {device.type} go through memory that these ranks "

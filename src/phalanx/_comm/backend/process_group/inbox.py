@@ -32,12 +32,12 @@ class Posted(PhalanxWork):
         receive = self.receive
         return receive is not None and receive.is_pending
 
-    def _bring_about(self, deadline: Deadline | None) -> None:
+    def bring_about(self, deadline: Deadline | None) -> None:
         self._inbox.wait_for(self, deadline or Deadline.after(None))
 
     def is_completed(self) -> bool:
         """Return whether it is over, well or not; this looks once for what has come."""
-        if not self._done.is_set():
+        if not super().is_completed():
             self._inbox.look()
         return super().is_completed()
 
@@ -50,7 +50,7 @@ class Posted(PhalanxWork):
             receive.conclude()
         except BaseException as e:  # whatever it was, the waiter must hear it
             error = e
-        self._source, self.receive = receive.source, None
+        self.source, self.receive = receive.source, None
         notify = self.settle(error)
         if notify is not None:
             notify()

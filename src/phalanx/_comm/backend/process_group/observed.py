@@ -225,7 +225,7 @@ def _options(kind: Callable[[], Any], given: dict[str, Any]) -> Any:
 def _boxed(group: Any, work: Any) -> Any:
     """Return the work as operators return it: that is torch's half alone, so another reference must keep ours."""
     _this_thread.work = work
-    group._recent.append(work)
+    group.recent_works.append(work)
     return work.boxed()
 
 

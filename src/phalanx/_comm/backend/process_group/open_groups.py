@@ -7,9 +7,9 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx._comm.backend.process_group.base import ProcessGroupBase
+    from phalanx._comm.backend.process_group.group import PhalanxProcessGroup
 
-_groups: weakref.WeakSet[ProcessGroupBase] = weakref.WeakSet()
+_groups: weakref.WeakSet[PhalanxProcessGroup] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
@@ -18,17 +18,17 @@ def next_number() -> int:
     return next(_numbers)
 
 
-def add(group: ProcessGroupBase) -> None:
+def add(group: PhalanxProcessGroup) -> None:
     """Count a group as open from here on."""
     _groups.add(group)
 
 
-def discard(group: ProcessGroupBase) -> None:
+def discard(group: PhalanxProcessGroup) -> None:
     """Count a group as open no more, if it was."""
     _groups.discard(group)
 
 
-def open_groups() -> list[ProcessGroupBase]:
+def open_groups() -> list[PhalanxProcessGroup]:
     """Return the groups that this process has not left, oldest first."""
     return sorted(_groups, key=lambda group: group.number)
 

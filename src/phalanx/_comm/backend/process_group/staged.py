@@ -57,7 +57,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
     def _open_host_memory(self, kind: str) -> None:
         """Open the host's memory for this kind of device. All ranks call it, where ranks share memory."""
         piece = None
-        if self.shares_memory and self._size > 1:
+        if self.shares_memory and self.members.size > 1:
             nbytes = staging_bytes(self.symm_mem.heap_bytes)
             try:
                 piece = self.allocate_symmetric((nbytes,), torch.uint8, calling_site())
@@ -72,7 +72,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
             DeadlineError, PeerLostError, MismatchError: not every rank came.
         """
         told = torch.tensor(list(mine[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
-        theirs = [torch.empty_like(told) for _ in range(self._size)]
+        theirs = [torch.empty_like(told) for _ in range(self.members.size)]
         options = c10d.AllgatherOptions()
         options.asyncOp = False
         PhalanxProcessGroup.allgather(self, [theirs], [told], options).wait()
@@ -86,7 +86,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
 
     def _new_call(self, device: torch.device) -> StagedCall:
         with self._opening:
-            if self._closed:
+            if self.closed:
                 raise closed(self._name)
             stream, in_flight = self._stream_of(device)
             if device.type not in self._host_memory:  # messages come first: what they need is nobody else's matter
@@ -154,30 +154,30 @@ class StagedProcessGroup(PhalanxProcessGroup):
             return staged(first, read=name == "send", written=name != "send"), *rest
         if name in _IN_PLACE:
             root = -1 if name.startswith("allreduce") else rest[0].rootRank
-            read = name != "broadcast" or root == self._rank
-            written = root in (-1, self._rank) if name != "broadcast" else root != self._rank
+            read = name != "broadcast" or root == self.members.rank
+            written = root in (-1, self.members.rank) if name != "broadcast" else root != self.members.rank
             return staged(first, read=read, written=written), *rest
         second, rest = rest[0], rest[1:]
         return staged(first, read=False, written=True), staged(second, read=True, written=False), *rest
 
-    def _is_free(self) -> bool:
-        return self._calling.call is None and super()._is_free()
+    def is_free(self) -> bool:
+        return self._calling.call is None and super().is_free()
 
-    def _carry_out(self, operation: Callable[[CallContext], None], options: Any, outputs: Any) -> dist.Work:
+    def carry_out(self, operation: Callable[[CallContext], None], options: Any, outputs: Any) -> dist.Work:
         call = self._calling.call
         if call is not None:
             operation = call.around(operation)
-        return super()._carry_out(operation, options, outputs)
+        return super().carry_out(operation, options, outputs)
 
-    def _queue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Any) -> PhalanxWork:
+    def enqueue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Any) -> PhalanxWork:
         call = self._calling.call
-        if call is None or executor is not self._executor:
-            return super()._queue(executor, action, outputs)
+        if call is None or executor is not self.executor:
+            return super().enqueue(executor, action, outputs)
         work = StagedWork(call)
-        self._recent.append(work)
+        self.recent_works.append(work)
         return executor.put(action, work)
 
-    def _let_memory_go(self) -> None:
+    def release_memory(self) -> None:
         # A device may still copy from and to it: what was called and never waited for.
         idle = all([stream.drain(_PATIENCE_S) for stream, _ in self._copy_streams.values()])
         if idle:
@@ -205,12 +205,12 @@ class StagedWork(PhalanxWork):
         self._call.order_caller()
         return over
 
-    def _new_future(self) -> torch.futures.Future[Any]:
+    def new_future(self) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=self._call.stream.future_devices)
 
-    def _fulfil(self, future: torch.futures.Future[Any], outputs: list[Any]) -> None:
+    def fulfil(self, future: torch.futures.Future[Any], outputs: list[Any]) -> None:
         with self._call.stream.queueing():  # so that callbacks, and who waits for the future, come after the copies
-            super()._fulfil(future, outputs)
+            super().fulfil(future, outputs)
 
 
 @untraced
@@ -229,7 +229,7 @@ class StagedDone(DoneWork):
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self._call.stream.future_devices)
         with self._call.stream.queueing():
-            future.set_result(list(self._outputs))
+            future.set_result(self.result())
         return future
 
 

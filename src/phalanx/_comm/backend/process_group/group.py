@@ -1,4 +1,4 @@
-"""`ProcessGroupBase` holds a group's name, ranks and timeout, keeps the order of its operations, and shuts it down."""
+"""`PhalanxProcessGroup` is c10d's process group: one class, a table of calls, and the parts that it has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,13 @@ from phalanx._base.torch_names import find
 from phalanx._comm.backend import splitting
 from phalanx._comm.backend.arguments import timeout_of
 from phalanx._comm.backend.dynamo import untraced
-from phalanx._comm.backend.process_group import open_groups
+from phalanx._comm.backend.process_group import collectives, messages, open_groups
+from phalanx._comm.backend.process_group.entry import entry_point
+from phalanx._comm.backend.process_group.messages import Messages
 from phalanx._comm.backend.splitting import Splits
 from phalanx._comm.backend.torch_integration.groups import TorchGroup
 from phalanx._comm.backend.torch_integration.hooks import hookable
-from phalanx._comm.backend.work import Closable, DoneWork, PhalanxWork, SerialExecutor
+from phalanx._comm.backend.work import DoneWork, PhalanxWork, SerialExecutor
 from phalanx._comm.diagnostics.call_sites import calling_site
 from phalanx._comm.diagnostics.failure_report import closed, nested
 from phalanx._comm.symmetric_memory.scratch import Scratch, take_scratch
@@ -47,10 +49,32 @@ def _refuse(what: str) -> Callable[..., Any]:
     return refuse
 
 
-@untraced
-class BackendInterface(TorchGroup):
-    """A group has every attribute of `Backend`. What Gloo refuses, it refuses in torch's words and with its error."""
+class Members(NamedTuple):
+    """Who is in a group: this process's number there, how many there are, and their numbers in the job."""
 
+    rank: int
+    size: int
+    global_ranks: tuple[int, ...]
+
+
+Operation = Callable[[CallContext], None]
+Result = TypeVar("Result")
+
+_JOIN_S = 5.0
+
+
+@untraced
+@hookable
+class PhalanxProcessGroup(TorchGroup):
+    """This is the backend "phalanx"; `init_process_group("phalanx")` makes it, and programs do not.
+
+    It answers what torch asks of a process group, and carries the group's operations out in order. A call that need not
+    be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on the group's executor,
+    one thread, first come first served. Either way all ranks run the same calls in order. The transport sees to it that
+    the main thread hears Ctrl-C in an operation; a wait for the executor hears it by itself.
+    """
+
+    # What a `Backend` of torch has. What Gloo refuses, the group refuses in torch's words and with its error.
     Options: Any = getattr(_backend, "Options", None)
     supports_splitting = splitting.TORCH_SPLITS_ON_CPU
     supports_coalescing = False
@@ -69,75 +93,6 @@ class BackendInterface(TorchGroup):
     _register_on_completion_hook = _refuse("onCompletion hooks")
     _wait_for_pending_works = _refuse("waitForPendingWorks")
 
-    def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
-        """Set `use_pg_for_symm_mem_rendezvous`, which torch reads for memory of GPUs alone."""
-        self.use_pg_for_symm_mem_rendezvous = value
-
-    def _set_group_uid(self, pg_uid: str) -> None:
-        """Do nothing: torch's own log names groups by it."""
-
-    def _enable_collectives_timing(self) -> None:
-        """Do nothing, as Gloo."""
-
-    def get_error(self) -> Any:
-        """Return torch's `ErrorType` for the failure of an operation that ran in the background."""
-        error = self.find_failure()
-        if error is None:
-            return _ErrorType.SUCCESS
-        if isinstance(error, DeadlineError):
-            return _ErrorType.TIMEOUT
-        return _ErrorType.REMOTE_ERROR if isinstance(error, PeerLostError) else _ErrorType.COMM_ERROR
-
-    def find_failure(self) -> BaseException | None:
-        """Return the error of an operation that ran in the background, or None."""
-        raise NotImplementedError
-
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: a rank that is not in a group of `new_group` has no part in its making."""
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        """Do nothing: the members are connected from the start."""
-
-    def split(self, store: Store, ranks: Sequence[int], opts: Any) -> Any:
-        """Return the group of these ranks, which meet in `store`; None where this rank is not among them."""
-        if self.rank() not in ranks:
-            return None
-        return splitting.meet(self, store, list(ranks).index(self.rank()), len(ranks), opts._timeout)
-
-    def merge(self, store: Store, opts: Any, rank: int, size: int) -> Any:
-        """Return a group of `size` ranks, of this group and of others, which meet in `store`."""
-        return splitting.meet(self, store, rank, size, opts._timeout)
-
-    def merge_remote_group(
-        self,
-        store: Store,
-        size: int,
-        timeout: timedelta = _DEFAULT_TIMEOUT,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-    ) -> Any:
-        """Return a group of `size` ranks, of this group and of others, numbered as they come to `store`."""
-        rank = store.add("mergeGroupRank", 1) - 1
-        name, description = group_name or f"{self.group_name}:merge", group_desc or f"{self.group_desc}:merge"
-        return splitting.meet(self, store, rank, size, timeout, name=name, description=description)
-
-
-Operation = Callable[[CallContext], None]
-Result = TypeVar("Result")
-
-_JOIN_S = 5.0
-
-
-@untraced
-@hookable
-class ProcessGroupBase(BackendInterface):
-    """It answers what torch asks of every process group, and carries this group's operations out in order.
-
-    A call that need not be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on
-    the group's executor, one thread, first come first served. Either way all ranks run the same calls in order. The
-    transport sees to it that the main thread hears Ctrl-C in an operation; a wait for the executor hears it by itself.
-    """
-
     def __init__(
         self,
         store: Store,
@@ -151,13 +106,13 @@ class ProcessGroupBase(BackendInterface):
         # It is not (store, rank, size), all that the stub knows: torch would look for backends of its own.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
-        self._timeout_s = timeout.total_seconds()
+        self.timeout_s = timeout.total_seconds()
         self._name = name
         self._desc = ""
         self.number = open_groups.next_number()
         """Which of this process's groups it is, in the order in which they were made."""
         self._closing = threading.RLock()  # a signal handler may come in the middle
-        self._done = DoneWork()
+        self.done_work = DoneWork()
         self.backend_options: Any = None
         """The `phalanx.Options` with which the group was made, or None."""
         self.create_group: Callable[[Any, Any], Any] | None = None
@@ -169,23 +124,58 @@ class ProcessGroupBase(BackendInterface):
     def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
         """Begin with the members that `transport` reaches; no operation is under way here."""
         self.transport = transport
-        self._shared_memory = cast("SharedMemoryTransport", transport) if transport.ranks_share_memory else None
-        self._rank = rank
-        self._size = size
-        self._global_ranks = tuple(global_ranks) or tuple(range(size))
+        self.shared_memory = cast("SharedMemoryTransport", transport) if transport.ranks_share_memory else None
+        self.members = Members(rank, size, tuple(global_ranks) or tuple(range(size)))
         self._interrupted = None if transport.is_interruptible else transport.interrupted
-        self._executor = SerialExecutor(
+        self.executor = SerialExecutor(
             f"phalanx-{self._name}",
             callbacks_first=True,
             interrupted=self._interrupted,
-            ledger=None if self._shared_memory is None else self._shared_memory.core,
+            ledger=None if self.shared_memory is None else self.shared_memory.core,
         )
-        self._recent: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
-        self._closed = False
+        self.recent_works: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
+        self.messages = Messages(transport, self.shared_memory, self.members, self._interrupted, self.recent_works)
+        self.closed = False
         self._splits = Splits()
         self._scratch: Scratch | None = None  # memory for `allocate_tensor`; None until it was asked for
         self.num_gradient_rounds = 0
         """How many rounds of gradients have ended, which are not among the transport's collectives."""
+
+    # -- the calls: each is a function that takes the group, checks, and calls its operation of the transport ----
+
+    allreduce: Any = collectives.allreduce  # it does by itself what `entry_point` does
+    allreduce_sparse = allreduce
+    broadcast = entry_point(collectives.broadcast)
+    reduce = entry_point(collectives.reduce)
+    allgather = entry_point(collectives.allgather)
+    all_gather_single = _allgather_base = entry_point(collectives.all_gather_single)
+    gather = entry_point(collectives.gather)
+    scatter = entry_point(collectives.scatter)
+    reduce_scatter = entry_point(collectives.reduce_scatter)
+    reduce_scatter_single = _reduce_scatter_base = entry_point(collectives.reduce_scatter_single)
+    alltoall = entry_point(collectives.alltoall)
+    all_to_all_single = alltoall_base = entry_point(collectives.all_to_all_single)
+    barrier = entry_point(collectives.barrier)
+    allreduce_coalesced = entry_point(collectives.allreduce_coalesced)
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = entry_point(collectives.all_gather_single_coalesced)
+    allgather_coalesced = entry_point(collectives.allgather_coalesced)
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = entry_point(
+        collectives.reduce_scatter_single_coalesced
+    )
+    send = entry_point(messages.send)
+    recv = entry_point(messages.recv)
+    recv_anysource = entry_point(messages.recv_anysource)
+    gather_single = gather_into_tensor = collectives.gather_single
+    monitored_barrier = collectives.monitored_barrier
+    broadcast_buffers = collectives.broadcast_buffers
+    sparse_mean = collectives.sparse_mean
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Do nothing: operations inside the block are carried out as they come."""
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """Return a Work that is over when all operations of the block are."""
+        return self.carry_out(lambda ctx: None, None, [])
 
     # -- other members -------------------------------------------------------------------------------------------
 
@@ -200,8 +190,8 @@ class ProcessGroupBase(BackendInterface):
     ) -> None:
         """Leave this group's members and begin with those that `connect` reaches; if it fails, with `instead`."""
         if not self.transport.closed:
-            self._part(_JOIN_S)
-        self._connect(instead, self._rank, self._size, self._global_ranks)
+            self.part(_JOIN_S)
+        self._connect(instead, self.members.rank, self.members.size, self.members.global_ranks)
         transport = connect()
         self._store = store
         self._connect(transport, rank, size, global_ranks)
@@ -221,7 +211,7 @@ class ProcessGroupBase(BackendInterface):
 
         The group serves every device that this one serves, whatever `device_types` says.
         """
-        if self._closed:
+        if self.closed:
             raise closed(self._name)
         return self._splits.split(self, new_ranks, timeout, opts, group_name, group_desc)
 
@@ -236,11 +226,11 @@ class ProcessGroupBase(BackendInterface):
 
     def rank(self) -> int:
         """Return this process's number in the group."""
-        return self._rank
+        return self.members.rank
 
     def size(self) -> int:
         """Return how many processes the group has."""
-        return self._size
+        return self.members.size
 
     getRank = rank
     getSize = size
@@ -248,13 +238,13 @@ class ProcessGroupBase(BackendInterface):
     @property
     def symm_mem(self) -> SymmetricMemory:
         """Return the memory that all ranks share."""
-        assert self._shared_memory is not None, f"the ranks of group {self._name!r} share no memory"
-        return self._shared_memory.symm_mem
+        assert self.shared_memory is not None, f"the ranks of group {self._name!r} share no memory"
+        return self.shared_memory.symm_mem
 
     @property
     def shares_memory(self) -> bool:
         """Return whether all ranks share memory, because they are on one host."""
-        return self._shared_memory is not None
+        return self.shared_memory is not None
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # for mypy a type of its own; a string
@@ -297,12 +287,18 @@ class ProcessGroupBase(BackendInterface):
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return whether `allocate_tensor` has memory from which collectives copy less: FSDP2 can ask this."""
-        return torch.device(device).type == "cpu" and self._shared_memory is not None and self._size > 1
+        return torch.device(device).type == "cpu" and self.shared_memory is not None and self.members.size > 1
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor of `size` elements that the other ranks can read where it lies, while there is room for such.
 
         All ranks make the first call of a group. Large tensors of this kind are gathered with one copy, not two.
+
+        Shape: (size,).
+
+        Raises:
+            RuntimeError: the ranks share no memory, or `device` is not the CPU.
+            MismatchError, PeerLostError, DeadlineError, ClosedError: of the first call, as for collectives.
         """
         if not self.supports_tensor_alloc(device):
             raise RuntimeError(f"group {self._name!r} allocates no tensors on {device}")
@@ -314,21 +310,34 @@ class ProcessGroupBase(BackendInterface):
     def allocate_symmetric(
         self, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[str, int], *, owner: int | None = None
     ) -> torch.Tensor:
-        """Return what `shared_empty` is for a group that shares memory; `place` is the caller's. All ranks call it."""
-        assert self._shared_memory is not None
-        memory, ctx = self._shared_memory, CallContext(self._timeout_s, self.transport.call_site(place))
+        """Return what `shared_empty` is for a group that shares memory; `place` is the caller's. All ranks call it.
+
+        Shape: `shape`, the same on every rank.
+
+        Raises:
+            MismatchError, PeerLostError, DeadlineError, ClosedError: as for collectives.
+            PhalanxError: the heap has no room for it.
+        """
+        assert self.shared_memory is not None
+        memory, ctx = self.shared_memory, CallContext(self.timeout_s, self.transport.call_site(place))
         return self.in_order(lambda: memory.allocate(shape, dtype, ctx, owner=owner))
 
     def allocate_on_host(self, nbytes: int, place: tuple[str, int]) -> dict[int, torch.Tensor]:
-        """Allocate memory of each rank of this host, as `Transport` says; `place` is the caller's. All call it."""
-        transport, ctx = self.transport, CallContext(self._timeout_s, self.transport.call_site(place))
+        """Allocate memory of each rank of this host, as `Transport` says; `place` is the caller's. All call it.
+
+        Shape: (nbytes,) each.
+
+        Raises:
+            MismatchError, PeerLostError, DeadlineError, ClosedError: as for collectives.
+        """
+        transport, ctx = self.transport, CallContext(self.timeout_s, self.transport.call_site(place))
         return self.in_order(lambda: transport.allocate_on_host(nbytes, ctx))
 
     @property
     def options(self) -> Any:
         """Return the timeout and ranks of the group, as torch's backends show theirs."""
         return GroupOptions(
-            timedelta(seconds=self._timeout_s), list(self._global_ranks), self._name, self.getBackendName()
+            timedelta(seconds=self.timeout_s), list(self.members.global_ranks), self._name, self.getBackendName()
         )
 
     def get_group_store(self) -> Store:
@@ -336,51 +345,51 @@ class ProcessGroupBase(BackendInterface):
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
-        return 0 if self._closed else self.transport.seq
+        return 0 if self.closed else self.transport.seq
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the sequence number is counted in shared memory from the start."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long operations may take from now on."""
-        self._timeout_s = timeout.total_seconds()
+        self.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def _call_context(self, options: Any, depth: int) -> CallContext:
-        if self._closed or self.transport.closed:  # the latter alone in a forked child, which has no executors
+    def call_context(self, options: Any, depth: int) -> CallContext:
+        if self.closed or self.transport.closed:  # the latter alone in a forked child, which has no executors
             raise closed(self._name)
-        return CallContext(timeout_of(options, self._timeout_s), self.transport.call_site(calling_site(depth)))
+        return CallContext(timeout_of(options, self.timeout_s), self.transport.call_site(calling_site(depth)))
 
-    def _is_free(self) -> bool:
+    def is_free(self) -> bool:
         """Return whether a call that is waited for can be carried out without asking any further."""
-        executor = self._executor  # this is its `idle`, spelt out
+        executor = self.executor  # this is its `idle`, spelt out
         return (
-            not (executor._busy or executor._items or executor._is_passed or executor.callers)
-            and not self._closed
+            not (executor.busy or executor.items or executor.is_passed or executor.callers)
+            and not self.closed
             and not self.transport.closed
         )
 
-    def _carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
+    def carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
         """Run `operation` now, or queue it; called directly by the methods that torch calls."""
         waits = not getattr(options, "asyncOp", True)
-        ctx = self._call_context(options, 4)
+        ctx = self.call_context(options, 4)
         ctx.awaited = waits
         self.refuse_nested()
-        if waits and self._executor.idle:
-            self._executor.run_here(partial(operation, ctx))
-            return self._done
-        work = self._queue(self._executor, partial(operation, ctx), outputs)
+        if waits and self.executor.idle:
+            self.executor.run_here(partial(operation, ctx))
+            return self.done_work
+        work = self.enqueue(self.executor, partial(operation, ctx), outputs)
         if waits and self._interrupted is not None:
             work.wait()
         return work
 
     def refuse_nested(self, what: str = "a collective") -> None:
         """Raise a PhalanxError if this is a signal handler that interrupted an operation of this group."""
-        if self._executor.is_below():
-            raise nested(f"{what} in group {self._name!r} on rank {self._rank}")
+        if self.executor.is_below():
+            raise nested(f"{what} in group {self._name!r} on rank {self.members.rank}")
 
     def in_order(self, operation: Callable[[], Result]) -> Result:
         """Run `operation`, whose collectives go straight to the memory, after all earlier calls; wait for it.
@@ -388,37 +397,84 @@ class ProcessGroupBase(BackendInterface):
         So also what is no collective of c10d's has its place in the order that is the same on all ranks.
         """
         self.refuse_nested()
-        if self._executor.idle:
-            return self._executor.run_here(operation)
+        if self.executor.idle:
+            return self.executor.run_here(operation)
         results: list[Result] = []
-        self._queue(self._executor, lambda: results.append(operation()), []).wait()
+        self.enqueue(self.executor, lambda: results.append(operation()), []).wait()
         return results[0]
 
     def precede(self, action: Callable[[Deadline], None]) -> None:
         """Call `action` in the first collective that is called from now on, as `Transport` says."""
-        if self._executor.idle:
+        if self.executor.idle:
             self.transport.precede(action)
         else:
-            self._queue(self._executor, lambda: self.transport.precede(action), [])
+            self.enqueue(self.executor, lambda: self.transport.precede(action), [])
 
     def drain(self) -> None:
         """Return when the collectives that were called here and run in the background are over, well or not."""
-        if not self._executor.idle:
-            self._queue(self._executor, lambda: None, []).wait()
+        if not self.executor.idle:
+            self.enqueue(self.executor, lambda: None, []).wait()
 
-    def _queue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Sequence[Any]) -> PhalanxWork:
+    def enqueue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Sequence[Any]) -> PhalanxWork:
         work = PhalanxWork(outputs)
-        self._recent.append(work)
+        self.recent_works.append(work)
         return executor.put(action, work)
 
     def find_failure(self) -> BaseException | None:
         """Return the error of an operation that ran in the background, which torch's C++ may have renamed."""
-        return next((error for work in reversed(self._recent) if (error := work.exception()) is not None), None)
+        return next((error for work in reversed(self.recent_works) if (error := work.exception()) is not None), None)
+
+    # -- what torch asks of a backend ----------------------------------------------------------------------------
+
+    def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
+        """Set `use_pg_for_symm_mem_rendezvous`, which torch reads for memory of GPUs alone."""
+        self.use_pg_for_symm_mem_rendezvous = value
+
+    def _set_group_uid(self, pg_uid: str) -> None:
+        """Do nothing: torch's own log names groups by it."""
+
+    def _enable_collectives_timing(self) -> None:
+        """Do nothing, as Gloo."""
+
+    def get_error(self) -> Any:
+        """Return torch's `ErrorType` for the failure of an operation that ran in the background."""
+        error = self.find_failure()
+        if error is None:
+            return _ErrorType.SUCCESS
+        if isinstance(error, DeadlineError):
+            return _ErrorType.TIMEOUT
+        return _ErrorType.REMOTE_ERROR if isinstance(error, PeerLostError) else _ErrorType.COMM_ERROR
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: a rank that is not in a group of `new_group` has no part in its making."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: the members are connected from the start."""
+
+    def split(self, store: Store, ranks: Sequence[int], opts: Any) -> Any:
+        """Return the group of these ranks, which meet in `store`; None where this rank is not among them."""
+        if self.rank() not in ranks:
+            return None
+        return splitting.meet(self, store, list(ranks).index(self.rank()), len(ranks), opts._timeout)
+
+    def merge(self, store: Store, opts: Any, rank: int, size: int) -> Any:
+        """Return a group of `size` ranks, of this group and of others, which meet in `store`."""
+        return splitting.meet(self, store, rank, size, opts._timeout)
+
+    def merge_remote_group(
+        self,
+        store: Store,
+        size: int,
+        timeout: timedelta = _DEFAULT_TIMEOUT,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> Any:
+        """Return a group of `size` ranks, of this group and of others, numbered as they come to `store`."""
+        rank = store.add("mergeGroupRank", 1) - 1
+        name, description = group_name or f"{self.group_name}:merge", group_desc or f"{self.group_desc}:merge"
+        return splitting.meet(self, store, rank, size, timeout, name=name, description=description)
 
     # -- the end -------------------------------------------------------------------------------------------------
-
-    def _executors(self) -> list[Closable]:
-        return [self._executor]
 
     def shutdown(self) -> None:
         """Finish what is queued, then leave the group."""
@@ -430,21 +486,21 @@ class ProcessGroupBase(BackendInterface):
 
     def leave_at_exit(self, exit_reason: str) -> None:
         """Leave the group, if it was not left, as the process ends for this reason."""
-        if not self._closed and not self.transport.closed:
+        if not self.closed and not self.transport.closed:
             self.transport.set_exit_reason(exit_reason)
             self._leave(0.1, for_good=True)
 
     def _leave(self, patience_s: float, *, for_good: bool = False) -> None:
         """Leave the group; with `for_good` the process ends, so what runs after `patience_s` need not end."""
         with self._closing:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             open_groups.discard(self)
         if not self.transport.closed:  # in a forked child the threads and the place in the group are its parent's
-            self._part(patience_s, for_good=for_good)
+            self.part(patience_s, for_good=for_good)
 
-    def _part(self, patience_s: float, *, for_good: bool = False) -> None:
+    def part(self, patience_s: float, *, for_good: bool = False) -> None:
         """Leave the members that the transport reaches."""
         ended = self._settle(patience_s)
         if not ended and not self.transport.closed:
@@ -453,19 +509,19 @@ class ProcessGroupBase(BackendInterface):
                 return
             self.transport.leave_in_flight()
             ended = self._settle(_JOIN_S)
-        self._recent.clear()
+        self.recent_works.clear()
         self._scratch = None
-        self._let_memory_go()
+        self.release_memory()
         if ended or self.transport.closes_in_flight:
             self.transport.close()
 
-    def _let_memory_go(self) -> None:
+    def release_memory(self) -> None:
         """Let all but the group forget its memory; no operation of the group is under way."""
 
     def _settle(self, patience_s: float) -> bool:
         """Let end what is queued, and what other threads are in; return whether all was over within `patience_s`."""
         deadline = Deadline.after(patience_s)
-        ended = all([executor.close(deadline.left_s) for executor in self._executors()])
+        ended = all([part.close(deadline.left_s) for part in (self.executor, self.messages)])
         return self.transport.settle(deadline.left_s) and ended
 
 
