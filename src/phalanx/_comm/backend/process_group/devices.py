@@ -26,9 +26,13 @@ from phalanx._comm.backend.device_backends import DeviceBackend, available, find
 from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.backend.overloads import first_form
 from phalanx._comm.backend.process_group import PhalanxProcessGroup
-from phalanx._comm.backend.process_group.staged import StagedProcessGroup
+from phalanx._comm.backend.process_group.staged import StagedWork, Staging
 from phalanx._comm.backend.rendezvous import ranks_share_gpus
+from phalanx._comm.backend.work import PhalanxWork, SerialExecutor
 from phalanx._comm.diagnostics.failure_report import closed
+from phalanx._comm.transport.base import CallContext
+
+c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 _IDENTITY_BYTES = 128  # a device's name has at most so many bytes in UTF-8
 _IDENTITY_TAG = -(
@@ -62,12 +66,14 @@ class _Once:
             return self._answer
 
 
-class RoutedProcessGroup(StagedProcessGroup):
+class RoutedProcessGroup(PhalanxProcessGroup):
     """This is a `PhalanxProcessGroup` in a process with devices that an engine reaches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._device_backends = available()  # first: who begins a group asks for its devices
         super().__init__(*args, **kwargs)
+        self._staging = Staging()
+        self._opening = threading.Lock()
         self._inside: dict[str, Any] = {}
         self._agreed: set[str] = set()
         self._asking = threading.Lock()
@@ -95,16 +101,16 @@ class RoutedProcessGroup(StagedProcessGroup):
         """Return the group for the tensors of that type of device; this sends nothing."""
         with self._opening:
             if self.closed:
-                raise closed(self._name)
+                raise closed(self.group_name)
             if kind not in self._inside:
                 opened = self._device_backends[kind].open
                 assert opened is not None
                 self._inside[kind] = opened(
-                    self._store,
+                    self.get_group_store(),
                     self.members.rank,
                     self.members.size,
                     timedelta(seconds=self.timeout_s),
-                    self._name,
+                    self.group_name,
                     self.members.global_ranks,
                 )
             return self._inside[kind]
@@ -167,12 +173,45 @@ class RoutedProcessGroup(StagedProcessGroup):
             if obstacle and self.members.rank == 0 and not ranks_share_gpus():
                 warn_once(
                     _logger,
-                    f"group {self._name!r}: {obstacle}\nTensors on {device.type} go through memory that these ranks "
-                    "share. If that is not meant, call torch.cuda.set_device(local_rank) first, or start no more ranks "
-                    "than GPUs; if it is, `phalanx run --ranks-per-gpu` says so.",
+                    f"group {self.group_name!r}: {obstacle}\nTensors on {device.type} go through memory that these "
+                    "ranks share. If that is not meant, call torch.cuda.set_device(local_rank) first, or start no more "
+                    "ranks than GPUs; if it is, `phalanx run --ranks-per-gpu` says so.",
                 )
-            self._open_host_memory(device.type)
+            self._staging.open_host_memory(self, device.type)
             self._staged.add(device.type)
+
+    def _tell_all(self, mine: bytes, nbytes: int) -> list[bytes]:
+        """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. All ranks call it.
+
+        Raises:
+            DeadlineError, PeerLostError, MismatchError: not every rank came.
+        """
+        told = torch.tensor(list(mine[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
+        theirs = [torch.empty_like(told) for _ in range(self.members.size)]
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        PhalanxProcessGroup.allgather(self, [theirs], [told], options).wait()
+        return [bytes(one.tolist()).rstrip(b"\0") for one in theirs]
+
+    def is_free(self) -> bool:
+        return self._staging.calling.call is None and super().is_free()
+
+    def carry_out(self, operation: Callable[[CallContext], None], options: Any, outputs: Any) -> dist.Work:
+        call = self._staging.calling.call
+        if call is not None:
+            operation = call.around(operation)
+        return super().carry_out(operation, options, outputs)
+
+    def enqueue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Any) -> PhalanxWork:
+        call = self._staging.calling.call
+        if call is None or executor is not self.executor:
+            return super().enqueue(executor, action, outputs)
+        work = StagedWork(call)
+        self.recent_works.append(work)
+        return executor.put(action, work)
+
+    def release_memory(self) -> None:
+        self._staging.close()
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Return a work that is over when every rank has come; with `device_ids` also what is queued on the device."""
@@ -183,7 +222,7 @@ class RoutedProcessGroup(StagedProcessGroup):
             return work
         group = self._route(device, "barrier", collective=True)
         if group is None:
-            self._await_device(device)
+            self._staging.await_device(self, device)
             work = super().barrier(opts)
         else:
             work = group.barrier(opts)
@@ -241,7 +280,7 @@ def _routed(name: str, *, collective: bool) -> Callable[..., dist.Work]:
             return work
         group = self._route(device, name, collective=True) if collective else self._route_message(device, name, args)
         if group is None:
-            return self._on_ranks_devices(name, here, device, args)
+            return self._staging.carry_out(self, name, here, device, args)
         carried: dist.Work = getattr(group, name)(*args)
         return carried
 

@@ -21,16 +21,13 @@ from phalanx._comm.backend.device_backends import no_backend_for
 from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.backend.memoryless import FakeCall, address_of, check_memory, nothing_done
 from phalanx._comm.backend.process_group import PhalanxProcessGroup
-from phalanx._comm.backend.work import DoneWork, PhalanxWork, SerialExecutor
+from phalanx._comm.backend.work import DoneWork, PhalanxWork
 from phalanx._comm.diagnostics.call_sites import calling_site
 from phalanx._comm.diagnostics.failure_report import closed
-from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.staging import CopyStream, HostMemory, StagedCall, open_copy_stream
 from phalanx._comm.transport.staging.host_memory import staging_bytes
 from phalanx._comm.transport.staging.staged_call import InFlight
 from phalanx.errors import PhalanxError
-
-c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
 _PATIENCE_S = 5.0
 _MESSAGES = ("send", "recv", "recv_anysource")
@@ -44,39 +41,26 @@ class _Calling(threading.local):
     call: StagedCall | None = None
 
 
-class StagedProcessGroup(PhalanxProcessGroup):
-    """This is a `PhalanxProcessGroup` that can carry tensors of devices as well."""
+class Staging:
+    """It carries a group's operations on tensors of devices through the host's memory."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self) -> None:
+        self.calling = _Calling()
+        """The operation on a device's tensors that each thread is calling."""
         self._host_memory: dict[str, HostMemory] = {}
         self._copy_streams: dict[torch.device, tuple[CopyStream, InFlight]] = {}
-        self._calling = _Calling()
         self._opening = threading.Lock()
 
-    def _open_host_memory(self, kind: str) -> None:
+    def open_host_memory(self, group: PhalanxProcessGroup, kind: str) -> None:
         """Open the host's memory for this kind of device. All ranks call it, where ranks share memory."""
         piece = None
-        if self.shares_memory and self.members.size > 1:
-            nbytes = staging_bytes(self.symm_mem.heap_bytes)
+        if group.shares_memory and group.members.size > 1:
+            nbytes = staging_bytes(group.symm_mem.heap_bytes)
             try:
-                piece = self.allocate_symmetric((nbytes,), torch.uint8, calling_site())
+                piece = group.allocate_symmetric((nbytes,), torch.uint8, calling_site())
             except PhalanxError:  # memory that lies in a file system may not suffice; all ranks see that
                 piece = None
         self._host_memory[kind] = HostMemory(kind, piece)
-
-    def _tell_all(self, mine: bytes, nbytes: int) -> list[bytes]:
-        """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. All ranks call it.
-
-        Raises:
-            DeadlineError, PeerLostError, MismatchError: not every rank came.
-        """
-        told = torch.tensor(list(mine[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
-        theirs = [torch.empty_like(told) for _ in range(self.members.size)]
-        options = c10d.AllgatherOptions()
-        options.asyncOp = False
-        PhalanxProcessGroup.allgather(self, [theirs], [told], options).wait()
-        return [bytes(one.tolist()).rstrip(b"\0") for one in theirs]
 
     def _stream_of(self, device: torch.device) -> tuple[CopyStream, InFlight]:
         if device not in self._copy_streams:
@@ -84,28 +68,33 @@ class StagedProcessGroup(PhalanxProcessGroup):
             self._copy_streams[device] = stream, InFlight(stream)
         return self._copy_streams[device]
 
-    def _new_call(self, device: torch.device) -> StagedCall:
+    def _new_call(self, group: PhalanxProcessGroup, device: torch.device) -> StagedCall:
         with self._opening:
-            if self.closed:
-                raise closed(self._name)
+            if group.closed:
+                raise closed(group.group_name)
             stream, in_flight = self._stream_of(device)
             if device.type not in self._host_memory:  # messages come first: what they need is nobody else's matter
                 self._host_memory[device.type] = HostMemory(device.type)
             return StagedCall(stream, self._host_memory[device.type], in_flight)
 
-    def _await_device(self, device: torch.device) -> None:
+    def await_device(self, group: PhalanxProcessGroup, device: torch.device) -> None:
         """Return when all is over that this thread has queued on the device."""
-        stream = self._new_call(device).stream
+        stream = self._new_call(group, device).stream
         stream.await_on_host(stream.mark())
 
-    def _on_ranks_devices(
-        self, name: str, here: Callable[..., dist.Work], device: torch.device, args: tuple[Any, ...]
+    def carry_out(
+        self,
+        group: PhalanxProcessGroup,
+        name: str,
+        here: Callable[..., dist.Work],
+        device: torch.device,
+        args: tuple[Any, ...],
     ) -> dist.Work:
         """Return the CPU's operation `here` as one that takes tensors of a device that no engine carries."""
-        call = self._new_call(device)
+        call = self._new_call(group, device)
         try:
-            staged = self._stage(call, name, device, args)
-            return self._carry(call, name, device, here, staged)
+            staged = _stage(call, group.members.rank, name, device, args)
+            return self._carry(group, call, name, device, here, staged)
         except FakeCall:
             return nothing_done(name, args)
         except BaseException:
@@ -114,6 +103,7 @@ class StagedProcessGroup(PhalanxProcessGroup):
 
     def _carry(
         self,
+        group: PhalanxProcessGroup,
         call: StagedCall,
         name: str,
         device: torch.device,
@@ -122,62 +112,23 @@ class StagedProcessGroup(PhalanxProcessGroup):
     ) -> dist.Work:
         if name in _MESSAGES:
             if name != "send":
-                return StagedReceive(here(self, *staged), call)
+                return StagedReceive(here(group, *staged), call)
             call.await_inputs()
-            return here(self, *staged)
+            return here(group, *staged)
         outputs = call.outputs
-        self._calling.call = call
+        self.calling.call = call
         try:
             with carried_on(device):
-                work = here(self, *staged)
+                work = here(group, *staged)
         finally:
-            self._calling.call = None
+            self.calling.call = None
         if isinstance(work, DoneWork):
             call.order_caller()
             return StagedDone(call, outputs)
         return work
 
-    def _stage(self, call: StagedCall, name: str, device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        def staged(value: Any, *, read: bool, written: bool) -> Any:
-            if isinstance(value, (list, tuple)):
-                return [staged(item, read=read, written=written) for item in value]
-            if not isinstance(value, torch.Tensor):
-                return value
-            if value.device != device:
-                raise ValueError(no_backend_for(device, name, other=value.device))
-            if value.layout is torch.strided and not address_of(value):
-                check_memory(value, name, written=written)
-            return call.stage(value, read=read, written=written)
-
-        first, rest = args[0], args[1:]
-        if name in _MESSAGES:
-            return staged(first, read=name == "send", written=name != "send"), *rest
-        if name in _IN_PLACE:
-            root = -1 if name.startswith("allreduce") else rest[0].rootRank
-            read = name != "broadcast" or root == self.members.rank
-            written = root in (-1, self.members.rank) if name != "broadcast" else root != self.members.rank
-            return staged(first, read=read, written=written), *rest
-        second, rest = rest[0], rest[1:]
-        return staged(first, read=False, written=True), staged(second, read=True, written=False), *rest
-
-    def is_free(self) -> bool:
-        return self._calling.call is None and super().is_free()
-
-    def carry_out(self, operation: Callable[[CallContext], None], options: Any, outputs: Any) -> dist.Work:
-        call = self._calling.call
-        if call is not None:
-            operation = call.around(operation)
-        return super().carry_out(operation, options, outputs)
-
-    def enqueue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Any) -> PhalanxWork:
-        call = self._calling.call
-        if call is None or executor is not self.executor:
-            return super().enqueue(executor, action, outputs)
-        work = StagedWork(call)
-        self.recent_works.append(work)
-        return executor.put(action, work)
-
-    def release_memory(self) -> None:
+    def close(self) -> None:
+        """Release the memory; no operation of the group is under way."""
         # A device may still copy from and to it: what was called and never waited for.
         idle = all([stream.drain(_PATIENCE_S) for stream, _ in self._copy_streams.values()])
         if idle:
@@ -185,6 +136,30 @@ class StagedProcessGroup(PhalanxProcessGroup):
                 memory.close()
         self._copy_streams.clear()
         self._host_memory.clear()
+
+
+def _stage(call: StagedCall, rank: int, name: str, device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def staged(value: Any, *, read: bool, written: bool) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [staged(item, read=read, written=written) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.device != device:
+            raise ValueError(no_backend_for(device, name, other=value.device))
+        if value.layout is torch.strided and not address_of(value):
+            check_memory(value, name, written=written)
+        return call.stage(value, read=read, written=written)
+
+    first, rest = args[0], args[1:]
+    if name in _MESSAGES:
+        return staged(first, read=name == "send", written=name != "send"), *rest
+    if name in _IN_PLACE:
+        root = -1 if name.startswith("allreduce") else rest[0].rootRank
+        read = name != "broadcast" or root == rank
+        written = root in (-1, rank) if name != "broadcast" else root != rank
+        return staged(first, read=read, written=written), *rest
+    second, rest = rest[0], rest[1:]
+    return staged(first, read=False, written=True), staged(second, read=True, written=False), *rest
 
 
 @untraced
