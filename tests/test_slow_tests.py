@@ -52,7 +52,8 @@ def test_the_end_of_a_run_says_why_tests_did_not_run(tmp_path: Path) -> None:
 def _run(folder: Path, tests: str, *words: str) -> str:
     """Return what pytest says of a file of these tests, with the conftest of ours."""
     (folder / "conftest.py").write_text(CONFTEST.read_text())
-    (folder / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers =\n    slow(but=()): takes long\n")
+    settings = f"testpaths = .\npythonpath = {CONFTEST.parent.parent}\nmarkers =\n    slow(but=()): takes long\n"
+    (folder / "pytest.ini").write_text(f"[pytest]\n{settings}")
     (folder / "test_some.py").write_text(tests)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", *words]
