@@ -82,7 +82,7 @@ SAVED = {
 OTHERS = {
     "_calls_function", "_calls_method",
     "_args_from_interpreter_flags", "_bit_generator", "_config", "_exit", "_getframe", "_inst", "_rand",
-    "_run_exitfuncs", "_run_module_as_main", "_shutdown",
+    "_replace", "_run_exitfuncs", "_run_module_as_main", "_shutdown",
 }  # fmt: skip
 
 # Names of older torch that are asked for only where they are: by path, the first release without it.
