@@ -10,7 +10,7 @@ from typing import Any
 
 GLOSSARY = "reference/glossary.md"
 # Where a term might be an ordinary word, it is not linked.
-_ORDINARY = {"attempt", "engine", "member", "phase", "position", "poison", "seat", "shadow", "stage", "sync"}
+_ORDINARY = {"attempt", "engine", "member", "phase", "position", "poison", "slot", "shadow", "stage", "sync"}
 _ORDINARY |= {"schedule"}
 # What is not running text: code blocks, inline code, links, images, tags, headings, and the opening paragraph.
 _NOT_TEXT = re.compile(

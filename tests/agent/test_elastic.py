@@ -20,34 +20,34 @@ from phalanx._job.agent.elastic_actions import (
     plan_message,
 )
 from phalanx._job.agent.failure import Exit, Report
-from phalanx._job.agent.generation import HostSeats, Seating
+from phalanx._job.agent.generation import HostSlots, SlotPlan
 
 KILLED = -signal.SIGKILL
 
 
 def job(num_ranks: int = 3, max_replacements: int | None = None, *, joined: int | None = None) -> Elastic:
-    """A job whose ranks run, of which the first `joined` (all) have said that they are elastic; pids are 100 + seat."""
-    seats = HostSeats(0, 0, num_ranks, frozenset(range(num_ranks)))
-    elastic = Elastic(Seating.begin([seats]), max_replacements)
-    for seat in range(num_ranks):
-        elastic.on_started(seat, 100 + seat)
-    for seat in range(num_ranks if joined is None else joined):
-        assert say(elastic, seat, "elastic") == []
+    """A job whose ranks run, of which the first `joined` (all) have said that they are elastic; pids are 100 + slot."""
+    slots = HostSlots(0, 0, num_ranks, frozenset(range(num_ranks)))
+    elastic = Elastic(SlotPlan.begin([slots]), max_replacements)
+    for slot in range(num_ranks):
+        elastic.on_started(slot, 100 + slot)
+    for slot in range(num_ranks if joined is None else joined):
+        assert say(elastic, slot, "elastic") == []
     return elastic
 
 
-def say(elastic: Elastic, seat: int, kind: str, now: float = 1.0, **message: object) -> list[ElasticAction]:
-    member = elastic.members[seat]
-    return elastic.on_message(seat, member.pid, {"kind": kind, **message}, now)
+def say(elastic: Elastic, slot: int, kind: str, now: float = 1.0, **message: object) -> list[ElasticAction]:
+    member = elastic.members[slot]
+    return elastic.on_message(slot, member.pid, {"kind": kind, **message}, now)
 
 
-def lose(elastic: Elastic, seat: int, status: int = KILLED, now: float = 1.0) -> list[ElasticAction] | None:
-    return elastic.on_exit(Exit(seat, elastic.members[seat].pid, status, now), now)
+def lose(elastic: Elastic, slot: int, status: int = KILLED, now: float = 1.0) -> list[ElasticAction] | None:
+    return elastic.on_exit(Exit(slot, elastic.members[slot].pid, status, now), now)
 
 
-def raise_in(elastic: Elastic, seat: int, place: str = "train.py:7") -> None:
+def raise_in(elastic: Elastic, slot: int, place: str = "train.py:7") -> None:
     report = Report(
-        seat, elastic.members[seat].pid, 1.0, ("ValueError", "Exception"), "ValueError: bad", place, "Trace"
+        slot, elastic.members[slot].pid, 1.0, ("ValueError", "Exception"), "ValueError: bad", place, "Trace"
     )
     assert elastic.on_report(report, 1.0) == []
 
@@ -61,10 +61,10 @@ def words(actions: list[ElasticAction] | None) -> str:
     return " ".join(action.text for action in actions or () if isinstance(action, Say))
 
 
-def recover(elastic: Elastic, seat: int, pid: int, step: int = -1) -> str:
+def recover(elastic: Elastic, slot: int, pid: int, step: int = -1) -> str:
     """The replacement comes, and all are in the new generation."""
-    elastic.on_started(seat, pid)
-    assert say(elastic, seat, "elastic") == [TellGeneration(seat)]
+    elastic.on_started(slot, pid)
+    assert say(elastic, slot, "elastic") == [TellGeneration(slot)]
     said = ""
     for other in elastic.members:
         said += words(say(elastic, other, "regrouped", 1.5, generation=elastic.generation.number))
@@ -77,7 +77,7 @@ def test_a_lost_rank_is_replaced_and_keeps_its_number() -> None:
     elastic = job(3)
     actions = lose(elastic, 1)
     generation = begun(actions).generation
-    assert (generation.number, generation.seats, generation.replacements) == (1, (0, 1, 2), (1,))
+    assert (generation.number, generation.slots, generation.replacements) == (1, (0, 1, 2), (1,))
     assert begun(actions).holders == (0, 2)
     assert words(actions).startswith("phalanx run: rank 1 (pid 101) is lost: SIGKILL")
     assert words(actions).endswith("A replacement is started")
@@ -164,14 +164,14 @@ def test_a_process_that_does_not_end_after_its_exception_is_killed() -> None:
     raise_in(elastic, 1)
     (evict,) = elastic.on_time(1.0 + ENDING_S)
     assert isinstance(evict, Evict)
-    assert evict.seat == 1
+    assert evict.slot == 1
     assert begun(lose(elastic, 1)).generation.replacements == (1,)
 
 
 def test_what_every_rank_raises_alike_fails_the_job() -> None:
     elastic = job(3)
-    for seat in range(3):
-        raise_in(elastic, seat)
+    for slot in range(3):
+        raise_in(elastic, slot)
     assert lose(elastic, 0, 1) == []
     assert lose(elastic, 1, 1) == []
     (given_up,) = lose(elastic, 2, 1) or ()
@@ -224,11 +224,11 @@ def test_without_replacements_the_others_go_on_as_fewer_ranks() -> None:
     actions = lose(elastic, 1)
     assert Retire((1,)) in (actions or ())
     generation = begun(actions).generation
-    assert (generation.seats, generation.world_size, generation.replacements) == ((0, 2, 3), 3, ())
+    assert (generation.slots, generation.world_size, generation.replacements) == ((0, 2, 3), 3, ())
     assert words(actions).endswith("3 ranks go on without")
     assert elastic.rank_of(3) == 2
-    for seat in (0, 2, 3):
-        say(elastic, seat, "regrouped", generation=2)
+    for slot in (0, 2, 3):
+        say(elastic, slot, "regrouped", generation=2)
     assert "rank 2 (pid 103) is lost" in words(lose(elastic, 3))
 
 
@@ -238,7 +238,7 @@ def test_below_the_minimum_those_that_are_left_are_told_to_save_and_end() -> Non
     actions = lose(elastic, 1) or []
     assert Retire((1,)) in actions
     (told,) = [action for action in actions if isinstance(action, SendToRank)]
-    assert told.seat == 0
+    assert told.slot == 0
     assert told.message["kind"] == "end"
     assert told.message["code"] == BELOW_MINIMUM_EXIT_CODE
     assert "1 of at least 2 ranks" in told.message["why"]
@@ -249,7 +249,7 @@ def test_a_replacement_that_the_system_refuses_is_done_without() -> None:
     elastic = job(3)
     lose(elastic, 1)
     actions = elastic.on_unforked(1, "Resource temporarily unavailable", 1.0)
-    assert begun(actions).generation.seats == (0, 2)
+    assert begun(actions).generation.slots == (0, 2)
     assert Retire((1,)) in (actions or ())
     assert "rank 1 could not be replaced: Resource" in words(actions)
     assert job(3).on_unforked(1, "no", 1.0) is None
@@ -271,7 +271,7 @@ def test_who_is_silent_when_the_others_have_given_up_on_it_is_replaced() -> None
     say(elastic, 2, "lost", generation=0, step=3)
     (evict,) = elastic.on_time(1.0 + SILENT_RANK_S)
     assert isinstance(evict, Evict)
-    assert evict.seat == 1
+    assert evict.slot == 1
     actions = lose(elastic, 1, now=12.0)
     assert "rank 1 (pid 101) is lost: killed: rank 0 has given up on their group" in words(actions)
     assert begun(actions).generation.replacements == (1,)
@@ -338,9 +338,9 @@ def test_what_comes_late_from_a_process_that_was_replaced_counts_for_nothing() -
 
 
 def refused(actions: list[ElasticAction] | None) -> set[int]:
-    """The seats that are told that there is no other generation."""
+    """The slots that are told that there is no other generation."""
     told = [action for action in actions or () if isinstance(action, SendToRank)]
-    return {action.seat for action in told if action.message["kind"] == "no generation"}
+    return {action.slot for action in told if action.message["kind"] == "no generation"}
 
 
 def disagree(elastic: Elastic, step: int, **message: object) -> list[ElasticAction]:
@@ -349,8 +349,8 @@ def disagree(elastic: Elastic, step: int, **message: object) -> list[ElasticActi
     fields = {"generation": number, "step": step, "error": "MismatchError: they differ", "disagrees": True, **message}
     assert say(elastic, 0, "lost", **fields) == []
     actions = say(elastic, 1, "lost", **fields)
-    for seat in (0, 1) if elastic.generation.number > number else ():
-        say(elastic, seat, "regrouped", generation=elastic.generation.number)
+    for slot in (0, 1) if elastic.generation.number > number else ():
+        say(elastic, slot, "regrouped", generation=elastic.generation.number)
     return actions
 
 
@@ -426,4 +426,4 @@ def test_a_replacement_that_comes_when_the_others_were_told_to_end_is_told_as_we
     lose(elastic, 2)
     (told,) = say(elastic, 1, "elastic", generation=1)
     assert isinstance(told, SendToRank)
-    assert (told.seat, told.message["kind"]) == (1, "end")
+    assert (told.slot, told.message["kind"]) == (1, "end")

@@ -38,7 +38,7 @@ LEAVES = signal.SIGVTALRM  # whom it ends is not replaced
 
 
 @dataclass
-class Seat:
+class Slot:
     """One rank's place, with the process that is there now."""
 
     process: BaseProcess
@@ -50,7 +50,7 @@ class Seat:
 
 @dataclass
 class Ended:
-    """How a job ended: results by seat, the generations it took, and what ranks said of losses."""
+    """How a job ended: results by slot, the generations it took, and what ranks said of losses."""
 
     results: list[Any]
     generations: int
@@ -91,28 +91,28 @@ class SmallAgent:
         self._token = os.urandom(8).hex()
         self._name = f"phalanx-test-{os.getpid()}-{os.urandom(4).hex()}"
         self._machines = list(machines)
-        self._places = {seat: host for seat, host in enumerate(host for host, n in enumerate(sizes) for _ in range(n))}
+        self._places = {slot: host for slot, host in enumerate(host for host, n in enumerate(sizes) for _ in range(n))}
         self._spare = list(range(len(sizes), len(machines)))
         self._listeners = [_listen_at(machine, self._name) for machine in machines] or [listen(self._name, 64)]
         self._stores: list[int] = []
         self._pending: list[Channel] = []
         self._new_store()
-        self.seats: dict[int, Seat] = {}
-        for seat in range(world_size):
-            self._start(seat, range(world_size))
+        self.slots: dict[int, Slot] = {}
+        for slot in range(world_size):
+            self._start(slot, range(world_size))
 
     def _new_store(self) -> None:
         self._stores.append(os.memfd_create("test-store", os.MFD_CLOEXEC))
 
-    def _environment(self, seat: int, seats: Iterable[int]) -> dict[str, str]:
-        """Return what the rank in `seat` finds, in a generation of all of these."""
-        seats = sorted(seats)
-        rank, world_size = seats.index(seat), len(seats)
-        here = [one for one in seats if self._places.get(one) == self._places.get(seat)]
+    def _environment(self, slot: int, slots: Iterable[int]) -> dict[str, str]:
+        """Return what the rank in `slot` finds, in a generation of all of these."""
+        slots = sorted(slots)
+        rank, world_size = slots.index(slot), len(slots)
+        here = [one for one in slots if self._places.get(one) == self._places.get(slot)]
         variables = {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(here.index(seat)),
+            "LOCAL_RANK": str(here.index(slot)),
             "LOCAL_WORLD_SIZE": str(len(here)),
             "MASTER_PORT": "1",
             "MASTER_ADDR": "localhost",
@@ -120,37 +120,37 @@ class SmallAgent:
             "PHALANX_STORE_OF": f"{rank}/{world_size}/1/",
             "PHALANX_AGENT": f"{self._name}:{self._token}",
         }
-        if seat in self._places:
-            variables["PHALANX_ADDRESS"] = self._machines[self._places[seat]].address
+        if slot in self._places:
+            variables["PHALANX_ADDRESS"] = self._machines[self._places[slot]].address
         return {**variables, "PHALANX_GENERATION": str(self.generation)} if self.generation else variables
 
-    def _start(self, seat: int, seats: Iterable[int]) -> None:
-        environment = self._environment(seat, seats)
-        path = self._folder / f"outcome-{seat}-{self.generation}"
-        machine = self._machines[self._places[seat]] if seat in self._places else None
+    def _start(self, slot: int, slots: Iterable[int]) -> None:
+        environment = self._environment(slot, slots)
+        path = self._folder / f"outcome-{slot}-{self.generation}"
+        machine = self._machines[self._places[slot]] if slot in self._places else None
         process = multiprocessing.get_context("fork").Process(
             target=_work, args=(self._body, self._args, environment, path, os.getpid(), self._listeners, machine)
         )
         process.start()
-        self.seats[seat] = Seat(process, self.generation)
+        self.slots[slot] = Slot(process, self.generation)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> Ended:
         """Until every rank has ended well; whatever happens, nothing is left."""
         try:
-            while not all(seat.is_over for seat in self.seats.values()):
+            while not all(slot.is_over for slot in self.slots.values()):
                 if time.monotonic() > self._deadline:
                     raise TimeoutError(f"generation {self.generation}: still running\n{self._stacks()}")
                 self._turn()
-            results = [self._result(number) for number in sorted(self.seats)]
+            results = [self._result(number) for number in sorted(self.slots)]
             return Ended(results, self.generation, self.losses)
         finally:
             self._close()
 
     def _turn(self) -> None:
-        running = {s.process.sentinel: n for n, s in self.seats.items() if not s.is_over}
-        links = {s.connection: n for n, s in self.seats.items() if s.connection is not None}
+        running = {s.process.sentinel: n for n, s in self.slots.items() if not s.is_over}
+        links = {s.connection: n for n, s in self.slots.items() if s.connection is not None}
         ready, _, _ = select.select([*self._listeners, *self._pending, *links, *running], [], [], 0.05)
         for one in ready:
             if one in self._listeners:
@@ -162,11 +162,11 @@ class SmallAgent:
                 self._hear(links[one], one)
         if self._on_turn is not None:
             self._on_turn(self)
-        gone = [n for n in running.values() if self.seats[n].process.exitcode is not None]
+        gone = [n for n in running.values() if self.slots[n].process.exitcode is not None]
         bad = [n for n in gone if not self._ended_well(n)]
         for number in gone:
             if number not in bad:
-                self.seats[number].is_over = True
+                self.slots[number].is_over = True
         if bad:
             self._lose(bad)
 
@@ -175,56 +175,56 @@ class SmallAgent:
         message = {} if heard is None else heard.content
         if heard is not None:
             heard.close()
-        seat = next((s for s in self.seats.values() if s.process.pid == message.get("pid")), None)
-        if message.get("kind") != "elastic" or seat is None:
+        slot = next((s for s in self.slots.values() if s.process.pid == message.get("pid")), None)
+        if message.get("kind") != "elastic" or slot is None:
             connection.close()
             return
-        seat.connection = connection
+        slot.connection = connection
         connection.put({"kind": "welcome", "generation": self.generation})
         if message["generation"] < self.generation:
-            self._tell(next(n for n, s in self.seats.items() if s is seat))
+            self._tell(next(n for n, s in self.slots.items() if s is slot))
 
     def _hear(self, number: int, connection: Channel) -> None:
         for message, _ in connection.take():
             if message["kind"] == "lost":
-                self.losses.append({**message, "seat": number})
+                self.losses.append({**message, "slot": number})
                 self._require_cause()
             elif message["kind"] == "waiting":
                 connection.put({"kind": "wait"})
         if connection.gone:
             connection.close()
-            self.seats[number].connection = None
+            self.slots[number].connection = None
 
     def _require_cause(self) -> None:
         """Ranks that all leave a generation, of which none is lost, disagree: nobody here would begin another."""
         if self._end_on_loss:
             return
-        told = {loss["seat"]: loss["error"] for loss in self.losses if loss["generation"] == self.generation}
-        if set(told) == set(self.seats) and all(seat.process.is_alive() for seat in self.seats.values()):
+        told = {loss["slot"]: loss["error"] for loss in self.losses if loss["generation"] == self.generation}
+        if set(told) == set(self.slots) and all(slot.process.is_alive() for slot in self.slots.values()):
             raise RuntimeError(f"all ranks have left generation {self.generation}, and none was lost: {told}")
 
     def _tell(self, number: int) -> None:
-        seat = self.seats[number]
-        if seat.connection is None:
+        slot = self.slots[number]
+        if slot.connection is None:
             return
         message = {
             "kind": "generation",
             "generation": self.generation,
-            "rank": sorted(self.seats).index(number),
-            "world_size": len(self.seats),
-            "environment": self._environment(number, self.seats),
+            "rank": sorted(self.slots).index(number),
+            "world_size": len(self.slots),
+            "environment": self._environment(number, self.slots),
         }
-        seat.connection.put(message)
+        slot.connection.put(message)
 
     def regroup(self, *, add: int = 0) -> None:
         """Begin a generation, with `add` ranks more."""
         self.generation += 1
         self._new_store()
-        first = max(self.seats) + 1
-        seats = [*self.seats, *range(first, first + add)]
-        for seat in seats[len(self.seats) :]:
-            self._start(seat, seats)
-        for number in self.seats:
+        first = max(self.slots) + 1
+        slots = [*self.slots, *range(first, first + add)]
+        for slot in slots[len(self.slots) :]:
+            self._start(slot, slots)
+        for number in self.slots:
             self._tell(number)
 
     def _lose(self, bad: list[int]) -> None:
@@ -234,22 +234,22 @@ class SmallAgent:
             for number in bad:
                 self.ends.append(self._outcome_text(number))
                 self._remove(number)
-            for seat in self.seats.values():
-                if seat.connection is not None:
-                    seat.connection.put({"kind": "end", "code": 75, "why": "too few ranks"})
+            for slot in self.slots.values():
+                if slot.connection is not None:
+                    slot.connection.put({"kind": "end", "code": 75, "why": "too few ranks"})
             return
         raised = [n for n in bad if outcome.read(self._path(n)) is not None]
         if self._most_losses < 0 or (raised and not self._may_raise):
             raise RuntimeError("\n".join(self._outcome_text(n) for n in raised or bad))
         self.generation += 1
         self._new_store()
-        replaced = [n for n in bad if self._replace and self.seats[n].process.exitcode != -LEAVES]
+        replaced = [n for n in bad if self._replace and self.slots[n].process.exitcode != -LEAVES]
         for number in bad:
             self._remove(number)
-        seats = [*self.seats, *replaced]
+        slots = [*self.slots, *replaced]
         for number in replaced:
-            self._start(number, seats)
-        for number in self.seats:
+            self._start(number, slots)
+        for number in self.slots:
             self._tell(number)
 
     def _with_their_hosts(self, bad: list[int]) -> list[int]:
@@ -261,21 +261,21 @@ class SmallAgent:
             instead = self._spare.pop(0)
             self._places.update(dict.fromkeys(theirs, instead))
             for number in theirs:
-                self.seats[number].process.join()  # it has been killed
+                self.slots[number].process.join()  # it has been killed
             bad = sorted({*bad, *theirs})
         return bad
 
     def _remove(self, number: int) -> None:
-        seat = self.seats.pop(number)
-        seat.process.join()
-        seat.process.close()
-        if seat.connection is not None:
-            seat.connection.close()
+        slot = self.slots.pop(number)
+        slot.process.join()
+        slot.process.close()
+        if slot.connection is not None:
+            slot.connection.close()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"outcome-{number}-{self.seats[number].generation}"
+        return self._folder / f"outcome-{number}-{self.slots[number].generation}"
 
     def _ended_well(self, number: int) -> bool:
         told = outcome.read(self._path(number))
@@ -283,7 +283,7 @@ class SmallAgent:
 
     def _outcome_text(self, number: int) -> str:
         told = outcome.read(self._path(number))
-        return f"rank {number}: {told.text if told else self.seats[number].process.exitcode}"
+        return f"rank {number}: {told.text if told else self.slots[number].process.exitcode}"
 
     def _result(self, number: int) -> Any:
         told = outcome.read(self._path(number))
@@ -292,25 +292,25 @@ class SmallAgent:
 
     def _stacks(self) -> str:
         texts = []
-        for seat in self.seats.values():
-            if seat.process.is_alive():
+        for slot in self.slots.values():
+            if slot.process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(seat.process.pid, signal.SIGUSR2)
+                    os.kill(slot.process.pid, signal.SIGUSR2)
         time.sleep(0.5)
         for path in sorted(self._folder.glob("*.stack")):
             texts.append(f"{path.name}\n{path.read_text()}")
         return "\n".join(texts)
 
     def _close(self) -> None:
-        for seat in self.seats.values():
-            if seat.process.pid is not None:
+        for slot in self.slots.values():
+            if slot.process.pid is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(seat.process.pid, signal.SIGKILL)
-                seat.process.kill()
-            seat.process.join()
-            seat.process.close()
-            if seat.connection is not None:
-                seat.connection.close()
+                    os.killpg(slot.process.pid, signal.SIGKILL)
+                slot.process.kill()
+            slot.process.join()
+            slot.process.close()
+            if slot.connection is not None:
+                slot.connection.close()
         for connection in self._pending:
             connection.close()
         for listener in self._listeners:

@@ -160,7 +160,7 @@ def test_ranks_that_come_are_taken_in_at_a_step_and_get_their_share(tmp_path: Pa
     def welcome_another(agent: SmallAgent) -> None:
         """Once the first steps are done: two ranks more, one after the other has come in."""
         lines[:] = [sum(path.read_text().count("\n") for path in tmp_path.glob("samples-*"))]
-        if (agent.generation, len(agent.seats)) == (0, 2) and lines[0] > 8:
+        if (agent.generation, len(agent.slots)) == (0, 2) and lines[0] > 8:
             agent.regroup(add=1)
 
     ended = SmallAgent(train_job, 2, job, folder=tmp_path, on_turn=welcome_another).run()

@@ -9,7 +9,7 @@ from phalanx._base.loss_detection import SILENT_RANK_S
 from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE
 from phalanx._job.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, PrepareHost, Say, SendToRank
 from phalanx._job.agent.failure import Exit
-from phalanx._job.agent.generation import ArrivedHost, HostSeats, Limits, Seating
+from phalanx._job.agent.generation import ArrivedHost, HostSlots, Limits, SlotPlan
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.generation_message import generation_from_json, generation_to_json
 
@@ -20,40 +20,40 @@ class Job:
     def __init__(self, *sizes: int, limits: Limits | None = None, wait_s: float = 60.0, joins: bool = True) -> None:
         hosts, first = [], 0
         for member, size in enumerate(sizes):
-            hosts.append(HostSeats(member, first, size, frozenset(range(first, first + size)), name=f"n{member}"))
+            hosts.append(HostSlots(member, first, size, frozenset(range(first, first + size)), name=f"n{member}"))
             first += size
-        self.elastic = ElasticHosts(Seating.begin(hosts), None, limits or Limits(1, len(sizes)), 0, 10.0)
+        self.elastic = ElasticHosts(SlotPlan.begin(hosts), None, limits or Limits(1, len(sizes)), 0, 10.0)
         self.wait_s = wait_s
         self.pid = 100
         self.now = 0.0
         self.begun: BeginGeneration | None = None
-        self.prepared: dict[int, HostSeats] = {}
+        self.prepared: dict[int, HostSlots] = {}
         self.told: list[ElasticAction] = []
-        for seat in range(first):
-            self.start(seat)
+        for slot in range(first):
+            self.start(slot)
         if joins:
             self.join()
 
-    def start(self, seat: int) -> None:
+    def start(self, slot: int) -> None:
         self.pid += 1
-        self.elastic.on_started(seat, self.pid)
+        self.elastic.on_started(slot, self.pid)
 
     def join(self) -> None:
         """All ranks have come as far as training."""
-        for seat in list(self.elastic.members):
-            self.say(seat, "elastic")
+        for slot in list(self.elastic.members):
+            self.say(slot, "elastic")
 
-    def say(self, seat: int, kind: str, **fields: object) -> None:
-        pid = self.elastic.pid_of(seat)
+    def say(self, slot: int, kind: str, **fields: object) -> None:
+        pid = self.elastic.pid_of(slot)
         assert pid is not None
         message = {"kind": kind, "wait_s": self.wait_s, **fields}
-        self.do(self.elastic.on_message(seat, pid, message, self.now))
+        self.do(self.elastic.on_message(slot, pid, message, self.now))
 
     def do(self, actions: list[ElasticAction] | None) -> None:
         for action in actions or ():
             self.told.append(action)
             if isinstance(action, PrepareHost):
-                self.prepared[action.seats.member] = action.seats
+                self.prepared[action.slots.member] = action.slots
             if isinstance(action, BeginGeneration):
                 assert generation_from_json(generation_to_json(action)) == action
                 self.begun = action
@@ -62,22 +62,22 @@ class Job:
         """The processes that the newest generation lacks are there, and say so."""
         assert self.begun is not None
         for part in self.begun.generation.parts:
-            for seat in part.forked:
-                self.start(seat)
-                self.say(seat, "elastic", generation=self.begun.generation.number)
+            for slot in part.forked:
+                self.start(slot)
+                self.say(slot, "elastic", generation=self.begun.generation.number)
 
     def regroup(self) -> None:
         assert self.begun is not None
-        for seat in self.begun.generation.seats:
-            self.say(seat, "regrouped", generation=self.begun.generation.number)
+        for slot in self.begun.generation.slots:
+            self.say(slot, "regrouped", generation=self.begun.generation.number)
 
     def arrive(self, member: int) -> None:
         """All ranks of a host that was prepared have come as far as training."""
-        seats = self.prepared.pop(member)
-        for seat in seats.seats:
-            self.start(seat)
-        for seat in seats.seats:
-            self.say(seat, "elastic", generation=1)
+        slots = self.prepared.pop(member)
+        for slot in slots.slots:
+            self.start(slot)
+        for slot in slots.slots:
+            self.say(slot, "elastic", generation=1)
 
     def come(self, member: int, num_ranks: int, name: str = "") -> None:
         self.do(self.elastic.on_host_came(ArrivedHost(member, num_ranks, name or f"n{member}"), self.now))
@@ -109,17 +109,17 @@ class Job:
         return self.begun is not None
 
     @property
-    def seats(self) -> list[int]:
+    def slots(self) -> list[int]:
         assert self.begun is not None
-        return list(self.begun.generation.seats)
+        return list(self.begun.generation.slots)
 
 
 def test_the_others_go_on_without_a_lost_host() -> None:
     job = Job(2, 1, 2, limits=Limits(1, 3))
     assert job.lose(1)
     assert job.begun is not None
-    assert job.seats == [0, 1, 3, 4]
-    assert [(each.seat, each.rank, each.host) for each in job.begun.lost] == [(2, 2, "n1")]
+    assert job.slots == [0, 1, 3, 4]
+    assert [(each.slot, each.rank, each.host) for each in job.begun.lost] == [(2, 2, "n1")]
     assert "4 ranks on 2 hosts go on" in job.said
 
 
@@ -127,15 +127,15 @@ def test_a_host_that_comes_keeps_nobody_waiting_and_is_taken_in_when_it_is_ready
     job = Job(2, 2, limits=Limits(1, 3))
     job.come(2, 1)
     assert not job.has_begun
-    assert job.prepared[2].seats == range(4, 5)
+    assert job.prepared[2].slots == range(4, 5)
     job.lose(1)  # while it starts: the others go on without both
-    assert job.seats == [0, 1]
+    assert job.slots == [0, 1]
     job.arrive(2)
-    assert job.seats == [0, 1]  # those are still about to form their group
+    assert job.slots == [0, 1]  # those are still about to form their group
     job.regroup()
-    assert job.seats == [0, 1, 4]
+    assert job.slots == [0, 1, 4]
     joining = [each for each in job.told if isinstance(each, SendToRank) and each.message["kind"] == "joining"]
-    assert [each.seat for each in joining] == [0, 1]
+    assert [each.slot for each in joining] == [0, 1]
     assert job.begun is not None
     assert job.begun.generation.survivors == (0, 1, 2)  # nothing is forked for it: its process is there
     assert job.begun.holders == (0, 1)  # but it holds nothing
@@ -165,17 +165,17 @@ def test_a_host_whose_rank_fails_while_it_starts_is_sent_away() -> None:
     assert not job.elastic.is_arriving(3)
 
 
-def test_a_host_that_leaves_in_order_is_no_loss_and_its_seats_are_kept_for_it() -> None:
+def test_a_host_that_leaves_in_order_is_no_loss_and_its_slots_are_kept_for_it() -> None:
     job = Job(1, 2, 1, limits=Limits(1, 3))
     assert job.leave(1)
-    assert job.seats == [0, 3]
+    assert job.slots == [0, 3]
     assert job.begun is not None
     assert job.begun.lost == ()
     assert job.begun.holders == (0, 3)
     assert "n1, with ranks 1, 2, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in job.said
     job.regroup()
     job.come(7, 2, "n1")
-    assert job.prepared[7].seats == range(1, 3)
+    assert job.prepared[7].slots == range(1, 3)
     assert job.elastic.losses == []
 
 
@@ -183,20 +183,20 @@ def test_a_spare_takes_the_place_of_a_host_that_leaves_and_too_few_wait_for_one(
     job = Job(1, 1, limits=Limits(2, 2))
     job.come(5, 1)
     assert job.leave(1)
-    assert job.seats == [0, 1]
+    assert job.slots == [0, 1]
     assert "leaves after this step (SIGTERM); 2 ranks on 2 hosts go on: rank 1 is started anew" in job.said
     job = Job(1, 1, limits=Limits(2, 2))
     assert job.leave(1)
     assert job.elastic.is_waiting
     assert "n1, with rank 1, leaves after this step (SIGTERM)" in job.said
     job.come(6, 1)
-    assert job.seats == [0, 1]
+    assert job.slots == [0, 1]
 
 
 def test_the_host_that_leads_leaves_as_others_do() -> None:
     job = Job(1, 1, 1, limits=Limits(1, 3))
     assert job.leave(0)
-    assert job.seats == [1, 2]
+    assert job.slots == [1, 2]
     assert "n0, with rank 0, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in job.said
     assert not job.elastic.is_regrouped
     job.regroup()
@@ -224,16 +224,16 @@ def test_another_host_is_taken_in_when_one_that_was_to_be_is_lost_leaves_or_fail
         else:
             assert job.lose(2) if end == "lost" else job.leave(2)
         assert list(job.prepared) == [2, 3]
-        assert job.prepared[3].seats == range(2, 4)
+        assert job.prepared[3].slots == range(2, 4)
         assert not job.has_begun
 
 
-def test_a_spare_takes_the_seats_of_a_lost_host_at_once() -> None:
+def test_a_spare_takes_the_slots_of_a_lost_host_at_once() -> None:
     job = Job(2, 2, limits=Limits(2, 2))
     job.come(5, 2)
     assert list(job.elastic.spares) == [5]
     assert job.lose(1)
-    assert job.seats == [0, 1, 2, 3]
+    assert job.slots == [0, 1, 2, 3]
     assert job.begun is not None
     assert [(part.member, part.forked) for part in job.begun.generation.parts] == [(0, ()), (5, (2, 3))]
     job.fork()
@@ -241,14 +241,14 @@ def test_a_spare_takes_the_seats_of_a_lost_host_at_once() -> None:
     assert job.elastic.generation.survivors == (0, 1)
 
 
-def test_with_too_few_hosts_the_ranks_wait_and_the_one_that_comes_back_has_its_seats_again() -> None:
+def test_with_too_few_hosts_the_ranks_wait_and_the_one_that_comes_back_has_its_slots_again() -> None:
     job = Job(1, 2, limits=Limits(2, 2))
     assert job.lose(1)
     assert not job.has_begun
     assert job.elastic.next_due == 60.0
     job.now = 59.0
     job.come(2, 2, "n1")
-    assert job.seats == [0, 1, 2]
+    assert job.slots == [0, 1, 2]
     assert job.begun is not None
     assert [each.rank for each in job.begun.lost] == [1, 2]
     job.fork()
@@ -265,7 +265,7 @@ def test_after_the_stated_time_they_are_told_to_save_and_end_with_a_code_of_thei
     assert job.elastic.ended is None
     job.do(job.elastic.on_time(5.1))
     ends = [each for each in job.take(SendToRank) if isinstance(each, SendToRank)]
-    assert [(each.seat, each.message["kind"], each.message["code"]) for each in ends] == [
+    assert [(each.slot, each.message["kind"], each.message["code"]) for each in ends] == [
         (0, "end", BELOW_MINIMUM_EXIT_CODE),
         (1, "end", BELOW_MINIMUM_EXIT_CODE),
     ]
@@ -292,7 +292,7 @@ def test_a_cut_that_nobody_died_of_gives_the_same_ranks_a_new_generation() -> No
     assert not job.has_begun
     assert job.elastic.next_due == SILENT_RANK_S + 10.0  # its host may be cut off for so long
     job.say(2, "lost", generation=0)
-    assert job.seats == [0, 1, 2]
+    assert job.slots == [0, 1, 2]
     assert job.begun is not None
     assert job.begun.holders == (0, 1, 2)
     assert job.begun.generation.replacements == ()
@@ -304,19 +304,19 @@ def test_a_new_host_that_the_others_cannot_form_a_group_with_is_sent_away() -> N
     job.come(2, 1)
     job.arrive(2)
     for generation in (1, 2):  # the first time its ranks may have been late
-        assert job.seats[2:] == [2]
-        for seat in range(3):
-            job.say(seat, "lost", generation=generation)
+        assert job.slots[2:] == [2]
+        for slot in range(3):
+            job.say(slot, "lost", generation=generation)
     (dropped,) = (each for each in job.told if isinstance(each, DropHost))
     assert dropped.member == 2
-    assert job.seats == [0, 1]
+    assert job.slots == [0, 1]
 
 
 def test_a_job_that_is_not_elastic_or_about_to_end_loses_a_host_as_ever() -> None:
     job = Job(1, 1)
     job.say(0, "finished")
     assert not job.lose(1)
-    plain = ElasticHosts(Seating.begin([HostSeats(0, 0, 1, frozenset({0}))]), None, Limits(), 0, 10.0)
+    plain = ElasticHosts(SlotPlan.begin([HostSlots(0, 0, 1, frozenset({0}))]), None, Limits(), 0, 10.0)
     plain.on_started(0, 7)
     assert plain.on_host_lost(0, "n0", "gone", 0.0) is None
 
@@ -337,32 +337,32 @@ def test_any_story_ends_with_everybody_in_one_generation() -> None:
                 job.prepared.pop(gone, None)
                 job.lose(gone)
             elif event == "come":
-                names = [host.name for host in elastic.seating.vacated] or [f"n{member}"]
+                names = [host.name for host in elastic.slot_plan.vacated] or [f"n{member}"]
                 there.add(member)
                 job.come(member, draw.randint(1, 3), draw.choice(names))
                 member += 1
             elif event == "kill" and elastic.members:
-                seat = draw.choice(sorted(elastic.members))
-                pid = elastic.pid_of(seat)
+                slot = draw.choice(sorted(elastic.members))
+                pid = elastic.pid_of(slot)
                 assert pid is not None
-                survivors = [s for s, m in elastic.members.items() if s != seat and m.holds_state]
+                survivors = [s for s, m in elastic.members.items() if s != slot and m.holds_state]
                 if survivors and elastic.active:
-                    job.do(elastic.on_exit(Exit(seat, pid, 1, 0.0), 0.0))
+                    job.do(elastic.on_exit(Exit(slot, pid, 1, 0.0), 0.0))
             elif event == "arrive" and job.prepared:
                 job.arrive(draw.choice(sorted(job.prepared)))
             elif event == "cut":
-                for seat in list(elastic.members):
-                    if seat in elastic.members:
-                        job.say(seat, "lost", generation=elastic.generation.number)
+                for slot in list(elastic.members):
+                    if slot in elastic.members:
+                        job.say(slot, "lost", generation=elastic.generation.number)
             elif event in ("regroup", "fork") and job.begun is not None and job.begun.generation is elastic.generation:
                 for part in elastic.generation.parts:
-                    for seat in part.forked:
-                        if elastic.pid_of(seat) is None and part.member in {h.member for h in elastic.seating.hosts}:
-                            job.start(seat)
-                            job.say(seat, "elastic", generation=elastic.generation.number)
+                    for slot in part.forked:
+                        if elastic.pid_of(slot) is None and part.member in {h.member for h in elastic.slot_plan.hosts}:
+                            job.start(slot)
+                            job.say(slot, "elastic", generation=elastic.generation.number)
                 if event == "regroup":
-                    for seat in list(elastic.members):
-                        job.say(seat, "regrouped", generation=elastic.generation.number)
+                    for slot in list(elastic.members):
+                        job.say(slot, "regrouped", generation=elastic.generation.number)
             for dropped in job.take(DropHost):
                 assert isinstance(dropped, DropHost)
                 there.discard(dropped.member)
@@ -370,12 +370,12 @@ def test_any_story_ends_with_everybody_in_one_generation() -> None:
             if elastic.given_up or not elastic.active:
                 break
             members = {part.member for part in elastic.generation.parts}
-            seated = {host.member for host in elastic.seating.hosts}
-            assert len(elastic.seating.hosts) + len(elastic.arrivals) <= elastic.limits.max_hosts, story
+            placed = {host.member for host in elastic.slot_plan.hosts}
+            assert len(elastic.slot_plan.hosts) + len(elastic.arrivals) <= elastic.limits.max_hosts, story
             if not elastic.is_waiting:
-                assert members == seated, f"{story}: {members} are told of, {seated} have seats"
+                assert members == placed, f"{story}: {members} are told of, {placed} have slots"
                 assert members <= there | {0}, f"{story}: a host that is gone has a part"
-            everywhere = [s for host in elastic.seating.hosts for s in host.seats]
-            everywhere += [s for each in elastic.arrivals.values() for s in each.seats.seats]
-            assert len(set(everywhere)) == len(everywhere), f"{story}: two hosts have one seat"
-            assert set(elastic.members) <= set(elastic.generation.seats), story
+            everywhere = [s for host in elastic.slot_plan.hosts for s in host.slots]
+            everywhere += [s for each in elastic.arrivals.values() for s in each.slots.slots]
+            assert len(set(everywhere)) == len(everywhere), f"{story}: two hosts have one slot"
+            assert set(elastic.members) <= set(elastic.generation.slots), story

@@ -54,7 +54,7 @@ def make() -> tuple[Heard, PeerHosts, ElasticHosts, Node]:
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_a_host_that_has_left_says_nothing_of_those_that_have_its_seats_now(kind: str) -> None:
+def test_a_host_that_has_left_says_nothing_of_those_that_have_its_slots_now(kind: str) -> None:
     """Its replacement, as a pod, starts with the same numbers of processes: the end of a rank that had left was told
     as that of the one which had just come in its place."""
     display: Any

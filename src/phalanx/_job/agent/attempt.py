@@ -164,7 +164,7 @@ class Attempt:
         for fd in self.links.fds:
             if fd in ready:
                 for rank, pid, message in self.links.read(fd):
-                    if self.link.is_leaving:  # another host may have a rank in this seat by now
+                    if self.link.is_leaving:  # another host may have a rank in this slot by now
                         self.link.remind(rank, message)
                     else:
                         self.on_rank_message(rank, pid, message)
@@ -350,19 +350,19 @@ class Attempt:
                 self.begin_generation(action)
             elif isinstance(action, SendToRank):
                 self.state.told_to_end = self.state.told_to_end or action.message["kind"] == "end"
-                self.send_to_rank(action.seat, action.message)
+                self.send_to_rank(action.slot, action.message)
             elif isinstance(action, TellGeneration):
-                self.tell_generation(action.seat)
+                self.tell_generation(action.slot)
             elif isinstance(action, Evict):
-                self.send_signal(signal.SIGKILL, (action.seat,), group=True)
+                self.send_signal(signal.SIGKILL, (action.slot,), group=True)
             elif isinstance(action, Continue):
-                self.send_signal(signal.SIGCONT, (action.seat,), group=True)
+                self.send_signal(signal.SIGCONT, (action.slot,), group=True)
             elif isinstance(action, Abandon):
-                if action.seat in self.ranks.processes.pids:
-                    self.on_ended(action.seat, self.ranks.processes.pids[action.seat], -signal.SIGKILL, now)
+                if action.slot in self.ranks.processes.pids:
+                    self.on_ended(action.slot, self.ranks.processes.pids[action.slot], -signal.SIGKILL, now)
             elif isinstance(action, Retire):
-                for seat in action.seats:
-                    self.state.on_retired(seat)
+                for slot in action.slots:
+                    self.state.on_retired(slot)
             elif isinstance(action, Say):
                 self.host.display.say(action.text)
             elif isinstance(action, PrepareHost | DropHost):
@@ -391,7 +391,7 @@ class Attempt:
                 self.do_elastic(self.elastic.on_unforked(rank, limits.explain(error), time.monotonic()) or [])
                 return
             self.host.zygote.let_go_of_lost(rank)
-        for rank in part.seats:
+        for rank in part.slots:
             if rank not in part.forked:
                 self.tell_generation(rank)
 

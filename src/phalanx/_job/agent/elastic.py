@@ -10,8 +10,8 @@ There is no socket in it, either.
         │                          └─ fewer than the minimum, and nobody to wait for ─▶ SendToRank(end)
         └── a rank has finished: from then on an ordinary job
 
-A rank is known by its seat, the number that it was started with (`agent.generation`); a replacement has the
-seat of the one that it replaces, and a process number of its own.
+A rank is known by its slot, the number that it was started with (`agent.generation`); a replacement has the
+slot of the one that it replaces, and a process number of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from phalanx._job.agent.elastic_actions import (
 )
 from phalanx._job.agent.elastic_rank import ElasticRank
 from phalanx._job.agent.failure import Exit, Failure, Report, summarise
-from phalanx._job.agent.generation import Limits, Seating, plan_generation
+from phalanx._job.agent.generation import Limits, SlotPlan, plan_generation
 
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
 ALL_LEFT = "all ranks have left their group"
@@ -49,12 +49,12 @@ _HAS_ENDED = "another rank has ended its training"
 class Elastic:
     """`Elastic` makes the decisions for an elastic job. Every method takes an event and returns what to do now."""
 
-    def __init__(self, seating: Seating, max_replacements: int | None = None, limits: Limits | None = None) -> None:
-        self.seating = seating
+    def __init__(self, slot_plan: SlotPlan, max_replacements: int | None = None, limits: Limits | None = None) -> None:
+        self.slot_plan = slot_plan
         self.limits = limits or Limits()
         self.max_replacements = max_replacements
         self.members: dict[int, ElasticRank] = {}
-        self.generation = plan_generation(0, seating)
+        self.generation = plan_generation(0, slot_plan)
         self.losses: list[LostRank] = []
         self.num_replaced = 0
         self.finished = False  # a rank has returned from `elastic.run`: nobody can be replaced any more
@@ -69,15 +69,15 @@ class Elastic:
         self.next_due: float | None = None
         self._exits: list[tuple[Exit, Report | None]] = []  # the losses that are not decided yet
         self._newest: list[LostRank] = []  # the same losses, in words for people
-        self._gone: set[int] = set()  # the undecided seats that were lost with their host
+        self._gone: set[int] = set()  # the undecided slots that were lost with their host
         self._refuses_forks = False  # set when the system has refused to fork
-        self._forking: set[int] = set()  # seats whose process is on its way
+        self._forking: set[int] = set()  # slots whose process is on its way
         self._evicted: dict[int, str] = {}  # by process number: why it was killed
         self._continued: set[int] = set()  # processes that were to be killed and were continued instead
-        self._undying: dict[int, float] = {}  # by seat: when the job goes on although the killed process has not ended
-        self._due: dict[int, tuple[float, str]] = {}  # by seat: when its process is to be killed, and why
+        self._undying: dict[int, float] = {}  # by slot: when the job goes on although the killed process has not ended
+        self._due: dict[int, tuple[float, str]] = {}  # by slot: when its process is to be killed, and why
         self._repetition = Repetition()
-        self._told: dict[int, tuple[bool, str]] = {}  # by seat: whether its rank reported a disagreement, and its error
+        self._told: dict[int, tuple[bool, str]] = {}  # by slot: whether its rank reported a disagreement, and its error
 
     @property
     def active(self) -> bool:
@@ -100,19 +100,19 @@ class Elastic:
     def on_step(self, step: int) -> None:
         self._repetition.on_step(step)
 
-    def rank_of(self, seat: int) -> int:
-        """Return the rank of a seat in the current generation."""
-        seats = self.generation.seats
-        return seats.index(seat) if seat in seats else seat
+    def rank_of(self, slot: int) -> int:
+        """Return the rank of a slot in the current generation."""
+        slots = self.generation.slots
+        return slots.index(slot) if slot in slots else slot
 
-    def on_started(self, seat: int, pid: int) -> None:
-        """Note that a process was forked into a seat."""
-        self.members[seat] = ElasticRank(seat, pid)
-        self._forking.discard(seat)
+    def on_started(self, slot: int, pid: int) -> None:
+        """Note that a process was forked into a slot."""
+        self.members[slot] = ElasticRank(slot, pid)
+        self._forking.discard(slot)
 
-    def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
+    def on_message(self, slot: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
         """Process a message of a rank; one that makes no sense is ignored."""
-        member = self.members.get(seat)
+        member = self.members.get(slot)
         if member is None or member.pid != pid:
             return []
         kind = message.get("kind")
@@ -140,9 +140,9 @@ class Elastic:
             return self._finish()
         return []
 
-    def claims(self, seat: int, pid: int) -> bool:
+    def claims(self, slot: int, pid: int) -> bool:
         """Return whether the end of this process is a loss that the job survives."""
-        member = self.members.get(seat)
+        member = self.members.get(slot)
         return member is not None and member.pid == pid and self.active
 
     def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
@@ -191,17 +191,17 @@ class Elastic:
         if not (self.active or self.generation.number or self.finished or self.given_up or self.step >= 0):
             self._killed_early_at = exit.at
 
-    def on_unforked(self, seat: int, why: str, now: float) -> list[ElasticAction] | None:
-        """Process the system's refusal to start a process for a seat; return None if it was one of the first."""
-        if not self.generation.number or seat in self.members:
+    def on_unforked(self, slot: int, why: str, now: float) -> list[ElasticAction] | None:
+        """Process the system's refusal to start a process for a slot; return None if it was one of the first."""
+        if not self.generation.number or slot in self.members:
             return None
         self._refuses_forks = True
-        self._forking.discard(seat)
-        return [Say(f"phalanx run: rank {self.rank_of(seat)} could not be replaced: {why}"), *self._decide(now)]
+        self._forking.discard(slot)
+        return [Say(f"phalanx run: rank {self.rank_of(slot)} could not be replaced: {why}"), *self._decide(now)]
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Return the seats whose process is on its way."""
+        """Return the slots whose process is on its way."""
         return tuple(sorted(self._forking))
 
     def on_no_forks(self, now: float) -> list[ElasticAction]:
@@ -213,31 +213,31 @@ class Elastic:
     def on_time(self, now: float) -> list[ElasticAction]:
         """Do what is due; the agent calls this when `next_due` has come."""
         actions: list[ElasticAction] = []
-        for seat, (at, why) in list(self._due.items()):
+        for slot, (at, why) in list(self._due.items()):
             if now >= at:
-                del self._due[seat]
-                actions += self.evict(seat, why, now)
-        for seat in [seat for seat, at in self._undying.items() if now >= at]:
-            del self._undying[seat]
-            actions.append(Abandon(seat))
+                del self._due[slot]
+                actions += self.evict(slot, why, now)
+        for slot in [slot for slot, at in self._undying.items() if now >= at]:
+            del self._undying[slot]
+            actions.append(Abandon(slot))
         self._plan_due()
         return actions
 
-    def evict(self, seat: int, why: str, now: float) -> list[ElasticAction]:
-        """Kill the process in a seat, unless it alone holds the state; the rest follows from its end."""
-        member = self.members.get(seat)
+    def evict(self, slot: int, why: str, now: float) -> list[ElasticAction]:
+        """Kill the process in a slot, unless it alone holds the state; the rest follows from its end."""
+        member = self.members.get(slot)
         if member is None:
             return []
         others = [other for other in self.members.values() if other is not member and other.holds_state]
         if member.holds_state and member.report is None and not others and member.pid not in self._continued:
             self._continued.add(member.pid)
             said = "it alone holds the state of the training: it is sent SIGCONT, and not killed yet"
-            return [Say(f"phalanx run: rank {self.rank_of(seat)} (pid {member.pid}): {said}"), Continue(seat)]
+            return [Say(f"phalanx run: rank {self.rank_of(slot)} (pid {member.pid}): {said}"), Continue(slot)]
         if member.report is None:
             self._evicted[member.pid] = f"killed: {why}"
-        self._undying.setdefault(seat, now + DYING_S)
+        self._undying.setdefault(slot, now + DYING_S)
         self._plan_due()
-        return [Evict(seat, why)]
+        return [Evict(slot, why)]
 
     def is_evicted(self, pid: int) -> bool:
         """Return whether this process was to be killed because it kept the others waiting, and has not ended yet."""
@@ -257,7 +257,7 @@ class Elastic:
         self._due = {}
         self._plan_due()
         waiting = [member for member in self.members.values() if member.has_lost >= self.generation.number]
-        return [refuse(member.seat, _HAS_ENDED) for member in waiting if self.ended is None]
+        return [refuse(member.slot, _HAS_ENDED) for member in waiting if self.ended is None]
 
     def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
         member.joined = self._has_joined = True
@@ -267,8 +267,8 @@ class Elastic:
         wait_s = message.get("wait_s")
         member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
         if self.ended is not None:  # the others were told before
-            return [SendToRank(member.seat, self._ending)]
-        return [TellGeneration(member.seat)] if self.generation.number and not self._exits else []
+            return [SendToRank(member.slot, self._ending)]
+        return [TellGeneration(member.slot)] if self.generation.number and not self._exits else []
 
     def _on_regrouped(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
         member.generation = generation
@@ -291,10 +291,10 @@ class Elastic:
         """Note that a rank has left a generation. If no process has ended, it waits for those that have not left it."""
         member.has_lost = max(member.has_lost, generation)
         if why := self._find_no_generation():
-            return [refuse(member.seat, why)]
+            return [refuse(member.slot, why)]
         if generation != self.generation.number or self._exits or not self.active:
             return []
-        self._told.setdefault(member.seat, told)
+        self._told.setdefault(member.slot, told)
         silent = [other for other in self.members.values() if other.has_lost < generation]
         if not silent:
             self._repetition.on_loss()
@@ -302,29 +302,29 @@ class Elastic:
                 self._repetition.on_disagreement(disagreement)
             return self._decide(now, ALL_LEFT)
         self._set_due_silent(member, silent, now)
-        for seat in [seat for seat in self._due if self.members[seat].has_lost >= generation]:
-            if self.members[seat].report is None:
-                del self._due[seat]
+        for slot in [slot for slot in self._due if self.members[slot].has_lost >= generation]:
+            if self.members[slot].report is None:
+                del self._due[slot]
         return []
 
     def _set_due_silent(self, member: ElasticRank, silent: list[ElasticRank], now: float) -> None:
         for other in silent:
-            if other.seat not in self._due and other.pid not in self._evicted:
-                span_s = self.silence_s(other.seat)
-                why = f"rank {self.rank_of(member.seat)} has given up on their group, and it has not for {span_s:g} s"
-                self._set_due(other.seat, now + span_s, why)
+            if other.slot not in self._due and other.pid not in self._evicted:
+                span_s = self.silence_s(other.slot)
+                why = f"rank {self.rank_of(member.slot)} has given up on their group, and it has not for {span_s:g} s"
+                self._set_due(other.slot, now + span_s, why)
 
     def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
         """Answer a rank that waits for a generation after this one, so that it does not wait in vain."""
         if generation < self.generation.number and not self._exits:
-            return [TellGeneration(member.seat)]
+            return [TellGeneration(member.slot)]
         if why := self._find_no_generation():
-            return [refuse(member.seat, why)]
+            return [refuse(member.slot, why)]
         # a rank that was not killed before may still be silent
         if self.active and not self._exits and member.has_lost >= generation:
             silent = [other for other in self.members.values() if other.has_lost < generation]
             self._set_due_silent(member, silent, now)
-        return [SendToRank(member.seat, {"kind": "wait"})]
+        return [SendToRank(member.slot, {"kind": "wait"})]
 
     def _find_no_generation(self) -> str:
         """Return why no other generation will be begun; empty if one may be, or if the ranks were told to end."""
@@ -334,7 +334,7 @@ class Elastic:
             return "`phalanx run` has given the job up"
         if self.finished:
             return _HAS_ENDED
-        strangers = [seat for seat, other in self.members.items() if not other.joined]
+        strangers = [slot for slot, other in self.members.items() if not other.joined]
         if strangers and not self.generation.number:
             return f"{name_ranks(strangers)} never came to phalanx.elastic.run"
         return ""
@@ -350,26 +350,26 @@ class Elastic:
         if why := self._repetition.find_hopeless(self._exits, self.rank_of):
             return [Say(f"phalanx run: {why}"), *self._fail(why)]
         living = frozenset(self.members) | self._forking
-        all_living = {host.member: living & frozenset(host.seats) for host in self.seating.hosts}
-        self.seating = seating = self.seating.with_living(all_living, self.plan_refills(living))
-        missing = seating.find_missing(replace(self.limits, min_ranks=max(self.limits.min_ranks, self._min_ranks)))
+        all_living = {host.member: living & frozenset(host.slots) for host in self.slot_plan.hosts}
+        self.slot_plan = slot_plan = self.slot_plan.with_living(all_living, self.plan_refills(living))
+        missing = slot_plan.find_missing(replace(self.limits, min_ranks=max(self.limits.min_ranks, self._min_ranks)))
         if missing:
             return self._end(missing, now)
         lost, self._newest = self._newest, []
-        generation = plan_generation(self.generation.number + 1, seating)
+        generation = plan_generation(self.generation.number + 1, slot_plan)
         if without_loss == ALL_LEFT and self._told:
-            seat, (_, error) = next(iter(self._told.items()))
-            without_loss = f"{ALL_LEFT} (rank {self.rank_of(seat)}: {error})"
-        forked = {seat for part in generation.parts for seat in part.forked}
+            slot, (_, error) = next(iter(self._told.items()))
+            without_loss = f"{ALL_LEFT} (rank {self.rank_of(slot)}: {error})"
+        forked = {slot for part in generation.parts for slot in part.forked}
         self.num_replaced += len(forked)
-        lost = [replace(each, replaced=each.seat in forked) for each in lost]
+        lost = [replace(each, replaced=each.slot in forked) for each in lost]
         self.losses += lost
-        retired = tuple(seat for seat in self.generation.seats if seat not in generation.seats)
+        retired = tuple(slot for slot in self.generation.slots if slot not in generation.slots)
         self.generation = generation
         self._exits, self._gone = [], set()
         self._due, self._told = {}, {}
         self._plan_due()
-        holders = tuple(member.seat for member in self.members.values() if member.holds_state)
+        holders = tuple(member.slot for member in self.members.values() if member.holds_state)
         self._forking |= forked
         return [
             Say(self._describe_loss(lost, forked, without_loss)),
@@ -379,18 +379,18 @@ class Elastic:
 
     def _fail(self, why: str) -> list[ElasticAction]:
         """Fail the job because of the ranks that were lost; if none, because of the error that each rank left with."""
-        told = [] if self._exits or self._gone else [refuse(member.seat, why) for member in self.members.values()]
+        told = [] if self._exits or self._gone else [refuse(member.slot, why) for member in self.members.values()]
         return [*told, self.give_up()]
 
-    def silence_s(self, seat: int) -> float:
-        """Return for how long the process in a seat may keep the others waiting."""
+    def silence_s(self, slot: int) -> float:
+        """Return for how long the process in a slot may keep the others waiting."""
         return SILENT_RANK_S
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
-        """Return, by host, whether its empty seats get a new process."""
-        empty = sum(seat not in living for host in self.seating.hosts for seat in host.seats)
+        """Return, by host, whether its empty slots get a new process."""
+        empty = sum(slot not in living for host in self.slot_plan.hosts for slot in host.slots)
         refills = self._may_replace(empty)
-        return {host.member: refills for host in self.seating.hosts}
+        return {host.member: refills for host in self.slot_plan.hosts}
 
     @property
     def _min_ranks(self) -> int:
@@ -412,12 +412,12 @@ class Elastic:
         self.losses += self._newest
         self._newest = []
         message = self._ending = {"kind": "end", "code": self.ended, "why": why}
-        retired = tuple(seat for seat in self.generation.seats if seat not in {*self.members, *self._forking})
+        retired = tuple(slot for slot in self.generation.slots if slot not in {*self.members, *self._forking})
         self._exits = []
         return [
             Say(f"phalanx run: {why}: the ranks that are left save what they hold, and end"),
             *([Retire(retired)] if retired else []),
-            *(SendToRank(seat, message) for seat, member in self.members.items() if member.joined),
+            *(SendToRank(slot, message) for slot, member in self.members.items() if member.joined),
         ]
 
     def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
@@ -426,14 +426,14 @@ class Elastic:
         replaced = "" if self.max_replacements is None else f"of {self.max_replacements}: {self.num_replaced}"
         return describe_loss(lost, len(forked), self.generation.world_size, replaced)
 
-    def _forget(self, seat: int) -> None:
-        self.members.pop(seat, None)
-        self._due.pop(seat, None)
-        self._undying.pop(seat, None)
+    def _forget(self, slot: int) -> None:
+        self.members.pop(slot, None)
+        self._due.pop(slot, None)
+        self._undying.pop(slot, None)
         self._plan_due()
 
-    def _set_due(self, seat: int, at: float, why: str) -> None:
-        self._due[seat] = (at, why)
+    def _set_due(self, slot: int, at: float, why: str) -> None:
+        self._due[slot] = (at, why)
         self._plan_due()
 
     def _plan_due(self) -> None:
@@ -493,25 +493,25 @@ class Repetition:
         self._disagreement = error
 
     def find_repeated(self, reports: Mapping[int, Report]) -> int | None:
-        """Return the seat of `reports` whose exception was raised before, at the same step, if there is one."""
+        """Return the slot of `reports` whose exception was raised before, at the same step, if there is one."""
         alike = {
-            (report.types, report.place): seat
-            for seat, report in reports.items()
+            (report.types, report.place): slot
+            for slot, report in reports.items()
             if "PeerLostError" not in report.types
         }
-        for (types, place), seat in alike.items():
+        for (types, place), slot in alike.items():
             key = (types, place, self.best_step)
             self._raised[key] = self._raised.get(key, 0) + 1
             if self._raised[key] >= _MAX_ALIKE:
-                return seat
+                return slot
         return None
 
     def find_hopeless(self, exits: Sequence[tuple[Exit, Report | None]], rank_of: Callable[[int], int]) -> str:
         """Return why replacements of ranks that have ended so would not help; empty if they may."""
         reports = {exit.rank: report for exit, report in exits if report is not None}
-        seat = self.find_repeated(reports)
-        if seat is not None:
-            return f"rank {rank_of(seat)} has raised the same as before at the same step, and is not replaced"
+        slot = self.find_repeated(reports)
+        if slot is not None:
+            return f"rank {rank_of(slot)} has raised the same as before at the same step, and is not replaced"
         return self.describe()
 
     def describe(self) -> str:

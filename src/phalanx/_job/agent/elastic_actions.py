@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx._job.agent.failure import Exit, Report
-from phalanx._job.agent.generation import Generation, HostSeats
+from phalanx._job.agent.generation import Generation, HostSlots
 
 
 @dataclass(frozen=True)
 class LostRank:
     """A rank that was lost: its rank in that generation, why, and when; `step` is the last known to be complete."""
 
-    seat: int
+    slot: int
     rank: int
     pid: int
     why: str
@@ -30,45 +30,45 @@ class BeginGeneration:
     """Begin `generation`: fork the processes that it lacks, and tell the others."""
 
     generation: Generation
-    holders: tuple[int, ...]  # the seats whose process holds the state
+    holders: tuple[int, ...]  # the slots whose process holds the state
     lost: tuple[LostRank, ...]
 
 
 @dataclass(frozen=True)
 class SendToRank:
-    """Send a message to the rank with this seat."""
+    """Send a message to the rank with this slot."""
 
-    seat: int
+    slot: int
     message: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TellGeneration:
-    """Tell the rank with this seat the current generation, which it has missed."""
+    """Tell the rank with this slot the current generation, which it has missed."""
 
-    seat: int
+    slot: int
 
 
 @dataclass(frozen=True)
 class Evict:
-    """Kill the process in this seat."""
+    """Kill the process in this slot."""
 
-    seat: int
+    slot: int
     why: str
 
 
 @dataclass(frozen=True)
 class Continue:
-    """Continue the process in this seat, if it was stopped."""
+    """Continue the process in this slot, if it was stopped."""
 
-    seat: int
+    slot: int
 
 
 @dataclass(frozen=True)
 class Abandon:
-    """Go on as if the process in this seat had ended: it was killed, but the kernel cannot end it yet."""
+    """Go on as if the process in this slot had ended: it was killed, but the kernel cannot end it yet."""
 
-    seat: int
+    slot: int
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Retire:
-    """Leave these seats empty."""
+    """Leave these slots empty."""
 
-    seats: tuple[int, ...]
+    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Say:
 class PrepareHost:
     """Have a host start its ranks for a generation that may never begin; they learn their ranks when one does."""
 
-    seats: HostSeats
+    slots: HostSlots
     begun: BeginGeneration
 
 
@@ -126,19 +126,19 @@ ElasticAction = (
 
 
 def plan_message(
-    generation: Generation, seat: int, begin: BeginGeneration, environment: Mapping[str, str]
+    generation: Generation, slot: int, begin: BeginGeneration, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return what the rank with this seat is told of a generation; `environment` is that of a process started now."""
-    seats = generation.seats
-    holders = [seats.index(holder) for holder in begin.holders if holder in seats]
+    """Return what the rank with this slot is told of a generation; `environment` is that of a process started now."""
+    slots = generation.slots
+    holders = [slots.index(holder) for holder in begin.holders if holder in slots]
     return {
         "kind": "generation",
         "generation": generation.number,
-        "rank": seats.index(seat),
-        "world_size": len(seats),
+        "rank": slots.index(slot),
+        "world_size": len(slots),
         "store": environment.get("PHALANX_STORE", ""),
         "survivors": holders,
-        "replacements": [rank for rank in range(len(seats)) if rank not in holders],
+        "replacements": [rank for rank in range(len(slots)) if rank not in holders],
         "lost": [{"rank": e.rank, "host": e.host, "pid": e.pid, "why": e.why} for e in begin.lost],
         "local_rank": int(environment.get("LOCAL_RANK", "0")),
         "local_world_size": int(environment.get("LOCAL_WORLD_SIZE", "1")),
@@ -147,9 +147,9 @@ def plan_message(
     }
 
 
-def refuse(seat: int, why: str) -> SendToRank:
+def refuse(slot: int, why: str) -> SendToRank:
     """Return the message to a rank that waits for a generation: there will be none."""
-    return SendToRank(seat, {"kind": "no generation", "why": why})
+    return SendToRank(slot, {"kind": "no generation", "why": why})
 
 
 def read_int(value: object, default: int) -> int:

@@ -19,13 +19,13 @@ from phalanx._base.ipc.channel import Channel
 
 @dataclass(frozen=True)
 class _Link:
-    seat: int
+    slot: int
     pid: int
     channel: Channel
 
 
 class ElasticLinks:
-    """`ElasticLinks` keeps a connection for each seat: the number that a rank was started with, and its process."""
+    """`ElasticLinks` keeps a connection for each slot: the number that a rank was started with, and its process."""
 
     def __init__(self) -> None:
         self._links: dict[int, _Link] = {}  # by descriptor
@@ -41,11 +41,11 @@ class ElasticLinks:
         """Return the descriptors to poll until they can be written."""
         return tuple(fd for fd, link in self._links.items() if link.channel.waiting)
 
-    def admit(self, channel: Channel, seat: int, pid: int, welcome: dict[str, Any]) -> None:
+    def admit(self, channel: Channel, slot: int, pid: int, welcome: dict[str, Any]) -> None:
         """Accept the connection of a process, and send it `welcome`; a connection that it had before is closed."""
         for fd in [fd for fd, link in self._links.items() if link.pid == pid]:
             self._close(fd)
-        self._links[channel.fileno()] = _Link(seat, pid, channel)
+        self._links[channel.fileno()] = _Link(slot, pid, channel)
         theirs, ours = os.pipe()
         # closing the pipe of an earlier connection would kill the process
         self._leashes.setdefault(pid, []).append(ours)
@@ -54,9 +54,9 @@ class ElasticLinks:
         finally:
             os.close(theirs)
 
-    def send(self, seat: int, message: dict[str, Any]) -> bool:
+    def send(self, slot: int, message: dict[str, Any]) -> bool:
         """Send a message to the rank with this number; return False if it has no connection."""
-        links = [link for link in self._links.values() if link.seat == seat]
+        links = [link for link in self._links.values() if link.slot == slot]
         for link in links:
             link.channel.put(message)
         return bool(links)
@@ -67,7 +67,7 @@ class ElasticLinks:
             self._links[fd].channel.send_some()
 
     def read(self, fd: int) -> list[tuple[int, int, dict[str, Any]]]:
-        """Return the messages that have come on `fd`, each with seat and process. Close a connection that has ended.
+        """Return the messages that have come on `fd`, each with slot and process. Close a connection that has ended.
 
         A message that is malformed, because the script has found the descriptor, is ignored.
         """
@@ -79,7 +79,7 @@ class ElasticLinks:
             message.close()
         if link.channel.gone:
             self._close(fd)
-        return [(link.seat, link.pid, message.content) for message in taken]
+        return [(link.slot, link.pid, message.content) for message in taken]
 
     def drop(self, pid: int) -> list[tuple[int, int, dict[str, Any]]]:
         """Return the last messages of a process that has ended, and close its connection."""

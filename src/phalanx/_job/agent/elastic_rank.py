@@ -10,11 +10,11 @@ from phalanx._job.agent.failure import Report
 
 @dataclass
 class ElasticRank:
-    """An `ElasticRank` is a process in a seat. `holds_state`: others can continue from its state. `generation` is the
+    """An `ElasticRank` is a process in a slot. `holds_state`: others can continue from its state. `generation` is the
     latest that it has joined.
     """
 
-    seat: int
+    slot: int
     pid: int
     joined: bool = False
     holds_state: bool = False

@@ -1,12 +1,12 @@
 """Plan who is in an elastic job after a loss or a gain, and which rank each process has then. The plan is pure data.
 
-A process is known by its seat: the rank that it was started with. It never changes; a replacement takes the seat of the
-process that it replaces, and a host that comes takes the seats of one that was lost, where it has as many. The rank in
-a generation is the place of the seat among those that are occupied then:
+A process is known by its slot: the rank that it was started with. It never changes; a replacement takes the slot of the
+process that it replaces, and a host that comes takes the slots of one that was lost, where it has as many. The rank in
+a generation is the place of the slot among those that are occupied then:
 
-    seats      0 1 | 2 3 | 4 5          hosts a, b, c
+    slots      0 1 | 2 3 | 4 5          hosts a, b, c
     b is lost  0 1         2 3          ranks of generation 1: survivors keep their order
-    d comes    0 1 | 2 3 | 4 5          generation 2: d has the seats of b, and every rank is what it was
+    d comes    0 1 | 2 3 | 4 5          generation 2: d has the slots of b, and every rank is what it was
 
 so that with as many ranks as in the beginning each process has its first rank again, and sums their first bits.
 """
@@ -20,28 +20,28 @@ from phalanx._job.agent.environment import Place
 
 
 @dataclass(frozen=True)
-class HostSeats:
-    """A `HostSeats` is a host: the processes of the seats in `living` live; `refills`: the others are to be forked.
+class HostSlots:
+    """A `HostSlots` is a host: the processes of the slots in `living` live; `refills`: the others are to be forked.
 
     `name` identifies a host that comes back; `role` is that of its ranks.
     """
 
     member: int
-    first_seat: int
-    num_seats: int
+    first_slot: int
+    num_slots: int
     living: frozenset[int]
     refills: bool = True
     name: str = ""
     role: str = "default"
 
     @property
-    def seats(self) -> range:
-        return range(self.first_seat, self.first_seat + self.num_seats)
+    def slots(self) -> range:
+        return range(self.first_slot, self.first_slot + self.num_slots)
 
     @property
     def occupied(self) -> tuple[int, ...]:
-        """Return the seats that have a process in the next generation."""
-        return tuple(seat for seat in self.seats if self.refills or seat in self.living)
+        """Return the slots that have a process in the next generation."""
+        return tuple(slot for slot in self.slots if self.refills or slot in self.living)
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class ArrivedHost:
 
 @dataclass(frozen=True)
 class HostPart:
-    """A `HostPart` is a host in a generation: `seats[local_rank]`; those in `forked` get a new process."""
+    """A `HostPart` is a host in a generation: `slots[local_rank]`; those in `forked` get a new process."""
 
     member: int
-    seats: tuple[int, ...]
+    slots: tuple[int, ...]
     forked: tuple[int, ...]
     place: Place
 
-    def rank_of(self, seat: int) -> int:
-        return self.place.first_rank + self.seats.index(seat)
+    def rank_of(self, slot: int) -> int:
+        return self.place.first_rank + self.slots.index(slot)
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,18 @@ class Generation:
     parts: tuple[HostPart, ...]
 
     @property
-    def seats(self) -> tuple[int, ...]:
-        """Return the occupied seats: `seats[rank]`."""
-        return tuple(seat for part in self.parts for seat in part.seats)
+    def slots(self) -> tuple[int, ...]:
+        """Return the occupied slots: `slots[rank]`."""
+        return tuple(slot for part in self.parts for slot in part.slots)
 
     @property
     def world_size(self) -> int:
-        return len(self.seats)
+        return len(self.slots)
 
     @property
     def replacements(self) -> tuple[int, ...]:
         """Return the ranks whose process is new."""
-        return tuple(part.rank_of(seat) for part in self.parts for seat in part.forked)
+        return tuple(part.rank_of(slot) for part in self.parts for slot in part.forked)
 
     @property
     def survivors(self) -> tuple[int, ...]:
@@ -109,14 +109,14 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Seating:
-    """A `Seating` is the hosts of the job with their seats, and the seats that hosts have left behind."""
+class SlotPlan:
+    """A `SlotPlan` is the hosts of the job with their slots, and the slots that hosts have left behind."""
 
-    hosts: tuple[HostSeats, ...]
-    vacated: tuple[HostSeats, ...] = ()
+    hosts: tuple[HostSlots, ...]
+    vacated: tuple[HostSlots, ...] = ()
 
     @classmethod
-    def begin(cls, hosts: Sequence[HostSeats]) -> Seating:
+    def begin(cls, hosts: Sequence[HostSlots]) -> SlotPlan:
         return cls(tuple(hosts))
 
     @property
@@ -124,39 +124,39 @@ class Seating:
         """Return how many processes the next generation has."""
         return sum(len(host.occupied) for host in self.hosts)
 
-    def lose(self, member: int) -> Seating:
-        """Return the seating without a host; its seats are kept for a host that comes."""
+    def lose(self, member: int) -> SlotPlan:
+        """Return the plan without a host; its slots are kept for a host that comes."""
         gone = [replace(host, living=frozenset()) for host in self.hosts if host.member == member]
-        return Seating(tuple(host for host in self.hosts if host.member != member), (*self.vacated, *gone))
+        return SlotPlan(tuple(host for host in self.hosts if host.member != member), (*self.vacated, *gone))
 
-    def with_living(self, living: Mapping[int, frozenset[int]], refills: Mapping[int, bool] | None = None) -> Seating:
-        """Return the seating with what is known now, by member: which processes live, and whether others are forked."""
+    def with_living(self, living: Mapping[int, frozenset[int]], refills: Mapping[int, bool] | None = None) -> SlotPlan:
+        """Return the plan with the living processes of each member, and whether it forks others."""
         hosts = (
             replace(
                 host,
-                living=living.get(host.member, host.living) & frozenset(host.seats),
+                living=living.get(host.member, host.living) & frozenset(host.slots),
                 refills=(refills or {}).get(host.member, host.refills),
             )
             for host in self.hosts
         )
-        return Seating(tuple(hosts), self.vacated)
+        return SlotPlan(tuple(hosts), self.vacated)
 
-    def take_in(self, candidate: ArrivedHost) -> Seating:
-        """Return the seating with one more host: in its own seats if it comes back, in vacated ones, or behind all."""
-        fits = [left for left in self.vacated if left.num_seats == candidate.num_ranks]
+    def take_in(self, candidate: ArrivedHost) -> SlotPlan:
+        """Return the plan with one more host: in its own slots if it comes back, in vacated ones, or in new ones."""
+        fits = [left for left in self.vacated if left.num_slots == candidate.num_ranks]
         own = [left for left in fits if left.name == candidate.name and candidate.name]
         chosen = next(iter(own or fits), None)
-        ends = [host.seats.stop for host in (*self.hosts, *self.vacated)]
-        first = chosen.first_seat if chosen is not None else max(ends, default=0)
-        host = HostSeats(
+        ends = [host.slots.stop for host in (*self.hosts, *self.vacated)]
+        first = chosen.first_slot if chosen is not None else max(ends, default=0)
+        host = HostSlots(
             candidate.member, first, candidate.num_ranks, frozenset(), name=candidate.name, role=candidate.role
         )
-        return self.seat(host)
+        return self.assign(host)
 
-    def seat(self, host: HostSeats) -> Seating:
-        """Return the seating with a host whose seats `take_in` has found before."""
-        hosts = sorted((*self.hosts, host), key=lambda each: each.first_seat)
-        return Seating(tuple(hosts), tuple(left for left in self.vacated if left.first_seat != host.first_seat))
+    def assign(self, host: HostSlots) -> SlotPlan:
+        """Return the plan with a host whose slots `take_in` has found before."""
+        hosts = sorted((*self.hosts, host), key=lambda each: each.first_slot)
+        return SlotPlan(tuple(hosts), tuple(left for left in self.vacated if left.first_slot != host.first_slot))
 
     def find_missing(self, limits: Limits) -> str:
         """Return in words what the job lacks to go on; empty if it lacks nothing."""
@@ -169,27 +169,27 @@ class Seating:
         return " and ".join(lacks)
 
 
-def choose_candidates(seating: Seating, candidates: Sequence[ArrivedHost], limits: Limits) -> list[ArrivedHost]:
+def choose_candidates(slot_plan: SlotPlan, candidates: Sequence[ArrivedHost], limits: Limits) -> list[ArrivedHost]:
     """Return the candidates that are taken in now: as many as there is room for, and first the hosts that come back."""
-    known = {left.name for left in seating.vacated if left.name}
+    known = {left.name for left in slot_plan.vacated if left.name}
     ordered = sorted(candidates, key=lambda each: each.name not in known)  # sorted is stable
-    return ordered[: max(0, limits.max_hosts - len(seating.hosts))]
+    return ordered[: max(0, limits.max_hosts - len(slot_plan.hosts))]
 
 
-def plan_generation(number: int, seating: Seating) -> Generation:
-    """Return the ranks of all seats. Hosts without any process have no part in the generation."""
-    hosts = [host for host in sorted(seating.hosts, key=lambda each: each.first_seat) if host.occupied]
+def plan_generation(number: int, slot_plan: SlotPlan) -> Generation:
+    """Return the ranks of all slots. Hosts without any process have no part in the generation."""
+    hosts = [host for host in sorted(slot_plan.hosts, key=lambda each: each.first_slot) if host.occupied]
     world_size = sum(len(host.occupied) for host in hosts)
     in_role: dict[str, int] = {}
     for host in hosts:
         in_role[host.role] = in_role.get(host.role, 0) + len(host.occupied)
     parts, first_rank, first_in_role = [], 0, dict.fromkeys(in_role, 0)
     for node, host in enumerate(hosts):
-        seats = host.occupied
+        slots = host.occupied
         place = Place(
-            node, len(hosts), first_rank, len(seats), world_size, first_in_role[host.role], in_role[host.role]
+            node, len(hosts), first_rank, len(slots), world_size, first_in_role[host.role], in_role[host.role]
         )
-        parts.append(HostPart(host.member, seats, tuple(seat for seat in seats if seat not in host.living), place))
-        first_rank += len(seats)
-        first_in_role[host.role] += len(seats)
+        parts.append(HostPart(host.member, slots, tuple(slot for slot in slots if slot not in host.living), place))
+        first_rank += len(slots)
+        first_in_role[host.role] += len(slots)
     return Generation(number, tuple(parts))

@@ -15,7 +15,7 @@ from phalanx._comm.diagnostics.observer import GroupLog
 from phalanx._job.agent.elastic import Elastic
 from phalanx._job.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
 from phalanx._job.agent.environment import Place
-from phalanx._job.agent.generation import HostSeats, Seating
+from phalanx._job.agent.generation import HostSlots, SlotPlan
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.scratch import create_store
 from phalanx._job.agent.supervision import Supervision
@@ -56,11 +56,11 @@ class HostLink:
 
     def make_elastic(self) -> Elastic:
         """Return the object that decides what becomes of the job when an elastic rank is lost."""
-        return Elastic(Seating.begin([self.own_seats()]), self._plan.settings.max_restarts)
+        return Elastic(SlotPlan.begin([self.own_slots()]), self._plan.settings.max_restarts)
 
-    def own_seats(self) -> HostSeats:
+    def own_slots(self) -> HostSlots:
         place = self.place
-        return HostSeats(self.member, place.first_rank, place.num_ranks, frozenset(place.ranks))
+        return HostSlots(self.member, place.first_rank, place.num_ranks, frozenset(place.ranks))
 
     @property
     def fds(self) -> tuple[int, ...]:

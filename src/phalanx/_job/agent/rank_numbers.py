@@ -9,14 +9,14 @@ from typing import Any
 from phalanx._job.agent import error_files
 from phalanx._job.agent.elastic_actions import BeginGeneration, plan_message
 from phalanx._job.agent.environment import JobEnvironment, plan_rank_environment
-from phalanx._job.agent.generation import HostPart, Seating, plan_generation
+from phalanx._job.agent.generation import HostPart, SlotPlan, plan_generation
 from phalanx._job.agent.host_link import HostLink
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
 
 
 class RankNumbers:
-    """`RankNumbers` knows a process by the rank it was started with (its seat); generations may renumber it."""
+    """`RankNumbers` knows a process by the rank it was started with (its slot); generations may renumber it."""
 
     def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink) -> None:
         self._plan = plan
@@ -45,8 +45,8 @@ class RankNumbers:
         self._plan = replace(self._plan, master_addr=address, master_port=port)
 
     def _plan_first_part(self) -> HostPart:
-        (part,) = plan_generation(0, Seating.begin([self._link.own_seats()])).parts
-        return HostPart(part.member, part.seats, (), self._link.place)
+        (part,) = plan_generation(0, SlotPlan.begin([self._link.own_slots()])).parts
+        return HostPart(part.member, part.slots, (), self._link.place)
 
     def open(self) -> None:
         """Create the store in which the first generation meets."""
@@ -78,7 +78,7 @@ class RankNumbers:
 
     def plan_message(self, rank: int) -> dict[str, Any] | None:
         """Return what an elastic rank is told of the current generation; None if it is not in it."""
-        if self._begun is None or rank not in self.part.seats:
+        if self._begun is None or rank not in self.part.slots:
             return None
         return plan_message(self._begun.generation, rank, self._begun, self.plan_environment(rank))
 

@@ -29,7 +29,7 @@ from phalanx._job.agent.elastic_actions import (
 )
 from phalanx._job.agent.elastic_rank import ElasticRank
 from phalanx._job.agent.failure import Exit, Failure, Report, summarise
-from phalanx._job.agent.generation import ArrivedHost, HostSeats, Limits, Seating, choose_candidates, plan_generation
+from phalanx._job.agent.generation import ArrivedHost, HostSlots, Limits, SlotPlan, choose_candidates, plan_generation
 
 _MAX_TRIES = 2  # the first may be in vain because the new ranks took longer to start than the others could wait
 
@@ -38,14 +38,14 @@ _MAX_TRIES = 2  # the first may be in vain because the new ranks took longer to 
 class Arrival:
     """`Arrival` is a host whose ranks start while the others train."""
 
-    seats: HostSeats
+    slots: HostSlots
     members: dict[int, ElasticRank] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
 
     @property
     def is_ready(self) -> bool:
         """Return whether all its ranks have come as far as training."""
-        return len(self.members) == self.seats.num_seats and all(member.joined for member in self.members.values())
+        return len(self.members) == self.slots.num_slots and all(member.joined for member in self.members.values())
 
 
 class ElasticHosts(Elastic):
@@ -53,13 +53,13 @@ class ElasticHosts(Elastic):
 
     def __init__(
         self,
-        seating: Seating,
+        slot_plan: SlotPlan,
         max_replacements: int | None,
         limits: Limits,
         own: int,
         host_timeout_s: float,
     ) -> None:
-        super().__init__(seating, max_replacements, limits)
+        super().__init__(slot_plan, max_replacements, limits)
         self._own = own
         self._host_timeout_s = host_timeout_s
         self.spares: dict[int, ArrivedHost] = {}  # by number, in the order of coming
@@ -70,20 +70,20 @@ class ElasticHosts(Elastic):
         self._waits_for = ""
 
     def restore_members(self, members: Iterable[ElasticRank], forking: Iterable[int]) -> None:
-        """Know of processes that there are, and of seats whose process is on its way."""
+        """Know of processes that there are, and of slots whose process is on its way."""
         for member in members:
-            self.members[member.seat] = member
+            self.members[member.slot] = member
             self._repetition.on_step(member.step)
         self._forking |= set(forking)
 
-    def note_gone(self, seat: int, lost: LostRank) -> None:
-        """Know of a seat whose process has ended, of which nothing was decided yet."""
-        self._gone.add(seat)
+    def note_gone(self, slot: int, lost: LostRank) -> None:
+        """Know of a slot whose process has ended, of which nothing was decided yet."""
+        self._gone.add(slot)
         self._newest.append(lost)
 
     @property
     def gone(self) -> frozenset[int]:
-        """Return the seats that were lost with their hosts, of which nothing was decided yet."""
+        """Return the slots that were lost with their hosts, of which nothing was decided yet."""
         return frozenset(self._gone)
 
     @property
@@ -102,18 +102,18 @@ class ElasticHosts(Elastic):
         """Return whether too few are left, and hosts are awaited."""
         return self._waits_since is not None and self.ended is None
 
-    def on_started(self, seat: int, pid: int) -> None:
-        arrival = self._arrival_of(seat)
+    def on_started(self, slot: int, pid: int) -> None:
+        arrival = self._arrival_of(slot)
         if arrival is not None:
-            arrival.members[seat] = ElasticRank(seat, pid)
+            arrival.members[slot] = ElasticRank(slot, pid)
         else:
-            super().on_started(seat, pid)
+            super().on_started(slot, pid)
 
-    def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
-        arrival = self._arrival_of(seat)
+    def on_message(self, slot: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
+        arrival = self._arrival_of(slot)
         kind = message.get("kind")
         if arrival is None:
-            actions = super().on_message(seat, pid, message, now)
+            actions = super().on_message(slot, pid, message, now)
             if kind == "regrouped" and message.get("generation") == self.generation.number:
                 self._untried.clear()
                 self._tries = 0
@@ -122,7 +122,7 @@ class ElasticHosts(Elastic):
             if kind == "elastic":  # from now on there may be something to come to
                 actions += self._use_spares(now)
             return actions
-        member = arrival.members.get(seat)
+        member = arrival.members.get(slot)
         if member is None or member.pid != pid:
             return []
         if kind == "outlives":
@@ -145,10 +145,10 @@ class ElasticHosts(Elastic):
         arrival = self._arrival_of(exit.rank)
         if arrival is None:
             return super().on_exit(exit, now)
-        del self.arrivals[arrival.seats.member]
+        del self.arrivals[arrival.slots.member]
         how = summarise(Failure(exit.rank, arrival.reports.get(exit.rank), exit))
         why = f"a rank that it has started ended before it could take part: {how}"
-        return [DropHost(arrival.seats.member, why), *self._use_spares(now)]
+        return [DropHost(arrival.slots.member, why), *self._use_spares(now)]
 
     def on_host_came(self, candidate: ArrivedHost, now: float) -> list[ElasticAction]:
         """Hear that a host is there, with so many places for ranks."""
@@ -162,9 +162,9 @@ class ElasticHosts(Elastic):
         host = self._find_host(member)
         if host is None or not self.active:
             return None
-        for seat in host.seats:
-            if seat in self.generation.seats:
-                self._newest.append(self._lose_seat(seat, label, why, now))
+        for slot in host.slots:
+            if slot in self.generation.slots:
+                self._newest.append(self._lose_slot(slot, label, why, now))
         self._take_out(host)
         self._repetition.on_loss()
         return self._decide(now)
@@ -176,28 +176,28 @@ class ElasticHosts(Elastic):
         host = self._find_host(member)
         if host is None or not self.active:
             return None
-        if not any(other.holds_state for seat, other in self.members.items() if seat not in host.seats):
+        if not any(other.holds_state for slot, other in self.members.items() if slot not in host.slots):
             return None
         self._take_out(host)
-        how = f"{name}, with {name_ranks(list(host.seats))}, leaves after this step (SIGTERM)"
+        how = f"{name}, with {name_ranks(list(host.slots))}, leaves after this step (SIGTERM)"
         actions = self._decide(now, how)
         is_said = any(isinstance(action, BeginGeneration) for action in actions)
         return actions if is_said else [Say(f"phalanx run: {how}"), *actions]
 
-    def _find_host(self, member: int) -> HostSeats | None:
-        return next((host for host in self.seating.hosts if host.member == member), None)
+    def _find_host(self, member: int) -> HostSlots | None:
+        return next((host for host in self.slot_plan.hosts if host.member == member), None)
 
     def _forget_newcomer(self, member: int) -> bool:
         """Let go of a host that waits, or starts its ranks; return whether it was one."""
         return self.spares.pop(member, None) is not None or self.arrivals.pop(member, None) is not None
 
-    def _take_out(self, host: HostSeats) -> None:
-        """Go on without a host; its seats are kept for whoever comes."""
-        self._gone |= set(host.seats) & set(self.generation.seats)
-        for seat in host.seats:
-            self._forking.discard(seat)
-            self._forget(seat)
-        self.seating = self.seating.lose(host.member)
+    def _take_out(self, host: HostSlots) -> None:
+        """Go on without a host; its slots are kept for whoever comes."""
+        self._gone |= set(host.slots) & set(self.generation.slots)
+        for slot in host.slots:
+            self._forking.discard(slot)
+            self._forget(slot)
+        self.slot_plan = self.slot_plan.lose(host.member)
         self._untried.discard(host.member)
 
     def on_time(self, now: float) -> list[ElasticAction]:
@@ -209,45 +209,48 @@ class ElasticHosts(Elastic):
             self._plan_due()
         return actions
 
-    def silence_s(self, seat: int) -> float:
-        """Return for how long the process in a seat may keep others waiting: its host may be cut off, and come back."""
-        is_own = any(seat in host.seats for host in self.seating.hosts if host.member == self._own)
-        return super().silence_s(seat) + (0.0 if is_own else self._host_timeout_s)
+    def silence_s(self, slot: int) -> float:
+        """Return for how long the process in a slot may keep others waiting: its host may be cut off, and come back."""
+        is_own = any(slot in host.slots for host in self.slot_plan.hosts if host.member == self._own)
+        return super().silence_s(slot) + (0.0 if is_own else self._host_timeout_s)
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
-        """Return by host whether its empty seats get a new process. A host that has come gets all of them."""
+        """Return by host whether its empty slots get a new process. A host that has come gets all of them."""
         empty = sum(
-            seat not in living for host in self.seating.hosts if host.member not in self._untried for seat in host.seats
+            slot not in living
+            for host in self.slot_plan.hosts
+            if host.member not in self._untried
+            for slot in host.slots
         )
         refills = self._may_replace(empty)
-        return {host.member: refills or host.member in self._untried for host in self.seating.hosts}
+        return {host.member: refills or host.member in self._untried for host in self.slot_plan.hosts}
 
-    def _lose_seat(self, seat: int, label: str, why: str, now: float) -> LostRank:
-        gone = self.members.get(seat) or ElasticRank(seat, 0)
+    def _lose_slot(self, slot: int, label: str, why: str, now: float) -> LostRank:
+        gone = self.members.get(slot) or ElasticRank(slot, 0)
         why = f"its host, {label}, is lost: {why}"
         step = max(self.step, gone.step)
-        return LostRank(seat, self.rank_of(seat), gone.pid, why, now, self.generation.number, step, label)
+        return LostRank(slot, self.rank_of(slot), gone.pid, why, now, self.generation.number, step, label)
 
-    def pid_of(self, seat: int) -> int | None:
-        """Return the process in a seat, of those that have not ended."""
-        arrival = self._arrival_of(seat)
-        member = (self.members if arrival is None else arrival.members).get(seat)
+    def pid_of(self, slot: int) -> int | None:
+        """Return the process in a slot, of those that have not ended."""
+        arrival = self._arrival_of(slot)
+        member = (self.members if arrival is None else arrival.members).get(slot)
         return None if member is None else member.pid
 
-    def is_arriving(self, seat: int) -> bool:
-        """Return whether the rank in this seat has yet to be taken in."""
-        return self._arrival_of(seat) is not None
+    def is_arriving(self, slot: int) -> bool:
+        """Return whether the rank in this slot has yet to be taken in."""
+        return self._arrival_of(slot) is not None
 
-    def _arrival_of(self, seat: int) -> Arrival | None:
-        return next((each for each in self.arrivals.values() if seat in each.seats.seats), None)
+    def _arrival_of(self, slot: int) -> Arrival | None:
+        return next((each for each in self.arrivals.values() if slot in each.slots.slots), None)
 
-    def _with_arrivals(self) -> Seating:
-        seating = self.seating
+    def _with_arrivals(self) -> SlotPlan:
+        slot_plan = self.slot_plan
         for arrival in self.arrivals.values():
-            seating = seating.seat(arrival.seats)
-        return seating
+            slot_plan = slot_plan.assign(arrival.slots)
+        return slot_plan
 
-    def _find_seats(self, candidate: ArrivedHost) -> HostSeats:
+    def _find_slots(self, candidate: ArrivedHost) -> HostSlots:
         hosts = self._with_arrivals().take_in(candidate).hosts
         return next(host for host in hosts if host.member == candidate.member)
 
@@ -260,11 +263,11 @@ class ElasticHosts(Elastic):
         actions: list[ElasticAction] = []
         for candidate in choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits):
             del self.spares[candidate.member]
-            seats = self._find_seats(candidate)
-            self.arrivals[candidate.member] = Arrival(seats)
+            slots = self._find_slots(candidate)
+            self.arrivals[candidate.member] = Arrival(slots)
             # It is as it would be if it were taken in now: its ranks need numbers to start with.
             generation = plan_generation(self.generation.number + 1, self._with_arrivals())
-            actions.append(PrepareHost(seats, BeginGeneration(generation, (), ())))
+            actions.append(PrepareHost(slots, BeginGeneration(generation, (), ())))
         return actions
 
     def _take_in_arrivals(self, now: float) -> list[ElasticAction]:
@@ -276,13 +279,13 @@ class ElasticHosts(Elastic):
         if not self.is_waiting and any(member.generation != number for member in self.members.values()):
             return []  # they form a group, and hear of the next when they have
         joining = {"kind": "joining", "generation": number + 1}
-        actions: list[ElasticAction] = [SendToRank(seat, joining) for seat in self.members]
+        actions: list[ElasticAction] = [SendToRank(slot, joining) for slot in self.members]
         for arrival in ready:
-            del self.arrivals[arrival.seats.member]
-            self.seating = self.seating.seat(replace(arrival.seats, living=frozenset(arrival.members)))
-            self._untried.add(arrival.seats.member)
+            del self.arrivals[arrival.slots.member]
+            self.slot_plan = self.slot_plan.assign(replace(arrival.slots, living=frozenset(arrival.members)))
+            self._untried.add(arrival.slots.member)
             self.members.update(arrival.members)
-        names = ", ".join(arrival.seats.name for arrival in ready)
+        names = ", ".join(arrival.slots.name for arrival in ready)
         return [*(() if self.is_waiting else actions), *self._decide(now, f"{names}: taken in")]
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
@@ -294,7 +297,7 @@ class ElasticHosts(Elastic):
         taken = choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits) if is_short else []
         for candidate in taken:
             del self.spares[candidate.member]
-            self.seating = self.seating.seat(self._find_seats(candidate))
+            self.slot_plan = self.slot_plan.assign(self._find_slots(candidate))
             self._untried.add(candidate.member)
         actions = super()._decide(now, without_loss)
         if any(isinstance(action, BeginGeneration) for action in actions):
@@ -308,7 +311,7 @@ class ElasticHosts(Elastic):
         dropped = [DropHost(member, why) for member in sorted(self._untried)]
         actions: list[ElasticAction] = [*dropped]
         for drop in dropped:
-            for host in [host for host in self.seating.hosts if host.member == drop.member]:
+            for host in [host for host in self.slot_plan.hosts if host.member == drop.member]:
                 self._take_out(host)
         self._untried.clear()
         self._tries = 0

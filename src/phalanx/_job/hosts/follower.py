@@ -25,7 +25,7 @@ from phalanx._job.agent.elastic import Elastic
 from phalanx._job.agent.elastic_actions import BeginGeneration, ElasticAction
 from phalanx._job.agent.environment import Place
 from phalanx._job.agent.failure import Exit, Report
-from phalanx._job.agent.generation import Seating
+from phalanx._job.agent.generation import SlotPlan
 from phalanx._job.agent.host_link import HostLink
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
@@ -165,10 +165,10 @@ def say_host_lost(message: ControlMessage, display: Display) -> None:
 class ObservedElastic(Elastic):
     """What the ranks of this host have said of themselves; what becomes of them the first host decides."""
 
-    def on_message(self, seat: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
+    def on_message(self, slot: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
         """Note what a rank says, which generation it is in for one."""
-        super().on_message(seat, pid, message, now)
-        member = self.members.get(seat)
+        super().on_message(slot, pid, message, now)
+        member = self.members.get(slot)
         if message.get("kind") == "elastic" and message.get("generation") and member is not None:
             member.holds_state = False  # it has come later, and is handed the state
         return []
@@ -220,7 +220,7 @@ class FollowerLink(HostLink):
         return self.supervision
 
     def make_elastic(self) -> ObservedElastic:
-        elastic = ObservedElastic(Seating.begin([self.own_seats()]), self._plan.settings.max_restarts)
+        elastic = ObservedElastic(SlotPlan.begin([self.own_slots()]), self._plan.settings.max_restarts)
         elastic.given_up = True
         return elastic
 

@@ -25,13 +25,13 @@ def generation_from_json(fields: Mapping[str, Any]) -> BeginGeneration:
     parts = tuple(
         HostPart(
             int(part["member"]),
-            tuple(int(seat) for seat in part["seats"]),
-            tuple(int(seat) for seat in part["forked"]),
+            tuple(int(slot) for slot in part["slots"]),
+            tuple(int(slot) for slot in part["forked"]),
             Place(**part["place"]),
         )
         for part in fields["generation"]["parts"]
     )
     generation = Generation(int(fields["generation"]["number"]), parts)
     return BeginGeneration(
-        generation, tuple(int(seat) for seat in fields["holders"]), tuple(LostRank(**lost) for lost in fields["lost"])
+        generation, tuple(int(slot) for slot in fields["holders"]), tuple(LostRank(**lost) for lost in fields["lost"])
     )

@@ -26,10 +26,10 @@ class HostState:
     @classmethod
     def of(cls, attempt: Attempt) -> HostState:
         elastic, state = attempt.elastic, attempt.state
-        seats = attempt.numbers.part.seats
-        ended = tuple(exit for seat, exit in state.exits.items() if seat in seats and exit.status == 0)
-        forking = tuple(seat for seat in seats if seat not in state.started and seat not in state.exits)
-        ranks = tuple(member for seat, member in elastic.members.items() if seat in seats and seat not in state.exits)
+        slots = attempt.numbers.part.slots
+        ended = tuple(exit for slot, exit in state.exits.items() if slot in slots and exit.status == 0)
+        forking = tuple(slot for slot in slots if slot not in state.started and slot not in state.exits)
+        ranks = tuple(member for slot, member in elastic.members.items() if slot in slots and slot not in state.exits)
         return cls(ranks, forking, ended, elastic.finished, elastic.has_trained)
 
     def to_json(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, des
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
 from phalanx._job.agent.failure import Exit, HostLoss, Report
-from phalanx._job.agent.generation import ArrivedHost, HostSeats
+from phalanx._job.agent.generation import ArrivedHost, HostSlots
 from phalanx._job.agent.host_link import HostLink
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
@@ -118,22 +118,22 @@ class LeaderLink(HostLink):
 
     def begin_generation(self, begun: BeginGeneration) -> None:
         """Tell every other host to do its part of a generation, or to start, if it has none yet."""
-        self._guard.begin(len(self._elastic.seating.hosts))
-        state, seats = self._attempt.state, begun.generation.seats
-        state.world_size = max(state.world_size, max(seats) + 1)
-        for seat in range(state.world_size):
-            if seat in seats:
-                state.retired.discard(seat)
-            elif seat not in state.exits:
-                state.on_retired(seat)
-        for host in self._elastic.seating.hosts:
+        self._guard.begin(len(self._elastic.slot_plan.hosts))
+        state, slots = self._attempt.state, begun.generation.slots
+        state.world_size = max(state.world_size, max(slots) + 1)
+        for slot in range(state.world_size):
+            if slot in slots:
+                state.retired.discard(slot)
+            elif slot not in state.exits:
+                state.on_retired(slot)
+        for host in self._elastic.slot_plan.hosts:
             if host.member not in self._peers.others and host.member != self.member:
                 self._admit_host(host, begun)
         self._record(begun)  # with the hosts that have just come, before any of them is told
         for node in self._peers.present:
             part = begun.generation.part_of(node.facts.member)
-            for seat in () if part is None else part.forked:
-                state.on_replaced(seat)
+            for slot in () if part is None else part.forked:
+                state.on_replaced(slot)
             if node.facts.member in self._told_to_start:
                 self._put(node, "generation", begun=generation_to_json(begun))
             else:
@@ -142,7 +142,7 @@ class LeaderLink(HostLink):
 
     @property
     def _voters(self) -> list[int]:
-        return self._peers.find_voters(self._elastic.seating, self._attempt.state.exits)
+        return self._peers.find_voters(self._elastic.slot_plan, self._attempt.state.exits)
 
     def _record(self, begun: BeginGeneration | None) -> None:
         """Leave what was decided in the store, for a host that takes over."""
@@ -157,7 +157,7 @@ class LeaderLink(HostLink):
         if isinstance(action, DropHost):
             self._drop(action)
             return
-        node = self._admit_host(action.seats, action.begun)
+        node = self._admit_host(action.slots, action.begun)
         if node is not None:
             self._start(node, action.begun)
 
@@ -173,13 +173,13 @@ class LeaderLink(HostLink):
                 loss = HostLoss(node.where, why, now - self._peers.host_timeout_s)
                 self._attempt.do(state.on_host_lost(ranks, loss, now))
 
-    def _admit_host(self, seats: HostSeats, begun: BeginGeneration) -> Node | None:
+    def _admit_host(self, slots: HostSlots, begun: BeginGeneration) -> Node | None:
         """Take a host that has come as one of ours."""
-        part = begun.generation.part_of(seats.member)
+        part = begun.generation.part_of(slots.member)
         if part is None:
             return None
-        place = replace(part.place, first_rank=seats.first_seat, num_ranks=seats.num_seats)
-        node = self._peers.take_in(seats, place)
+        place = replace(part.place, first_rank=slots.first_slot, num_ranks=slots.num_slots)
+        node = self._peers.take_in(slots, place)
         if node is not None:
             self._host.display.begin(place.ranks)
         return node
@@ -413,30 +413,30 @@ class LeaderLink(HostLink):
         if node is None:
             self._attempt.do_elastic(self._elastic.on_host_lost(member, "", why, now) or [])  # it may have been waiting
             return
-        seats = list(node.place.ranks)
-        for seat in seats:
-            self._host.display.end(seat)
-        if self._elastic.is_arriving(seats[0]):
+        slots = list(node.place.ranks)
+        for slot in slots:
+            self._host.display.end(slot)
+        if self._elastic.is_arriving(slots[0]):
             self._host.display.say(f"phalanx run: {node.where}, which was to be taken in, is lost: {why}")
             self._attempt.do_elastic(self._elastic.on_host_lost(member, node.where, why, now) or [])
             return
-        occupied = frozenset(self._elastic.generation.seats)
-        gone = [self._elastic.rank_of(seat) for seat in seats if seat in occupied]
+        occupied = frozenset(self._elastic.generation.slots)
+        gone = [self._elastic.rank_of(slot) for slot in slots if slot in occupied]
         survived = None
         if self._attempt.state.phase == "running":
             survived = self._elastic.on_host_lost(member, node.where, why, now)
         actions: list[Action] = []
         if survived is None:
             loss = HostLoss(node.where, why, now - self._peers.host_timeout_s)
-            actions = self._attempt.state.on_host_lost(seats, loss, now)
+            actions = self._attempt.state.on_host_lost(slots, loss, now)
         else:
-            for seat in seats:
-                self._attempt.state.on_retired(seat)
+            for slot in slots:
+                self._attempt.state.on_retired(slot)
         if self._attempt.state.interrupted is None or self._attempt.state.phase == "running":
-            self._host.display.say(f"phalanx run: {node.where}, with {name_ranks(seats)}, is lost: {why}")
+            self._host.display.say(f"phalanx run: {node.where}, with {name_ranks(slots)}, is lost: {why}")
         if self._attempt.numbers.store is not None:
             tell_lost(self._attempt.numbers.store, LostHost(tuple(gone), describe_loss(node.where, why)))
-        self._put_all("host lost", host=node.where, ranks=seats, gone=gone, why=why)
+        self._put_all("host lost", host=node.where, ranks=slots, gone=gone, why=why)
         self._attempt.do(actions)
         self._attempt.do_elastic(survived or [])
 
@@ -545,7 +545,7 @@ class RemoteRanks:
         if message.kind == "lines":
             self._show(body["items"], node)
         elif message.kind in _OF_RANKS and message.member in self._peers.lost:
-            pass  # its seats may be another host's by now, with processes that have the same numbers
+            pass  # its slots may be another host's by now, with processes that have the same numbers
         elif message.kind == "started":
             attempt.on_started(_rank_of(body, node), int(body["pid"]))
         elif message.kind == "abandoned":

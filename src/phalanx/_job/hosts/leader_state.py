@@ -10,7 +10,7 @@ from typing import Any
 from phalanx._job.agent.elastic_actions import BeginGeneration, LostRank
 from phalanx._job.agent.environment import Place
 from phalanx._job.agent.failure import Exit
-from phalanx._job.agent.generation import HostSeats, Seating
+from phalanx._job.agent.generation import HostSlots, SlotPlan
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.generation_message import generation_from_json, generation_to_json
@@ -23,19 +23,19 @@ FIRST_KEY = "launch/first"  # the key of the member that leads the job, once it 
 
 @dataclass(frozen=True)
 class LeaderState:
-    """The hosts, their seats, and the generation that was begun last (None: the first one)."""
+    """The hosts, their slots, and the generation that was begun last (None: the first one)."""
 
     attempt: int
     run_id: str
     run: str
     job_begun: float
     nodes: tuple[Node, ...]
-    seating: Seating
+    slot_plan: SlotPlan
     begun: BeginGeneration | None
     num_replaced: int
     max_replacements: int | None
     losses: tuple[LostRank, ...]
-    pids: dict[int, int]  # the processes that there were, by seat
+    pids: dict[int, int]  # the processes that there were, by slot
     exits: tuple[Exit, ...]  # of the ranks that have ended well
 
     @classmethod
@@ -49,12 +49,12 @@ class LeaderState:
         exits: Iterable[Exit],
     ) -> LeaderState:
         """Return what a leader has decided, without hosts whose ranks are starting."""
-        trained = {peers.own.facts.member, *(host.member for host in elastic.seating.hosts)}
+        trained = {peers.own.facts.member, *(host.member for host in elastic.slot_plan.hosts)}
         return cls(
             attempt, plan.run_id, plan.run, plan.begun,
-            tuple(node for node in peers.own_and_present if node.facts.member in trained), elastic.seating, begun,
+            tuple(node for node in peers.own_and_present if node.facts.member in trained), elastic.slot_plan, begun,
             elastic.num_replaced, elastic.max_replacements, tuple(elastic.losses),
-            {seat: member.pid for seat, member in elastic.members.items()},
+            {slot: member.pid for slot, member in elastic.members.items()},
             tuple(exit for exit in exits if exit.status == 0),
         )  # fmt: skip
 
@@ -65,8 +65,8 @@ class LeaderState:
             "run": self.run,
             "job_begun": self.job_begun,
             "nodes": [[asdict(node.facts), asdict(node.place), node.label] for node in self.nodes],
-            "hosts": [_seats_to_json(host) for host in self.seating.hosts],
-            "vacated": [_seats_to_json(host) for host in self.seating.vacated],
+            "hosts": [_slots_to_json(host) for host in self.slot_plan.hosts],
+            "vacated": [_slots_to_json(host) for host in self.slot_plan.vacated],
             "begun": None if self.begun is None else generation_to_json(self.begun),
             "num_replaced": self.num_replaced,
             "max_replacements": self.max_replacements,
@@ -91,12 +91,12 @@ class LeaderState:
             str(fields["run"]),
             float(fields["job_begun"]),
             tuple(Node(HostFacts(**facts), Place(**place), str(label)) for facts, place, label in fields["nodes"]),
-            Seating(tuple(map(_seats_from_json, fields["hosts"])), tuple(map(_seats_from_json, fields["vacated"]))),
+            SlotPlan(tuple(map(_slots_from_json, fields["hosts"])), tuple(map(_slots_from_json, fields["vacated"]))),
             None if fields["begun"] is None else generation_from_json(fields["begun"]),
             int(fields["num_replaced"]),
             None if most is None else int(most),
             tuple(LostRank(**loss) for loss in fields["losses"]),
-            {int(seat): int(pid) for seat, pid in fields["pids"]},
+            {int(slot): int(pid) for slot, pid in fields["pids"]},
             tuple(Exit(int(rank), int(pid), 0, float(at)) for rank, pid, at in fields["exits"]),
         )
 
@@ -107,9 +107,9 @@ class LeaderState:
         return replace(self, job_begun=convert(self.job_begun), losses=losses, exits=exits)
 
 
-def _seats_to_json(host: HostSeats) -> dict[str, Any]:
+def _slots_to_json(host: HostSlots) -> dict[str, Any]:
     return {**asdict(host), "living": sorted(host.living)}
 
 
-def _seats_from_json(fields: Mapping[str, Any]) -> HostSeats:
-    return HostSeats(**{**fields, "living": frozenset(fields["living"])})
+def _slots_from_json(fields: Mapping[str, Any]) -> HostSlots:
+    return HostSlots(**{**fields, "living": frozenset(fields["living"])})

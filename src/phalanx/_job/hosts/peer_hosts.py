@@ -8,7 +8,7 @@ from dataclasses import asdict
 from phalanx._job.agent.elastic_actions import BeginGeneration
 from phalanx._job.agent.environment import Place
 from phalanx._job.agent.failure import Exit
-from phalanx._job.agent.generation import HostSeats, Limits, Seating
+from phalanx._job.agent.generation import HostSlots, Limits, SlotPlan
 from phalanx._job.hosts.control_channel import Change, ControlChannel
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.generation_message import generation_to_json
@@ -49,24 +49,24 @@ class PeerHosts:
     def has_finished(self, member: int, exits: Mapping[int, Exit]) -> bool:
         """Return whether all ranks of a host have ended well, or it is none of this attempt."""
         node = self.own if member == self.own.facts.member else self.others.get(member)
-        return node is None or all(seat in exits and not exits[seat].status for seat in node.place.ranks)
+        return node is None or all(slot in exits and not exits[slot].status for slot in node.place.ranks)
 
     def plan_vote(self, elastic: ElasticHosts, exits: Mapping[int, Exit]) -> tuple[list[int], bool]:
         """Return the hosts that vote, and whether this one alone has ranks that have not ended well, or never will."""
         others_have = all(self.has_finished(node.facts.member, exits) for node in self.present)
-        return self.find_voters(elastic.seating, exits), elastic.finished and bool(exits) and others_have
+        return self.find_voters(elastic.slot_plan, exits), elastic.finished and bool(exits) and others_have
 
     def find_other(self, rank: int) -> Node | None:
         """Return the other host that has a rank, if there is one."""
         return next((node for node in self.present if rank in node.place.ranks), None)
 
-    def find_voters(self, seating: Seating, exits: Mapping[int, Exit]) -> list[int]:
-        """Return the hosts that vote on who leads: those with seats that are there.
+    def find_voters(self, slot_plan: SlotPlan, exits: Mapping[int, Exit]) -> list[int]:
+        """Return the hosts that vote on who leads: those with slots that are there.
 
         They would lead in this order. A host whose ranks have all ended well stands by last: it does not stand.
         """
         there = self._present_members | {self.own.facts.member}
-        members = [host.member for host in seating.hosts if host.member in there]
+        members = [host.member for host in slot_plan.hosts if host.member in there]
         return sorted(members, key=lambda member: self.has_finished(member, exits))
 
     def name_host(self, ranks: Iterable[int]) -> str:
@@ -98,7 +98,7 @@ class PeerHosts:
         Restarts of the whole job count as replacements of ranks that are lost.
         """
         hosts = [
-            HostSeats(
+            HostSlots(
                 node.facts.member,
                 node.place.first_rank,
                 node.place.num_ranks,
@@ -110,15 +110,15 @@ class PeerHosts:
         ]
         own = self.own.facts.member
         max_replacements = None if max_restarts is None else max(0, max_restarts - restart_count)
-        return ElasticHosts(Seating.begin(hosts), max_replacements, self.limits, own, self.host_timeout_s)
+        return ElasticHosts(SlotPlan.begin(hosts), max_replacements, self.limits, own, self.host_timeout_s)
 
-    def take_in(self, seats: HostSeats, place: Place) -> Node | None:
-        """Give a host that has come these seats; None if it has gone. `place` has their numbers."""
-        change = self.late.pop(seats.member, None)
+    def take_in(self, slots: HostSlots, place: Place) -> Node | None:
+        """Give a host that has come these slots; None if it has gone. `place` has their numbers."""
+        change = self.late.pop(slots.member, None)
         facts = None if change is None else HostFacts.from_json(change.member, change.facts)
         if change is None or facts is None:
             return None
-        self.taken_in[seats.member] = change
+        self.taken_in[slots.member] = change
         # a host that comes back is called what it was; and one that has another's name gets a number
         known = [node for node in self.nodes if node.facts.known_as == facts.known_as]
         names = {node.label for node in self.nodes}
@@ -132,7 +132,7 @@ class PeerHosts:
         node = Node(facts, place, label)
         self.nodes = [each for each in self.nodes if not set(each.place.ranks) & set(place.ranks)]
         self.nodes.append(node)
-        self.others[seats.member] = node
+        self.others[slots.member] = node
         return node
 
 

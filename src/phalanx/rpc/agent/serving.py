@@ -104,8 +104,8 @@ class Task:
 
 
 @dataclass(eq=False)
-class _Seat:
-    """`_Seat` is where a thread without work waits."""
+class _Slot:
+    """`_Slot` is where a thread without work waits."""
 
     gate: threading.Lock
     lead: Lead
@@ -139,7 +139,7 @@ class Serving:
         self.muted: dict[Relieved, None] = {}  # connections that other threads read
         self._spin = Spin()
         self._lock = threading.Lock()
-        self._parked: list[_Seat] = []
+        self._parked: list[_Slot] = []
         self._threads: list[threading.Thread] = []
         self._leader: Lead | None = None
         self._running = 0
@@ -233,25 +233,25 @@ class Serving:
             return
         lead = self._leader = Lead()
         if self._parked:
-            seat = self._parked.pop()
-            seat.lead = lead
-            seat.gate.release()
+            slot = self._parked.pop()
+            slot.lead = lead
+            slot.gate.release()
         else:
             self._start_thread("serve", self._serve, lead)
 
     def _serve(self, lead: Lead) -> None:
-        seat = _Seat(threading.Lock(), lead)
-        seat.gate.acquire()
+        slot = _Slot(threading.Lock(), lead)
+        slot.gate.acquire()
         while True:
-            self._be_leader(seat.lead)
+            self._be_leader(slot.lead)
             while self._run_one(None):
                 pass
             self._flush()
             with self._lock:
                 if self._closed:
                     return
-                self._parked.append(seat)
-            seat.gate.acquire()
+                self._parked.append(slot)
+            slot.gate.acquire()
             if self._is_closed():
                 return
 
@@ -361,8 +361,8 @@ class Serving:
         with self._lock:
             self._closed = True
             parked, self._parked = self._parked, []
-        for seat in parked:
-            seat.gate.release()
+        for slot in parked:
+            slot.gate.release()
         self.wake()
         self._clock_wakeup.ring()
         deadline = Deadline.after(timeout_s)

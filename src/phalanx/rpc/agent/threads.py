@@ -14,7 +14,7 @@ class Threads:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._idle: list[_Seat] = []
+        self._idle: list[_Slot] = []
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -23,37 +23,37 @@ class Threads:
         with self._lock:
             if self._closed:
                 return
-            seat = self._idle.pop() if self._idle else None
-            if seat is None:
-                thread = threading.Thread(target=self._serve, args=(_Seat(work),), name=self._name, daemon=True)
+            slot = self._idle.pop() if self._idle else None
+            if slot is None:
+                thread = threading.Thread(target=self._serve, args=(_Slot(work),), name=self._name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
                 return
-        seat.work = work
-        seat.gate.release()
+        slot.work = work
+        slot.gate.release()
 
-    def _serve(self, seat: _Seat) -> None:
-        while seat.work is not None:
-            seat.work()
-            seat.work = None
+    def _serve(self, slot: _Slot) -> None:
+        while slot.work is not None:
+            slot.work()
+            slot.work = None
             with self._lock:
                 if self._closed:
                     return
-                self._idle.append(seat)
-            seat.gate.acquire()
+                self._idle.append(slot)
+            slot.gate.acquire()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the threads that are idle; work that is under way is waited for up to `timeout_s`."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for seat in idle:
-            seat.gate.release()
+        for slot in idle:
+            slot.gate.release()
         join_all(self._threads, timeout_s)
 
 
-class _Seat:
-    """`_Seat` is where a thread waits for work."""
+class _Slot:
+    """`_Slot` is where a thread waits for work."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work

@@ -94,7 +94,7 @@ class TakeOver:
         nodes = list(state.nodes)
         own = next(node for node in nodes if node.facts.member == channel.member)
         peers = PeerHosts(channel, nodes, own, host_timeout_s, limits)
-        if all(host.member != self._lost for host in state.seating.hosts):
+        if all(host.member != self._lost for host in state.slot_plan.hosts):
             peers.lose(self._lost, "it has left")  # in order: the others have gone on without its ranks
         elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
         followers, witness = office.service.coordinator.followers, office.witness
@@ -114,12 +114,12 @@ class TakeOver:
 
     def _restore_supervision(self, plan: JobPlan, elastic: ElasticHosts) -> Supervision:
         settings = plan.settings
-        seats = elastic.generation.seats
-        supervision = Supervision(max(seats) + 1, settings.grace_s, settings.exit_timeout_s, is_alone=False)
+        slots = elastic.generation.slots
+        supervision = Supervision(max(slots) + 1, settings.grace_s, settings.exit_timeout_s, is_alone=False)
         supervision.started |= set(elastic.members)
-        supervision.retired |= set(range(supervision.world_size)) - set(seats)
+        supervision.retired |= set(range(supervision.world_size)) - set(slots)
         for exit in (*self._state.exits, *(exit for said in self._states.values() for exit in said.exits)):
-            if exit.rank in seats:
+            if exit.rank in slots:
                 supervision.on_exit(exit)
         return supervision
 
@@ -145,9 +145,9 @@ def restore_elastic(
 
     The ranks of hosts that have said nothing are in it until it is told that these hosts are lost.
     """
-    elastic = ElasticHosts(state.seating, state.max_replacements, limits, own, host_timeout_s)
+    elastic = ElasticHosts(state.slot_plan, state.max_replacements, limits, own, host_timeout_s)
     begun = state.begun
-    elastic.generation = plan_generation(0, state.seating) if begun is None else begun.generation
+    elastic.generation = plan_generation(0, state.slot_plan) if begun is None else begun.generation
     elastic.num_replaced = state.num_replaced
     elastic.losses = list(state.losses)
     for said in hosts.values():
@@ -158,12 +158,12 @@ def restore_elastic(
     elastic.finished |= bool(state.exits)
     now, wait_s = time.monotonic(), elastic.wait_s
     for part in elastic.generation.parts:
-        for seat in part.seats:
-            pid = state.pids.get(seat, 0)
-            if part.member not in hosts and seat not in ended:
-                elastic.restore_members([ElasticRank(seat, pid, joined=True, wait_s=wait_s)], ())
-            elif seat not in elastic.members and seat not in elastic.awaited and seat not in ended:
+        for slot in part.slots:
+            pid = state.pids.get(slot, 0)
+            if part.member not in hosts and slot not in ended:
+                elastic.restore_members([ElasticRank(slot, pid, joined=True, wait_s=wait_s)], ())
+            elif slot not in elastic.members and slot not in elastic.awaited and slot not in ended:
                 why = "it has ended while the job had no leader"
-                rank = elastic.rank_of(seat)
-                elastic.note_gone(seat, LostRank(seat, rank, pid, why, now, elastic.generation.number, elastic.step))
+                rank = elastic.rank_of(slot)
+                elastic.note_gone(slot, LostRank(slot, rank, pid, why, now, elastic.generation.number, elastic.step))
     return elastic
