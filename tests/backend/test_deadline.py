@@ -15,7 +15,7 @@ from phalanx._base.deadline import Deadline
 from phalanx._comm.rendezvous import bootstrap
 from phalanx._comm.rendezvous.rank_info import RankInfo, host_identity
 from phalanx._comm.symmetric_memory.watch import ProcessId
-from phalanx._comm.transport.shared_memory import session
+from phalanx._comm.transport import shared_memory
 from phalanx.errors import DeadlineError
 from phalanx.testing import run_ranks
 
@@ -132,7 +132,7 @@ def test_monitored_barrier_has_a_timeout_of_its_own():
 
 
 def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(session, "NOTICE_S", 0.5)
+    monkeypatch.setattr(shared_memory, "NOTICE_S", 0.5)
 
     def check(rank, world_size):
         store = dist.FileStore(str(tmp_path / "said"), world_size)
@@ -177,7 +177,7 @@ def test_a_timeout_that_leaves_no_time_is_refused_before_anybody_waits(seconds, 
 @pytest.mark.slow
 def test_a_long_wait_for_gradients_is_announced_with_who_is_missing_and_again(monkeypatch, tmp_path):
     """The notice said "waiting for other ranks", and was the only one however long the wait."""
-    monkeypatch.setattr(session, "NOTICE_S", 0.0)
+    monkeypatch.setattr(shared_memory, "NOTICE_S", 0.0)
 
     def check(rank, world_size):
         lines = []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.parity.beside_gloo import assert_same_as_gloo
 
 from phalanx._comm.backend.process_group.inbox import Posted
-from phalanx._comm.transport.shared_memory.messages import PostedReceive
+from phalanx._comm.transport.shared_memory import PostedReceive
 from phalanx.testing import run_ranks
 
 

@@ -11,8 +11,7 @@ from phalanx._base.deadline import Deadline, timeout_ns
 from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.backend.work import DoneWork, PhalanxWork, start_thread
 from phalanx._comm.transport.base import CallContext
-from phalanx._comm.transport.shared_memory import SharedMemoryTransport
-from phalanx._comm.transport.shared_memory.messages import PostedReceive
+from phalanx._comm.transport.shared_memory import PostedReceive, SharedMemoryTransport
 from phalanx._core import Receive
 from phalanx.errors import ClosedError
 

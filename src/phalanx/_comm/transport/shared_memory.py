@@ -1,27 +1,250 @@
-"""`SharedMemoryCollectives` passes the tensors of each collective on one host to the C core."""
+"""Carry groups of one host: all ranks map the memory of all, and the C core moves and combines data in it.
+
+A collective gives its tensors to the core, which also agrees; sends use a ring per pair of ranks, and receives are
+posted and match messages.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx._base.core_numbers import SUM
+from phalanx import _core
+from phalanx._base.core_numbers import OK, PEER_LOST, RECV, SEND, SUM
 from phalanx._base.deadline import Deadline, timeout_ns
 from phalanx._base.dtypes import dtype_of
-from phalanx._comm.symmetric_memory.memory import Buffer
+from phalanx._base.log import get_logger
+from phalanx._comm.diagnostics import failures
+from phalanx._comm.diagnostics.call_sites import short
+from phalanx._comm.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, describe_wait, occupied
+from phalanx._comm.diagnostics.flight_recorder import read
+from phalanx._comm.diagnostics.whereabouts import find_position, late_ranks, remember, tell_end
+from phalanx._comm.rendezvous.bootstrap import NOTICE_S
+from phalanx._comm.symmetric_memory.memory import Buffer, SymmetricMemory
 from phalanx._comm.symmetric_memory.sizes import STAGE_BYTES
-from phalanx._comm.transport.base import CallContext
-from phalanx._comm.transport.shared_memory.session import SharedMemorySession
+from phalanx._comm.transport.base import CallContext, Transport
 from phalanx._comm.transport.tensors import dense, is_plain, nbytes, scaled, write_back
+from phalanx.errors import ClosedError
+
+_logger = get_logger(__name__)
+_MAX_SITES = 256
 
 
-class SharedMemoryCollectives(SharedMemorySession):
-    """It has every collective; tensors in the symmetric heap are read and written in place by all ranks."""
+class PostedReceive:
+    """A posted receive matches a message by sender and tag, in the order of posting, whatever comes first.
+
+    It is over once any thread of this rank that takes messages in has found its message, or its end.
+    """
+
+    def __init__(
+        self, memory: SharedMemoryTransport, tensor: Tensor, src: int, tag: int, ctx: CallContext, *, handed_over: bool
+    ) -> None:
+        self._memory = memory
+        self._tensor = tensor
+        self._data = dense(tensor)
+        self._peer = src
+        self._ctx = ctx
+        self.handle = _core.Receive()
+        self.was_here = (
+            memory.core.post(
+                self.handle,
+                self._data.data_ptr(),
+                nbytes(self._data),
+                src,
+                tag,
+                dtype_of(self._data.dtype).code,
+                handed_over,
+                ctx.timeout_ns,
+                ctx.call_site,
+                tensor.shape,
+            )
+            == OK
+        )
+        """Whether the message had come before."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether its message has not come, and nothing has ended the wait for it."""
+        return self.handle.status == _core.PENDING
+
+    @property
+    def source(self) -> int:
+        """Return the rank that sent the message, once it is not pending."""
+        return self.handle.source
+
+    def conclude(self) -> None:
+        """Give the tensor its message, or raise what went wrong. Called once, when the receive no longer pends.
+
+        The tensor is let go: a group keeps its last few thousand receives (see PhalanxWork.settle).
+        """
+        tensor, data = self._tensor, self._data
+        del self._tensor, self._data
+        self._memory.check(self.handle.status, self._ctx, kind=RECV, peer=self._peer)
+        if data is not tensor:
+            write_back(tensor, data)
+
+
+class SharedMemoryTransport(Transport):
+    """It carries a group whose ranks are all on this host: all of them map the memory of all.
+
+    It runs one collective at a time, and holds `lock` while the core does it. All ranks read and write tensors in the
+    symmetric heap in place. Messages need no lock across channels, and keep their order per tag between two ranks.
+    """
+
+    ranks_share_memory = True
+    closes_in_flight = True
+    eager_bytes = 32768  # ranks that wait for each other cost more than bytes that nobody reads
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.lock = threading.Lock()  # held while the core runs a collective
+        self.symm_mem: SymmetricMemory = None  # type: ignore[assignment]  # set by `attach`: it needs our `idle`
+        self._sites: dict[tuple[str, int], int] = {}
+        self._places: dict[int, str] = {}
+        self._areas: dict[int, list[Buffer]] = {}  # the areas for `broadcast_buffers`, by their size
+        self._said_at = 0
+        self._say_again_s = 0.0
+
+    def attach(self, symm_mem: SymmetricMemory) -> None:
+        """Take the memory; this is called before the first operation."""
+        self.symm_mem = symm_mem
+        self.rank, self.world_size = symm_mem.rank, symm_mem.world_size
+        self.core = symm_mem.core
+        remember(self)
+
+    @property
+    def closed(self) -> bool:
+        return self.symm_mem.closed
+
+    @property
+    def seq(self) -> int:
+        """Return how many collectives this rank has begun."""
+        return self.core.seq
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def set_exit_reason(self, exit_reason: str) -> None:
+        """Set how this process ends, in the words that the other ranks' errors will have."""
+        self.core.set_exit_reason(exit_reason)
+
+    def leave_in_flight(self) -> None:
+        """End the group while operations of this process still run, so that they wake up before its memory goes."""
+        self.core.set_exit_reason(LEFT_IN_FLIGHT)
+        self.core.set_poison(PEER_LOST, self.symm_mem.rank)
+
+    def settle(self, patience_s: float) -> bool:
+        """Return whether no thread of this process is in an operation, after at most `patience_s`.
+
+        In a signal handler the operation that it interrupted is not waited for.
+        """
+        return self.core.settle(timeout_ns(patience_s))
+
+    def close(self) -> None:
+        """Leave the group. Ranks that wait for this one hear it at once, and so do threads in operations here."""
+        if not self.symm_mem.closed:
+            tell_end(self)
+        self.symm_mem.close()
+
+    def abandon(self) -> None:
+        """Do what `close` does, at the end of the process, while threads are in operations: nothing happens to them."""
+        if not self.symm_mem.closed:
+            tell_end(self)
+        self.symm_mem.close_for_good()
+
+    # -- around an operation -------------------------------------------------------------------------------------
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        """Return the number of a (file, line) in the table that other ranks and the agent can read."""
+        number = self._sites.get(place)
+        if number is None:
+            if len(self._sites) >= _MAX_SITES:
+                self._sites.clear()
+                self._places.clear()
+            text = f"{short(place[0])}:{place[1]}" if place[0] else ""
+            try:
+                number = self.core.add_call_site(text)
+            except ClosedError:
+                raise closed(self.group) from None
+            self._sites[place] = number
+            self._places[number] = text
+        return number
+
+    def place(self, number: int) -> str:
+        """Return the 'file:line' that `call_site` gave this number, or an empty string."""
+        return self._places.get(number, "")
+
+    def idle(self, waited_s: float) -> None:
+        """Say which ranks are missing, and after as long again which still are; the core calls this while it waits."""
+        if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
+            return
+        with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it
+            self._warn_of_wait(waited_s)
+
+    def _warn_of_wait(self, waited_s: float) -> None:
+        records = read(self.core, self.symm_mem.rank)
+        if not records or (records[-1].enter_ns == self._said_at and waited_s < self._say_again_s):
+            return
+        last = records[-1]
+        self._said_at, self._say_again_s = last.enter_ns, 2 * waited_s
+        missing = late_ranks(self.core, self.symm_mem.rank, self.symm_mem.world_size) if last.is_collective else []
+        if last.is_collective and not missing and self.core.failed_rank not in (-1, self.symm_mem.rank):
+            missing = [
+                self.core.failed_rank
+            ]  # in a round of gradients no rank has come further: the core looks at flags
+        if not last.is_collective and last.peer >= 0:
+            missing = [last.peer]
+        where = "; ".join(f"rank {r} {find_position(self.symm_mem, r)}" for r in missing[:8])
+        where = where or ("other ranks" if last.is_collective else "a message")
+        _logger.warning("%s", describe_wait(last.label, self.group, self.symm_mem.rank, missing, waited_s, where))
+
+    def check(self, status: int, ctx: CallContext, *, kind: int = 0, peer: int = -1) -> None:
+        """Raise the error that `status` stands for, if any. `kind` and `peer` describe a message, if it was one."""
+        if status:
+            try:
+                error = failures.failure(status, self.symm_mem, self.group, ctx.timeout_s, kind=kind, peer=peer)
+            except ClosedError:  # before the memory could be read, by another thread
+                error = closed(self.group)
+            raise error
+
+    def _collective(self, ctx: CallContext, call: Callable[[], int]) -> None:
+        with self.exclusive(ctx.timeout_s):
+            try:
+                status = call()
+            except BaseException as error:
+                self._interrupted(error)
+                raise
+        self.check(status, ctx)
+
+    @contextlib.contextmanager
+    def exclusive(self, timeout_s: float) -> Iterator[None]:
+        """Hold `lock` for one collective.
+
+        Raises:
+            DeadlineError: the other thread's collective was not over in time.
+        """
+        if self.lock.locked():
+            self._await_lock(timeout_s)
+        with self.lock:
+            yield
+
+    def _await_lock(self, timeout_s: float) -> None:
+        if not self.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise occupied(self.group, self.symm_mem.rank, timeout_s)
+        self.lock.release()
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Tell the peers that Ctrl-C, or a signal handler that raised, ended the wait."""
+        with contextlib.suppress(ClosedError):
+            self.core.set_exit_reason(type(error).__name__)
+
+    # -- collectives ---------------------------------------------------------------------------------------------
 
     def barrier(self, ctx: CallContext) -> None:
         """Return when every rank has come."""
@@ -320,3 +543,42 @@ class SharedMemoryCollectives(SharedMemorySession):
             return self.symm_mem.allocate(
                 nbytes, deadline, ctx.call_site, lambda status: self.check(status, ctx), owner=owner
             )
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
+        """Return when the bytes of `tensor` have left it."""
+        data = dense(tensor)
+        code = dtype_of(data.dtype).code
+        self.check(
+            self.core.send(data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.call_site, tensor.shape),
+            ctx,
+            kind=SEND,
+            peer=dst,
+        )
+
+    def send_now(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> bool:
+        """Do what `send` does if that needs no waiting, and return True; else do nothing and return False."""
+        data = dense(tensor)
+        code = dtype_of(data.dtype).code
+        status = self.core.send_now(
+            data.data_ptr(), nbytes(data), dst, tag, code, ctx.timeout_ns, ctx.call_site, tensor.shape
+        )
+        if status:
+            self.check(status, ctx, kind=SEND, peer=dst)
+        return status is not None
+
+    def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext, *, handed_over: bool = False) -> PostedReceive:
+        """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`, at once.
+
+        With `handed_over` the core's `take_ended` will have its handle, if it is pending now.
+        """
+        return PostedReceive(self, tensor, src, tag, ctx, handed_over=handed_over)
+
+    def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
+        """Receive into `tensor` the next message from `src` (if below zero, any rank) with `tag`; return its sender."""
+        receive = self.post(tensor, src, tag, ctx)
+        while receive.is_pending:
+            self.core.progress(receive.handle, timeout_ns(math.inf))  # up to the deadline with which it was posted
+        receive.conclude()
+        return receive.source
