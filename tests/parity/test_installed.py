@@ -60,6 +60,7 @@ def test_a_program_that_does_not_ask_for_us_sees_torch_alone(tmp_path, ports):
         ours = {
             "phalanx",
             "phalanx._autoload",
+            "phalanx._comm",
             "phalanx._comm.backend",
             room,
             f"{room}.backend_names",

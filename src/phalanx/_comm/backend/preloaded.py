@@ -5,7 +5,7 @@ A process that forks ranks imports this module, so that each of its ranks does n
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 
 import phalanx._comm.backend.create
 import phalanx._comm.backend.start
@@ -15,6 +15,6 @@ import phalanx._comm.backend.torch_integration.pickles_in_tensors
 import phalanx._comm.backend.torch_integration.rendezvous_handlers
 import phalanx._comm.diagnostics.whereabouts
 
-with contextlib.suppress(ImportError):  # without the C core the ranks use Gloo
+if importlib.util.find_spec("phalanx._core") is not None:  # else the ranks use Gloo
     import phalanx._comm.backend.process_group.inbox
     import phalanx._comm.transport.shared_memory  # noqa: F401
