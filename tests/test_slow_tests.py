@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,8 @@ def test_the_end_of_a_run_says_why_tests_did_not_run(tmp_path: Path) -> None:
 def _run(folder: Path, tests: str, *words: str) -> str:
     """Return what pytest says of a file of these tests, with the conftest of ours."""
     (folder / "conftest.py").write_text(CONFTEST.read_text())
-    settings = f"testpaths = .\npythonpath = {CONFTEST.parent.parent}\nmarkers =\n    slow(but=()): takes long\n"
+    root = shlex.quote(str(CONFTEST.parent.parent))
+    settings = f"testpaths = .\npythonpath = {root}\nmarkers =\n    slow(but=()): takes long\n"
     (folder / "pytest.ini").write_text(f"[pytest]\n{settings}")
     (folder / "test_some.py").write_text(tests)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

@@ -21,7 +21,9 @@ def test_no_format_with_a_length_in_it():
 def test_a_free_threaded_python_is_refused_by_name(tmp_path):
     """The core is optional: where its build failed, the package would install without it and say nothing."""
     (tmp_path / "sitecustomize.py").write_text("import sysconfig\nsysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1\n")
-    stamp = [f"PYTHON={sys.executable}", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/python.stamp"]
+    python = tmp_path / "python"  # make splits a path at its blanks
+    python.symlink_to(sys.executable)
+    stamp = [f"PYTHON={python}", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/python.stamp"]
     for command in ([sys.executable, "setup.py", "--version"], ["make", *stamp]):
         run = subprocess.run(
             command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from phalanx.errors import LaunchError
 
 
 def read(*words: str, environ: dict[str, str] | None = None) -> Request:
-    return read_request([*words, "--ssh", sys.executable, "train.py", "--hosts", "mine"], environ or {}, "/home/you")
+    return read_request(
+        [*words, "--ssh", shlex.quote(sys.executable), "train.py", "--hosts", "mine"], environ or {}, "/home/you"
+    )
 
 
 def refuse(*words: str, environ: dict[str, str] | None = None) -> str:

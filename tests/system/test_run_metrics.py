@@ -56,7 +56,7 @@ def test_a_scraper_reads_the_running_job(tmp_path: Path) -> None:
         labels = f'rank="{rank}",host="{host}"'
         assert values["phalanx_rank_step", labels] >= 20
         assert values["phalanx_rank_memory_bytes", labels] > 0
-        parts = ("computing", "idle", "waiting", "communicating")
+        parts = ("computing", "idle", "computing_or_idle", "waiting", "communicating")
         # Who is idle is known where a processor's time was seen to pass between two looks.
         shares = [values.get(("phalanx_rank_time_ratio", f'{labels},part="{part}"'), 0.0) for part in parts]
         assert sum(shares) == pytest.approx(1)

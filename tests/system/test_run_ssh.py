@@ -7,6 +7,7 @@ import json
 import os
 import random
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -300,7 +301,7 @@ def test_all_problems_of_all_hosts_come_in_one_table_and_nothing_is_started(fold
     mounts = {
         1: f"mount -t tmpfs none {work}",
         2: f"mount --bind {folder}/old {work}",
-        5: f"mount -t tmpfs none {Path(sys.executable).parent}",
+        5: f"mount -t tmpfs none {shlex.quote(str(Path(sys.executable).parent))}",
     }
     with ssh_hosts(6, tmp_path, mounts=mounts) as cluster:
         known = cluster.folder / "known"
@@ -385,7 +386,7 @@ def test_a_python_by_name_is_the_one_that_the_login_shell_finds(folder: Path, tm
     script = write_script(folder, _TELLS)
     own = folder / "bin"
     own.mkdir()
-    (own / "my-python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (own / "my-python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (own / "my-python").chmod(0o755)
     with ssh_hosts(1, tmp_path, home={".bashrc": f"export PATH={own}:$PATH\n"}) as cluster:
         code, out, err = on(cluster, *_RANKS, "--remote-python", "my-python", script)
