@@ -26,6 +26,30 @@ def test_descendants_are_killed_with_the_daemons_among_them() -> None:
     assert done.stdout == "fine\n", done.stderr
 
 
+# The child leads a process group, as the zygote does: nothing else is known of it while /proc cannot be read.
+WITHOUT_DESCRIPTORS = """
+import os, resource, subprocess
+from phalanx._base.processes import adopt_orphans, kill_descendants
+adopt_orphans()
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+reaped = kill_descendants([child.pid])
+print(reaped == {child.pid: 9})
+"""
+
+
+def test_a_process_group_is_killed_while_no_descriptor_is_free() -> None:
+    """Strangers held every descriptor of the agent, and a job that had ended well ended with a traceback."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_a_process_without_children_has_no_descendants() -> None:
     child = subprocess.Popen(["sleep", "600"])
     try:

@@ -209,16 +209,19 @@ def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared
 
     It repeats until none is left, because a process can fork between the scan and its death; for that to find orphans
     this process must have called `adopt_orphans`. It gives up after `limit_s` on processes that the kernel doesn't let
-    die (a hung disk). If there is no /proc, only the process groups `groups`, led by children of this process, are
-    killed.
+    die (a hung disk). Where /proc cannot be read, for want of one or of a free descriptor, only the process groups
+    `groups`, led by children of this process, are killed.
     """
     reaped: dict[int, int] = {}
     deadline = Deadline.after(limit_s)
     while True:
-        doomed = find_descendants(os.getpid(), spared) if SUPPORTED else groups
+        doomed, kill = groups, os.killpg
+        if SUPPORTED:
+            with contextlib.suppress(OSError):  # strangers may hold every descriptor; the next scan may find one free
+                doomed, kill = find_descendants(os.getpid(), spared), os.kill
         for pid in doomed:
             try:
-                (os.kill if SUPPORTED else os.killpg)(pid, signal.SIGKILL)
+                kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass  # gone already, or a set-uid program that only root may kill
         try:
