@@ -48,7 +48,7 @@ def test_scripts_and_commands_fit_a_window_of_1280_pixels(page):
         lines = block.code.splitlines()
         if block.language == "console":  # what a program prints is as wide as it is
             lines = [line for line in lines if line.startswith("$ ")]
-        elif block.language not in ("python", "bash", "sh"):
+        elif block.language not in ("python", "bash", "sh", "diff"):
             continue
         long += [f"{block}: {line}" for line in lines if len(line) > 80]
     assert long == []
