@@ -6,6 +6,8 @@ A screen has 24 lines of 80 columns. On the last one are the rank, the line, the
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -120,6 +122,14 @@ ERRORS = {
     "an exception on one rank": Mistake(
         BEGIN + MODEL + APART + STEPS + "    if job.rank == 1: raise ValueError('the data is wrong')",
         ("rank 1 of 2", "ValueError: the data is wrong", "script.py"),
+        1,
+    ),
+    "a missing torch": Mistake(
+        "import sys\nfrom importlib.machinery import PathFinder\nfind = PathFinder.find_spec\n"
+        "PathFinder.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
+        "sys.modules.pop('torch', None)  # a rank begins with torch imported\n"
+        "import torch",
+        ("of 2", "script.py:6", "No module named 'torch'", f"{shlex.quote(sys.executable)} -m pip install"),
         1,
     ),
     "a wrong shape": Mistake(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
@@ -78,6 +79,13 @@ class Reporter:
             and any(_starts_processes(frame.filename) for frame in frames)
         ):
             return _NO_GUARD
+        if isinstance(error, ModuleNotFoundError) and str(error) == f"No module named {error.name!r}":
+            return (
+                f"{error.name!r} is neither in the script's folder nor installed for {sys.executable}, which runs the "
+                "ranks.\n"
+                f"Install it there ({shlex.quote(sys.executable)} -m pip install ...), or use the `phalanx` command of "
+                "the environment that has it."
+            )
         return ""
 
 
