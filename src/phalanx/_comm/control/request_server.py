@@ -4,13 +4,15 @@
                     ╰─── others crowd in, or time is up ───┴──► closed
 
 A stranger costs no thread, and a bounded number of descriptors and bytes: in each of the two states there are 64
-connections at most, with the beginning of a request or what is left of an answer. Beyond that the oldest is closed.
-One whose request has come does not make room for those that have said nothing. A connection that says nothing at all
-stays in the kernel for its first five seconds.
+connections at most, with the beginning of a request or what is left of an answer. Beyond that one is closed: of those
+without a whole request the oldest, of those that have an answer the one that has taken nothing of it for longest. A
+connection that waits for its answer is never closed, nor is one that is younger than a quarter of a second: until then
+the next ones wait in the kernel. A connection that says nothing at all stays there for its first five seconds.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import selectors
 import socket
@@ -25,6 +27,7 @@ MOST_OPEN = 64  # in each state
 BACKLOG = 128
 _REQUEST_S = 10.0  # a request must have come whole after that
 _ANSWER_S = 60.0  # and its answer must have been taken
+_GRACE_S = 0.25  # from connecting to sending a request, on a busy machine
 _LOOK_S = 1.0
 _PAUSE_S = 0.05  # while the process has no descriptor left
 
@@ -80,10 +83,11 @@ class RequestServer:
 
     def _serve(self) -> None:
         try:
-            self._selector.register(self._listener, selectors.EVENT_READ)
             self._selector.register(self._wakeup, selectors.EVENT_READ)
             while not self._closed:
-                self._serve_once(self._selector.select(_LOOK_S if self._connections else None))
+                room_s = self._room_s()
+                self._watch_listener(room_s == 0.0)
+                self._serve_once(self._selector.select(min(room_s or _LOOK_S, _LOOK_S) if self._connections else None))
         finally:
             for connection in self._connections.values():
                 connection.socket.close()
@@ -107,12 +111,28 @@ class RequestServer:
             if self._connections.get(connection.fd) is connection:
                 connection.left = memoryview(answer)
                 self._send(connection)
+                self._make_room()
         if self._listener in arrived:
             self._accept()
         now = time.monotonic()
         for waiting, limit_s in ((self._reading, _REQUEST_S), (self._answering, _ANSWER_S)):
             while waiting and now - next(iter(waiting.values())) > limit_s:
                 self._close(next(iter(waiting)))
+
+    def _room_s(self) -> float:
+        """Return in how many seconds the next connection can be accepted: infinitely many while answers are awaited."""
+        if sum(not self._connections[fd].left for fd in self._answering) >= MOST_OPEN:
+            return math.inf
+        if len(self._reading) < MOST_OPEN:
+            return 0.0
+        return max(0.0, next(iter(self._reading.values())) + _GRACE_S - time.monotonic())
+
+    def _watch_listener(self, watch: bool) -> None:
+        watched = self._listener in self._selector.get_map()
+        if watched and not watch:
+            self._selector.unregister(self._listener)
+        elif watch and not watched:
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _accept(self) -> None:
         try:
@@ -135,8 +155,11 @@ class RequestServer:
         self._reading[connection.fd] = time.monotonic()
         self._selector.register(accepted, selectors.EVENT_READ)
         self._receive(connection)  # what has come with it counts before it may have to make room
-        while len(self._reading) > MOST_OPEN:
-            self._close(next(iter(self._reading)))
+        if len(self._reading) > MOST_OPEN:
+            oldest = next(iter(self._reading))
+            self._receive(self._connections[oldest])
+            if oldest in self._reading:
+                self._close(oldest)
 
     def _receive(self, connection: _Connection) -> None:
         try:
@@ -162,12 +185,19 @@ class RequestServer:
             self._send(connection)
         else:
             self._let_make(connection, answer)
+        self._make_room()
+
+    def _make_room(self) -> None:
         while len(self._answering) > MOST_OPEN:
-            self._close(next(iter(self._answering)))
+            ready = [one for fd in self._answering if (one := self._connections[fd]).left]
+            if not ready:
+                return
+            self._close(min(ready, key=lambda one: one.taken_at).fd)
 
     def _send(self, connection: _Connection) -> None:
         try:
             connection.left = connection.left[connection.socket.send(connection.left) :]
+            connection.taken_at = time.monotonic()
         except BlockingIOError:
             pass
         except OSError:
@@ -210,3 +240,4 @@ class _Connection:
         self.fd = accepted.fileno()
         self.request = b""
         self.left = memoryview(b"")
+        self.taken_at = 0.0  # when something of the answer was taken last
