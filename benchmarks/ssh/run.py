@@ -1,4 +1,4 @@
-"""What does it cost to start a job over ssh, against the same job by hand, and beside `mpirun` with its ssh launcher?
+"""Time the start of a job over ssh, by hand, and by `mpirun` with its ssh launcher.
 
 The hosts are network namespaces, each with a real sshd. The job is `true` on two ranks of each host: nothing but the
 start is measured, from Enter to the end. "by hand" types a line on each host at once; `ssh true` is one login.

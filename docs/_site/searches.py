@@ -1,4 +1,4 @@
-"""What users of torchrun, DDP, Lightning, Horovod and DeepSpeed search for, and the pages that would answer.
+"""List what users of torchrun, DDP, Lightning, Horovod and DeepSpeed type, and the pages that answer.
 
 `make docs` types each query into the search in Chromium, and expects one of the pages among the first three results.
 """

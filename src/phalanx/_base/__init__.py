@@ -1,1 +1,1 @@
-"""What every other room stands on: deadlines, processes, descriptors, numbers of the core, torch's names."""
+"""Hold what every other package uses: deadlines, processes, descriptors, numbers of the core, torch's names."""

@@ -244,7 +244,7 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 HALF_LOADED = "Some parts may have changed. Build them again before training goes on."
-"""What to say where a part has raised while it was loaded."""
+"""The advice of an error where a part has raised while it was loaded."""
 
 
 def load_part(part: Any, saved: Any, *, strict: bool) -> None:

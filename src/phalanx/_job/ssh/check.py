@@ -34,7 +34,7 @@ _SSH_WORDS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a host, and what to do."""
+    """A `Problem` says what is wrong with a host, and what to do."""
 
     host: str
     what: str

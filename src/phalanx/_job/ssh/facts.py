@@ -24,7 +24,7 @@ from phalanx.errors import LaunchError
 
 @dataclass(frozen=True)
 class Facts:
-    """What a host reports. `machine` tells one machine from another, whatever it is called.
+    """A host reports these facts. `machine` tells one machine from another, whatever its name.
 
     `script` is a digest of what the ranks run; empty if it has no source there. `addresses` are those at which others
     may reach the host, the likeliest first: address, interface, and Mbit/s (0 if unknown). `problem` is why the job

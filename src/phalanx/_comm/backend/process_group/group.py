@@ -50,7 +50,7 @@ def _refuse(what: str) -> Callable[..., Any]:
 
 
 class Members(NamedTuple):
-    """Who is in a group: this process's number there, how many there are, and their numbers in the job."""
+    """`Members` is this process's rank in a group, the number of ranks, and the rank of each in the job."""
 
     rank: int
     size: int

@@ -44,10 +44,10 @@ class HierarchicalTransport(Transport):
     is_interruptible = False  # its engine may wait in C++
 
     session: HierarchicalSession
-    """What surrounds each operation."""
+    """The session, which begins and ends each operation."""
 
     agreement: Agreement
-    """The steps in which each collective begins."""
+    """The agreement, with which each collective begins."""
 
     def __init__(
         self, group: str, layout: Layout, options: Options, names: Sequence[str], numbers: Sequence[int] = ()
