@@ -37,7 +37,6 @@ from phalanx._comm.diagnostics.step_machine import (
     END_DATA,
     END_PHASE,
     END_UPDATE,
-    NO_DATA,
     NO_LOSS,
     OTHER,
     OWN_LOSS,
@@ -155,13 +154,6 @@ class StepRecorder:
             self.mark(END_BACKWARD)
         else:
             self.mark(END_BACKWARD_WITH_LOSS, value)
-
-    def end_data(self, samples: float | None) -> None:
-        """Note that the batch is there, with so many samples; None says that there is no batch any more."""
-        if samples is None:
-            self.mark(NO_DATA)
-        else:
-            self.mark(END_DATA, samples)
 
     def read_loss(self, loss: Any) -> float | None:
         """Return the value of a tensor of one element. On an accelerator that waits for it: once a second is enough.

@@ -86,20 +86,10 @@ def remove(path: str) -> None:
             shutil.rmtree(inner) if os.path.isdir(inner) and not os.path.islink(inner) else os.unlink(inner)
 
 
-_of_this_rank = ""
-
-
-def find_job_folder() -> str | None:
-    """Return, in a rank, the folder of its job on this host, which is removed whatever becomes of the rank, or None."""
-    return _of_this_rank or None
-
-
 def use_in_rank(path: str) -> None:
     """Use the job's folder `path` in this rank: Python's multiprocessing puts its sockets there, in this process and in
     all that it starts, and so do we.
     """
-    global _of_this_rank
-    _of_this_rank = path
     from phalanx._base.ipc import private  # here: the agent, which starts in milliseconds, has no use for it
 
     private.use_place(path)

@@ -5,7 +5,6 @@
     run_job                 this host's agent, alone or with those of other hosts (`_job.hosts`)
     join                    `phalanx join`: the same on a host that takes command and options from the first one
     calls                   `phalanx.launch(fn)`: a function of this process, called in the ranks
-    on_ray                  the same on the hosts of a Ray cluster
 
 Nothing here imports torch.
 """
