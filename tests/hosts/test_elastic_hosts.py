@@ -7,7 +7,16 @@ import signal
 
 from phalanx._base.loss_detection import SILENT_RANK_S
 from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE
-from phalanx._job.agent.elastic_actions import BeginGeneration, DropHost, ElasticAction, PrepareHost, Say, SendToRank
+from phalanx._job.agent.elastic_actions import (
+    LEAVE,
+    BeginGeneration,
+    DropHost,
+    ElasticAction,
+    PrepareHost,
+    Say,
+    SendToRank,
+    refuse,
+)
 from phalanx._job.agent.failure import Exit
 from phalanx._job.agent.generation import ArrivedHost, HostSlots, Limits, SlotPlan
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
@@ -139,6 +148,34 @@ def test_a_host_that_comes_keeps_nobody_waiting_and_is_taken_in_when_it_is_ready
     assert job.begun is not None
     assert job.begun.generation.survivors == (0, 1, 2)  # nothing is forked for it: its process is there
     assert job.begun.holders == (0, 1)  # but it holds nothing
+
+
+def test_who_is_taken_in_when_the_others_have_just_finished_leaves() -> None:
+    """It waited for them until its group's timeout, half an hour by default."""
+    job = Job(1, 1, limits=Limits(1, 3))
+    job.come(2, 1)
+    job.arrive(2)
+    assert job.has_begun
+    job.told.clear()
+    job.say(0, "finished")
+    job.say(1, "finished")
+    assert job.said == "phalanx run: rank 2 leaves: it came when the training had ended"
+    assert job.take(SendToRank) == [SendToRank(2, LEAVE)]
+
+
+def test_a_replacement_of_a_rank_that_died_once_all_had_finished_fails() -> None:
+    for joins_first in (True, False):
+        job = Job(2, limits=Limits(1, 1))
+        pid = job.elastic.pid_of(1)
+        assert pid is not None
+        job.do(job.elastic.on_exit(Exit(1, pid, -signal.SIGKILL, job.now), job.now))
+        job.told.clear()
+        if joins_first:
+            job.fork()
+        job.say(0, "finished")
+        if not joins_first:
+            job.fork()
+        assert job.take(SendToRank) == [refuse(1, "another rank has ended its training")]
 
 
 def test_a_host_that_came_before_the_ranks_said_that_they_are_elastic_is_not_forgotten() -> None:

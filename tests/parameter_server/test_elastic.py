@@ -1,6 +1,5 @@
 """Trainers in an elastic job: one that is lost is replaced, and each step of each trainer counts once."""
 
-import contextlib
 import functools
 import os
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.rpc.workers import event, pid, run_workers, set_event
+from tests.rpc.workers import dismiss, event, pid, run_workers
 
 import phalanx
 from phalanx import rpc
@@ -97,8 +96,7 @@ def _work(rank, folder, synchronous, computes):
     command += [str(synchronous), str(computes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     for server in ("s0", "s1"):
-        with contextlib.suppress(PeerLostError):  # it may have shut down before its answer had left
-            rpc.rpc_sync(server, set_event, ("it is over",))
+        dismiss(server, "it is over")
     rpc.shutdown()
     assert done.returncode == 0, done.stdout + done.stderr
     assert Path(folder, "struck").exists()
@@ -152,8 +150,7 @@ def _lose_all_servers_of_a_shard(rank, folder, replicate):
     assert ("With replicate=True another server has a copy" in str(refused.value)) != replicate
     assert ("the one with its copy are both lost" in str(refused.value)) == replicate
     for name in sorted({*servers} - {*killed}):
-        with contextlib.suppress(PeerLostError):  # it may have shut down before its answer had left
-            rpc.rpc_sync(name, set_event, ("it is over",))
+        dismiss(name, "it is over")
     rpc.shutdown(graceful=False)
 
 

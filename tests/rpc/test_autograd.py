@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rpc.workers import run_workers, set_event, until, wait_event, worker
+from tests.rpc.workers import dismiss, run_workers, set_event, until, wait_event, worker
 from tests.threads import map_in_threads
 
 from phalanx import rpc
@@ -384,7 +384,7 @@ def _losses(rank: int, folder: str) -> None:
             autograd.backward(context_id, [again])
         while rpc.rpc_sync("w1", num_contexts):
             pass
-        rpc.rpc_sync("w1", set_event, ("over",))
+        dismiss("w1", "over")
     else:
         wait_event("over")
     with contextlib.suppress(PeerLostError):

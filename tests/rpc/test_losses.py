@@ -8,7 +8,19 @@ import time
 import pytest
 import torch.distributed as dist
 from tests.rpc import soak
-from tests.rpc.workers import Counter, event, nothing, pid, run_workers, same, set_event, until, wait_event, worker
+from tests.rpc.workers import (
+    Counter,
+    dismiss,
+    event,
+    nothing,
+    pid,
+    run_workers,
+    same,
+    set_event,
+    until,
+    wait_event,
+    worker,
+)
 
 from phalanx import rpc
 from phalanx.errors import DeadlineError, PeerLostError
@@ -116,7 +128,7 @@ def _hand_on_what_is_lost(rank, folder):
         with pytest.raises(PeerLostError, match="RRef: its owner, worker 'w2', is lost"):
             rpc.rpc_sync("w1", same, ((theirs, mine, theirs),))
     until(lambda: not _counts() and not rpc.rpc_sync("w1", _counts))
-    rpc.rpc_async("w1", set_event, ("over",)).wait()
+    dismiss("w1", "over")
     rpc.shutdown(graceful=False)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rpc.workers import pid, run_workers, set_event, until, wait_event, worker
+from tests.rpc.workers import dismiss, pid, run_workers, until, wait_event, worker
 
 from phalanx import rpc
 from phalanx.rpc import current, segments
@@ -85,7 +85,7 @@ def _lost(rank: int, folder: str) -> None:
         assert set(current.agent().connections.lender._lent) == {number}
         os.kill(rpc.rpc_sync("w2", pid), signal.SIGKILL)
         until(lambda: number not in made() and not rpc.rpc_sync("w1", mapped).get(0))
-        rpc.rpc_sync("w1", set_event, ("end",))
+        dismiss("w1", "end")
     else:
         wait_event("end" if rank == 1 else "never")
     rpc.shutdown(graceful=False)

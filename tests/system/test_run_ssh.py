@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from tests.system.phalanx_command import Finished, Running, run, start, write_script
 from tests.system.sshd import SshHosts, ssh_hosts, why_no_sshd
 
+import phalanx
 from phalanx._base.deadline import Deadline
 from phalanx._comm.control.key import Key
 
@@ -397,18 +398,23 @@ def test_a_python_by_name_is_the_one_that_the_login_shell_finds(folder: Path, tm
     assert "10.77.0.1  no-python is not there" in err
 
 
-def open_way_to(path: str, spare: str) -> str:
-    """Commands of sh by which every user may go to `path`: folders on the way that only root enters are covered."""
+def open_ways_to(paths: Sequence[str], spare: str) -> str:
+    """Commands of sh by which every user may go to `paths`: folders on the way that only root enters are covered."""
+    covered: dict[Path, set[Path]] = {}
+    for path in map(Path, paths):
+        for folder in path.parents:
+            if not folder.stat().st_mode & 0o001:
+                covered.setdefault(folder, set()).add(folder / path.relative_to(folder).parts[0])
     lines = []
-    for folder in reversed(Path(path).parents):
-        if not folder.stat().st_mode & 0o001:
-            child = folder / Path(path).relative_to(folder).parts[0]
+    for number, folder in enumerate(sorted(covered)):  # a folder comes before those in it
+        kept = [(child, f"{spare}/{number}/{child.name}") for child in sorted(covered[folder])]
+        for child, there in kept:
+            lines += [f"mkdir -p {shlex.quote(there)}", f"mount --rbind {shlex.quote(str(child))} {shlex.quote(there)}"]
+        lines.append(f"mount -t tmpfs -o mode=755 none {shlex.quote(str(folder))}")
+        for child, there in kept:
             lines += [
-                f"mkdir -p {spare}",
-                f"mount --rbind {child} {spare}",
-                f"mount -t tmpfs -o mode=755 none {folder}",
-                f"mkdir {child}",
-                f"mount --rbind {spare} {child}",
+                f"mkdir {shlex.quote(str(child))}",
+                f"mount --rbind {shlex.quote(there)} {shlex.quote(str(child))}",
             ]
     return "; ".join(lines) or "true"
 
@@ -418,7 +424,7 @@ def test_a_user_who_is_not_root_runs_the_job(monkeypatch: pytest.MonkeyPatch) ->
         os.chmod(name, 0o755)
         monkeypatch.chdir(name)
         write_script(Path(name), "import os\nprint('uid', os.getuid(), flush=True)", "script.py")
-        way = open_way_to(os.path.realpath(sys.executable), f"{name}/spare")
+        way = open_ways_to([sys.executable, os.path.realpath(sys.executable), phalanx.__file__], f"{name}/spare")
         with ssh_hosts(2, Path(name), uid=54321, mounts={0: way, 1: way}) as cluster:
             finished = Finished(*on(cluster, *_RANKS, "script.py"))
     assert finished.code == 0, finished.err

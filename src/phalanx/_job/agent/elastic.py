@@ -23,6 +23,7 @@ from typing import Any
 from phalanx._base.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S, STARTING_S
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.agent.elastic_actions import (
+    LEAVE,
     Abandon,
     BeginGeneration,
     Continue,
@@ -59,6 +60,7 @@ class Elastic:
         self.num_replaced = 0
         self.finished = False  # a rank has returned from `elastic.run`: nobody can be replaced any more
         self.has_trained = False  # a rank has returned from training, and has said so
+        self._outrun = False  # the ranks finished in the generation before the newest, which will never form
         self.given_up = False
         self.is_script_elastic = False  # its source says so; a rank says it later
         self.began_at = 0.0
@@ -137,7 +139,7 @@ class Elastic:
             return self._on_waiting(member, generation, now)
         elif kind == "finished":
             self.has_trained = True
-            return self._finish()
+            return self._finish(member)
         return []
 
     def claims(self, slot: int, pid: int) -> bool:
@@ -159,7 +161,7 @@ class Elastic:
         if member is None or member.pid != exit.pid:
             return None
         if exit.is_orderly and member.report is None:
-            self._finish()
+            self._finish(member)
         if not self.active:
             self.note_early_loss(exit)
             self._forget(exit.rank)
@@ -251,13 +253,31 @@ class Elastic:
         exits, self._exits = self._exits, []
         return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
 
-    def _finish(self) -> list[ElasticAction]:
+    def _finish(self, finisher: ElasticRank) -> list[ElasticAction]:
         """Continue as an ordinary job: nobody is killed for silence, and a rank that waits for others is refused."""
         self.finished = True
         self._due = {}
         self._plan_due()
-        waiting = [member for member in self.members.values() if member.has_lost >= self.generation.number]
-        return [refuse(member.slot, _HAS_ENDED) for member in waiting if self.ended is None]
+        if self.ended is not None:
+            return []
+        members = self.members.values()
+        actions: list[ElasticAction] = [
+            refuse(member.slot, _HAS_ENDED) for member in members if member.has_lost >= self.generation.number
+        ]
+        if finisher.generation < self.generation.number and not self._outrun:
+            self._outrun = True
+            late = [member for member in members if member.joined and not member.holds_state]
+            actions += [action for member in late for action in self._turn_away(member)]
+        return actions
+
+    def _turn_away(self, member: ElasticRank) -> list[ElasticAction]:
+        """Answer a rank that came to a generation which will never form. Who came to join leaves; a replacement fails,
+        as the rank that it replaces did.
+        """
+        if any(lost.slot == member.slot for lost in self._newest_told):
+            return [refuse(member.slot, _HAS_ENDED)]
+        said = f"phalanx run: rank {self.rank_of(member.slot)} leaves: it came when the training had ended"
+        return [Say(said), SendToRank(member.slot, LEAVE)]
 
     def _on_joined(self, member: ElasticRank, message: Mapping[str, Any], generation: int) -> list[ElasticAction]:
         member.joined = self._has_joined = True
@@ -268,6 +288,8 @@ class Elastic:
         member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
         if self.ended is not None:  # the others were told before
             return [SendToRank(member.slot, self._ending)]
+        if self._outrun and not member.holds_state:
+            return self._turn_away(member)
         return [TellGeneration(member.slot)] if self.generation.number and not self._exits else []
 
     def _on_regrouped(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:

@@ -147,6 +147,9 @@ def plan_message(
     }
 
 
+LEAVE = {"kind": "leave"}  # what a rank is told that is not part of the job any more; it ends well
+
+
 def refuse(slot: int, why: str) -> SendToRank:
     """Return the message to a rank that waits for a generation: there will be none."""
     return SendToRank(slot, {"kind": "no generation", "why": why})

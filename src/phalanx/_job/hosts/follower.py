@@ -22,7 +22,7 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic import Elastic
-from phalanx._job.agent.elastic_actions import BeginGeneration, ElasticAction
+from phalanx._job.agent.elastic_actions import LEAVE, BeginGeneration, ElasticAction
 from phalanx._job.agent.environment import Place
 from phalanx._job.agent.failure import Exit, Report
 from phalanx._job.agent.generation import SlotPlan
@@ -34,7 +34,6 @@ from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMe
 from phalanx._job.hosts.flights import logs_to_json
 from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.generation_message import generation_from_json
-from phalanx._job.hosts.succession.departure import LEAVE
 from phalanx._job.hosts.succession.followed_succession import FollowedSuccession
 from phalanx._job.inspect.stacks.report import report_own_stacks
 from phalanx._job.inspect.top.look import look_at_own

@@ -18,7 +18,7 @@ from phalanx._comm.diagnostics.printable import printable, printable_lines
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx._job.agent.attempt import Attempt
-from phalanx._job.agent.elastic_actions import BeginGeneration, DropHost, PrepareHost
+from phalanx._job.agent.elastic_actions import LEAVE, BeginGeneration, DropHost, PrepareHost
 from phalanx._job.agent.failure import Exit, HostLoss, Report
 from phalanx._job.agent.generation import ArrivedHost, HostSlots
 from phalanx._job.agent.host_link import HostLink
@@ -33,7 +33,7 @@ from phalanx._job.hosts.leader_state import KEY as LEADER_STATE
 from phalanx._job.hosts.leader_state import LeaderState
 from phalanx._job.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
 from phalanx._job.hosts.peer_hosts import PeerHosts, tell_start
-from phalanx._job.hosts.succession.departure import LEAVE, Departure
+from phalanx._job.hosts.succession.departure import Departure
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.moved_job import describe_second_job
 from phalanx._job.inspect.agent_socket import Request

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from phalanx._job.agent.elastic_actions import LEAVE
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.node_plan import Node
 from phalanx._job.hosts.peer_hosts import PeerHosts
@@ -20,7 +21,6 @@ from phalanx._job.output.display import Display
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
 
-LEAVE = {"kind": "leave"}  # what the ranks of a host that leaves are told
 _SETTLE_S = 2.0  # a scheduler that ends a job has told all of its hosts within this time
 _SEND_S = 2.0
 
