@@ -79,10 +79,21 @@ def test_the_number_of_hosts_is_that_of_the_list_or_may_change() -> None:
         (("--remote-dir", "data"), "must be an absolute path"),
         (("--remote-python", "~/bin/python"), "must be an absolute path, or a name"),
         (("--max-restarts", "-1"), "--max-restarts: must be a number"),
+        (("--detach",), "--detach: name a folder on the hosts for the output: --log-dir DIR"),
+        (
+            ("--detach", "--log-dir", "logs", "--nnodes", "1:2", "--max-restarts", "3"),
+            "--detach and --max-restarts: a lost host of an elastic job is restarted from here",
+        ),
     ],
 )
 def test_what_contradicts_the_list_is_refused_by_name(words: tuple[str, ...], expected: str) -> None:
     assert expected in refuse("--hosts", "a,b", *words)
+
+
+def test_a_detached_job_may_restart_its_ranks_and_be_elastic() -> None:
+    assert read("--hosts", "a,b", "--detach", "--log-dir", "logs", "--max-restarts", "3").detach
+    assert read("--hosts", "a,b", "--detach", "--log-dir", "logs", "--nnodes", "1:2").is_elastic
+    assert not read("--hosts", "a,b").detach
 
 
 def test_a_contradiction_in_the_environment_is_refused_as_well() -> None:
@@ -103,6 +114,8 @@ def test_all_problems_are_told_at_once() -> None:
 def test_options_of_ssh_without_hosts_are_refused() -> None:
     with pytest.raises(LaunchError, match=r"--remote-dir: it is for a job over ssh"):
         read_request(["--remote-dir", "/x", "train.py"], {}, "/")
+    with pytest.raises(LaunchError, match=r"--detach: it is for a job over ssh"):
+        read_request(["--detach", "train.py"], {}, "/")
 
 
 def test_a_hostfile_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

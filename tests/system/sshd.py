@@ -41,19 +41,23 @@ class SshHost:
 
     def pids(self) -> list[int]:
         """The processes on this host, without sshd."""
-        network = os.stat(f"/run/netns/{self.machine.name}").st_ino
-        found = []
-        for entry in filter(str.isdecimal, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # it has ended
-                is_here = os.stat(f"/proc/{entry}/ns/net").st_ino == network
-                if is_here and Path(f"/proc/{entry}/comm").read_text().strip() != "sshd":
-                    found.append(int(entry))
-        return found
+        return [pid for pid, name in find_processes(self.machine) if name != "sshd"]
 
     def sessions(self) -> list[int]:
         """The processes of sshd that each serve a connection."""
         children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children")
         return [int(pid) for pid in children.read_text().split()]
+
+
+def find_processes(machine: Host) -> list[tuple[int, str]]:
+    """The processes of a network namespace, with their names."""
+    network = os.stat(f"/run/netns/{machine.name}").st_ino
+    found = []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.stat(f"/proc/{entry}/ns/net").st_ino == network:
+                found.append((int(entry), Path(f"/proc/{entry}/comm").read_text().strip()))
+    return found
 
 
 @dataclass(frozen=True)

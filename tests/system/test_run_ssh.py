@@ -509,6 +509,38 @@ def test_a_host_of_an_elastic_job_that_was_lost_is_started_again_over_ssh(folder
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "a broken connection", "cut off"])
+def test_an_elastic_job_goes_on_without_its_first_host_which_comes_back_over_ssh(
+    folder: Path, tmp_path: Path, how: str
+) -> None:
+    """Afterwards another host speaks for all, although the first one answers again."""
+    script = write_script(folder, _ELASTIC)
+    words = ("--nproc-per-node", "1", "--nnodes", "2:3", "--host-timeout", "3", *_SHORT, script)
+    with ssh_hosts(3, tmp_path) as cluster:
+        first = cluster.hosts[0]
+        command = start(*cluster.words(*words), before=cluster.terminal.command, stderr=subprocess.STDOUT)
+        with command as running:
+            running.read_until("would lead the job")
+            if how == "cut off":
+                first.machine.cut_off()
+            else:
+                for pid in [*first.sessions(), *(first.pids() if how == "killed" else ())]:
+                    os.kill(pid, signal.SIGKILL)
+            seen = running.read_until("this host leads the job now")
+            assert f"the connection to {first.address} is lost" in seen
+            running.read_until("trains with 2")
+            first.machine.plug_in()
+            running.read_until(f"{first.address} answers again, and is started again")
+            running.read_until("taken in; 3 ranks on 3 hosts go on")
+            (folder / "enough").touch()
+            finished = running.finish()
+            assert finished.code == 0, finished.out
+            # told to end by its session, it leaves in order
+            assert ("1 rank was lost during the run" in finished.out) == (how != "a broken connection")
+            assert_nothing_is_left(cluster, running)
+
+
+@pytest.mark.slow
 def test_a_host_may_join_an_elastic_job_by_hand_with_the_line_that_is_printed(two: SshHosts, folder: Path) -> None:
     """The third host is the terminal: it takes no part until somebody types the line there."""
     script = write_script(folder, _ELASTIC)

@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 def run(words: list[str]) -> int:
     """Run `phalanx run` with `words`, here or over ssh; return the exit code."""
-    if any(word.startswith(("--host", "--ssh", "--remote")) for word in words):
+    if any(word.startswith(("--host", "--ssh", "--remote", "--detach")) for word in words):
         from phalanx._job.launch.command_line import SSH_OPTIONS, take_options
 
         if take_options(words, SSH_OPTIONS)[0]:

@@ -13,7 +13,7 @@ from phalanx._job.agent.target import Kind, Target
 from phalanx._job.launch.options import OPTIONS, REFUSED, Option, explain_unknown, find_names
 from phalanx.errors import LaunchError
 
-SSH_OPTIONS = ("hosts", "hostfile", "ssh", "remote-dir", "remote-python")  # `phalanx._job.ssh` takes them
+SSH_OPTIONS = ("hosts", "hostfile", "ssh", "remote-dir", "remote-python", "detach")  # `phalanx._job.ssh` takes them
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun reads it where --shutdown-timeout is not given
 
 

@@ -38,6 +38,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Several hosts": {
         "hosts": "start the job on these hosts over ssh",
         "hostfile": "the same, from a file: HOST slots=N",
+        "detach": "end when all ranks of --hosts have started",
         "nnodes": "number of hosts, N or MIN:MAX (default 1)",
         "key-file": "file with the job's key (see `phalanx key`)",
         "host-timeout": "a host silent for so long is lost (default 9)",

@@ -271,6 +271,8 @@ OPTIONS = (
            "here).", "DIR", torchruns=False),
     Option("remote-python", None, "The Python on the hosts of --hosts: a path, or a name that the login shell there "
            "finds (default: the same path as here).", "PYTHON", torchruns=False),
+    Option("detach", None, "Let the job on --hosts outlive this terminal: the command ends when all ranks have "
+           "started. Needs --log-dir.", torchruns=False),
     Option("node-rank", "", "The number of this host, if the hosts meet at --master-addr.", "N", _read_count),
     Option("master-addr", "master_addr", "Where the hosts meet: an address of the host with --node-rank 0. On one host "
            "it is MASTER_ADDR for the ranks (default 127.0.0.1).", "HOST", _read_host),

@@ -77,8 +77,8 @@ def find_problems(facts: Mapping[str, Facts], folder: str) -> list[Problem]:
         if own.problem:
             path = shlex.quote(folder)
             copy = f"Copy it: rsync -a {path}/ {name}:{path}/   Or name another folder: --remote-dir."
-            is_elsewhere = any(each.script for each in facts.values())
-            problems.append(Problem(name, own.problem, copy if is_elsewhere or not own.has_folder else ""))
+            is_missing = not own.has_folder or (not own.script and any(each.script for each in facts.values()))
+            problems.append(Problem(name, own.problem, copy if is_missing else ""))
         elif own.script and (script := _most(scripts)) != own.script:
             same = next(each for each in names if facts[each].script == script)
             path = shlex.quote(folder)

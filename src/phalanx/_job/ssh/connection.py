@@ -66,37 +66,30 @@ class Connection:
         self.port = 0  # where the first host answers the others
         self.reached: dict[int, str] | None = None
         self.code: int | None = None
+        self.agent = 0  # the process there, once all ranks have started, of a job that is to detach
+        self.is_detached = False
         self.agent_words = b""  # what the agent has printed on stderr and nobody has seen
         self.began = self.heard_at = time.monotonic()
         self._on_message, self._on_lost = on_message, on_lost
         self._words = b""
-        here = is_this_machine(entry)
-        command = (
-            [python, "-m", "phalanx._job.ssh"]
-            if here
-            else make_ssh_command(ssh, ("-T", "-o", "BatchMode=yes"), entry.destination, _BOOTSTRAP)
-        )
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/" if here else None,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        read_fd, write_fd = os.dup(self._process.stdout.fileno()), os.dup(self._process.stdin.fileno())
-        self._process.stdout.close()
-        self._process.stdin.close()
-        self._stderr: int = os.dup(self._process.stderr.fileno())
-        self._process.stderr.close()
-        os.set_blocking(self._stderr, False)
-        self._channel = PipeChannel(
-            read_fd, write_fd, marks=False, greeting=b"" if here else os.fsencode(python) + b"\n"
-        )
         self._wants_more = wants_more
+        self.is_here = is_this_machine(entry)
+        command, folder, greeting = [python, "-m", "phalanx._job.ssh"], "/", b""
+        if not self.is_here:
+            command = make_ssh_command(ssh, ("-T", "-o", "BatchMode=yes"), entry.destination, _BOOTSTRAP)
+            folder, greeting = "", os.fsencode(python) + b"\n"
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder or None, start_new_session=True
+        )
+        fds = []
+        for file in (self._process.stdout, self._process.stdin, self._process.stderr):
+            assert file is not None
+            fds.append(os.dup(file.fileno()))
+            file.close()
+        self._stderr = fds.pop()
+        os.set_blocking(self._stderr, False)
+        self._channel = PipeChannel(*fds, marks=False, greeting=greeting)
 
     @property
     def name(self) -> str:
@@ -162,13 +155,19 @@ class Connection:
         self._on_lost(self)
 
     def close(self, limit_s: float) -> None:
-        """Close the connection, which ends whatever runs on the host, and wait `limit_s` for ssh to end."""
+        """Close the connection, which ends whatever runs on the host, and wait `limit_s` for ssh to end.
+
+        A detached job goes on: ssh, which would wait for it, is ended.
+        """
         self._channel.close()
+        if self.is_detached and not self.is_here:
+            self._process.terminate()
         try:
-            self._process.wait(max(0.0, limit_s))
+            self._process.wait(0.0 if self.is_detached and self.is_here else max(0.0, limit_s))
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            if not (self.is_detached and self.is_here):
+                self._process.kill()
+                self._process.wait()
         if self._stderr >= 0:
             os.close(self._stderr)
             self._stderr = -1

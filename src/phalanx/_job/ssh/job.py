@@ -6,6 +6,7 @@ import os
 import secrets
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ _CHECK_S = 10.0
 _RESTART_S = 3.0  # between two tries of a host that was lost
 _LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # the host was told to leave the job
 _LEAVE_S = 10.0  # for all agents to end, besides the time that ranks get
+_LAST_S = 2.0  # for those of other hosts, once the first one has ended: they may still wait for it, or for an import
 _MAX_WORDS_BYTES = 1 << 16
 _CLOSE_S = END_S + 3.0
 _CAUGHT = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTSTP)
@@ -88,6 +90,9 @@ class SshJob:
         self._stopped_by = 0  # the signal that ends this command whatever the agents do
         self._num_interrupts = 0
         self._is_stopping = False  # the user has asked for the end
+        # a host that is lost is started again from here
+        self._is_elastic = request.is_elastic and not request.detach
+        self._shows_all = False  # what every agent prints, and not only the first host's
         self._has_lost_first = False  # a connection was lost before anything else went wrong
         self._last_code = 1
         self._endpoint = ""
@@ -120,6 +125,8 @@ class SshJob:
         self._has_started = True
         for connection in self._connections:
             self._start(connection)
+        if self._request.detach and self._detach():
+            return 0
         self._watch()
         return self._decide_code()
 
@@ -191,7 +198,7 @@ class SshJob:
         where = f"{address} ({interface} of {self._first.name})" if interface else address
         self._say(f"phalanx run: {len(self._connections)} hosts over ssh; they meet at {where}")
         endpoint = join_endpoint(address, port)
-        if self._request.is_elastic:
+        if self._request.is_elastic:  # also without a terminal
             self._say(f"phalanx run: a host that has the job's key may join by hand: phalanx join {endpoint}")
         return endpoint
 
@@ -212,7 +219,7 @@ class SshJob:
             node=node,
             endpoint=self._endpoint,
             key=None if self._key is None else str(self._key),
-            terminal=self._describe_terminal() if node == 0 else None,
+            terminal=self._describe_terminal() if node == 0 and not self._request.detach else None,
             silence_s=self._silence_s,
         )
 
@@ -221,21 +228,64 @@ class SshJob:
             return None
         return {"size": _read_size(), "has_stderr": os.isatty(2)}
 
+    def _detach(self) -> bool:
+        """Wait until all ranks have started, and let the hosts go on alone; return whether they do.
+
+        A host that has not confirmed ends its part with the connection, and so the job.
+        """
+        connections, rendezvous = self._connections, self._request.settings.rendezvous
+        num_wanted = min(len(connections), rendezvous.max_nodes if rendezvous is not None else 1)  # others are spares
+
+        def is_over() -> bool:
+            return self._is_stopping or any(each.phase is not Phase.RUNNING for each in connections)
+
+        self._turn_until(lambda: is_over() or sum(each.agent > 0 for each in connections) >= num_wanted, None)
+        if not (is_over() or self._stopped_by):
+            for connection in connections:
+                connection.put("detach")
+            self._turn_until(lambda: is_over() or all(each.is_detached for each in connections), None)
+        if is_over() or self._stopped_by:
+            if self._request.is_elastic or any(each.phase is Phase.LOST for each in connections):
+                self._pass_on(signal.SIGTERM)  # those that go on without it, too
+            return False
+        self._say(self._describe_detached())
+        return True
+
+    def _describe_detached(self) -> str:
+        """Return where the output goes, how to look at the job, and what ends it."""
+        request, first = self._request, self._first
+        logs = os.path.join(request.folder, request.settings.log_dir or "")
+        place = []
+        if not first.is_here:
+            place = ["--host", first.name]
+            place += ["--ssh", shlex.join(request.ssh)] if request.ssh != ("ssh",) else []
+            place += ["--remote-python", request.python] if request.python != sys.executable else []
+        end = [*(() if first.is_here else (*request.ssh, first.name)), "kill", "-INT", str(first.agent)]
+        return "\n".join((
+            "phalanx run: all ranks have started, and the job does not need this terminal any more",
+            f"  output      {first.name}:{logs}/host-0.log; the last line is the exit code. Others: host-1.log, …",
+            f"  look at it  {shlex.join(['phalanx', 'top', *place])}",
+            f"              {shlex.join(['phalanx', 'stacks', *place])}",
+            f"  end it      {shlex.join(end)}",
+        ))  # fmt: skip
+
     # -- while it runs ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Wait until the agents have ended. In a job whose hosts are fixed, the failure of one ends all, in a while."""
-        if not self._request.is_elastic:
+        if not self._is_elastic:
             self._turn_until(lambda: not self._is_any_open or any(map(_has_failed, self._connections)), None)
-            self._turn_until(lambda: not self._is_any_open, self._silence_s + self._request.settings.grace_s + _LEAVE_S)
+            limit_s = self._silence_s + self._request.settings.grace_s + _LEAVE_S
+            self._turn_until(lambda: not self._is_any_open or self._first.phase is Phase.ENDED, limit_s)
+            self._turn_until(lambda: not self._is_any_open, _LAST_S)
         else:
             self._turn_until(lambda: not self._is_any_running, None)
         if self._first.phase is not Phase.ENDED:
-            self._show_words()
+            self._show_all()
 
     def _decide_code(self) -> int:
         """Return the exit code of the first cause. The agents agree on it, unless it is the loss of a connection."""
-        code = self._last_code if self._request.is_elastic or self._first.code is None else self._first.code
+        code = self._last_code if self._is_elastic or self._first.code is None else self._first.code
         if self._stopped_by:
             code = 128 + self._stopped_by
         elif self._has_lost_first:
@@ -279,24 +329,32 @@ class SshJob:
                 self._start_again(connection)
         elif do == "reached":
             connection.reached = {int(number): str(answer) for number, answer in message["results"]}
+        elif do == "started":
+            connection.agent = int(message["agent"])
+        elif do == "detached":
+            connection.is_detached = True
         elif do == "output":
             self._hear_output(connection, message["stream"], decode_output(message["text"]))
         elif do == "ended":
             connection.code = self._last_code = int(message["code"])
             connection.phase = Phase.ENDED
+            if connection is self._first and self._is_elastic:
+                self._show_all()
             if connection.code not in (0, *_LEFT):
                 self._plan_restart(connection)
 
     def _hear_output(self, connection: Connection, stream: int, data: bytes) -> None:
-        """Show what an agent prints. The first host's speaks for all; the others' words count if it is not there."""
-        if connection is self._first or stream == 1:
-            (self._out if stream == 1 else self._err).put(data)
-            return
-        connection.agent_words = (connection.agent_words + data)[-_MAX_WORDS_BYTES:]
-        if not self._first.is_open and (self._request.is_elastic or self._first.phase is Phase.LOST):
-            self._show_words()
+        """Show what an agent prints. The first host's speaks for all, until that is gone: then another one leads."""
+        if stream == 1:
+            self._out.put(data)
+        elif connection is self._first or self._shows_all:
+            self._err.put(data)
+        else:
+            connection.agent_words = (connection.agent_words + data)[-_MAX_WORDS_BYTES:]
 
-    def _show_words(self) -> None:
+    def _show_all(self) -> None:
+        """Show the words of all agents from now on: the first host is gone, and may come back as any other."""
+        self._shows_all = True
         for connection in self._connections[1:]:
             self._err.put(connection.agent_words)
             connection.agent_words = b""
@@ -308,17 +366,17 @@ class SshJob:
             what = explain_ssh(connection.name, connection.words, connection.exit_code, self._request.python).what
             self._say(f"phalanx run: the connection to {connection.name} is lost: {what}")
         self._plan_restart(connection)
-        if not self._request.is_elastic and not any(each.code for each in self._connections):
+        if not self._is_elastic and not any(each.code for each in self._connections):
             self._has_lost_first = True
         if connection is self._first:
-            self._show_words()
+            self._show_all()
 
     # -- hosts of an elastic job that come back ----------------------------------------------------------------------
 
     def _plan_restart(self, connection: Connection) -> None:
         """Try a host again in a while that was lost or has failed, if the job may go on without it until then."""
         most = self._request.settings.max_restarts
-        if self._request.is_elastic and (most is None or self._num_restarts < most):
+        if self._is_elastic and (most is None or self._num_restarts < most):
             self._restart_at[self._connections.index(connection)] = time.monotonic() + _RESTART_S
 
     def _restart(self, ready: set[int]) -> None:

@@ -51,6 +51,7 @@ class Request:
         ssh: the words of the ssh command.
         python: the interpreter on the other hosts, a path or a name.
         address, port: where the first host listens, if the user says so.
+        detach: whether the job outlives the terminal.
     """
 
     hosts: tuple[HostEntry, ...]
@@ -63,6 +64,7 @@ class Request:
     python: str = field(default_factory=lambda: sys.executable)
     address: str = ""
     port: int = 0
+    detach: bool = False
 
     @property
     def is_elastic(self) -> bool:
@@ -99,6 +101,8 @@ def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) 
         problems.append(f"{blank}: a blank ends the list. Write it without blanks, or in quotes")
     elif settings is not None and hosts:
         _check_number(settings, len(hosts), problems)
+        if "detach" in taken:
+            _check_detach(settings, problems)
     if problems or settings is None:
         raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
     env = {name: environ.get(name) if value is None else value for name, value in settings.env.items()}
@@ -117,6 +121,7 @@ def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) 
         python,
         taken.get("master-addr", ""),
         int(taken.get("master-port", "0")),
+        "detach" in taken,
     )
 
 
@@ -171,6 +176,17 @@ def _check_number(settings: Settings, num_hosts: int, problems: list[str]) -> No
         problems.append(f"--nnodes {low}:{high}, and {num_hosts} hosts are listed. List at least {low}")
 
 
+def _check_detach(settings: Settings, problems: list[str]) -> None:
+    if settings.log_dir is None:
+        problems.append("--detach: name a folder on the hosts for the output: --log-dir DIR")
+    rendezvous = settings.rendezvous
+    if settings.max_restarts and rendezvous is not None and rendezvous.min_nodes != rendezvous.max_nodes:
+        problems.append(
+            "--detach and --max-restarts: a lost host of an elastic job is restarted from here, and nobody is here. "
+            "Leave out one of the two"
+        )
+
+
 def _is_passed(name: str) -> bool:
     named = is_passed(name) or name in _PASSED or name.startswith(_PASSED_PREFIXES)
     return (named and name not in _NOT_PASSED) or (name in _OF_TERMINAL and is_terminal())
@@ -189,4 +205,5 @@ def make_check(request: Request, entry: HostEntry, secret: str) -> dict[str, Any
         "env": dict(request.env),
         "passed": dict(request.passed),
         "secret": secret,
+        "log": f"host-{request.hosts.index(entry)}.log" if request.detach else "",
     }

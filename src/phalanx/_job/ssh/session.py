@@ -5,10 +5,15 @@ from the terminal                         to the terminal
   reach   addresses of the first host       reached   what came back from each
   start   the place, the key                output    what the agent prints
   signal, size, alive                       ended     the agent's exit code; alive
+  detach  go on without the connection      started, detached
+
+With --detach the agent prints into a file, `host-N.log` in --log-dir. The session is the agent's parent to its end, and
+writes the exit code into the last line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -29,15 +34,21 @@ from phalanx._base.processes import adopt_orphans, die_with_parent, kill_descend
 from phalanx._job.agent.plan import JobPlan, is_terminal
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.hosts.reach import Responder, Target, try_all
+from phalanx._job.inspect.stacks.job_snapshot import ask
+from phalanx._job.inspect.stacks.jobs import find_jobs
 from phalanx._job.launch.command import run_plan
 from phalanx._job.ssh.facts import collect_facts
 from phalanx._job.ssh.pipes import PipeChannel, encode_output
+from phalanx.errors import LaunchError
 
 ALIVE_S = 1.0  # each end reports so often that it is there
 END_S = 5.0  # for the agent to end its ranks once the connection is gone
 _READ_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 1 << 16
 _FLUSH_S = 5.0
+_LOOK_S = 0.1  # between two looks whether all ranks have started
+_ANSWER_S = 0.2  # for the agent to say so
+_LAST_BYTES = 1 << 16  # of the log are shown if the job ends before it has detached
 _CHECK_S = 60.0  # a terminal that is silent for so long before the start is gone
 _CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
@@ -72,6 +83,9 @@ class Session:
         self._reached: Mailbox[Mapping[int, str]] = Mailbox()
         self._agent = 0
         self._code: int | None = None
+        self._log = -1  # with --detach, the file for what the agent prints
+        self._look_at: float | None = None  # when to see whether all ranks have started
+        self._is_detached = False
         self._outputs: dict[int, int] = {}  # descriptor -> 1 or 2
         self._silence_s = _CHECK_S
         self._heard_at = self._said_at = time.monotonic()
@@ -83,6 +97,7 @@ class Session:
             Source(self._tell_reached, lambda: (self._reached.fileno(),)),
             # no more is read from the agent than the connection takes
             Source(self._read_output, lambda: () if channel.is_waiting else tuple(self._outputs)),
+            Source(self._watch_start, due=lambda: self._look_at),
             Source(self._watch_time, due=self._find_due),
         )
 
@@ -94,6 +109,8 @@ class Session:
         while self._outputs:
             self._loop.turn()
         if self._code is not None:
+            if self._log >= 0:
+                self._end_log(self._code)
             self._channel.put("ended", code=self._code)
         end = time.monotonic() + _FLUSH_S
         while self._channel.is_waiting and not self._channel.is_gone and (left := end - time.monotonic()) > 0:
@@ -117,6 +134,11 @@ class Session:
             self._trial = try_all(targets, bytes.fromhex(message["secret"]), self._reached.put)
         elif do == "start":
             self._start(message)
+        elif do == "detach":
+            os.dup2(self._log, 1)
+            os.dup2(self._log, 2)
+            self._is_detached = True
+            self._channel.put("detached")
         elif do == "signal" and self._agent:
             os.kill(self._agent, message["number"])
         elif do == "size" and self._outputs:
@@ -127,6 +149,15 @@ class Session:
     def _check(self, message: Mapping[str, Any]) -> None:
         facts, self._plan = collect_facts(message, self._environ)
         port = 0
+        if self._plan is not None and message["log"]:
+            folder = self._plan.settings.log_dir or ""
+            try:
+                os.makedirs(folder, exist_ok=True)
+                path = os.path.join(folder, message["log"])
+                self._log = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                problem = f"--log-dir {folder}: {error.filename} cannot be written: {error.strerror}"
+                facts, self._plan = replace(facts, problem=problem), None
         if self._plan is not None and message["secret"]:
             self._responder = Responder("", bytes.fromhex(message["secret"]))
             port = self._responder.port
@@ -152,14 +183,43 @@ class Session:
             rendezvous = _place(rendezvous, message)
         plan = replace(plan, settings=replace(plan.settings, rendezvous=rendezvous))
         self._silence_s = message["silence_s"]
-        ends = _open_outputs(message["terminal"])
+        ends = {}
+        if self._log >= 0:
+            os.ftruncate(self._log, 0)
+            self._look_at = time.monotonic()
+        else:
+            ends = _open_outputs(message["terminal"])
         parent = os.getpid()
         self._agent = os.fork()
         if self._agent == 0:
-            _become_agent(plan, parent, ends, self._environ)
+            outputs = {stream: theirs for stream, (_, theirs) in ends.items()} or {1: self._log, 2: self._log}
+            _become_agent(plan, parent, outputs, self._environ)
         for theirs in {theirs for _, theirs in ends.values()}:
             os.close(theirs)
         self._outputs = {ours: stream for stream, (ours, _) in reversed(ends.items())}
+
+    def _watch_start(self, ready: set[int]) -> None:
+        """Say when all ranks of this host have started: the agent is asked as `phalanx top` asks it."""
+        if self._look_at is None or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LOOK_S
+        assert self._plan is not None
+        for job in find_jobs() if self._agent else ():
+            with contextlib.suppress(LaunchError):  # it has no ranks yet, and answers nobody
+                if job.pid == self._agent:
+                    with ask(job.name, job.pid, _ANSWER_S, stacks=False) as answer:
+                        if len(answer.snapshot.ranks) + len(answer.snapshot.ended) >= self._plan.num_ranks:
+                            self._look_at = None
+                            self._channel.put("started", agent=self._agent)
+
+    def _end_log(self, code: int) -> None:
+        """Write the exit code; show the end of the file to a terminal that waits for the start."""
+        with contextlib.suppress(OSError):  # the disk is full
+            os.write(self._log, b"phalanx run: ended with exit code %d\n" % code)
+        if not self._is_detached:
+            size = os.fstat(self._log).st_size
+            data = os.pread(self._log, _LAST_BYTES, max(0, size - _LAST_BYTES))
+            self._channel.put("output", stream=2, text=encode_output(data))
 
     def _read_output(self, ready: set[int]) -> None:
         for fd in [fd for fd in self._outputs if fd in ready]:
@@ -185,13 +245,13 @@ class Session:
 
     # -- time, and the end -----------------------------------------------------------------------------------------
 
-    def _find_due(self) -> float:
-        times = [self._said_at + ALIVE_S]
-        if not self._is_ending:
+    def _find_due(self) -> float | None:
+        times = [] if self._is_detached else [self._said_at + ALIVE_S]
+        if not (self._is_ending or self._is_detached):
             times.append(self._heard_at + self._silence_s)
         if self._kill_at is not None:
             times.append(self._kill_at)
-        return min(times)
+        return min(times, default=None)
 
     def _watch_time(self, ready: set[int]) -> None:
         now = time.monotonic()
@@ -199,7 +259,7 @@ class Session:
             self._said_at = now
             if not self._channel.is_waiting:
                 self._channel.put("alive")
-        if self._channel.is_gone or now >= self._heard_at + self._silence_s:
+        if (self._channel.is_gone or now >= self._heard_at + self._silence_s) and not self._is_detached:
             self._end()
         if self._kill_at is not None and now >= self._kill_at and self._agent:
             self._kill_at = None
@@ -243,15 +303,13 @@ def _set_size(fd: int, size: tuple[int, int]) -> None:
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
 
 
-def _become_agent(
-    plan: JobPlan, parent: int, ends: Mapping[int, tuple[int, int]], environ: Mapping[str, str]
-) -> NoReturn:
+def _become_agent(plan: JobPlan, parent: int, outputs: Mapping[int, int], environ: Mapping[str, str]) -> NoReturn:
     """Run the agent in this process, a fork of the session, and end it with the job's exit code."""
     code = 1
     try:
         os.setsid()  # no signal of the session's group comes to the ranks
-        for stream, (_, theirs) in ends.items():
-            os.dup2(theirs, stream)
+        for stream, fd in outputs.items():
+            os.dup2(fd, stream)
         os.closerange(3, _MOST_DESCRIPTORS)
         signal.set_wakeup_fd(-1)
         for number in _CAUGHT:
