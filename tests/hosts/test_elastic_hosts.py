@@ -6,7 +6,7 @@ import random
 import signal
 
 from phalanx._base.loss_detection import SILENT_RANK_S
-from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE
+from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE, TRANSITIONS, Phase
 from phalanx._job.agent.elastic_actions import (
     LEAVE,
     BeginGeneration,
@@ -32,6 +32,7 @@ class Job:
             hosts.append(HostSlots(member, first, size, frozenset(range(first, first + size)), name=f"n{member}"))
             first += size
         self.elastic = ElasticHosts(SlotPlan.begin(hosts), None, limits or Limits(1, len(sizes)), 0, 10.0)
+        self.phase = self.elastic.phase
         self.wait_s = wait_s
         self.pid = 100
         self.now = 0.0
@@ -59,6 +60,9 @@ class Job:
         self.do(self.elastic.on_message(slot, pid, message, self.now))
 
     def do(self, actions: list[ElasticAction] | None) -> None:
+        """Note what an event has led to; the phases follow each other as `TRANSITIONS` says."""
+        before, self.phase = self.phase, self.elastic.phase
+        assert self.phase is before or self.phase in TRANSITIONS[before], f"{before} -> {self.phase}"
         for action in actions or ():
             self.told.append(action)
             if isinstance(action, PrepareHost):
@@ -161,6 +165,43 @@ def test_who_is_taken_in_when_the_others_have_just_finished_leaves() -> None:
     job.say(1, "finished")
     assert job.said == "phalanx run: rank 2 leaves: it came when the training had ended"
     assert job.take(SendToRank) == [SendToRank(2, LEAVE)]
+
+
+def test_nobody_waits_for_ranks_that_have_finished() -> None:
+    """Drawn: ranks are killed and hosts are taken in while the others leave the last barrier of their training."""
+    for seed in range(200):
+        draw = random.Random(seed)
+        job = Job(2, 1, limits=Limits(1, 4))
+        for member in range(2, 2 + draw.randint(0, 2)):
+            job.come(member, draw.randint(1, 2))
+        finishing = {slot: job.elastic.pid_of(slot) for slot in range(3)}
+        events = [("finish", slot) for slot in finishing] + [("kill", 1)] * draw.randint(0, 1)
+        events += [("arrive", member) for member in job.prepared] + [("fork", 0)] * 2
+        draw.shuffle(events)
+        for event, number in events:
+            if event == "arrive":
+                job.arrive(number)
+            elif event == "fork" and job.begun is not None:
+                for part in job.begun.generation.parts:
+                    for slot in part.forked:
+                        if job.elastic.pid_of(slot) is None:
+                            job.start(slot)
+                            job.say(slot, "elastic", generation=job.begun.generation.number)
+            elif event == "finish" and job.elastic.pid_of(number) == finishing[number]:
+                job.say(number, "finished")
+            elif event == "kill":
+                pid = job.elastic.pid_of(number)
+                assert pid is not None
+                job.do(job.elastic.on_exit(Exit(number, pid, -signal.SIGKILL, job.now), job.now))
+        late = {
+            slot
+            for slot, member in job.elastic.members.items()
+            if member.joined and member.pid not in finishing.values()
+        }
+        sent_away = [
+            action.slot for action in job.told if isinstance(action, SendToRank) and action.message["kind"] != "joining"
+        ]
+        assert sorted(sent_away) == sorted(late), f"seed {seed}"
 
 
 def test_a_replacement_of_a_rank_that_died_once_all_had_finished_fails() -> None:
@@ -292,14 +333,14 @@ def test_with_too_few_hosts_the_ranks_wait_and_the_one_that_comes_back_has_its_s
     job.regroup()
     assert not job.elastic.is_waiting
     job.do(job.elastic.on_time(1000.0))
-    assert job.elastic.ended is None
+    assert job.elastic.phase is not Phase.ENDING
 
 
 def test_after_the_stated_time_they_are_told_to_save_and_end_with_a_code_of_their_own() -> None:
     job = Job(2, 2, limits=Limits(2, 2), wait_s=5.0)
     job.lose(1)
     job.do(job.elastic.on_time(4.9))
-    assert job.elastic.ended is None
+    assert job.elastic.phase is not Phase.ENDING
     job.do(job.elastic.on_time(5.1))
     ends = [each for each in job.take(SendToRank) if isinstance(each, SendToRank)]
     assert [(each.slot, each.message["kind"], each.message["code"]) for each in ends] == [
@@ -404,7 +445,7 @@ def test_any_story_ends_with_everybody_in_one_generation() -> None:
                 assert isinstance(dropped, DropHost)
                 there.discard(dropped.member)
                 job.prepared.pop(dropped.member, None)
-            if elastic.given_up or not elastic.active:
+            if not elastic.active:
                 break
             members = {part.member for part in elastic.generation.parts}
             placed = {host.member for host in elastic.slot_plan.hosts}

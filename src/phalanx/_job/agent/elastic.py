@@ -1,14 +1,16 @@
-"""Decide what becomes of an elastic job when a rank is lost: a state and its transitions, without clock or process.
+"""`Elastic` decides how an elastic job continues when a rank is lost. It has no clock, process or socket.
 
-There is no socket in it, either.
-
-                 a rank is lost          all have ended that were about to       all living say `regrouped`
-    training ─────────────────▶ losing ─────────────────────▶ regrouping ─────────────────────▶ training
-        ▲                          │                              │ one more is lost: losing
-        │                          │
-        │                          ├─ nobody holds the state, or it failed in vain ──▶ GiveUp: an ordinary failure
-        │                          └─ fewer than the minimum, and nobody to wait for ─▶ SendToRank(end)
-        └── a rank has finished: from then on an ordinary job
+    STARTING    all ranks have joined ──────────────▶ TRAINING
+    TRAINING    a rank is lost ─────────────────────▶ LOSING
+                a host joins, or leaves in order ───▶ REGROUPING
+    LOSING      who was about to end has ended ─────▶ REGROUPING
+                too few are left ───────────────────▶ WAITING
+    WAITING     enough hosts have come ─────────────▶ REGROUPING
+                nobody comes in time ───────────────▶ ENDING: the ranks save, and end
+    REGROUPING  every rank is in the new group ─────▶ TRAINING
+                another rank is lost ───────────────▶ LOSING
+    any of them a rank finishes its training ───────▶ FINISHED: an ordinary job from now on
+                nobody holds the state, or replacements would not help ──▶ GIVEN_UP: an ordinary failure
 
 A rank is known by its slot, the number that it was started with (`agent.generation`); a replacement has the
 slot of the one that it replaces, and a process number of its own.
@@ -16,8 +18,9 @@ slot of the one that it replaces, and a process number of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 from phalanx._base.loss_detection import DYING_S, ENDING_S, SILENT_RANK_S, STARTING_S
@@ -47,6 +50,32 @@ ALL_LEFT = "all ranks have left their group"
 _HAS_ENDED = "another rank has ended its training"
 
 
+class Phase(Enum):
+    """A `Phase` is how far an elastic job is; the module's drawing shows all of them."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    LOSING = "losing"
+    WAITING = "waiting"
+    REGROUPING = "regrouping"
+    FINISHED = "finished"
+    ENDING = "ending"
+    GIVEN_UP = "given up"
+
+
+OVER = (Phase.FINISHED, Phase.ENDING, Phase.GIVEN_UP)
+TRANSITIONS: Mapping[Phase, Set[Phase]] = {
+    Phase.STARTING: {Phase.TRAINING, *OVER},
+    Phase.TRAINING: {Phase.LOSING, Phase.REGROUPING, Phase.WAITING, *OVER},
+    Phase.LOSING: {Phase.REGROUPING, Phase.WAITING, *OVER},
+    Phase.WAITING: {Phase.REGROUPING, *OVER},
+    Phase.REGROUPING: {Phase.TRAINING, Phase.LOSING, Phase.WAITING, *OVER},
+    Phase.FINISHED: {Phase.GIVEN_UP},
+    Phase.ENDING: set(),
+    Phase.GIVEN_UP: set(),
+}
+
+
 class Elastic:
     """`Elastic` makes the decisions for an elastic job. Every method takes an event and returns what to do now."""
 
@@ -58,41 +87,54 @@ class Elastic:
         self.generation = plan_generation(0, slot_plan)
         self.losses: list[LostRank] = []
         self.num_replaced = 0
-        self.finished = False  # a rank has returned from `elastic.run`: nobody can be replaced any more
         self.has_trained = False  # a rank has returned from training, and has said so
+        self.finished = False  # a rank has finished its training, or has ended in order
+        self._over: Phase | None = None  # ENDING or GIVEN_UP, once that was decided
         self._outrun = False  # the ranks finished in the generation before the newest, which will never form
-        self.given_up = False
         self.is_script_elastic = False  # its source says so; a rank says it later
         self.began_at = 0.0
         self._has_joined = False  # a rank has come to its first `elastic.run`
         self._killed_early_at: float | None = None  # when a rank was killed before all had come to the first one
-        self.ended: int | None = None  # the exit code with which the ranks were told to end; None before
-        self._ending: dict[str, Any] = {}  # the message with which they were told to
+        self._ending: dict[str, Any] = {}  # the message that told the ranks to save and end
         self.next_due: float | None = None
         self._exits: list[tuple[Exit, Report | None]] = []  # the losses that are not decided yet
         self._newest: list[LostRank] = []  # the same losses, in words for people
         self._gone: set[int] = set()  # the undecided slots that were lost with their host
         self._refuses_forks = False  # set when the system has refused to fork
         self._forking: set[int] = set()  # slots whose process is on its way
-        self._evicted: dict[int, str] = {}  # by process number: why it was killed
-        self._continued: set[int] = set()  # processes that were to be killed and were continued instead
-        self._undying: dict[int, float] = {}  # by slot: when the job goes on although the killed process has not ended
-        self._due: dict[int, tuple[float, str]] = {}  # by slot: when its process is to be killed, and why
         self._repetition = Repetition()
-        self._told: dict[int, tuple[bool, str]] = {}  # by slot: whether its rank reported a disagreement, and its error
+
+    @property
+    def phase(self) -> Phase:
+        if self._over is not None:
+            return self._over
+        if self.finished:
+            return Phase.FINISHED
+        if self._exits or self._gone:
+            return Phase.LOSING
+        if not self.generation.number:
+            return Phase.TRAINING if self._all_have_joined else Phase.STARTING
+        return Phase.TRAINING if self.is_regrouped else Phase.REGROUPING
+
+    @property
+    def _all_have_joined(self) -> bool:
+        """Return whether every process that was started has come to `elastic.run`; a replacement may be on its way."""
+        return (
+            any(member.joined for member in self.members.values())
+            and len({*self.members, *self._forking, *self._gone}) + len(self._exits) >= self.generation.world_size
+            and all(member.joined or self.generation.number for member in self.members.values())
+        )
 
     @property
     def active(self) -> bool:
-        """Return whether a loss would be survived: every process that was started is elastic, and none has finished."""
-        return (
-            not self.finished
-            and not self.given_up
-            and self.ended is None
-            and bool(self.members)
-            and len({*self.members, *self._forking, *self._gone}) + len(self._exits) >= self.generation.world_size
-            and all(member.joined or self.generation.number for member in self.members.values())
-            and any(member.joined for member in self.members.values())
-        )
+        """Return whether the job would survive a loss."""
+        return self.phase not in OVER and self._all_have_joined
+
+    @property
+    def is_regrouped(self) -> bool:
+        """Return whether all ranks are in the newest generation, and none is on its way."""
+        number = self.generation.number
+        return not self._forking and all(member.generation == number for member in self.members.values())
 
     @property
     def step(self) -> int:
@@ -168,7 +210,7 @@ class Elastic:
             return None
         self._forget(exit.rank)
         self._exits.append((exit, member.report))
-        why = self._evicted.pop(exit.pid, "") or summarise(Failure(exit.rank, member.report, exit))
+        why = member.evicted or summarise(Failure(exit.rank, member.report, exit))
         step = max(self.step, member.step)
         lost = LostRank(exit.rank, self.rank_of(exit.rank), exit.pid, why, exit.at, self.generation.number, step)
         self._newest.append(lost)
@@ -190,7 +232,7 @@ class Elastic:
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid or exit.status >= 0 or member.report is not None:
             return
-        if not (self.active or self.generation.number or self.finished or self.given_up or self.step >= 0):
+        if self.phase is Phase.STARTING and self.step < 0:
             self._killed_early_at = exit.at
 
     def on_unforked(self, slot: int, why: str, now: float) -> list[ElasticAction] | None:
@@ -215,13 +257,13 @@ class Elastic:
     def on_time(self, now: float) -> list[ElasticAction]:
         """Do what is due; the agent calls this when `next_due` has come."""
         actions: list[ElasticAction] = []
-        for slot, (at, why) in list(self._due.items()):
-            if now >= at:
-                del self._due[slot]
-                actions += self.evict(slot, why, now)
-        for slot in [slot for slot, at in self._undying.items() if now >= at]:
-            del self._undying[slot]
-            actions.append(Abandon(slot))
+        for member in list(self.members.values()):
+            if member.due is not None and now >= member.due[0]:
+                (_, why), member.due = member.due, None
+                actions += self.evict(member.slot, why, now)
+            if member.abandon_at is not None and now >= member.abandon_at:
+                member.abandon_at = None
+                actions.append(Abandon(member.slot))
         self._plan_due()
         return actions
 
@@ -231,34 +273,33 @@ class Elastic:
         if member is None:
             return []
         others = [other for other in self.members.values() if other is not member and other.holds_state]
-        if member.holds_state and member.report is None and not others and member.pid not in self._continued:
-            self._continued.add(member.pid)
+        if member.holds_state and member.report is None and not others and not member.continued:
+            member.continued = True
             said = "it alone holds the state of the training: it is sent SIGCONT, and not killed yet"
             return [Say(f"phalanx run: rank {self.rank_of(slot)} (pid {member.pid}): {said}"), Continue(slot)]
         if member.report is None:
-            self._evicted[member.pid] = f"killed: {why}"
-        self._undying.setdefault(slot, now + DYING_S)
+            member.evicted = f"killed: {why}"
+        if member.abandon_at is None:
+            member.abandon_at = now + DYING_S
         self._plan_due()
         return [Evict(slot, why)]
 
     def is_evicted(self, pid: int) -> bool:
         """Return whether this process was to be killed because it kept the others waiting, and has not ended yet."""
-        return pid in self._evicted
+        return any(member.pid == pid and member.evicted for member in self.members.values())
 
     def give_up(self) -> GiveUp:
         """Treat losses that are not decided yet, and all later ones, as ordinary failures."""
-        self.given_up = True
-        self._due = {}
-        self._plan_due()
+        self._over = self._over or Phase.GIVEN_UP
+        self._kill_nobody()
         exits, self._exits = self._exits, []
         return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
 
     def _finish(self, finisher: ElasticRank) -> list[ElasticAction]:
-        """Continue as an ordinary job: nobody is killed for silence, and a rank that waits for others is refused."""
+        """Continue as an ordinary job, and refuse ranks that wait for a generation."""
         self.finished = True
-        self._due = {}
-        self._plan_due()
-        if self.ended is not None:
+        self._kill_nobody()
+        if self.phase is Phase.ENDING:
             return []
         members = self.members.values()
         actions: list[ElasticAction] = [
@@ -286,7 +327,7 @@ class Elastic:
             member.holds_state = True
         wait_s = message.get("wait_s")
         member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
-        if self.ended is not None:  # the others were told before
+        if self.phase is Phase.ENDING:  # the others were told before
             return [SendToRank(member.slot, self._ending)]
         if self._outrun and not member.holds_state:
             return self._turn_away(member)
@@ -295,9 +336,9 @@ class Elastic:
     def _on_regrouped(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
         member.generation = generation
         member.holds_state = True
-        if generation != self.generation.number or self._exits or self._forking or self.given_up:
+        if generation != self.generation.number or self._exits or not self.is_regrouped:
             return []
-        if any(other.generation != generation for other in self.members.values()):
+        if self.phase is Phase.GIVEN_UP:
             return []
         lost = self._newest_told
         return [Say(describe_regrouped(lost, len(self.members), now))] if lost else []
@@ -316,22 +357,23 @@ class Elastic:
             return [refuse(member.slot, why)]
         if generation != self.generation.number or self._exits or not self.active:
             return []
-        self._told.setdefault(member.slot, told)
+        member.told = member.told or told
         silent = [other for other in self.members.values() if other.has_lost < generation]
         if not silent:
             self._repetition.on_loss()
-            if disagreement := next((error for disagrees, error in self._told.values() if disagrees), ""):
+            all_told = [other.told for other in self.members.values() if other.told is not None]
+            if disagreement := next((error for disagrees, error in all_told if disagrees), ""):
                 self._repetition.on_disagreement(disagreement)
             return self._decide(now, ALL_LEFT)
         self._set_due_silent(member, silent, now)
-        for slot in [slot for slot in self._due if self.members[slot].has_lost >= generation]:
-            if self.members[slot].report is None:
-                del self._due[slot]
+        for other in self.members.values():
+            if other.has_lost >= generation and other.report is None:
+                other.due = None
         return []
 
     def _set_due_silent(self, member: ElasticRank, silent: list[ElasticRank], now: float) -> None:
         for other in silent:
-            if other.slot not in self._due and other.pid not in self._evicted:
+            if other.due is None and not other.evicted:
                 span_s = self.silence_s(other.slot)
                 why = f"rank {self.rank_of(member.slot)} has given up on their group, and it has not for {span_s:g} s"
                 self._set_due(other.slot, now + span_s, why)
@@ -350,11 +392,11 @@ class Elastic:
 
     def _find_no_generation(self) -> str:
         """Return why no other generation will be begun; empty if one may be, or if the ranks were told to end."""
-        if self.ended is not None:
+        if self.phase is Phase.ENDING:
             return ""
-        if self.given_up:
+        if self.phase is Phase.GIVEN_UP:
             return "`phalanx run` has given the job up"
-        if self.finished:
+        if self.phase is Phase.FINISHED:
             return _HAS_ENDED
         strangers = [slot for slot, other in self.members.items() if not other.joined]
         if strangers and not self.generation.number:
@@ -379,9 +421,9 @@ class Elastic:
             return self._end(missing, now)
         lost, self._newest = self._newest, []
         generation = plan_generation(self.generation.number + 1, slot_plan)
-        if without_loss == ALL_LEFT and self._told:
-            slot, (_, error) = next(iter(self._told.items()))
-            without_loss = f"{ALL_LEFT} (rank {self.rank_of(slot)}: {error})"
+        if without_loss == ALL_LEFT:
+            first = next(member for member in self.members.values() if member.told is not None)
+            without_loss = f"{ALL_LEFT} (rank {self.rank_of(first.slot)}: {first.told[1]})"
         forked = {slot for part in generation.parts for slot in part.forked}
         self.num_replaced += len(forked)
         lost = [replace(each, replaced=each.slot in forked) for each in lost]
@@ -389,8 +431,9 @@ class Elastic:
         retired = tuple(slot for slot in self.generation.slots if slot not in generation.slots)
         self.generation = generation
         self._exits, self._gone = [], set()
-        self._due, self._told = {}, {}
-        self._plan_due()
+        for member in self.members.values():
+            member.told = None
+        self._kill_nobody()
         holders = tuple(member.slot for member in self.members.values() if member.holds_state)
         self._forking |= forked
         return [
@@ -430,12 +473,12 @@ class Elastic:
 
     def _save_and_end(self, why: str) -> list[ElasticAction]:
         """End the job after the remaining ranks have saved what they hold."""
-        self.ended = BELOW_MINIMUM_EXIT_CODE
         self.losses += self._newest
         self._newest = []
-        message = self._ending = {"kind": "end", "code": self.ended, "why": why}
+        message = self._ending = {"kind": "end", "code": BELOW_MINIMUM_EXIT_CODE, "why": why}
         retired = tuple(slot for slot in self.generation.slots if slot not in {*self.members, *self._forking})
         self._exits = []
+        self._over = Phase.ENDING
         return [
             Say(f"phalanx run: {why}: the ranks that are left save what they hold, and end"),
             *([Retire(retired)] if retired else []),
@@ -450,16 +493,25 @@ class Elastic:
 
     def _forget(self, slot: int) -> None:
         self.members.pop(slot, None)
-        self._due.pop(slot, None)
-        self._undying.pop(slot, None)
         self._plan_due()
 
     def _set_due(self, slot: int, at: float, why: str) -> None:
-        self._due[slot] = (at, why)
+        self.members[slot].due = (at, why)
+        self._plan_due()
+
+    def _kill_nobody(self) -> None:
+        """Cancel what was due: from now on, or from the next generation on, silence counts anew."""
+        for member in self.members.values():
+            member.due = None
         self._plan_due()
 
     def _plan_due(self) -> None:
-        self.next_due = min([*(at for at, _ in self._due.values()), *self._undying.values()], default=None)
+        members = self.members.values()
+        times = [
+            *(member.due[0] for member in members if member.due is not None),
+            *(member.abandon_at for member in members if member.abandon_at is not None),
+        ]
+        self.next_due = min(times, default=None)
 
 
 def describe_loss(lost: Sequence[LostRank], num_forked: int, world_size: int, replaced: str) -> str:

@@ -26,3 +26,8 @@ class ElasticRank:
     has_lost: int = -1  # the latest generation that it has reported as over
     progress: dict[str, Any] = field(default_factory=dict)
     report: Report | None = None  # its report, if it is about to end
+    told: tuple[bool, str] | None = None  # of its loss: whether the ranks disagreed, and its error
+    due: tuple[float, str] | None = None  # when to kill it, and why
+    evicted: str = ""  # why it was killed, and has not ended yet
+    abandon_at: float | None = None  # when the job continues although the killed process has not ended
+    continued: bool = False  # it was sent SIGCONT instead of being killed

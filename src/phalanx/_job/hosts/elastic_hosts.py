@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._job.agent.elastic import ALL_LEFT, Elastic
+from phalanx._job.agent.elastic import ALL_LEFT, OVER, Elastic, Phase
 from phalanx._job.agent.elastic_actions import (
     BeginGeneration,
     DropHost,
@@ -92,15 +92,13 @@ class ElasticHosts(Elastic):
         return min((member.wait_s for member in self.members.values() if member.joined), default=0.0)
 
     @property
-    def is_regrouped(self) -> bool:
-        """Return whether all ranks have come to the newest generation, and none is on its way."""
-        number = self.generation.number
-        return not self._forking and all(member.generation == number for member in self.members.values())
-
-    @property
     def is_waiting(self) -> bool:
         """Return whether too few are left, and hosts are awaited."""
-        return self._waits_since is not None and self.ended is None
+        return self._waits_since is not None and super().phase not in OVER
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.WAITING if self.is_waiting else super().phase
 
     def on_started(self, slot: int, pid: int) -> None:
         arrival = self._arrival_of(slot)
@@ -202,7 +200,7 @@ class ElasticHosts(Elastic):
 
     def on_time(self, now: float) -> list[ElasticAction]:
         actions = super().on_time(now)
-        if self._waits_since is not None and self.ended is None and now >= self._waits_since + self.wait_s:
+        if self._waits_since is not None and self.is_waiting and now >= self._waits_since + self.wait_s:
             why = f"{self._waits_for} left, and nobody has come within {self.wait_s:g} s"
             actions += self._save_and_end(why)
             self._waits_since = None

@@ -164,6 +164,10 @@ def say_host_lost(message: ControlMessage, display: Display) -> None:
 class ObservedElastic(Elastic):
     """What the ranks of this host have said of themselves; what becomes of them the first host decides."""
 
+    @property
+    def active(self) -> bool:
+        return False
+
     def on_message(self, slot: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
         """Note what a rank says, which generation it is in for one."""
         super().on_message(slot, pid, message, now)
@@ -219,9 +223,7 @@ class FollowerLink(HostLink):
         return self.supervision
 
     def make_elastic(self) -> ObservedElastic:
-        elastic = ObservedElastic(SlotPlan.begin([self.own_slots()]), self._plan.settings.max_restarts)
-        elastic.given_up = True
-        return elastic
+        return ObservedElastic(SlotPlan.begin([self.own_slots()]), self._plan.settings.max_restarts)
 
     @property
     def fds(self) -> tuple[int, ...]:
