@@ -25,6 +25,7 @@ import phalanx
 from phalanx import elastic
 from phalanx._comm.diagnostics.progress_page import open_page, parse_page
 from phalanx.elastic import points
+from phalanx.elastic.state import commits_of
 from phalanx.optim import undo
 
 
@@ -113,7 +114,7 @@ class Job:
 
     def wait_for_others(self, state: elastic.State) -> None:
         """Say that this rank waits, and wait until others are let in."""
-        runner: Any = state._step.runner
+        runner: Any = commits_of(state).tracker.runner
         if state.step == self.grow_at and runner.generation == 0:
             Path(f"{self.folder}/waits-{os.getpid()}").touch()
             while not runner._membership.newer_than(0):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.elastic.run import running_state
+from phalanx.elastic.state import commits_of
 from phalanx.testing.namespaces import Host
 
 _NAME = "host-lost-"
@@ -39,7 +40,7 @@ def ask_own_agent_to_leave() -> None:
     os.kill(agent, signal.SIGTERM)
     state = running_state()
     assert state is not None
-    runner: Any = state._step.runner
+    runner: Any = commits_of(state).tracker.runner
     while not runner._membership.newer_than(runner.generation):
         time.sleep(0.01)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import elastic
+from phalanx.elastic.state import commits_of
 from phalanx.elastic.step import ForwardChanges
 
 
@@ -77,4 +78,4 @@ def test_inference_tensors_are_not_watched() -> None:
         model.mean = nn.Parameter(torch.zeros(2), requires_grad=False)
     assert model.mean.is_inference()
     state = elastic.State(model=model)
-    assert list(state._objects.watched_tensors().values()) == ["model.weight", "model.bias"]
+    assert list(commits_of(state).objects.watched_tensors().values()) == ["model.weight", "model.bias"]

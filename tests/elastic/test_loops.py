@@ -22,6 +22,7 @@ import phalanx
 from phalanx import elastic
 from phalanx.data import DistributedSampler
 from phalanx.elastic.position import DataPosition
+from phalanx.elastic.state import commits_of
 from phalanx.testing import run_ranks
 
 
@@ -236,7 +237,7 @@ def test_samples_are_refused_where_a_step_may_be_done_without_its_commit() -> No
     for place, kind in (("rounds", phalanx.LocalSGD), ("sharded", phalanx.ZeroRedundancyOptimizer)):
         sampler, loader = loader_of()
         state = elastic.State(sampler=sampler)
-        setattr(state._objects, place, [object.__new__(kind)])  # a whole one needs a group
+        setattr(commits_of(state).objects, place, [object.__new__(kind)])  # a whole one needs a group
         batches = iter(loader)
         next(batches)
         with pytest.raises(ValueError, match=rf"samples=4\): there is {kind.__name__} in State.*no prefetcher"):

@@ -14,12 +14,22 @@ autograd calls the hook of a gradient it still has it in its hands, and only at 
 (`holders`).
 
 Everything here runs in the thread that runs autograd for the module's one device, so there is no lock.
+
+    phase          backward in progress   round          next
+    IDLE           none                   not started    ACCUMULATING, SYNCING
+    ACCUMULATING   it only accumulates    not started    SYNCING: it reaches outputs of a forward that syncs; IDLE
+    SYNCING        it averages            either         IDLE: the round has ended; INCOMPLETE
+    INCOMPLETE     none                   started        SYNCING: another backward brings the missing gradients
+
+An exception may end a backward in any phase. The next forward begins anew, or raises if buckets were sent.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +50,55 @@ from phalanx.ddp.stray_gradients import StrayGradients
 _engine: Any = find(
     "torch.autograd.Variable._execution_engine", loses="phalanx.DistributedDataParallel does not average gradients"
 )
+
+
+class Phase(Enum):
+    """A `Phase` of a reducer: what may come next depends on it, as the module's table says."""
+
+    IDLE = "idle"
+    ACCUMULATING = "accumulating"
+    SYNCING = "syncing"
+    INCOMPLETE = "incomplete"
+
+
+@dataclass
+class Backward:
+    """A `Backward` is the backward in progress.
+
+    Attributes:
+        syncs: whether it averages gradients, or only accumulates.
+        writes: whether it would write the gradient of every parameter that it reaches.
+        fresh: in a backward that only accumulates, for each parameter whether it makes the gradient.
+    """
+
+    syncs: bool
+    writes: bool = False
+    fresh: list[bool] | None = None
+
+
+@dataclass
+class Forwards:
+    """`Forwards` sums up the forwards since the last round.
+
+    Attributes:
+        latest_syncs: what the latest forward decided; it outlives the round.
+        any_syncs: whether one of them syncs.
+        any_accumulates: whether one of them only accumulates.
+        num_hidden: how many sync, show no graph in their outputs, and wait for their backward.
+        reach: what they reach; None if that was not looked for.
+    """
+
+    latest_syncs: bool = False
+    any_syncs: bool = False
+    any_accumulates: bool = False
+    num_hidden: int = 0
+    reach: Reach | None = None
+
+    def end_round(self) -> None:
+        """Forget the forwards whose gradients the round has averaged."""
+        self.any_syncs = self.any_accumulates = False
+        self.num_hidden = max(self.num_hidden - 1, 0)
+        self.reach = None
 
 
 @untraced  # autograd calls it, in a compiled step with Dynamo at work
@@ -77,15 +136,8 @@ class Reducer:
 
         self._accumulates = accumulates
         self._strays = StrayGradients([spec.name for spec in specs], self._parameters, group.rank())
-        self._forward_syncs = False  # what the latest forward decided
-        self._forward_accumulates = False  # whether a forward that only accumulates has come since the last round
-        self._num_hidden = 0  # forwards that sync and whose outputs show no graph, and whose backward has not come
-        self._expects = False  # whether a forward that syncs has come since the last round
-        self._backward_syncs: bool | None = None  # what the backward in progress does; None before it is known
-        self._backward_writes = False  # whether it would write the gradient of every parameter that it reaches
-        self._fresh: list[bool] | None = None  # in a backward that only accumulates: whose gradient it makes
-        self.in_backward = False
-        self._reach: Reach | None = None  # what forwards since the last round reach; None if not looked for
+        self._forwards = Forwards()
+        self._backward: Backward | None = None
         self._used = [False] * len(self._parameters)  # whether each was used since the last round
         self._num_rounds = 0
         self.rescale = 1.0  # what the mean is multiplied by
@@ -137,6 +189,16 @@ class Reducer:
         return self._watch
 
     @property
+    def in_backward(self) -> bool:
+        return self._backward is not None
+
+    @property
+    def phase(self) -> Phase:
+        if self._backward is None:
+            return Phase.INCOMPLETE if self._round.started else Phase.IDLE
+        return Phase.SYNCING if self._backward.syncs else Phase.ACCUMULATING
+
+    @property
     def num_rounds(self) -> int:
         """Return how many rounds have ended."""
         return self._num_rounds
@@ -153,7 +215,7 @@ class Reducer:
         Raises:
             RuntimeError: some parameters got no gradient, or backward was interrupted by an exception.
         """
-        if self.in_backward:  # its last callback never ran
+        if self._backward is not None:  # its last callback never ran, or failed
             self._end_backward()
             if self._round.num_launched:
                 raise interrupted(self._group.rank(), self._round.num_launched, len(self._set.buckets))
@@ -164,9 +226,10 @@ class Reducer:
     def prepare_backward(self, outputs: Iterable[Tensor], *, sync: bool) -> None:
         """Note what a backward from `outputs` will have to do: sync, or only accumulate."""
         outputs = list(outputs)
-        self._forward_syncs = sync
-        self._expects = self._expects or sync
-        self._forward_accumulates = self._forward_accumulates or not sync
+        forwards = self._forwards
+        forwards.latest_syncs = sync
+        forwards.any_syncs |= sync
+        forwards.any_accumulates |= not sync
         # A hook on the outputs' nodes tells that a backward begins, in the outermost one: with reentrant checkpointing
         # gradients arrive in a backward of their own, whose end is not the end. Two forwards may also have decided
         # differently, and either may be followed by its backward first.
@@ -174,35 +237,34 @@ class Reducer:
         nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(announce)
-        self._num_hidden += sync and not nodes
+        forwards.num_hidden += sync and not nodes
         # Without find_unused the walk serves an error message only, in the first round: most wrong models are wrong at
         # once, and then the backward itself can say so.
         if sync and (self._find_unused or self._num_rounds == 0):
             reach = find_reach(outputs)
-            self._reach = reach if self._reach is None else self._reach | reach
+            forwards.reach = reach if forwards.reach is None else forwards.reach | reach
 
     # During backward
 
     def on_begin(self, sync: bool) -> None:
         """Note that a backward reached outputs of a forward that decided `sync`; one that syncs decides for all."""
-        self._backward_syncs = sync or bool(self._backward_syncs)
+        backward = self._enter(syncs=sync)
         # torch.autograd.grad and backward(inputs=...) come past the same nodes, and write no parameter's gradient.
-        self._backward_writes = _engine.is_checkpoint_valid()
-        self._enter()
-        if not self._backward_syncs and self._fresh is None:
-            self._fresh = [parameter.grad is None for parameter in self._parameters]
+        backward.writes = _engine.is_checkpoint_valid()
+        if not backward.syncs and backward.fresh is None:
+            backward.fresh = [parameter.grad is None for parameter in self._parameters]
 
     def on_gradient(self, index: int) -> None:
         """Note that autograd has written a parameter's gradient."""
         self._used[index] = True
-        syncs = self._syncs_unannounced() if self._backward_syncs is None else self._backward_syncs
-        if not syncs:
-            is_announced = self._backward_syncs is not None or self._forward_accumulates
+        backward = self._backward
+        if not (self._syncs_unannounced() if backward is None else backward.syncs):
+            is_announced = backward is not None or self._forwards.any_accumulates
             if not is_announced and self._group.size() > 1 and not self._accumulates():
                 self._strays.on_gradient(index)
             return
-        self._backward_syncs = True
-        self._enter()
+        if backward is None:
+            self._enter(syncs=True)
         if self._round.complete:
             self._launch()
         if not self._round.started:
@@ -236,14 +298,18 @@ class Reducer:
         """
         if self._round.started:
             return True
-        return self._forward_syncs and (self._expects or self._num_hidden > 0)
+        forwards = self._forwards
+        return forwards.latest_syncs and (forwards.any_syncs or forwards.num_hidden > 0)
 
-    def _enter(self) -> None:
-        if not self.in_backward:
-            self.in_backward = True
+    def _enter(self, *, syncs: bool) -> Backward:
+        """Return the backward in progress, which begins here if there is none; one that syncs decides for all."""
+        if self._backward is None:
+            self._backward = Backward(syncs)
             if self._set.pool is not None:
                 self._set.pool.enter()
             _engine.queue_callback(self._leave)
+        self._backward.syncs |= syncs
+        return self._backward
 
     def _skip_unused(self) -> None:
         """Skip the parameters that this backward can't reach, at the first gradient: no bucket waits for them."""
@@ -251,8 +317,8 @@ class Reducer:
             return
         if any(expected == 0 for expected in self._fires_expected):
             unused = [index for index, expected in enumerate(self._fires_expected) if expected == 0]
-        elif self._find_unused and self._reach is not None and self._reach.complete:
-            leaves = self._reach.leaves
+        elif self._find_unused and self._forwards.reach is not None and self._forwards.reach.complete:
+            leaves = self._forwards.reach.leaves
             unused = [index for index, parameter in enumerate(self._parameters) if id(parameter) not in leaves]
         else:
             return
@@ -282,9 +348,12 @@ class Reducer:
 
     def _leave(self) -> None:
         """Finish when autograd has nothing left to do in this backward."""
-        reached_none = not self._round.started and self._backward_syncs and self._backward_writes
-        if self._fresh is not None and not self._backward_syncs:
-            self._separate(self._fresh)
+        backward = self._backward
+        if backward is None:  # a forward has begun anew meanwhile
+            return
+        reached_none = not self._round.started and backward.syncs and backward.writes
+        if backward.fresh is not None and not backward.syncs:
+            self._separate(backward.fresh)
         self._end_backward()
         if reached_none and (self._find_unused or self._learning or 0 in self._fires_expected):
             self._round.started = True  # the other ranks wait for this one's part all the same
@@ -300,7 +369,7 @@ class Reducer:
         try:
             self._launch()
         except BaseException:
-            self.in_backward = True  # as in a gradient's hook the next forward begins anew, or says that it can't
+            self._backward = backward  # as in a gradient's hook the next forward begins anew, or says that it can't
             raise
         if self._round.num_launched == len(self._set.buckets):
             self._finish()
@@ -319,8 +388,7 @@ class Reducer:
                 self._set.buckets[number].separate(position)
 
     def _end_backward(self) -> None:
-        self.in_backward, self._backward_syncs, self._backward_writes = False, None, False
-        self._fresh = None
+        self._backward = None
         if self._set.pool is not None:
             self._set.pool.leave()
 
@@ -336,10 +404,11 @@ class Reducer:
 
     def _is_hopeless(self) -> bool:
         """Return whether no further backward could bring the missing gradients, as far as has been looked."""
-        if self._reach is None or not self._reach.complete:
+        reach = self._forwards.reach
+        if reach is None or not reach.complete:
             return False
         return not any(
-            id(self._parameters[index]) in self._reach.leaves
+            id(self._parameters[index]) in reach.leaves
             for index, ready in enumerate(self._round.ready)
             if not ready
         )
@@ -364,9 +433,7 @@ class Reducer:
             self._fires_expected, self._idle = list(self._round.fires), used_by_none
         self._begin_round()
         self._strays.on_round()
-        self._expects = self._forward_accumulates = False
-        self._num_hidden = max(self._num_hidden - 1, 0)
-        self._reach = None
+        self._forwards.end_round()
         self._used = [False] * len(self._parameters)
         self._num_rounds += 1
         if self.rebuild_pending:

@@ -24,6 +24,7 @@ from phalanx._comm.backend.torch_integration.groups import list_groups, phalanx_
 from phalanx._comm.diagnostics.progress_page import open_page
 from phalanx._comm.rendezvous.bootstrap import checked_while_meeting
 from phalanx._comm.transport.rehearsal import RehearsalTransport
+from phalanx.elastic.commits import Commits
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generations import GenerationNotice, Generations, JobEndedError, SupersededError
 from phalanx.elastic.generator_states import GeneratorStates
@@ -34,7 +35,6 @@ from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND
 from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords, restore_random, small_of
 from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing
-from phalanx.elastic.state import State
 from phalanx.elastic.step import TRIAL_STEPS
 from phalanx.errors import PhalanxError
 
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 
 class ElasticGroup:
-    """`ElasticGroup` is this rank's place in the group, and the `Runner` of `state`."""
+    """`ElasticGroup` is this rank's place in the group, and the `Runner` of its commits."""
 
-    def __init__(self, state: State, group: Any, membership: Generations, name: str = "") -> None:
+    def __init__(self, commits: Commits, group: Any, membership: Generations, name: str = "") -> None:
         self._set_group(group)
         self.generation = rendezvous.generation()
         self.is_complete = True  # False while a state is only half received
-        self._state, self._membership, self._name = state, membership, name
+        self._commits, self._membership, self._name = commits, membership, name
         self._random = GeneratorStates()
         self._records: RankRecords | None = None
         self._records_generation = -1
@@ -69,23 +69,23 @@ class ElasticGroup:
 
     def start(self) -> None:
         """Form the run's first group, in which all ranks hold the same state. All ranks call it."""
-        self._state._begin_run()
+        self._commits.begin_run()
         self._records = self._new_records(self._layers())
         self._records_generation = self.generation
         self._records.prepare(0)
-        self._records.write_small(0, self._state._latest.small)
-        for optimizer in self._state._objects.sharded:
+        self._records.write_small(0, self._commits.latest.small)
+        for optimizer in self._commits.objects.sharded:
             optimizer.keep_state()
-        self.ranks_differ = self._records.meet(0).differ and not self._state._objects.rounds
+        self.ranks_differ = self._records.meet(0).differ and not self._commits.objects.rounds
 
     def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
         """Return the records of a group that has just been formed, or that needs more room. All ranks call it."""
-        apart = bool(self._state._objects.rounds)
+        apart = bool(self._commits.objects.rounds)
         return RankRecords(self.process_group, layers, self._random, room, apart=apart)
 
     def _layers(self) -> dict[str, Any]:
         """Return the layers whose buffers each rank has for itself."""
-        objects = self._state._objects
+        objects = self._commits.objects
         trained = {id(layer) for module in objects.trained for layer in module.modules()}
         return {key: layer for key, layer in objects.named_layers().items() if id(layer) in trained}
 
@@ -94,7 +94,7 @@ class ElasticGroup:
     def before_backward(self) -> None:
         """Write what this rank alone knows of the step to memory that outlives the rank."""
         assert self._records is not None
-        self._records.prepare(self._state._latest.number + 1)
+        self._records.prepare(self._commits.latest.number + 1)
         self._prepared_seq = self.count_collectives()
 
     @property
@@ -127,7 +127,7 @@ class ElasticGroup:
         elif number <= TRIAL_STEPS and not records.is_copied(number):  # a later backward drew, or changed buffers
             records.is_late = True
         records.write_small(number, small)
-        if self.process_group.size() == 1 or self._state._objects.rounds:
+        if self.process_group.size() == 1 or self._commits.objects.rounds:
             # a rank that trains apart goes on from its own step after a loss, and others may be in a round
             return False
         if is_unseen or number <= TRIAL_STEPS or self.ranks_differ or not records.is_quiet(number):
@@ -171,7 +171,7 @@ class ElasticGroup:
 
     def restore_own(self) -> None:
         """Restore what this rank alone knows to what it was at the latest commit."""
-        record = None if self._records is None else self._records.read(self._records.rank, self._state._latest.number)
+        record = None if self._records is None else self._records.read(self._records.rank, self._commits.latest.number)
         if self._records is not None and record is not None:
             self._records.restore(record)
 
@@ -216,30 +216,30 @@ class ElasticGroup:
         rank = self.process_group.rank()
         with checked_while_meeting(self._check):
             self._script_groups.form(self.process_group, [one.groups for one in standings])
-        agreement = decide(standings, apart=bool(self._state._objects.rounds))
+        agreement = decide(standings, apart=bool(self._commits.objects.rounds))
         if agreement is None:
             raise JobEndedError(
                 f"phalanx.elastic, generation {self.generation}: no rank that is left holds the whole state.\n"
                 "Start again from the last checkpoint."
             )
-        kept = [one.kept_state() for one in self._state._objects.sharded] if rank == agreement.source else None
+        kept = [one.kept_state() for one in self._commits.objects.sharded] if rank == agreement.source else None
         self._rebind(old, agreement)
         self._hand_over(agreement, standings, kept)
 
     def _ask_standings(self) -> list[RankState]:
-        state = self._state
-        state._step.take_back(state.step)
+        commits = self._commits
+        commits.tracker.take_back(commits.num_steps)
         mine = RankState(
-            number=state._latest.number,
-            is_whole=self.is_complete and state._step.is_whole,
-            has_stepped=self.is_complete and state._step.stepped != 1,
-            progress=state._step.progress,
+            number=commits.latest.number,
+            is_whole=self.is_complete and commits.tracker.is_whole,
+            has_stepped=self.is_complete and commits.tracker.stepped != 1,
+            progress=commits.tracker.progress,
             was_rank=-1 if self._records is None else self._records.rank,
             records_of=self._records_generation,
             reads=() if self._records is None else self._records.readable,
             groups=self._script_groups.name_all(self.process_group.rank(), self.process_group.size()),
             differs=self.ranks_differ or (self._records is not None and self._records.is_late),
-            form=f"{self._name}({state._form})",
+            form=f"{self._name}({commits.form})",
         )
         standings: list[Any] = [None] * self.process_group.size()
         dist.all_gather_object(standings, mine, group=self.process_group)
@@ -248,49 +248,49 @@ class ElasticGroup:
 
     def _rebind(self, old: Any, agreement: ResumePoint) -> None:
         reached(REBIND)
-        for module in self._state._objects.modules:
+        for module in self._commits.objects.modules:
             rebind_module(module, old, self.process_group)
-        for rounds in self._state._objects.rounds:
+        for rounds in self._commits.objects.rounds:
             rounds.regroup(self.process_group)
-        for optimizer in self._state._objects.sharded:
+        for optimizer in self._commits.objects.sharded:
             number = [optimizer.num_updates]
             dist.broadcast_object_list(number, group=self.process_group, group_src=agreement.source)
             optimizer.regroup(self.process_group, agreement.source, number[0])
 
     def _hand_over(self, agreement: ResumePoint, standings: list[RankState], kept: list[Any] | None) -> None:
-        state, rank = self._state, self.process_group.rank()
+        commits, rank = self._commits, self.process_group.rank()
         receives = rank in agreement.receivers
-        if state._objects.rounds and not receives and state._step.stepped:
-            state._count_as_done(state._latest.number + 1)
-        number = state._latest.number if state._objects.rounds else agreement.number
+        if commits.objects.rounds and not receives and commits.tracker.stepped:
+            commits.count_as_done(commits.latest.number + 1)
+        number = commits.latest.number if commits.objects.rounds else agreement.number
         mine, is_own, is_lost = self._find_record(number, standings)
         if agreement.is_ahead and not receives:
-            state._count_as_done(agreement.number)
+            commits.count_as_done(agreement.number)
         if agreement.receivers:
             reached(HAND_OVER)
             if receives:
                 self.is_complete = False
-            hand_over(state._parts(), agreement.source, agreement.receivers, self.process_group)
+            hand_over(commits.parts(), agreement.source, agreement.receivers, self.process_group)
         self._hand_over_sharded(agreement, kept)
-        for rounds in state._objects.rounds:
+        for rounds in commits.objects.rounds:
             rounds.catch_up(is_new=receives)
         reached(RESTORE)
-        if receives and not state._objects.rounds:
+        if receives and not commits.objects.rounds:
             self._have_own_small(mine if is_own else None, agreement, is_lost=is_lost)
-        state._settle(rank, self.process_group.size())
+        commits.settle(rank, self.process_group.size())
         fresh = self._new_records(self._layers())
         if mine is not None:
             fresh.restore(mine, random=is_own)
-        fresh.prepare(state._latest.number)
-        fresh.write_small(state._latest.number, state._latest.small)
+        fresh.prepare(commits.latest.number)
+        fresh.write_small(commits.latest.number, commits.latest.small)
         # A rank that is lost behind this has left its record; until then the old ones count.
         dist.barrier(group=self.process_group)
         self._records, self._records_generation = fresh, self.generation
         self.is_complete = True
         self._prepared_seq = (-1, -1)
-        record = fresh.read(rank, state._latest.number)
+        record = fresh.read(rank, commits.latest.number)
         assert record is not None
-        state._go_on_with(functools.partial(restore_random, record))
+        commits.go_on_with(functools.partial(restore_random, record))
 
     def _have_own_small(self, mine: Tensor | None, agreement: ResumePoint, *, is_lost: bool) -> None:
         """Use this rank's own small state in place of the source's, which may differ."""
@@ -299,7 +299,7 @@ class ElasticGroup:
         if small is None and mine is not None:
             small = small_of(mine, number)
         if small is not None:
-            self._state._latest.small = small
+            self._commits.latest.small = small
         elif is_lost:
             _logger.warning(
                 "phalanx.elastic: nothing is left of rank %d at commit %d (its host is lost, or its buffers had grown "
@@ -321,7 +321,7 @@ class ElasticGroup:
     def _hand_over_sharded(self, agreement: ResumePoint, kept: list[Any] | None) -> None:
         """Give all ranks their new parts of sharded optimizers' states: the old parts ended with the old group."""
         others = [rank for rank in range(self.process_group.size()) if rank != agreement.source]
-        for number, optimizer in enumerate(self._state._objects.sharded):
+        for number, optimizer in enumerate(self._commits.objects.sharded):
             part = ShardedPart(optimizer, None if kept is None else kept[number])
             if others:
                 hand_over([part], agreement.source, others, self.process_group)

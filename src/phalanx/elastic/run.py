@@ -32,7 +32,7 @@ from phalanx.elastic.group import ElasticGroup
 from phalanx.elastic.groups import leave_all_groups
 from phalanx.elastic.losses import forget, is_loss, is_mismatch
 from phalanx.elastic.points import LOST, reached
-from phalanx.elastic.state import State
+from phalanx.elastic.state import State, commits_of
 from phalanx.errors import DeadlineError, summary_of
 
 _logger = get_logger(__name__)
@@ -117,7 +117,7 @@ class ElasticJob:
         wait_s: float,
         checkpoint: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._state = state
+        self._state, self._commits = state, commits_of(state)
         self._checkpoint = checkpoint
         self._older = _stamp(checkpoint)  # of the file of another job, or what this one goes on from
         self._min_ranks, self._wait_s = min_ranks, wait_s
@@ -142,14 +142,15 @@ class ElasticJob:
             return self._run(train, world, membership)
 
     def _run(self, train: Train[_Result], world: Any, membership: Generations) -> _Result:
-        self._state._objects.refuse_what_is_not_kept(world.size())
-        group = self._state._step.runner = ElasticGroup(self._state, world, membership, _name(train))
+        commits = self._commits
+        commits.objects.refuse_what_is_not_kept(world.size())
+        group = commits.tracker.runner = ElasticGroup(commits, world, membership, _name(train))
         del world  # a group that is over is released when the next one comes
         is_new = rehearses(group.process_group)
         has_begun = False
         try:
             if is_new:
-                self._state._latest.number = -1
+                commits.latest.number = -1
                 self._recover(group, membership, None)
                 has_begun = True
             while True:
@@ -182,7 +183,7 @@ class ElasticJob:
             leave_all_groups()
             raise SystemExit(0) from None
         finally:
-            self._state._step.runner = None
+            commits.tracker.runner = None
             membership.close()
 
     def _end(self, group: ElasticGroup, error: JobEndedError) -> NoReturn:
@@ -190,14 +191,15 @@ class ElasticJob:
 
         The survivors of a host save one after another; one whose state is older than what another has saved does not.
         """
-        state = self._state
-        state._step.take_back(state.step)
-        if group.is_complete and state._step.stepped == 2:
-            state._count_as_done(state._latest.number + 1)
+        state, commits = self._state, self._commits
+        commits.tracker.take_back(state.step)
+        if group.is_complete and commits.tracker.stepped == 2:
+            commits.count_as_done(commits.latest.number + 1)
         leave_all_groups()
         saved = ""
-        if self._checkpoint is not None and group.is_complete and state._latest.number >= 0 and state._step.is_whole:
-            state._roll_back_values()
+        is_whole = group.is_complete and commits.latest.number >= 0 and commits.tracker.is_whole
+        if self._checkpoint is not None and is_whole:
+            commits.roll_back_values()
             group.restore_own()
             path = Path(self._checkpoint)
             folder = os.open(path.parent, os.O_RDONLY)

@@ -36,10 +36,11 @@ _EVENT_FIELDS, _EVENTS_BEGIN = 3, 64  # a word that counts them, and what keeps 
 FILE_BYTES = -(-(_EVENTS_AT + _EVENTS_BEGIN + 8 * _EVENT_FIELDS * NUM_EVENTS) // 4096) * 4096
 WINDOW = 32  # so many operations are kept or left out together, so that all ranks keep the same
 
-# These are the words of the header, all doubles but the first.
+# The header: each name is one word of eight bytes, a double but for the first.
 (_MAGIC_AT, _ENDED, _PEAK_BYTES, _STEP_TABLE, _STEP_COUNT, _STEP_STRIDE, _OPERATION_TABLE, _OPERATION_COUNT,
- _OPERATION_STRIDE, _FACTS_LENGTH, _BEGUN, _UNIX_OFFSET, _OPERATIONS_SEEN, _COST, _STATE,
- _STATE_LENGTHS) = range(16)  # fmt: skip
+ _OPERATION_STRIDE, _FACTS_LENGTH, _BEGUN, _UNIX_OFFSET, _OPERATIONS_SEEN, _COST, _STATE, _FIRST_STATE_LENGTH,
+ _SECOND_STATE_LENGTH) = range(17)  # fmt: skip
+_STATE_LENGTHS = (_FIRST_STATE_LENGTH, _SECOND_STATE_LENGTH)
 
 
 class StepRecord(NamedTuple):
@@ -172,7 +173,7 @@ class StepFile:
         twin = 1 - int(self._words[_STATE])
         at = _STATES_AT + twin * _STATE_BYTES
         self._memory[at : at + len(data)] = data
-        self._words[_STATE_LENGTHS + twin] = len(data)
+        self._words[_STATE_LENGTHS[twin]] = len(data)
         self._words[_STATE] = twin
 
     def events_since(self, number: int) -> tuple[list[float], int]:
@@ -317,7 +318,7 @@ def read_contents(data: bytes) -> Contents | None:
         operations_seen=int(words[_OPERATIONS_SEEN]),
         cost_s=words[_COST],
         operation_stride=int(words[_OPERATION_STRIDE]),
-        state=_read_json(data, _STATES_AT + twin * _STATE_BYTES, words[_STATE_LENGTHS + twin]),
+        state=_read_json(data, _STATES_AT + twin * _STATE_BYTES, words[_STATE_LENGTHS[twin]]),
         steps=tuple(StepRecord(*record) for record in steps if record[1] > 0),
         operations=tuple(OperationRecord(*record) for record in operations if record[4] > 0),
         events=whole[_EVENTS_AT + _EVENTS_BEGIN :].cast("d"),

@@ -422,8 +422,8 @@ class Elastic:
         lost, self._newest = self._newest, []
         generation = plan_generation(self.generation.number + 1, slot_plan)
         if without_loss == ALL_LEFT:
-            first = next(member for member in self.members.values() if member.told is not None)
-            without_loss = f"{ALL_LEFT} (rank {self.rank_of(first.slot)}: {first.told[1]})"
+            slot, error = next((slot, told.told[1]) for slot, told in self.members.items() if told.told is not None)
+            without_loss = f"{ALL_LEFT} (rank {self.rank_of(slot)}: {error})"
         forked = {slot for part in generation.parts for slot in part.forked}
         self.num_replaced += len(forked)
         lost = [replace(each, replaced=each.slot in forked) for each in lost]

@@ -1,0 +1,305 @@
+"""`Commits` records each commit of a `State`, and restores the latest one; `elastic.run` and its group work with it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx._base.log import get_logger
+from phalanx._comm.backend import rendezvous
+from phalanx._comm.diagnostics.progress_page import open_page
+from phalanx.elastic.frozen import Frozen
+from phalanx.elastic.hand_over import Part, ValuePart
+from phalanx.elastic.objects import Objects
+from phalanx.elastic.points import COMMIT, reached
+from phalanx.elastic.position import DataPosition, Mark
+from phalanx.elastic.rebind import averaging_modules
+from phalanx.elastic.small_state import NO_VALUES, SmallState
+from phalanx.elastic.step import StepTracker
+
+_logger = get_logger(__name__)
+
+
+class LatestCommit:
+    """A loss takes this rank back to this commit: its number, the epoch and step after it, and the small state.
+
+    The ends of epochs are commits as well, so that numbers run ahead of steps.
+    """
+
+    __slots__ = ("epoch", "number", "small", "step")
+
+    def __init__(self) -> None:
+        self.number = self.epoch = self.step = 0
+        self.small = NO_VALUES
+
+
+class Commits:
+    """`Commits` knows the objects and values of a `State`, the step in progress, and the latest commit.
+
+    Arguments:
+        things: the objects, by name.
+        values: the plain values by name, with "epoch" and "step"; the State reads and writes the same dict.
+    """
+
+    def __init__(self, things: dict[str, Any], values: dict[str, Any]) -> None:
+        self.values = values
+        self.objects = Objects(things)
+        self.latest = LatestCommit()
+        self.position: DataPosition | None = None
+        """The position in the data, if there is a sampler."""
+        self.mark: Mark | None = None
+        """The position in the data at the latest commit."""
+        self._form = ", ".join(f"{name}={type(thing).__name__}" for name, thing in things.items())
+        self._page = open_page(rendezvous.agent_address())  # `phalanx top` reads the progress of this rank here
+        self._has_told_idle = False
+        self._random_again: Callable[[], None] | None = None
+        self._is_back = False  # at the latest commit, and no loader has begun a pass since
+        # by loader whose workers last: after which commit it has drawn the seed for them
+        self._drawn: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._small = SmallState(self.objects, values)
+        if self.objects.sampler is not None:
+            self.position = DataPosition(self.objects.sampler, self._on_iterator)
+        self.tracker = StepTracker(self.objects, None if self.position is None else self.position.mark)
+        """The step in progress."""
+        # what no part holds of the layers and wrappers, as at the latest commit
+        self._switches = Switches(self.objects)
+        self.save()
+
+    @property
+    def form(self) -> str:
+        """Return the names and kinds of the objects: they must be the same on all ranks."""
+        return self._form
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many steps were committed."""
+        return int(self.values["step"])
+
+    # -- what the loop does --------------------------------------------------------------------------------------
+
+    def count_samples(self, samples: int) -> None:
+        if self.position is None:
+            raise ValueError(
+                f"State.commit(samples={samples}): there is no sampler in State, so nothing is counted. Leave it out."
+            )
+        if self.objects.rounds or self.objects.sharded:
+            # After a loss such a step may count as done without its commit, which alone knows its samples.
+            names = ", ".join(sorted({type(thing).__name__ for thing in (*self.objects.rounds, *self.objects.sharded)}))
+            raise ValueError(
+                f"State.commit(samples={samples}): there is {names} in State, whose updates are not always taken back "
+                "after a loss, so that a step may be done of which no commit has told the samples. Leave it out, and "
+                "take from the loader only the batches that the step trains on (no prefetcher)."
+            )
+        began = self.mark is not None and self.mark.stands_in(self.position.mark())
+        if began and not self.position.is_counted:
+            raise ValueError(f"State.commit(samples={samples}): this epoch's first commit had none; give it in all")
+        self.position.count(samples)
+
+    def commit(self, *, is_step: bool) -> None:
+        reached(COMMIT)
+        latest, values, tracker = self.latest, self.values, self.tracker
+        runner = tracker.runner
+        number = latest.number + 1
+        if runner is not None:
+            small = self._small.capture(values)
+            tracker.begin_commit(number, small)
+            latest.small = small
+        latest.number = number
+        tracker.end()
+        if is_step:
+            self._switches.keep()
+            values["step"] += 1
+            self._page.commit(values["step"], 0 if self.position is None else self._advance(self.position))
+        else:
+            values["epoch"] += 1
+            self._switches.keep_all()
+            if self.position is not None:
+                self.position.end_epoch()
+                self.mark = Mark(values["epoch"], None, 0)
+        latest.epoch, latest.step = values["epoch"], values["step"]
+        if runner is not None:
+            tracker.schedulers_and_scalers.keep(is_step=is_step)
+            runner.after_commit()
+
+    def _advance(self, position: DataPosition) -> int:
+        """Note the position in the data; return how many samples of this rank the step has used."""
+        last, mark = self.mark, position.mark()
+        self.mark = mark
+        if mark.used and not self._has_told_idle and last is not None and mark.stands_at(last):
+            self._has_told_idle = True
+            _logger.warning(
+                "phalanx.elastic: step %d was committed without a sample of its own: since the step before, the loader "
+                "has handed out none. If the loop takes batches ahead of those that it trains on (a prefetcher), a "
+                "loss costs those that it has not used: say how many samples of this rank each step has used, "
+                "state.commit(samples=len(batch)). If it does several steps with one batch, commit after the last.",
+                self.values["step"] - 1,
+            )
+        return position.samples_between(last, mark)
+
+    def save(self) -> None:
+        """Save what is small, and may change before the next commit."""
+        latest = self.latest
+        latest.small = self._small.capture(self.values)
+        latest.epoch, latest.step = self.values["epoch"], self.values["step"]
+        self.tracker.schedulers_and_scalers.keep()
+
+    def data_position(self) -> dict[str, Any] | None:
+        """Return the data's position at the latest commit, in the form of the sampler's `state_dict`, or None."""
+        if self.position is None:
+            return None
+        mark = self.mark or self.position.mark()
+        return {**self.position.sampler.state_dict(), "epoch": mark.epoch, "consumed": mark.consumed}
+
+    def load_data_position(self, position: Mapping[str, Any] | None) -> None:
+        """Set the data's position, before `phalanx.elastic.run`."""
+        if self.position is not None and position is not None:
+            self.position.sampler.load_state_dict(position)
+            self.mark = Mark(position["epoch"], None, position["consumed"])
+            self.save()
+
+    def go_on_with(self, set_random: Callable[[], None]) -> None:
+        """Note that the random states, which `set_random` sets again, are those of the latest commit."""
+        self._is_back = True
+        if self.mark is not None:  # also on a rank that has just come: a loss in its first step takes it back to here
+            self._random_again = set_random
+
+    def _on_iterator(self, loader: Any, is_new: bool) -> None:
+        """Give the random states what an undisturbed loader would have drawn for its workers, and nothing else.
+
+        A loader that goes on inside an epoch has drawn a seed, as an undisturbed one has not; nor has one whose workers
+        last (`persistent_workers`), at the beginning of any epoch but the job's first. But where workers have lasted
+        over the loss, and their seed was drawn after the commit to which all went back, it is drawn once more.
+        """
+        again, self._random_again = self._random_again, None
+        is_back, self._is_back = self._is_back, False
+        lasts = bool(getattr(loader, "persistent_workers", False))
+        if again is not None and ((is_new and lasts) or (self.mark is not None and self.mark.is_inside)):
+            again()
+        elif is_new and lasts:
+            self._drawn[loader] = self.latest.number
+        elif is_back and self._drawn.get(loader) == self.latest.number and loader.generator is None:
+            torch.empty((), dtype=torch.int64).random_()  # as torch's loader does for its iterator
+
+    # -- what the runner asks ------------------------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """Begin to count commits anew: what an earlier `elastic.run` of this State has learned does not hold."""
+        if self.latest.number and self.position is not None:
+            self.mark = self.position.next_pass()
+        self.latest.number, self._random_again = 0, None
+        self._switches.keep_all()
+        self._drawn.clear()
+        self._is_back = False
+        self.tracker.begin_run()
+        self.save()
+
+    def count_as_done(self, number: int) -> None:
+        """Note that the update is made, and that only the commit is missing.
+
+        A batch that the loop has taken behind the update is not used, if the commit was to have another one.
+        """
+        mark = None if self.tracker.is_committing else self.tracker.mark
+        self.tracker.count(self.values["step"])
+        self.latest.number = number
+        self.values["step"] += 1
+        self._switches.keep()
+        if self.position is not None:
+            self.mark = mark or self.position.mark()
+        self.save()
+
+    def roll_back_values(self) -> None:
+        latest = self.latest
+        self._small.restore(latest.small)
+        self.values["epoch"], self.values["step"] = latest.epoch, latest.step
+
+    def parts(self) -> list[Part]:
+        """Return what is the same on every rank, in the order in which it is handed over."""
+        return [*self.objects.parts(), ValuePart(self._get_progress, self._put_progress)]
+
+    def _get_progress(self) -> Any:
+        mark = self.mark
+        where = None if mark is None else (mark.epoch, mark.consumed)
+        return {
+            "number": self.latest.number,
+            "small": tuple(self.latest.small),
+            "position": (self.latest.epoch, self.latest.step),
+            "where": where,
+            "switches": self._switches.kept,
+            "late": self.tracker.lateness,
+        }
+
+    def _put_progress(self, progress: Any) -> None:
+        latest = self.latest
+        latest.number = progress["number"]
+        latest.small = Frozen(*progress["small"])
+        latest.epoch, latest.step = progress["position"]
+        self._switches.kept = progress["switches"]
+        self.tracker.lateness = progress["late"]
+        where = progress["where"]
+        self.mark = None if where is None else Mark(where[0], None, where[1])
+
+    def settle(self, rank: int, world_size: int) -> None:
+        """Set everything to the latest commit, after the state has arrived or was there."""
+        self.tracker.end()
+        self.tracker.forget_backward()
+        self.roll_back_values()
+        self._switches.give_back()
+        for optimizer in self.objects.optimizers if self.values["step"] else ():
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's question to who has just come
+        for scaler in self.objects.scalers:
+            scaler._per_optimizer_states.clear()
+        for module in self.objects.modules:
+            for parameter in module.parameters():
+                parameter.grad = None
+        if self.position is not None:
+            self.position.sampler.regroup(world_size, rank)
+            if self.mark is not None:
+                self.position.go_to(self.mark.epoch, self.mark.consumed)
+                self.mark = Mark(self.mark.epoch, None, self.mark.consumed)
+        self.save()
+
+
+class Switches:
+    """`Switches` keeps those of all modules in `objects`, which a loss may find in a validation, or in an accumulation.
+
+    Cost: a look at each layer in each commit.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._wrappers: list[Any] = list(averaging_modules(objects.modules))
+        self._layers: list[nn.Module] = []
+        self.kept: tuple[list[bool], list[bool]] = [], []
+        """Whether each layer trains, and whether each wrapper's next forward begins with rank 0's buffers."""
+
+    def keep_all(self) -> None:
+        """Keep them as they are at the end of an epoch, after which the loop sets them for the next one."""
+        self._layers = list(self._objects.layers())
+        self.kept = [layer.training for layer in self._layers], self._broadcasts()
+
+    def keep(self) -> None:
+        """Keep them as they are at the commit of a step.
+
+        A loop may commit in evaluation, and train again behind the commit, which is not done again after a loss. So the
+        layers' are those of the latest commit at which all models that have an optimizer trained.
+        """
+        modes = self.kept[0]
+        if all(module.training for module in self._objects.trained):
+            modes = [layer.training for layer in self._layers]
+        self.kept = modes, self._broadcasts()
+
+    def _broadcasts(self) -> list[bool]:
+        return [wrapper.require_forward_param_sync for wrapper in self._wrappers]
+
+    def give_back(self) -> None:
+        """Set all modules as they were kept."""
+        modes, broadcasts = self.kept
+        self._layers = list(self._objects.layers())
+        for layer, trains in zip(self._layers, modes, strict=False):
+            layer.training = trains
+        for wrapper, is_due in zip(self._wrappers, broadcasts, strict=True):
+            wrapper.require_forward_param_sync = is_due

@@ -1,0 +1,150 @@
+"""`SmallState` captures and restores what one rank holds beside parameters and optimizers, and for itself.
+
+    values            what State was given as plain values              {"best": 0.25}
+    others            states of small objects with `state_dict`          a metric
+    extra             what layers give as `get_extra_state`              scales of float8
+    attributes        numbers and generators that layers of the script's own classes keep
+    buffers           of models that no optimizer trains                 an average's
+
+It is captured at each commit, and restored after a loss: the rank's own where ranks differ.
+"""
+
+from __future__ import annotations
+
+import marshal
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.elastic.buffers import Buffers
+from phalanx.elastic.frozen import Frozen, freeze, thaw
+from phalanx.elastic.objects import Objects
+
+_POSITION = ("epoch", "step")  # they go with the number of the commit
+_PLAIN = b"values:"  # this prefix, and numbers in the form that Python reads and writes fastest; no pickle begins so
+_NUMBERS = frozenset((int, float, bool, complex, str, type(None)))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+NO_VALUES = Frozen(_PLAIN + marshal.dumps({}, 2), [])
+"""The small state of a rank that has nothing of its own."""
+
+
+class SmallState:
+    """`SmallState` captures and restores the small state of one rank.
+
+    Cost: microseconds in each commit, and what the script's `get_extra_state` takes.
+    """
+
+    def __init__(self, objects: Objects, values: dict[str, Any]) -> None:
+        self._objects, self._values = objects, values
+        layers = objects.named_layers()
+        trained = {id(layer) for module in objects.trained for layer in module.modules()}
+        self._buffers = Buffers({key: layer for key, layer in layers.items() if id(layer) not in trained})
+        plain = nn.Module.get_extra_state
+        self._extra = {key: layer for key, layer in layers.items() if type(layer).get_extra_state is not plain}
+        self._users = {key: layer for key, layer in layers.items() if _is_users(type(layer))}
+        averages = any(id(layer) not in trained for layer in layers.values())
+        self._is_plain = not (objects.small or self._extra or self._users or averages)  # there is nothing but values
+
+    def capture(self, values: Mapping[str, Any]) -> Frozen:
+        """Return the current state, in a form that does not change; of `values`, those that the script has set.
+
+        Raises:
+            TypeError: a value, or the state of an object, cannot be pickled.
+        """
+        if self._is_plain and len(values) == len(_POSITION):
+            return NO_VALUES
+        own = {name: value for name, value in values.items() if name not in _POSITION}
+        if self._is_plain and _NUMBERS.issuperset(map(type, own.values())):
+            return Frozen(_PLAIN + marshal.dumps(own, 2), [])  # the bytes of later versions depend on references
+        content: dict[str, Any] = {"values": {name: _shown(value) for name, value in own.items()}}
+        if self._objects.small:
+            content["others"] = {name: thing.state_dict() for name, thing in self._objects.small.items()}
+        if self._extra:
+            content["extra"] = {key: layer.get_extra_state() for key, layer in self._extra.items()}
+        if self._users:
+            content["attributes"] = {key: _numbers_of(layer) for key, layer in self._users.items()}
+        try:
+            frozen = freeze(content, self._tensor_names)
+        except Exception as error:
+            raise TypeError(f"State: {_find_unkept(content)} cannot be kept: {error}") from error
+        self._buffers.look()
+        if not self._buffers.tensors and not frozen.tensors:
+            return frozen
+        whole = pickle.dumps((frozen.data, len(frozen.tensors), self._buffers.plan))
+        return Frozen(whole, [t.detach().clone() for t in (*frozen.tensors, *self._buffers.tensors)])
+
+    def restore(self, kept: Frozen) -> None:
+        """Restore everything to what it was when `kept` was captured, on this rank or another."""
+        if kept.data.startswith(_PLAIN):
+            self._values.update(marshal.loads(kept.data[len(_PLAIN) :]))
+            return
+        frozen, plan = kept, b""
+        if kept.tensors:
+            data, count, plan = pickle.loads(kept.data)
+            frozen = Frozen(data, kept.tensors[:count])
+            self._buffers.look()
+            self._buffers.restore(plan, kept.tensors[count:])
+        content = thaw(frozen, self._tensors_by_name)
+        for name, value in content["values"].items():
+            _put(self._values, name, value)
+        for name, state in content.get("others", {}).items():
+            self._objects.small[name].load_state_dict(state)
+        for key, state in content.get("extra", {}).items():
+            self._extra[key].set_extra_state(state)
+        for key, numbers in content.get("attributes", {}).items():
+            for name, value in numbers.items():
+                _put(vars(self._users[key]), name, value)
+
+    def _tensors_by_name(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for thing, module in self._objects.named_modules.items():
+            named |= {f"{thing}.{name}": tensor for name, tensor in module.named_parameters()}
+            named |= {f"{thing}.{name}": tensor for name, tensor in module.named_buffers()}
+        return named
+
+    def _tensor_names(self) -> dict[int, str]:
+        return {id(tensor): name for name, tensor in self._tensors_by_name().items()}
+
+
+class _GeneratorState(tuple[bytes]):
+    """The state of a generator; restoring it keeps the same generator object."""
+
+
+def _shown(value: Any) -> Any:
+    return _GeneratorState((value.get_state().numpy().tobytes(),)) if isinstance(value, torch.Generator) else value
+
+
+def _put(place: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(value, _GeneratorState):
+        place[name].set_state(torch.frombuffer(bytearray(value[0]), dtype=torch.uint8))
+    else:
+        place[name] = value
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in ("torch", "phalanx")
+
+
+def _numbers_of(layer: nn.Module) -> dict[str, Any]:
+    return {
+        name: _shown(value)
+        for name, value in vars(layer).items()
+        if type(value) in _KEPT and name not in _OF_EVERY_MODULE
+    }
+
+
+_KEPT = frozenset((*_NUMBERS, torch.Generator))
+
+
+def _find_unkept(content: Mapping[str, Any]) -> str:
+    for kind, items in content.items():
+        for name, value in items.items():
+            try:
+                freeze(value)
+            except Exception:
+                return f"{name!r}" if kind == "values" else f"the state of {name!r}"
+    return "a value"
