@@ -47,7 +47,7 @@ class SharedReducer:
         return int(self._memory.symm_mem.heap_offset(tensor.data_ptr()))
 
     def _call_context(self) -> CallContext:
-        return CallContext(self._group.timeout_s, self._memory.call_site(calling_site(3)))
+        return CallContext(self._group.timeout_s, self._memory.call_site(calling_site()))
 
     def begin(self) -> None:
         """Open a round; the last one has finished."""

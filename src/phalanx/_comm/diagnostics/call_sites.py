@@ -38,22 +38,23 @@ IN_THREAD = "a thread of "
 _NAMED = frozenset({"save_checkpoint", "consolidate_state_dict"})
 
 
-def calling_site(depth: int = 2) -> tuple[str, int]:
+def calling_site() -> tuple[str, int]:
     """Return (file, line) of the user's call.
 
     Where only libraries are on the stack it is torch's first line in this thread, if torch has started the thread in
     Python, as `dcp.async_save` does; else ("", 0), as in autograd's own threads.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe(1)
     named = ""
     while frame is not None:
         code = frame.f_code
-        if not _is_library(code.co_filename):
+        is_library = _library.get(code.co_filename)  # spelt out: each call pays for it once per frame of ours
+        if not (_is_library(code.co_filename) if is_library is None else is_library):
             return (f"{named} in {short(code.co_filename)}" if named else code.co_filename), frame.f_lineno
         if code.co_name in _NAMED:
             named = code.co_name
         frame = frame.f_back
-    return _site_of_thread(sys._getframe(depth))
+    return _site_of_thread(sys._getframe(1))
 
 
 def _site_of_thread(frame: FrameType) -> tuple[str, int]:

@@ -157,7 +157,7 @@ def sparse_mean(group: PhalanxProcessGroup, tensor: Tensor) -> Tensor:
 
     It is an all_reduce with AVG, which sparse tensors lack, without c10d's way there and a copy of the result.
     """
-    ctx = group.call_context(None, 4)
+    ctx = group.call_context(None)
     return group.in_order(lambda: sparse.add_up(group.transport, tensor, ctx, divisor=group.members.size))
 
 

@@ -358,10 +358,10 @@ class PhalanxProcessGroup(TorchGroup):
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def call_context(self, options: Any, depth: int) -> CallContext:
+    def call_context(self, options: Any) -> CallContext:
         if self.closed or self.transport.closed:  # the latter alone in a forked child, which has no executors
             raise closed(self._name)
-        return CallContext(timeout_of(options, self.timeout_s), self.transport.call_site(calling_site(depth)))
+        return CallContext(timeout_of(options, self.timeout_s), self.transport.call_site(calling_site()))
 
     def is_free(self) -> bool:
         """Return whether a call that is waited for can be carried out without asking any further."""
@@ -375,7 +375,7 @@ class PhalanxProcessGroup(TorchGroup):
     def carry_out(self, operation: Operation, options: Any, outputs: Sequence[Any]) -> dist.Work:
         """Run `operation` now, or queue it; called directly by the methods that torch calls."""
         waits = not getattr(options, "asyncOp", True)
-        ctx = self.call_context(options, 4)
+        ctx = self.call_context(options)
         ctx.awaited = waits
         self.refuse_nested()
         if waits and self.executor.idle:

@@ -118,7 +118,7 @@ def send(group: PhalanxProcessGroup, tensors: Sequence[Tensor], dst: int, tag: i
     tensor = one(tensors, "send", words=_SINGLE)
     messages, memory = group.messages, group.shared_memory
     messages.check_peer(dst, "send", "dst")
-    ctx = group.call_context(None, 3)
+    ctx = group.call_context(None)
     executor = messages.channels.get(("send", dst, 0))
     if memory is not None and (executor is None or executor.idle):
         try:
@@ -146,7 +146,7 @@ def recv_anysource(group: PhalanxProcessGroup, tensors: Sequence[Tensor], tag: i
 
 
 def _receive(group: PhalanxProcessGroup, tensor: Tensor, src: int, tag: int) -> dist.Work:
-    ctx = group.call_context(None, 4)
+    ctx = group.call_context(None)
     inbox = group.messages.inbox
     if inbox is not None:
         posted = inbox.post(tensor, src, tag, ctx)
