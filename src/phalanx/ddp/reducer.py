@@ -408,9 +408,7 @@ class Reducer:
         if reach is None or not reach.complete:
             return False
         return not any(
-            id(self._parameters[index]) in reach.leaves
-            for index, ready in enumerate(self._round.ready)
-            if not ready
+            id(self._parameters[index]) in reach.leaves for index, ready in enumerate(self._round.ready) if not ready
         )
 
     def _finish(self) -> None:
