@@ -65,7 +65,7 @@ class Phase(Enum):
 class Backward:
     """A `Backward` is the backward in progress.
 
-    Attributes:
+    Arguments:
         syncs: whether it averages gradients, or only accumulates.
         writes: whether it would write the gradient of every parameter that it reaches.
         fresh: in a backward that only accumulates, for each parameter whether it makes the gradient.
@@ -80,7 +80,7 @@ class Backward:
 class Forwards:
     """`Forwards` sums up the forwards since the last round.
 
-    Attributes:
+    Arguments:
         latest_syncs: what the latest forward decided; it outlives the round.
         any_syncs: whether one of them syncs.
         any_accumulates: whether one of them only accumulates.
