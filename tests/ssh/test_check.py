@@ -59,7 +59,7 @@ def test_a_missing_folder_comes_with_the_line_that_copies_it() -> None:
         ("ssh: connect to host a port 22: Connection refused", "no sshd answers there", "Start sshd"),
         ("ssh: connect to host a port 22: Connection timed out", "it does not answer", "Does ssh a work?"),
         ("/usr/bin/python3: No module named phalanx", "Phalanx is not installed for /py there", "--remote-python"),
-        ("sh: 1: exec: /py: not found", "/py is not there", "--remote-python"),
+        ("phalanx: /py: not found on this host. Name the Python", "/py is not there", "--remote-python"),
         ("kex_exchange_identification: something new", "kex_exchange_identification: something new", "ssh a true"),
     ],
 )  # fmt: skip

@@ -88,7 +88,7 @@ def test_a_host_without_that_python_says_so(two: SshHosts) -> None:
     done = look(two, 0, "top", "--remote-python", "no python")
     assert done.returncode == 127
     assert done.stderr.strip() == (
-        "phalanx top: there is no no python on this host. Name the Python that has Phalanx: --remote-python"
+        "phalanx: no python: not found on this host. Name the Python that has Phalanx: --remote-python"
     )
 
 

@@ -14,10 +14,8 @@ from phalanx._base.ipc.event_loop import Source
 from phalanx._job.ssh.facts import Facts
 from phalanx._job.ssh.host_list import LOCAL_NAMES, HostEntry
 from phalanx._job.ssh.pipes import PipeChannel
+from phalanx._job.ssh.remote_command import make_command
 
-# The only words that a login shell reads. They mean the same to bash, fish and tcsh: what may need quotes, the path of
-# Python, comes over stdin. No module may be found in the home folder, where the shell starts.
-_BOOTSTRAP = "exec sh -c 'IFS= read -r python && cd / && exec \"$python\" -m phalanx._job.ssh'"
 _MAX_WORDS_BYTES = 1 << 14
 _EXIT_S = 0.5
 
@@ -38,11 +36,6 @@ class Phase(enum.Enum):
 def is_this_machine(entry: HostEntry) -> bool:
     """Return whether `entry` is reached without ssh: its name is localhost, or an address of this machine."""
     return entry.host in LOCAL_NAMES or entry.host in {own.address for own in own_addresses()}
-
-
-def make_ssh_command(ssh: Sequence[str], options: Sequence[str], destination: str, line: str) -> list[str]:
-    """Return the command that has the login shell of `destination` run `line`; the user's own options come first."""
-    return [*ssh, *options, "--", destination, line]
 
 
 class Connection:
@@ -74,13 +67,12 @@ class Connection:
         self._words = b""
         self._wants_more = wants_more
         self.is_here = is_this_machine(entry)
-        command, folder, greeting = [python, "-m", "phalanx._job.ssh"], "/", b""
+        command = [python, "-m", "phalanx._job.ssh"]
         if not self.is_here:
-            command = make_ssh_command(ssh, ("-T", "-o", "BatchMode=yes"), entry.destination, _BOOTSTRAP)
-            folder, greeting = "", os.fsencode(python) + b"\n"
-        pipe = subprocess.PIPE
+            command = make_command(ssh, ("-T", "-o", "BatchMode=yes"), entry.destination, command)
+        folder, pipe = "/" if self.is_here else None, subprocess.PIPE  # an ssh command may be a path from here
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder or None, start_new_session=True
+            command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, start_new_session=True
         )
         fds = []
         for file in (self._process.stdout, self._process.stdin, self._process.stderr):
@@ -89,7 +81,7 @@ class Connection:
             file.close()
         self._stderr = fds.pop()
         os.set_blocking(self._stderr, False)
-        self._channel = PipeChannel(*fds, marks=False, greeting=greeting)
+        self._channel = PipeChannel(*fds, marks=False)
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -48,9 +49,8 @@ class Facts:
         Raises:
             KeyError, TypeError, ValueError: it holds none.
         """
-        addresses = tuple((str(at), str(interface), int(rate)) for at, interface, rate in fields["addresses"])
-        words = {name: str(fields[name]) for name in ("phalanx", "python", "torch", "machine", "name", "script")}
-        return cls(**words, addresses=addresses, problem=str(fields["problem"]), has_folder=bool(fields["has_folder"]))
+        facts = cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
+        return replace(facts, addresses=tuple((str(at), str(on), int(rate)) for at, on, rate in facts.addresses))
 
 
 def collect_facts(request: Mapping[str, Any], environ: dict[str, str]) -> tuple[Facts, JobPlan | None]:

@@ -30,7 +30,7 @@ from phalanx._job.ssh.check import Problem, choose_address, explain_ssh, find_pr
 from phalanx._job.ssh.connection import Connection, Phase
 from phalanx._job.ssh.facts import Facts, digest_source
 from phalanx._job.ssh.host_list import HostEntry
-from phalanx._job.ssh.pipes import decode_output
+from phalanx._job.ssh.pipes import AS_TEXT
 from phalanx._job.ssh.request import Request, make_check, read_request
 from phalanx._job.ssh.session import ALIVE_S, END_S
 from phalanx.errors import AuthenticationError, LaunchError
@@ -334,7 +334,7 @@ class SshJob:
         elif do == "detached":
             connection.is_detached = True
         elif do == "output":
-            self._hear_output(connection, message["stream"], decode_output(message["text"]))
+            self._hear_output(connection, message["stream"], message["text"].encode(AS_TEXT))
         elif do == "ended":
             connection.code = self._last_code = int(message["code"])
             connection.phase = Phase.ENDED

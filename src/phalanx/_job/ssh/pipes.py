@@ -14,14 +14,14 @@ from phalanx._base.ipc.event_loop import Source
 _MARKER = b"\0phalanx over ssh\0"
 _MAX_NOISE_BYTES = 1 << 20
 _MAX_BYTES = 1 << 26
+AS_TEXT = "latin-1"  # how bytes that a rank has printed go in a message
 
 
 class _Pipes:
     """Two descriptors with the calls of a socket that a `Channel` makes. Descriptors cannot be sent along."""
 
-    def __init__(self, read_fd: int, write_fd: int, greeting: bytes, *, skips_noise: bool) -> None:
+    def __init__(self, read_fd: int, write_fd: int, *, skips_noise: bool) -> None:
         self._read_fd, self._write_fd = read_fd, write_fd
-        self._greeting = greeting
         self._noise = bytearray()
         self._skips = skips_noise
 
@@ -33,8 +33,6 @@ class _Pipes:
         return self._read_fd
 
     def sendmsg(self, buffers: list[bytearray], ancillary: object) -> int:
-        while self._greeting:
-            self._greeting = self._greeting[os.write(self._write_fd, self._greeting) :]
         return os.write(self._write_fd, buffers[0])
 
     def recvmsg(self, size: int, room: int, flags: int) -> tuple[bytes, list[Any], int, None]:
@@ -55,14 +53,13 @@ class PipeChannel:
     """A `Channel` over two pipes, both of which it owns.
 
     The end on the host marks where its messages begin (`marks`), and the end here skips what comes before the mark.
-    `greeting` is for the shell there, which reads it before the messages.
     """
 
-    def __init__(self, read_fd: int, write_fd: int, *, marks: bool, greeting: bytes = b"") -> None:
+    def __init__(self, read_fd: int, write_fd: int, *, marks: bool) -> None:
         if marks:
             os.write(write_fd, _MARKER)
         self._write_fd = write_fd
-        pipes = _Pipes(read_fd, write_fd, greeting, skips_noise=not marks)
+        pipes = _Pipes(read_fd, write_fd, skips_noise=not marks)
         self._channel = Channel(cast(socket.socket, pipes), max_bytes=_MAX_BYTES, max_fds=0)
         self._is_closed = False
 
@@ -104,13 +101,3 @@ class PipeChannel:
         if not self._is_closed:
             self._is_closed = True
             self._channel.close()
-
-
-def encode_output(data: bytes) -> str:
-    """Return bytes that a rank has printed as the text that a message holds."""
-    return data.decode("latin-1")
-
-
-def decode_output(text: str) -> bytes:
-    """Return the bytes that `encode_output` has made a text of."""
-    return text.encode("latin-1")

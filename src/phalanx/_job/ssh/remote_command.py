@@ -1,4 +1,4 @@
-"""Run a `phalanx` command on one host instead of here: `phalanx top --host a`."""
+"""Run Python on a host over ssh, and so a `phalanx` command on one host instead of here: `phalanx top --host a`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from phalanx._job.agent.settings import USAGE_EXIT_CODE
-from phalanx._job.ssh.connection import make_ssh_command
 from phalanx._job.ssh.host_list import parse_host
 from phalanx._job.ssh.request import read_python, read_ssh
 from phalanx.errors import LaunchError
@@ -34,21 +33,20 @@ def exec_on_host(host: str, words: Sequence[str], *, ssh: str | None = None, pyt
         name = f"phalanx {words[0]}"
         raise LaunchError("\n".join(f"{name}: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
     options = ("-t",) if sys.stdin.isatty() and sys.stdout.isatty() else ("-T", "-n")
-    command = make_ssh_command(ssh_words, options, entry.destination, make_shell_line(words, python))
+    command = make_command(ssh_words, options, entry.destination, [python, "-m", "phalanx", *words])
     os.execvp(command[0], command)
 
 
-def make_shell_line(words: Sequence[str], python: str) -> str:
-    """Return the line by which any login shell (bash, fish, tcsh) runs `python -m phalanx WORDS`.
+def make_command(ssh: Sequence[str], options: Sequence[str], destination: str, words: Sequence[str]) -> list[str]:
+    """Return the ssh command by which any login shell (bash, fish, tcsh) there runs `words`, which begin with a Python.
 
-    Shells disagree on quotes. The line has none of the words: sh decodes them.
+    Shells disagree on quotes. Their line has none of the words: sh decodes them. The user's own options come first.
     """
-    missing = (
-        f"phalanx {words[0]}: there is no {python} on this host. Name the Python that has Phalanx: --remote-python"
-    )
+    python = shlex.quote(words[0])
+    missing = f"phalanx: {words[0]}: not found on this host. Name the Python that has Phalanx: --remote-python"
     script = (
-        f"cd / && command -v {shlex.quote(python)} >/dev/null || {{ echo {shlex.quote(missing)} >&2; exit 127; }}; "
-        f"exec {shlex.join([python, '-m', 'phalanx', *words])}"  # in /: no module in the home folder may be found
+        f"cd / && command -v {python} >/dev/null || {{ echo {shlex.quote(missing)} >&2; exit 127; }}; "
+        f"exec {shlex.join(words)}"  # in /: no module in the home folder may be found
     )
     digits = "".join(f"\\0{byte:03o}" for byte in os.fsencode(script))
-    return f'exec sh -c \'eval "$(printf %b "{digits}")"\''
+    return [*ssh, *options, "--", destination, f'exec sh -c \'eval "$(printf %b "{digits}")"\'']

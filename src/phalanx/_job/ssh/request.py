@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import phalanx
@@ -60,11 +60,11 @@ class Request:
     folder: str
     env: Mapping[str, str]
     passed: Mapping[str, str]
-    ssh: tuple[str, ...] = ("ssh",)
-    python: str = field(default_factory=lambda: sys.executable)
-    address: str = ""
-    port: int = 0
-    detach: bool = False
+    ssh: tuple[str, ...]
+    python: str
+    address: str
+    port: int
+    detach: bool
 
     @property
     def is_elastic(self) -> bool:
@@ -93,35 +93,29 @@ def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) 
     target_words = [f"--nnodes={len(hosts) or 1}", *rest]
     settings = None
     try:
-        settings = parse([*_as_words(taken, _PLACE), *target_words], environ)
+        settings = parse([*(f"--{name}={taken[name]}" for name in _PLACE if name in taken), *target_words], environ)
     except LaunchError as error:
         problems += [line.removeprefix("phalanx run: ") for line in str(error).splitlines()]
     if settings is not None and settings.target.name.startswith(","):
         blank = f"--hosts {taken.get('hosts')} {settings.target.name}"
         problems.append(f"{blank}: a blank ends the list. Write it without blanks, or in quotes")
     elif settings is not None and hosts:
-        _check_number(settings, len(hosts), problems)
-        if "detach" in taken:
-            _check_detach(settings, problems)
+        _check_settings(settings, len(hosts), "detach" in taken, problems)
     if problems or settings is None:
         raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
     env = {name: environ.get(name) if value is None else value for name, value in settings.env.items()}
     return Request(
-        tuple(hosts),
-        tuple(target_words),
-        settings,
-        remote_folder,
-        {name: value for name, value in env.items() if value is not None},
-        {
-            name: value
-            for name, value in environ.items()
-            if _is_passed(name) or (is_terminal() and name in _OF_TERMINAL)
-        },
-        tuple(command),
-        python,
-        taken.get("master-addr", ""),
-        int(taken.get("master-port", "0")),
-        "detach" in taken,
+        hosts=tuple(hosts),
+        words=tuple(target_words),
+        settings=settings,
+        folder=remote_folder,
+        env={name: value for name, value in env.items() if value is not None},
+        passed={name: value for name, value in environ.items() if _is_passed(name)},
+        ssh=tuple(command),
+        python=python,
+        address=taken.get("master-addr", ""),
+        port=int(taken.get("master-port", "0")),
+        detach="detach" in taken,
     )
 
 
@@ -163,24 +157,16 @@ def _read_hosts(taken: Mapping[str, str], problems: list[str]) -> list[HostEntry
         return []
 
 
-def _as_words(taken: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    return [f"--{name}={taken[name]}" for name in names if name in taken]
-
-
-def _check_number(settings: Settings, num_hosts: int, problems: list[str]) -> None:
+def _check_settings(settings: Settings, num_hosts: int, detach: bool, problems: list[str]) -> None:
     rendezvous = settings.rendezvous
     low, high = (rendezvous.min_nodes, rendezvous.max_nodes) if rendezvous is not None else (1, 1)
     if low == high != num_hosts:
         problems.append(f"--nnodes {high}, and {num_hosts} hosts are listed. Leave --nnodes out, or list as many")
     elif num_hosts < low:
         problems.append(f"--nnodes {low}:{high}, and {num_hosts} hosts are listed. List at least {low}")
-
-
-def _check_detach(settings: Settings, problems: list[str]) -> None:
-    if settings.log_dir is None:
+    if detach and settings.log_dir is None:
         problems.append("--detach: name a folder on the hosts for the output: --log-dir DIR")
-    rendezvous = settings.rendezvous
-    if settings.max_restarts and rendezvous is not None and rendezvous.min_nodes != rendezvous.max_nodes:
+    if detach and low != high and settings.max_restarts:
         problems.append(
             "--detach and --max-restarts: a lost host of an elastic job is restarted from here, and nobody is here. "
             "Leave out one of the two"

@@ -38,7 +38,7 @@ from phalanx._job.inspect.stacks.job_snapshot import ask
 from phalanx._job.inspect.stacks.jobs import find_jobs
 from phalanx._job.launch.command import run_plan
 from phalanx._job.ssh.facts import collect_facts
-from phalanx._job.ssh.pipes import PipeChannel, encode_output
+from phalanx._job.ssh.pipes import AS_TEXT, PipeChannel
 from phalanx.errors import LaunchError
 
 ALIVE_S = 1.0  # each end reports so often that it is there
@@ -219,7 +219,7 @@ class Session:
         if not self._is_detached:
             size = os.fstat(self._log).st_size
             data = os.pread(self._log, _LAST_BYTES, max(0, size - _LAST_BYTES))
-            self._channel.put("output", stream=2, text=encode_output(data))
+            self._channel.put("output", stream=2, text=data.decode(AS_TEXT))
 
     def _read_output(self, ready: set[int]) -> None:
         for fd in [fd for fd in self._outputs if fd in ready]:
@@ -228,7 +228,7 @@ class Session:
             except OSError:  # of a terminal whose other end is closed
                 data = b""
             if data:
-                self._channel.put("output", stream=self._outputs[fd], text=encode_output(data))
+                self._channel.put("output", stream=self._outputs[fd], text=data.decode(AS_TEXT))
             else:
                 del self._outputs[fd]
                 os.close(fd)
