@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
-from tests import leaks
+from tests import huge_pages, leaks
 
 from phalanx.testing.namespaces import enter_own_network, why_no_hosts
 
@@ -134,6 +134,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported and collected is neither searched for garbage nor copied in each forked rank
+    huge_pages.collapse()
     # One intra-op thread: no pool starts in the middle of a test, and what is forked from here starts clean.
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)

@@ -1,1 +1,8 @@
-import torch._dynamo  # noqa: F401 - every optimizer imports it at its first step: once here, not once in each rank of each test
+"""What every rank of these tests would import by itself is imported once here."""
+
+import torch._dynamo  # noqa: F401 - every optimizer imports it at its first step
+
+import phalanx._comm.backend.shared_reducer
+import phalanx._comm.diagnostics.operation_sampler
+import phalanx._comm.diagnostics.step_file
+import phalanx._comm.symmetric_memory.pool  # noqa: F401

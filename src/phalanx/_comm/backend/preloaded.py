@@ -13,6 +13,7 @@ import phalanx._comm.backend.torch_integration.monitored_barrier
 import phalanx._comm.backend.torch_integration.object_collectives
 import phalanx._comm.backend.torch_integration.pickles_in_tensors
 import phalanx._comm.backend.torch_integration.rendezvous_handlers
+import phalanx._comm.backend.torch_integration.stores
 import phalanx._comm.diagnostics.whereabouts
 
 if importlib.util.find_spec("phalanx._core") is not None:  # else the ranks use Gloo
