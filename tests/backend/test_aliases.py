@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.operations import OPERATIONS
+from tests.on_ranks import on_ranks
 from tests.parity.beside_gloo import assert_same_as_gloo
 
 from phalanx._comm.backend import create
-from phalanx.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*will be deprecated:FutureWarning")
 
@@ -97,39 +97,34 @@ def _gather_on_each(group, outputs, tensor):
         dist.gather(tensor, mine, root)
 
 
-def test_outputs_that_share_memory_are_refused_on_all_ranks_before_anything_is_sent():
+@on_ranks(3)
+def test_outputs_that_share_memory_are_refused_on_all_ranks_before_anything_is_sent(rank, world_size):
     """`all_gather([t] * 2, ...)` left each rank with other numbers, as its own part was written first."""
-
-    def check(rank, world_size):
-        memory = torch.zeros(world_size, 8)
-        shared = {
-            "one tensor": [memory[0, :4]] * world_size,
-            "parts of one": [memory.view(-1)[2 * r : 2 * r + 4] for r in range(world_size)],
-            "columns of one": [memory.view(-1).as_strided((2, 2), (8, 1), r) for r in range(world_size)],
-        }
-        for name, (operation, place, call) in LISTS.items():
-            if name == "gather":
-                continue  # the others would wait for a root that was refused
-            for what, outputs in shared.items():
-                with pytest.raises(ValueError, match="share memory, so no results can be written to both") as caught:
-                    call(dist.group.WORLD, outputs, torch.full((4,), 1.0 + rank).view(outputs[0].shape))
-                assert str(caught.value).startswith(f"{operation}: {place.format(0)} and {place.format(1)} "), what
-                assert isinstance(caught.value, RuntimeError)
-        with pytest.raises(ValueError, match=r"^gather: gather_list\[0\] and gather_list\[1\] share memory"):
-            dist.gather(torch.ones(4), shared["one tensor"], rank)
-        assert not memory.any()
-        dist.barrier()
-
-    run_ranks(check, 3)
+    memory = torch.zeros(world_size, 8)
+    shared = {
+        "one tensor": [memory[0, :4]] * world_size,
+        "parts of one": [memory.view(-1)[2 * r : 2 * r + 4] for r in range(world_size)],
+        "columns of one": [memory.view(-1).as_strided((2, 2), (8, 1), r) for r in range(world_size)],
+    }
+    for name, (operation, place, call) in LISTS.items():
+        if name == "gather":
+            continue  # the others would wait for a root that was refused
+        for what, outputs in shared.items():
+            with pytest.raises(ValueError, match="share memory, so no results can be written to both") as caught:
+                call(dist.group.WORLD, outputs, torch.full((4,), 1.0 + rank).view(outputs[0].shape))
+            assert str(caught.value).startswith(f"{operation}: {place.format(0)} and {place.format(1)} "), what
+            assert isinstance(caught.value, RuntimeError)
+    with pytest.raises(ValueError, match=r"^gather: gather_list\[0\] and gather_list\[1\] share memory"):
+        dist.gather(torch.ones(4), shared["one tensor"], rank)
+    assert not memory.any()
+    dist.barrier()
 
 
-def test_outputs_may_be_the_columns_of_a_matrix():
-    def check(rank, world_size):
-        for name, (_, _, call) in LISTS.items():
-            for whole in (torch.zeros(4, world_size), torch.zeros(1, 4, world_size)[0]):
-                call(dist.group.WORLD, list(whole.unbind(1)), torch.arange(4.0) + 10 * rank)
-                sent_on = 100 * rank if name == "all_to_all" else 0
-                for r, column in enumerate(whole.unbind(1)):
-                    assert column.tolist() == [sent_on + 10 * r + i for i in range(4)], name
-
-    run_ranks(check, 3)
+@on_ranks(3)
+def test_outputs_may_be_the_columns_of_a_matrix(rank, world_size):
+    for name, (_, _, call) in LISTS.items():
+        for whole in (torch.zeros(4, world_size), torch.zeros(1, 4, world_size)[0]):
+            call(dist.group.WORLD, list(whole.unbind(1)), torch.arange(4.0) + 10 * rank)
+            sent_on = 100 * rank if name == "all_to_all" else 0
+            for r, column in enumerate(whole.unbind(1)):
+                assert column.tolist() == [sent_on + 10 * r + i for i in range(4)], name

@@ -6,160 +6,144 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.inputs import assert_same, tensor_of
+from tests.on_ranks import on_ranks
 from tests.threads import map_in_threads
 from torch.distributed.distributed_c10d import _coalescing_manager
-
-from phalanx.testing import run_ranks
 
 WORLD_SIZES = (1, 3)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_asynchronous_calls_run_in_order_and_mix_with_synchronous_ones(world_size):
-    def check(rank, world_size):
-        first, second, third = (torch.full((50_000,), float(rank + i)) for i in range(3))
-        one = dist.all_reduce(first, async_op=True)
-        two = dist.broadcast(second, 0, async_op=True)
-        dist.all_reduce(third)  # not asynchronous: waits behind the two
-        assert one.is_completed()
-        assert two.is_completed()
-        total = sum(range(world_size))
-        assert first[0] == total
-        assert second[0] == 1
-        assert third[-1] == total + 2 * world_size
-        assert one.wait() is True
-        assert one.is_success()
-        assert one.exception() is None
-        assert one.result()[0] is first
-
-    run_ranks(check, world_size)
+@on_ranks()
+def test_asynchronous_calls_run_in_order_and_mix_with_synchronous_ones(rank, world_size):
+    first, second, third = (torch.full((50_000,), float(rank + i)) for i in range(3))
+    one = dist.all_reduce(first, async_op=True)
+    two = dist.broadcast(second, 0, async_op=True)
+    dist.all_reduce(third)  # not asynchronous: waits behind the two
+    assert one.is_completed()
+    assert two.is_completed()
+    total = sum(range(world_size))
+    assert first[0] == total
+    assert second[0] == 1
+    assert third[-1] == total + 2 * world_size
+    assert one.wait() is True
+    assert one.is_success()
+    assert one.exception() is None
+    assert one.result()[0] is first
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_futures_carry_the_tensors_through_then(world_size):
-    def check(rank, world_size):
-        tensor = torch.full((7,), float(rank))
-        work = dist.all_reduce(tensor, async_op=True)
-        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
-        assert doubled.wait().tolist() == [2.0 * sum(range(world_size))] * 7
-        again = work.get_future().wait()  # asked for after the end
-        assert again[0].data_ptr() == tensor.data_ptr()
+@on_ranks()
+def test_futures_carry_the_tensors_through_then(rank, world_size):
+    tensor = torch.full((7,), float(rank))
+    work = dist.all_reduce(tensor, async_op=True)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    assert doubled.wait().tolist() == [2.0 * sum(range(world_size))] * 7
+    again = work.get_future().wait()  # asked for after the end
+    assert again[0].data_ptr() == tensor.data_ptr()
 
-        outputs = [torch.zeros(3) for _ in range(world_size)]
-        futures = [
-            dist.all_gather(outputs, torch.full((3,), float(rank)), async_op=True).get_future(),
-            dist.barrier(async_op=True).get_future(),
-        ]
-        torch.futures.wait_all(futures)
-        assert [o[0].item() for o in outputs] == [float(r) for r in range(world_size)]
+    outputs = [torch.zeros(3) for _ in range(world_size)]
+    futures = [
+        dist.all_gather(outputs, torch.full((3,), float(rank)), async_op=True).get_future(),
+        dist.barrier(async_op=True).get_future(),
+    ]
+    torch.futures.wait_all(futures)
+    assert [o[0].item() for o in outputs] == [float(r) for r in range(world_size)]
 
-        called = threading.Event()
-        dist.barrier(async_op=True).get_future().add_done_callback(lambda future: called.set())
-        assert called.wait(20)
-
-    run_ranks(check, world_size)
+    called = threading.Event()
+    dist.barrier(async_op=True).get_future().add_done_callback(lambda future: called.set())
+    assert called.wait(20)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_coalesced_calls_do_what_single_calls_do(world_size):
-    def check(rank, world_size):
-        sizes = (1, 1000, 40_000)
-        total = sum(range(world_size))
-        for asynchronous in (False, True):
-            tensors = [torch.full((n,), float(rank)) for n in sizes]
-            with _coalescing_manager(async_ops=asynchronous) as block:
-                for tensor in tensors:
-                    dist.all_reduce(tensor)
-            if asynchronous:
-                block.wait()
-            assert all(bool((t == total).all()) for t in tensors)
+@on_ranks()
+def test_coalesced_calls_do_what_single_calls_do(rank, world_size):
+    sizes = (1, 1000, 40_000)
+    total = sum(range(world_size))
+    for asynchronous in (False, True):
+        tensors = [torch.full((n,), float(rank)) for n in sizes]
+        with _coalescing_manager(async_ops=asynchronous) as block:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        if asynchronous:
+            block.wait()
+        assert all(bool((t == total).all()) for t in tensors)
 
-            inputs = [tensor_of(rank, n) for n in sizes]
-            outputs = [torch.zeros(world_size * n) for n in sizes]
-            with _coalescing_manager(async_ops=asynchronous) as block:
-                for output, tensor in zip(outputs, inputs, strict=True):
-                    dist.all_gather_single(output, tensor)
-            if asynchronous:
-                block.wait()
-            for n, output in zip(sizes, outputs, strict=True):
-                assert_same(output, torch.cat([tensor_of(r, n) for r in range(world_size)]), n)
+        inputs = [tensor_of(rank, n) for n in sizes]
+        outputs = [torch.zeros(world_size * n) for n in sizes]
+        with _coalescing_manager(async_ops=asynchronous) as block:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                dist.all_gather_single(output, tensor)
+        if asynchronous:
+            block.wait()
+        for n, output in zip(sizes, outputs, strict=True):
+            assert_same(output, torch.cat([tensor_of(r, n) for r in range(world_size)]), n)
 
-            inputs = [torch.full((world_size * n,), float(rank)) for n in sizes]
-            outputs = [torch.zeros(n) for n in sizes]
-            with _coalescing_manager(device=torch.device("cpu"), async_ops=asynchronous) as block:
-                for output, tensor in zip(outputs, inputs, strict=True):
-                    dist.reduce_scatter_single(output, tensor)
-            if asynchronous:
-                block.wait()
-            assert all(bool((o == total).all()) for o in outputs)
+        inputs = [torch.full((world_size * n,), float(rank)) for n in sizes]
+        outputs = [torch.zeros(n) for n in sizes]
+        with _coalescing_manager(device=torch.device("cpu"), async_ops=asynchronous) as block:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                dist.reduce_scatter_single(output, tensor)
+        if asynchronous:
+            block.wait()
+        assert all(bool((o == total).all()) for o in outputs)
 
-        lists = [[torch.zeros(n) for n in sizes] for _ in range(world_size)]
-        dist.group.WORLD.allgather_coalesced(lists, [torch.full((n,), float(rank)) for n in sizes]).wait()
-        assert [[t[0].item() for t in tensors] for tensors in lists] == [[float(r)] * 3 for r in range(world_size)]
-
-    run_ranks(check, world_size)
+    lists = [[torch.zeros(n) for n in sizes] for _ in range(world_size)]
+    dist.group.WORLD.allgather_coalesced(lists, [torch.full((n,), float(rank)) for n in sizes]).wait()
+    assert [[t[0].item() for t in tensors] for tensors in lists] == [[float(r)] * 3 for r in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_sparse_tensors_add_up_whatever_entries_each_rank_has(world_size):
-    def check(rank, world_size):
-        def sparse_of(r):
-            if r == 1:
-                return torch.sparse_coo_tensor(
-                    torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 2), (5, 2), check_invariants=True
-                )
-            indices = torch.tensor([[r % 5, (r + 1) % 5, r % 5]])  # not coalesced
-            return torch.sparse_coo_tensor(indices, torch.full((3, 2), float(r + 1)), (5, 2), check_invariants=True)
+@on_ranks()
+def test_sparse_tensors_add_up_whatever_entries_each_rank_has(rank, world_size):
+    def sparse_of(r):
+        if r == 1:
+            return torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 2), (5, 2), check_invariants=True
+            )
+        indices = torch.tensor([[r % 5, (r + 1) % 5, r % 5]])  # not coalesced
+        return torch.sparse_coo_tensor(indices, torch.full((3, 2), float(r + 1)), (5, 2), check_invariants=True)
 
-        expected = sum(sparse_of(r).to_dense() for r in range(world_size))
-        tensor = sparse_of(rank)
-        dist.all_reduce(tensor)
-        assert torch.equal(tensor.to_dense(), expected)
-        again = sparse_of(rank)
-        dist.all_reduce(again, async_op=True).wait()
-        assert torch.equal(again.to_dense(), expected)
+    expected = sum(sparse_of(r).to_dense() for r in range(world_size))
+    tensor = sparse_of(rank)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor.to_dense(), expected)
+    again = sparse_of(rank)
+    dist.all_reduce(again, async_op=True).wait()
+    assert torch.equal(again.to_dense(), expected)
 
-        with pytest.raises(ValueError, match="sparse tensors can only be summed"):
-            dist.all_reduce(sparse_of(rank), dist.ReduceOp.MAX)
-
-    run_ranks(check, world_size)
+    with pytest.raises(ValueError, match="sparse tensors can only be summed"):
+        dist.all_reduce(sparse_of(rank), dist.ReduceOp.MAX)
 
 
+@on_ranks(2)
 def test_works_that_nobody_holds_still_finish():
-    def check(rank, world_size):
-        tensors = [torch.ones(1000) for _ in range(20)]
-        for tensor in tensors:
-            dist.all_reduce(tensor, async_op=True)
-        dist.barrier()
-        assert all(bool((t == 2).all()) for t in tensors)
-
-    run_ranks(check, 2)
+    tensors = [torch.ones(1000) for _ in range(20)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, async_op=True)
+    dist.barrier()
+    assert all(bool((t == 2).all()) for t in tensors)
 
 
-def test_two_groups_work_at_once_from_two_threads():
-    def check(rank, world_size):
-        groups = [dist.new_group() for _ in range(2)]
+@on_ranks(2)
+def test_two_groups_work_at_once_from_two_threads(rank):
+    groups = [dist.new_group() for _ in range(2)]
 
-        def work(index):
-            for n in range(20):
-                tensor = torch.full((n * 50 + 1,), float(rank + index))
-                dist.all_reduce(tensor, group=groups[index])
-                assert tensor[-1] == 1 + 2 * index
+    def work(index):
+        for n in range(20):
+            tensor = torch.full((n * 50 + 1,), float(rank + index))
+            dist.all_reduce(tensor, group=groups[index])
+            assert tensor[-1] == 1 + 2 * index
 
-        map_in_threads(work, range(2))
-
-    run_ranks(check, 2)
+    map_in_threads(work, range(2))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
-def test_the_future_of_an_all_gather_of_several_has_a_list_for_each(backend):
+@on_ranks(2)
+def test_the_future_of_an_all_gather_of_several_has_a_list_for_each(rank, world_size, backend):
     """One list of all tensors was in it, as PyTorch's own test of Gloo found."""
-
-    def gather(rank, world_size):
-        inputs = [torch.full((2,), 10.0 * rank + i) for i in range(2)]
-        outputs = [[torch.zeros(2) for _ in range(2 * world_size)] for _ in inputs]
-        future = dist.group.WORLD.allgather(outputs, inputs).get_future()
-        future.wait()
-        return [[tensor[0].item() for tensor in one] for one in future.value()]
-
-    assert run_ranks(gather, 2, backend=backend) == [[[0.0, 1.0, 10.0, 11.0]] * 2] * 2
+    inputs = [torch.full((2,), 10.0 * rank + i) for i in range(2)]
+    outputs = [[torch.zeros(2) for _ in range(2 * world_size)] for _ in inputs]
+    future = dist.group.WORLD.allgather(outputs, inputs).get_future()
+    future.wait()
+    assert [[tensor[0].item() for tensor in one] for one in future.value()] == [[0.0, 1.0, 10.0, 11.0]] * 2

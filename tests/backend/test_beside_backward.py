@@ -11,12 +11,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch import nn
 
 import phalanx
 from phalanx import DistributedDataParallel
 from phalanx.errors import MismatchError
-from phalanx.testing import run_ranks
 
 LARGE = 1 << 20
 
@@ -53,60 +53,53 @@ def _steps(ddp, rank, world_size, steps, size):
 
 
 @pytest.mark.slow
-def test_collectives_beside_a_backward_and_allocations_behind_them():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_Model(), bucket_cap_mb=0.001, check=False)
-        _steps(ddp, rank, world_size, 60, 1)
-        _steps(ddp, rank, world_size, 5, LARGE)
-        for step in range(10):
-            total = torch.full((LARGE,), float(step))
-            work = dist.all_reduce(total, async_op=True)
-            shared = phalanx.shared_empty(100)
-            if step == 5:
-                another = DistributedDataParallel(nn.Linear(4, 4), check=False)
-                phalanx.ZeroRedundancyOptimizer(another.parameters(), torch.optim.SGD, lr=0.1)
-            dist.all_reduce(shared.fill_(1.0))
-            work.wait()
-            assert total[0] == total[-1] == step * world_size
-            assert torch.equal(shared, torch.full((100,), float(world_size)))
-
-    run_ranks(fn, 4)
+@on_ranks(4)
+def test_collectives_beside_a_backward_and_allocations_behind_them(rank, world_size):
+    ddp = DistributedDataParallel(_Model(), bucket_cap_mb=0.001, check=False)
+    _steps(ddp, rank, world_size, 60, 1)
+    _steps(ddp, rank, world_size, 5, LARGE)
+    for step in range(10):
+        total = torch.full((LARGE,), float(step))
+        work = dist.all_reduce(total, async_op=True)
+        shared = phalanx.shared_empty(100)
+        if step == 5:
+            another = DistributedDataParallel(nn.Linear(4, 4), check=False)
+            phalanx.ZeroRedundancyOptimizer(another.parameters(), torch.optim.SGD, lr=0.1)
+        dist.all_reduce(shared.fill_(1.0))
+        work.wait()
+        assert total[0] == total[-1] == step * world_size
+        assert torch.equal(shared, torch.full((100,), float(world_size)))
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_rank_in_a_collective_that_the_others_do_not_make_is_told_at_once_beside_a_backward(async_op):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(nn.Linear(4, 4), check=False)
+@on_ranks(3)
+def test_a_rank_in_a_collective_that_the_others_do_not_make_is_told_at_once_beside_a_backward(rank, async_op):
+    ddp = DistributedDataParallel(nn.Linear(4, 4), check=False)
 
-        def step():
-            work = dist.all_reduce(torch.ones(3), async_op=True)
-            loss = ddp(torch.ones(2, 4)).sum()
-            if rank == 1:
-                more = dist.all_reduce(torch.ones(5), async_op=async_op)
-                if async_op:
-                    more.wait()
-            loss.backward()
-            work.wait()
-            dist.barrier()
+    def step():
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        loss = ddp(torch.ones(2, 4)).sum()
+        if rank == 1:
+            more = dist.all_reduce(torch.ones(5), async_op=async_op)
+            if async_op:
+                more.wait()
+        loss.backward()
+        work.wait()
+        dist.barrier()
 
-        with pytest.raises(MismatchError, match=r"(?s)all_reduce.*test_beside_backward.py:"):
-            step()
-
-    run_ranks(fn, 3)
+    with pytest.raises(MismatchError, match=r"(?s)all_reduce.*test_beside_backward.py:"):
+        step()
 
 
-def test_two_backwards_in_another_order_on_one_rank_are_told_at_once():
+@on_ranks(2)
+def test_two_backwards_in_another_order_on_one_rank_are_told_at_once(rank):
     """Rounds of gradients pass no sync where ranks would compare their calls: both sides waited out the timeout."""
+    first, second = (DistributedDataParallel(nn.Linear(4, 4), check=False) for _ in range(2))
+    losses = [ddp(torch.ones(2, 4)).sum() for ddp in (first, second)]
 
-    def fn(rank, world_size):
-        first, second = (DistributedDataParallel(nn.Linear(4, 4), check=False) for _ in range(2))
-        losses = [ddp(torch.ones(2, 4)).sum() for ddp in (first, second)]
+    def go_back():
+        for loss in reversed(losses) if rank == 1 else losses:
+            loss.backward()
 
-        def go_back():
-            for loss in reversed(losses) if rank == 1 else losses:
-                loss.backward()
-
-        with pytest.raises(MismatchError):
-            go_back()
-
-    run_ranks(fn, 2)
+    with pytest.raises(MismatchError):
+        go_back()

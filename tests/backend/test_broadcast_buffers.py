@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 from phalanx._comm.backend import shared_empty
 from phalanx._comm.backend.shared_reducer import SharedReducer
@@ -33,41 +34,37 @@ def _meet_after(call=lambda: _broadcast(torch.ones(8)), group=None):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_rank_gets_the_roots_values_at_any_size_and_pace(world_size):
-    def check(rank, world_size):
-        for step in range(40):
-            for size in (0, 1, 17, STAGE, STAGE + 1, 5 * STAGE + 3):
-                root = step * 7 % world_size
-                tensor = torch.full((size,), (step * 10 + rank) % 251, dtype=torch.uint8)
-                _broadcast(tensor, root, step)
-                assert bool((tensor == (step * 10 + root) % 251).all()), (step, size)
-            if step % 8 == 0:
-                total = torch.ones(3)
-                dist.all_reduce(total)
-                assert total.tolist() == [world_size] * 3
-        columns = torch.full((4, 3), float(rank)).t()
-        _broadcast(columns[:, ::2], world_size - 1)
-        assert columns.tolist() == [[world_size - 1.0, rank, world_size - 1.0, rank]] * 3
-
-    run_ranks(check, world_size)
+@on_ranks()
+def test_every_rank_gets_the_roots_values_at_any_size_and_pace(rank, world_size):
+    for step in range(40):
+        for size in (0, 1, 17, STAGE, STAGE + 1, 5 * STAGE + 3):
+            root = step * 7 % world_size
+            tensor = torch.full((size,), (step * 10 + rank) % 251, dtype=torch.uint8)
+            _broadcast(tensor, root, step)
+            assert bool((tensor == (step * 10 + root) % 251).all()), (step, size)
+        if step % 8 == 0:
+            total = torch.ones(3)
+            dist.all_reduce(total)
+            assert total.tolist() == [world_size] * 3
+    columns = torch.full((4, 3), float(rank)).t()
+    _broadcast(columns[:, ::2], world_size - 1)
+    assert columns.tolist() == [[world_size - 1.0, rank, world_size - 1.0, rank]] * 3
 
 
-def test_the_root_waits_for_nobody_and_the_others_for_the_root_alone():
+@on_ranks(3)
+def test_the_root_waits_for_nobody_and_the_others_for_the_root_alone(rank):
     # Rank 1 comes once rank 0 and rank 2 have told it that they are through, which no ordinary broadcast allows.
-    def check(rank, world_size):
-        for size in (10, STAGE + 1):
-            _broadcast(torch.zeros(size, dtype=torch.uint8))  # where the large one's areas are allocated
-            dist.barrier()
-            tensor = torch.full((size,), rank, dtype=torch.uint8)
-            if rank == 1:
-                for src in (0, 2):
-                    dist.recv(torch.zeros(1), src)
-            _broadcast(tensor)
-            assert not tensor.any()
-            if rank != 1:
-                dist.send(torch.zeros(1), 1)
-
-    run_ranks(check, 3)
+    for size in (10, STAGE + 1):
+        _broadcast(torch.zeros(size, dtype=torch.uint8))  # where the large one's areas are allocated
+        dist.barrier()
+        tensor = torch.full((size,), rank, dtype=torch.uint8)
+        if rank == 1:
+            for src in (0, 2):
+                dist.recv(torch.zeros(1), src)
+        _broadcast(tensor)
+        assert not tensor.any()
+        if rank != 1:
+            dist.send(torch.zeros(1), 1)
 
 
 # What rank 1 does in the place of the others' broadcast_buffers, and how its call is told.
@@ -82,37 +79,30 @@ INSTEAD = {
 
 @pytest.mark.slow(but=("another root", "broadcast"))
 @pytest.mark.parametrize("instead", INSTEAD)
-def test_a_rank_that_calls_something_else_is_named_on_every_rank(instead):
+@on_ranks(3)
+def test_a_rank_that_calls_something_else_is_named_on_every_rank(rank, instead):
     call, words = INSTEAD[instead]
-
-    def check(rank, world_size):
-        dist.barrier()
-        with pytest.raises(MismatchError) as caught:
-            _meet_after(call) if rank == 1 else _meet_after()
-        return str(caught.value), caught.value.calls
-
-    for rank, (text, calls) in enumerate(run_ranks(check, 3)):
-        name = words.partition("(")[0] if rank == 1 else "broadcast_buffers"
-        assert text.startswith(
-            f"{name} #2 in group '0' on rank {rank}: the ranks called different things; some buffers"
-        )
-        assert calls[1].startswith(words)
-        others = {0, rank} - {1}  # rank 2 may not have come when rank 1 sees that its call is not the root's
-        assert all(calls[r].startswith("broadcast_buffers(src=0) of float32 (8,) at tests/backend/") for r in others)
+    dist.barrier()
+    with pytest.raises(MismatchError) as caught:
+        _meet_after(call) if rank == 1 else _meet_after()
+    text, calls = str(caught.value), caught.value.calls
+    name = words.partition("(")[0] if rank == 1 else "broadcast_buffers"
+    assert text.startswith(f"{name} #2 in group '0' on rank {rank}: the ranks called different things; some buffers")
+    assert calls[1].startswith(words)
+    others = {0, rank} - {1}  # rank 2 may not have come when rank 1 sees that its call is not the root's
+    assert all(calls[r].startswith("broadcast_buffers(src=0) of float32 (8,) at tests/backend/") for r in others)
 
 
-def test_who_stands_at_the_end_of_a_round_of_gradients_by_then_hears_it_there():
-    def check(rank, world_size):
-        reducer = SharedReducer(dist.group.WORLD, [shared_empty(10).fill_(1.0)], dist.ReduceOp.AVG)
-        reducer.begin()
-        if rank != 1:
-            _broadcast(torch.ones(8))
-            reducer.ready(0)
-        with pytest.raises(MismatchError) as caught:
-            dist.all_reduce(torch.ones(8)) if rank == 1 else reducer.finish()
-        return [caught.value.calls[r].partition("(")[0] for r in (0, 1)]
-
-    assert run_ranks(check, 3) == [["broadcast_buffers", "all_reduce"]] * 3
+@on_ranks(3)
+def test_who_stands_at_the_end_of_a_round_of_gradients_by_then_hears_it_there(rank):
+    reducer = SharedReducer(dist.group.WORLD, [shared_empty(10).fill_(1.0)], dist.ReduceOp.AVG)
+    reducer.begin()
+    if rank != 1:
+        _broadcast(torch.ones(8))
+        reducer.ready(0)
+    with pytest.raises(MismatchError) as caught:
+        dist.all_reduce(torch.ones(8)) if rank == 1 else reducer.finish()
+    assert [caught.value.calls[r].partition("(")[0] for r in (0, 1)] == ["broadcast_buffers", "all_reduce"]
 
 
 @pytest.mark.parametrize("dying", [0, 1])

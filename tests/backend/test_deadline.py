@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.backend.default_group import join_by_file
 from tests.logs import logged
+from tests.on_ranks import on_ranks
 
 from phalanx import DistributedDataParallel
 from phalanx._base.deadline import Deadline
@@ -119,16 +120,14 @@ def test_a_rank_that_is_somewhere_else_is_named_with_where_it_is():
     assert "no answer from rank 1 within 0.3 s" in message
 
 
-def test_monitored_barrier_has_a_timeout_of_its_own():
-    def check(rank, world_size):
-        if rank == 0:
-            with pytest.raises(DeadlineError, match=r"no answer from rank 1 within 0\.2 s"):
-                dist.group.WORLD.monitored_barrier(timedelta(seconds=0.2))
-        else:
-            while dist.group.WORLD.symm_mem.core.poison()[0] == 0:
-                pass
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_monitored_barrier_has_a_timeout_of_its_own(rank):
+    if rank == 0:
+        with pytest.raises(DeadlineError, match=r"no answer from rank 1 within 0\.2 s"):
+            dist.group.WORLD.monitored_barrier(timedelta(seconds=0.2))
+    else:
+        while dist.group.WORLD.symm_mem.core.poison()[0] == 0:
+            pass
 
 
 def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path):
@@ -166,12 +165,10 @@ def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, caplo
 
 
 @pytest.mark.parametrize("seconds", [0, -1])
-def test_a_timeout_that_leaves_no_time_is_refused_before_anybody_waits(seconds, tmp_path):
-    def check(rank, world_size):
-        with pytest.raises(ValueError, match="timeout"):
-            join_by_file(rank, world_size, tmp_path / "store", seconds)
-
-    run_ranks(check, 2, init=False)
+@on_ranks(2, init=False)
+def test_a_timeout_that_leaves_no_time_is_refused_before_anybody_waits(rank, world_size, seconds, tmp_path):
+    with pytest.raises(ValueError, match="timeout"):
+        join_by_file(rank, world_size, tmp_path / "store", seconds)
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 import phalanx
-from phalanx.testing import run_ranks
 
 SIZE = 2 * 2**30 + 4
 PLACES = (0, 2**31 - 1, 2**31, SIZE - 1)
@@ -34,32 +34,30 @@ def _seen(tensor):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(_free_bytes() < 10 * 2**30, reason="needs 10 GiB of free memory")
-def test_tensors_over_two_gib_arrive_whole_at_both_sides_of_the_limit():
-    def check(rank, world_size):
-        tensor = torch.empty(SIZE, dtype=torch.uint8)  # one for everything: new pages are most of the time
-        odd = tensor[:-1]
-        _mark(odd, (1 + rank, 2 + rank, 3 + rank, 0))
-        odd[-1] = 4 + rank
-        dist.all_reduce(odd)
-        assert [*_seen(odd), int(odd[-1])] == [3, 5, 7, 9]
+@on_ranks(2, timeout=280)
+def test_tensors_over_two_gib_arrive_whole_at_both_sides_of_the_limit(rank):
+    tensor = torch.empty(SIZE, dtype=torch.uint8)  # one for everything: new pages are most of the time
+    odd = tensor[:-1]
+    _mark(odd, (1 + rank, 2 + rank, 3 + rank, 0))
+    odd[-1] = 4 + rank
+    dist.all_reduce(odd)
+    assert [*_seen(odd), int(odd[-1])] == [3, 5, 7, 9]
 
-        _mark(tensor, (10 + rank, 20 + rank, 30 + rank, 40 + rank))
-        dist.broadcast(tensor, 1)
-        assert _seen(tensor) == [11, 21, 31, 41]
+    _mark(tensor, (10 + rank, 20 + rank, 30 + rank, 40 + rank))
+    dist.broadcast(tensor, 1)
+    assert _seen(tensor) == [11, 21, 31, 41]
 
-        _mark(odd, (50 + rank, 60 + rank, 70 + rank, 0))
-        dist.send(odd, 1) if rank == 0 else dist.recv(odd, 0)
-        assert _seen(tensor) == [50, 60, 70, 41]
+    _mark(odd, (50 + rank, 60 + rank, 70 + rank, 0))
+    dist.send(odd, 1) if rank == 0 else dist.recv(odd, 0)
+    assert _seen(tensor) == [50, 60, 70, 41]
 
-        half = tensor[rank * SIZE // 2 : (rank + 1) * SIZE // 2]
-        half[0], half[-1] = 80 + rank, 90 + rank
-        dist.all_gather_single(tensor, half)
-        assert [int(tensor[at]) for at in (0, SIZE // 2 - 1, SIZE // 2, SIZE - 1)] == [80, 90, 81, 91]
-        del tensor, odd, half
+    half = tensor[rank * SIZE // 2 : (rank + 1) * SIZE // 2]
+    half[0], half[-1] = 80 + rank, 90 + rank
+    dist.all_gather_single(tensor, half)
+    assert [int(tensor[at]) for at in (0, SIZE // 2 - 1, SIZE // 2, SIZE - 1)] == [80, 90, 81, 91]
+    del tensor, odd, half
 
-        shared = phalanx.shared_empty(SIZE, dtype=torch.uint8)
-        _mark(shared, (1 + rank, 2 + rank, 3 + rank, 4 + rank))
-        dist.all_reduce(shared)
-        assert _seen(shared) == [3, 5, 7, 9]
-
-    run_ranks(check, 2, timeout=280)
+    shared = phalanx.shared_empty(SIZE, dtype=torch.uint8)
+    _mark(shared, (1 + rank, 2 + rank, 3 + rank, 4 + rank))
+    dist.all_reduce(shared)
+    assert _seen(shared) == [3, 5, 7, 9]

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -83,33 +84,30 @@ def test_memory_is_kept_while_anything_uses_it_and_used_anew_afterwards():
     assert copied == 6
 
 
+@on_ranks(2)
 def test_without_room_nothing_is_lent():
-    def exchange(rank, world_size):
-        lending = _lending(most=1)
-        given = [lending.lend(torch.zeros(SIZE // 4)) for _ in range(4)]
-        return [place is None for place in given], lending.lend(torch.zeros(3))
-
-    for refused, small in run_ranks(exchange, 2):
-        assert refused == [False, False, True, True]
-        assert small is None
+    lending = _lending(most=1)
+    given = [lending.lend(torch.zeros(SIZE // 4)) for _ in range(4)]
+    refused = [place is None for place in given]
+    small = lending.lend(torch.zeros(3))
+    assert refused == [False, False, True, True]
+    assert small is None
 
 
+@on_ranks(2)
 def test_tensors_outlive_the_lending_and_the_group():
-    def exchange(rank, world_size):
-        lending = _lending()
-        with lending.making():
-            kept = torch.ones(SIZE // 4)
-        assert lending._pool.holds(kept)
-        gone = weakref.ref(lending)
-        del lending
-        gc.collect()
-        assert gone() is None
-        another = _lending()
-        with another.making():
-            torch.zeros(SIZE // 4)
-        return kept.sum().item()
-
-    assert run_ranks(exchange, 2) == [SIZE / 4] * 2
+    lending = _lending()
+    with lending.making():
+        kept = torch.ones(SIZE // 4)
+    assert lending._pool.holds(kept)
+    gone = weakref.ref(lending)
+    del lending
+    gc.collect()
+    assert gone() is None
+    another = _lending()
+    with another.making():
+        torch.zeros(SIZE // 4)
+    assert kept.sum().item() == SIZE / 4
 
 
 @pytest.mark.slow(but=("1f1b",))

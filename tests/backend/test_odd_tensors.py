@@ -11,6 +11,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -189,91 +190,79 @@ def test_every_kind_in_every_place_gives_what_gloo_gives_for_the_plain_values(na
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, "zero to be written"])
-def test_what_has_no_memory_is_refused_in_every_place_with_what_to_give_instead(kind):
+@on_ranks(P)
+def test_what_has_no_memory_is_refused_in_every_place_with_what_to_give_instead(rank, kind):
     make, error, text = REFUSED.get(kind, (ZERO["zero"], ValueError, "cannot be written"))
-
-    def check(rank, world_size):
-        for name, (ins, outs, call) in OPERATIONS.items():
-            for places in _places(ins, outs):
-                if kind == "zero to be written" and not all(part for part, _ in places):
-                    continue
-                if kind == "fake among real ones" and (len(places) > 1 or len(ins) + len(outs) == 1):
-                    continue  # then all are fake
-                if rank == 1 and ((name == "gather" and places[0][0]) or (name == "scatter" and not places[0][0])):
-                    continue  # only the root gives it; nobody calls anything
-                if name in ("gather", "scatter") and rank == 1 and kind == "fake among real ones":
-                    continue
-                if name == "send":
-                    continue  # below: it is two calls
-                with pytest.raises(error, match=text):
-                    call(rank, *_with(_plain(rank, ins, outs), places, make))
-        for message in (dist.send, dist.recv):
-            if kind != "fake among real ones" and not (kind == "zero to be written" and message is dist.send):
-                with pytest.raises(error, match=text):
-                    message(make(torch.ones(N)), 1 - rank)
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)  # nothing has reached the other rank
-        assert tensor.item() == P
-
-    run_ranks(check, P)
+    for name, (ins, outs, call) in OPERATIONS.items():
+        for places in _places(ins, outs):
+            if kind == "zero to be written" and not all(part for part, _ in places):
+                continue
+            if kind == "fake among real ones" and (len(places) > 1 or len(ins) + len(outs) == 1):
+                continue  # then all are fake
+            if rank == 1 and ((name == "gather" and places[0][0]) or (name == "scatter" and not places[0][0])):
+                continue  # only the root gives it; nobody calls anything
+            if name in ("gather", "scatter") and rank == 1 and kind == "fake among real ones":
+                continue
+            if name == "send":
+                continue  # below: it is two calls
+            with pytest.raises(error, match=text):
+                call(rank, *_with(_plain(rank, ins, outs), places, make))
+    for message in (dist.send, dist.recv):
+        if kind != "fake among real ones" and not (kind == "zero to be written" and message is dist.send):
+            with pytest.raises(error, match=text):
+                message(make(torch.ones(N)), 1 - rank)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)  # nothing has reached the other rank
+    assert tensor.item() == P
 
 
-def test_fake_tensors_are_left_alone():
+@on_ranks(P)
+def test_fake_tensors_are_left_alone(rank):
     """Programs are traced with them; nobody waits for anybody, as with torch's own backends."""
-
-    def check(rank, world_size):
-        if rank == 1:
-            return
-        for name, (ins, outs, call) in OPERATIONS.items():
-            for async_op in (False, True):
-                tensors = [[_fake(t) for t in row] for row in _plain(rank, ins, outs)]
-                _run(call, rank, tensors, None, async_op=async_op) if name != "send" else None
-        assert dist.recv(_fake(torch.ones(3)), 1) in (1, -1)
-        dist.send(_fake(torch.ones(3)), 1)
-
-    run_ranks(check, P)
+    if rank == 1:
+        return
+    for name, (ins, outs, call) in OPERATIONS.items():
+        for async_op in (False, True):
+            tensors = [[_fake(t) for t in row] for row in _plain(rank, ins, outs)]
+            _run(call, rank, tensors, None, async_op=async_op) if name != "send" else None
+    assert dist.recv(_fake(torch.ones(3)), 1) in (1, -1)
+    dist.send(_fake(torch.ones(3)), 1)
 
 
-def test_conjugated_tensors_mean_what_they_say():
+@on_ranks(P)
+def test_conjugated_tensors_mean_what_they_say(rank):
     """torch's functions refuse them for every backend (view_as_real); the group itself takes them."""
-
-    def check(rank, world_size):
-        values = torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)
-        group = dist.group.WORLD
-        summed, gathered = values.clone().conj(), [torch.zeros(2, dtype=values.dtype).conj() for _ in range(P)]
-        group.allreduce([summed]).wait()
-        assert summed.tolist() == (torch.tensor([1 - 2j, 3 + 1j]) * 3).tolist()
-        group.allgather([gathered], [values.conj()]).wait()
-        assert [t.tolist() for t in gathered] == [(torch.tensor([1 - 2j, 3 + 1j]) * (r + 1)).tolist() for r in range(P)]
-        with pytest.raises(RuntimeError, match="view_as_real"):
-            dist.all_reduce(values.conj())
-
-    run_ranks(check, P)
+    values = torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)
+    group = dist.group.WORLD
+    summed, gathered = values.clone().conj(), [torch.zeros(2, dtype=values.dtype).conj() for _ in range(P)]
+    group.allreduce([summed]).wait()
+    assert summed.tolist() == (torch.tensor([1 - 2j, 3 + 1j]) * 3).tolist()
+    group.allgather([gathered], [values.conj()]).wait()
+    assert [t.tolist() for t in gathered] == [(torch.tensor([1 - 2j, 3 + 1j]) * (r + 1)).tolist() for r in range(P)]
+    with pytest.raises(RuntimeError, match="view_as_real"):
+        dist.all_reduce(values.conj())
 
 
-def test_the_core_refuses_address_zero_with_a_size():
+@on_ranks(P)
+def test_the_core_refuses_address_zero_with_a_size(rank):
     """Whatever comes past the checks at the door must not end the process."""
-
-    def check(rank, world_size):
-        core, shape = dist.group.WORLD.transport.core, (3,)
-        here = torch.ones(3).data_ptr()
-        tail = (10**9, 0, shape)
-        for call in (
-            lambda: core.all_reduce(0, here, 3, 12, 0, -1, *tail),
-            lambda: core.all_reduce(here, 0, 3, 12, 0, -1, *tail),
-            lambda: core.broadcast(0, 12, 12, 0, *tail),
-            lambda: core.reduce_scatter((here, 0), (3, 3), here, 12, 0, *tail),
-            lambda: core.gather(0, (here, here), (12, 12), 12, -1, *tail),
-            lambda: core.gather(here, (here, 0), (12, 12), 12, -1, *tail),
-            lambda: core.scatter((0, here), here, 12, 12, 0, *tail),
-            lambda: core.scatter(None, 0, 12, 12, 0, *tail),
-            lambda: core.all_to_all((here, 0), (12, 12), (here, here), (12, 12), 12, 0, *tail),
-            lambda: core.all_to_all((here, here), (12, 12), (0, here), (12, 12), 12, 0, *tail),
-            lambda: core.send(0, 12, 1 - rank, 0, 12, *tail),
-            lambda: core.send_now(0, 12, 1 - rank, 0, 12, *tail),
-        ):
-            with pytest.raises(ValueError, match="address 0 with a size"):
-                call()
-        dist.barrier()
-
-    run_ranks(check, P)
+    core, shape = dist.group.WORLD.transport.core, (3,)
+    here = torch.ones(3).data_ptr()
+    tail = (10**9, 0, shape)
+    for call in (
+        lambda: core.all_reduce(0, here, 3, 12, 0, -1, *tail),
+        lambda: core.all_reduce(here, 0, 3, 12, 0, -1, *tail),
+        lambda: core.broadcast(0, 12, 12, 0, *tail),
+        lambda: core.reduce_scatter((here, 0), (3, 3), here, 12, 0, *tail),
+        lambda: core.gather(0, (here, here), (12, 12), 12, -1, *tail),
+        lambda: core.gather(here, (here, 0), (12, 12), 12, -1, *tail),
+        lambda: core.scatter((0, here), here, 12, 12, 0, *tail),
+        lambda: core.scatter(None, 0, 12, 12, 0, *tail),
+        lambda: core.all_to_all((here, 0), (12, 12), (here, here), (12, 12), 12, 0, *tail),
+        lambda: core.all_to_all((here, here), (12, 12), (0, here), (12, 12), 12, 0, *tail),
+        lambda: core.send(0, 12, 1 - rank, 0, 12, *tail),
+        lambda: core.send_now(0, 12, 1 - rank, 0, 12, *tail),
+    ):
+        with pytest.raises(ValueError, match="address 0 with a size"):
+            call()
+    dist.barrier()

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from tests.parity.beside_gloo import assert_same_as_gloo
 
 from phalanx._comm.backend.process_group.inbox import Posted
@@ -74,34 +75,32 @@ def _num_alive():
     return kept.count(threading.Event), kept.count(threading.Condition), kept.count(PostedReceive)
 
 
-def test_works_that_are_over_and_kept_hold_no_events_and_receives():
+@on_ranks(2)
+def test_works_that_are_over_and_kept_hold_no_events_and_receives(rank):
     """They lay between the tensors of messages, and pinned the memory of these: 100 MB of a process."""
 
-    def check(rank, world_size):
-        def exchange():
-            works, tensors = [], []
-            for tag in range(60):
-                tensors.append(torch.zeros(1000))
-                works.append(dist.irecv(tensors[-1], 1 - rank, tag=tag))
-            dist.barrier()
-            for tag in range(60):
-                works.append(dist.isend(torch.ones(1000), 1 - rank, tag=tag))
-                works.append(dist.all_reduce(torch.ones(1000), async_op=True))
-            for work in works:
-                work.wait()
-            dist.barrier()
+    def exchange():
+        works, tensors = [], []
+        for tag in range(60):
+            tensors.append(torch.zeros(1000))
+            works.append(dist.irecv(tensors[-1], 1 - rank, tag=tag))
+        dist.barrier()
+        for tag in range(60):
+            works.append(dist.isend(torch.ones(1000), 1 - rank, tag=tag))
+            works.append(dist.all_reduce(torch.ones(1000), async_op=True))
+        for work in works:
+            work.wait()
+        dist.barrier()
 
-        exchange()  # the first starts threads
-        gc.collect()
-        before = _num_alive()
-        exchange()
-        gc.collect()
-        for _ in range(100):  # a thread that has just said that a work is over may still hold its event
-            if (alive := _num_alive()) == before:
-                break
-        assert alive == before
-
-    run_ranks(check, 2)
+    exchange()  # the first starts threads
+    gc.collect()
+    before = _num_alive()
+    exchange()
+    gc.collect()
+    for _ in range(100):  # a thread that has just said that a work is over may still hold its event
+        if (alive := _num_alive()) == before:
+            break
+    assert alive == before
 
 
 def _random_messages(rank, world_size, seed):

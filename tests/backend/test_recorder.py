@@ -4,6 +4,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 from phalanx._comm.diagnostics.flight_recorder import read
 from phalanx.testing import run_ranks
@@ -28,18 +29,16 @@ def test_times_are_those_of_the_clock_before_and_after_the_core_sets_its_own_by_
     assert worst < 20_000
 
 
-def test_a_line_of_the_recorder_shows_nothing_of_the_operation_that_it_held_before():
-    def check(rank, world_size):
-        core = dist.group.WORLD.symm_mem.core
-        for _ in range(130):  # more than there are lines
-            dist.all_reduce(torch.ones(2, 3, 4))
-        shapes = [(), (5,), (0,), (6, 1), (1, 1, 1, 1, 2)]
-        for shape in shapes:
-            dist.all_reduce(torch.ones(shape))
-        dist.barrier()
-        *_, last = records = read(core, rank)
-        assert [record.shape for record in records[-6:-1]] == shapes
-        assert (last.name, last.shape, last.status_name) == ("barrier", (), "ok")
-        assert len(records) == 128
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_line_of_the_recorder_shows_nothing_of_the_operation_that_it_held_before(rank):
+    core = dist.group.WORLD.symm_mem.core
+    for _ in range(130):  # more than there are lines
+        dist.all_reduce(torch.ones(2, 3, 4))
+    shapes = [(), (5,), (0,), (6, 1), (1, 1, 1, 1, 2)]
+    for shape in shapes:
+        dist.all_reduce(torch.ones(shape))
+    dist.barrier()
+    *_, last = records = read(core, rank)
+    assert [record.shape for record in records[-6:-1]] == shapes
+    assert (last.name, last.shape, last.status_name) == ("barrier", (), "ok")
+    assert len(records) == 128

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 from phalanx._comm.backend import store_appends
-from phalanx.testing import run_ranks
 
 # The patch is for a whole process, so it is tried in one of its own.
 PROGRAM = """
@@ -67,22 +67,20 @@ def test_programs_of_any_calls_get_the_answers_of_torchs_store_in_memory(tmp_pat
     assert run.returncode == 0, run.stderr
 
 
-def test_equal_values_of_many_ranks_are_all_appended(tmp_path):
-    def check(rank, world_size):
-        store = dist.PrefixStore("in", dist.FileStore(str(tmp_path / "store"), world_size))
-        for i in range(15):
-            store_appends.append(store, "equal", "x")
-            store_appends.append(store, "named", f"{rank}.{i} ".encode())
-        store.add("over", 1)
-        while store.add("over", 0) < world_size:
-            pass
-        return store.get("equal"), store.get("named").decode().split()
-
-    for equal, named in run_ranks(check, 4, init=False):
-        assert equal == b"x" * 60
-        assert sorted(named) == sorted(f"{r}.{i}" for r in range(4) for i in range(15))
-        for r in range(4):
-            assert [name for name in named if name.startswith(f"{r}.")] == [f"{r}.{i}" for i in range(15)]
+@on_ranks(4, init=False)
+def test_equal_values_of_many_ranks_are_all_appended(rank, world_size, tmp_path):
+    store = dist.PrefixStore("in", dist.FileStore(str(tmp_path / "store"), world_size))
+    for i in range(15):
+        store_appends.append(store, "equal", "x")
+        store_appends.append(store, "named", f"{rank}.{i} ".encode())
+    store.add("over", 1)
+    while store.add("over", 0) < world_size:
+        pass
+    equal, named = store.get("equal"), store.get("named").decode().split()
+    assert equal == b"x" * 60
+    assert sorted(named) == sorted(f"{r}.{i}" for r in range(4) for i in range(15))
+    for r in range(4):
+        assert [name for name in named if name.startswith(f"{r}.")] == [f"{r}.{i}" for i in range(15)]
 
 
 class _Died(Exception):

@@ -5,6 +5,7 @@ import random
 
 import pytest
 from click.testing import CliRunner
+from tests.on_ranks import on_ranks
 
 from phalanx.checkpoint import CheckpointManager, inspect
 from phalanx.checkpoint.best import Best
@@ -44,21 +45,19 @@ def test_what_was_measured_is_shown(tmp_path):
     assert "accuracy 0.75" in CliRunner().invoke(group, ["checkpoint", "inspect", str(path)]).output
 
 
-def test_all_ranks_load_the_best_that_is_whole(tmp_path):
-    def work(rank, world_size):
-        manager = CheckpointManager(tmp_path / "run", keep=1, keep_best=("accuracy", "max", 2))
-        for step, value in enumerate([0.5, 0.9, 0.1]):
-            manager.async_save(step, {"step": step}, metrics={"accuracy": value} if rank == 0 else {"accuracy": 0.0})
-        manager.wait()
-        found = [manager.load(best=True).step]
-        if rank == 0:
-            file = manager.best() / "state.pt"
-            file.write_bytes(file.read_bytes()[:-1])
-        with pytest.warns(UserWarning, match="Taking the one before, 00000001-step-0"):
-            found.append(manager.load(best=True, fallback=True).step)
-        return found
-
-    assert run_ranks(work, 2) == [[1, 0]] * 2
+@on_ranks(2)
+def test_all_ranks_load_the_best_that_is_whole(rank, tmp_path):
+    manager = CheckpointManager(tmp_path / "run", keep=1, keep_best=("accuracy", "max", 2))
+    for step, value in enumerate([0.5, 0.9, 0.1]):
+        manager.async_save(step, {"step": step}, metrics={"accuracy": value} if rank == 0 else {"accuracy": 0.0})
+    manager.wait()
+    found = [manager.load(best=True).step]
+    if rank == 0:
+        file = manager.best() / "state.pt"
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="Taking the one before, 00000001-step-0"):
+        found.append(manager.load(best=True, fallback=True).step)
+    assert found == [1, 0]
 
 
 def test_that_there_is_no_best_is_said(tmp_path):

@@ -10,6 +10,7 @@ import zipfile
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 from phalanx.checkpoint import load_checkpoint, save_checkpoint
 from phalanx.checkpoint.atomic import replace_file
@@ -33,19 +34,17 @@ def test_what_was_saved_comes_back(tmp_path):
     assert os.listdir(tmp_path) == ["run.pt"]
 
 
+@on_ranks(1, backend=None)
 def test_an_optimizer_goes_on_from_its_checkpoint(tmp_path):
-    def go_on(rank, world_size):
-        model = torch.nn.Linear(3, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        save_checkpoint(tmp_path / "run.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        other = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
-        other.load_state_dict(load_checkpoint(tmp_path / "run.pt")["optimizer"])
-        return other.state_dict()["state"][0]["step"].item()
-
     # In a process of its own: torch's optimizers bring in its compiler, which sets environment variables.
-    assert run_ranks(go_on, 1, backend=None) == [1.0]
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "run.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    other = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
+    other.load_state_dict(load_checkpoint(tmp_path / "run.pt")["optimizer"])
+    assert other.state_dict()["state"][0]["step"].item() == 1.0
 
 
 def test_the_file_has_the_permissions_of_any_new_file(tmp_path):
@@ -154,12 +153,10 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, numbers):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_rank_0_writes_and_the_others_see_it(tmp_path, world_size):
-    def save(rank, world_size):
-        save_checkpoint(tmp_path / "run.pt", {"rank": rank})
-        return load_checkpoint(tmp_path / "run.pt"), os.listdir(tmp_path)
-
-    assert run_ranks(save, world_size, backend="gloo") == [({"rank": 0}, ["run.pt"])] * world_size
+@on_ranks(backend="gloo")
+def test_rank_0_writes_and_the_others_see_it(rank, world_size, tmp_path):
+    save_checkpoint(tmp_path / "run.pt", {"rank": rank})
+    assert (load_checkpoint(tmp_path / "run.pt"), os.listdir(tmp_path)) == ({"rank": 0}, ["run.pt"])
 
 
 def test_every_rank_hears_of_a_full_disk_and_the_job_can_go_on(tmp_path):
@@ -199,15 +196,12 @@ def test_every_rank_hears_that_rank_0_may_not_write(tmp_path):
         assert f"on rank 0: {os.strerror(errno.EACCES)}. Nothing was written. Save to a folder that" in message
 
 
+@on_ranks(2, backend="gloo")
 def test_a_path_that_is_none_is_an_error_on_every_rank():
     """It was raised twice on rank 0, and the others waited for word of it."""
-
-    def save(rank, world_size):
-        with pytest.raises(TypeError, match=r"str, bytes or os\.PathLike"):
-            save_checkpoint(None, {})
-        dist.barrier()
-
-    run_ranks(save, 2, backend="gloo")
+    with pytest.raises(TypeError, match=r"str, bytes or os\.PathLike"):
+        save_checkpoint(None, {})
+    dist.barrier()
 
 
 def test_a_call_on_rank_0_alone_is_told_as_one(tmp_path):

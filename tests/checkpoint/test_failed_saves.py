@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 import phalanx.checkpoint.sharded  # noqa: F401 - imported once, and not in every process that is forked
 from phalanx.checkpoint import CheckpointManager, background, save_work
@@ -81,36 +82,34 @@ def test_of_steps_1_to_5_with_only_2_failing_the_others_are_saved(tmp_path, shar
 @pytest.mark.slow(but=("save-whole", "async_save-sharded"))
 @KINDS
 @HOW
-def test_more_failures_in_a_row_than_are_allowed_end_the_training_on_every_rank(tmp_path, sharded, how):
-    def train(rank, world_size):
-        Lines()
-        manager = CheckpointManager(tmp_path, sharded=sharded, max_failures=2)
-        save = getattr(manager, how)
-        for step in (1, 2):  # one failure between saves that succeed does not count
-            save(step, state_of(step))
-        manager.wait()
-        dist.barrier()
-        if rank == 0:
-            block(tmp_path, 3, 3)
-        dist.barrier()
-        done = []
+@on_ranks(2, timeout=100)
+def test_more_failures_in_a_row_than_are_allowed_end_the_training_on_every_rank(rank, tmp_path, sharded, how):
+    Lines()
+    manager = CheckpointManager(tmp_path, sharded=sharded, max_failures=2)
+    save = getattr(manager, how)
+    for step in (1, 2):  # one failure between saves that succeed does not count
+        save(step, state_of(step))
+    manager.wait()
+    dist.barrier()
+    if rank == 0:
+        block(tmp_path, 3, 3)
+    dist.barrier()
+    done = []
 
-        def save_on():
-            while len(done) < 9:
-                save(3, state_of(3))
-                done.append(0)
+    def save_on():
+        while len(done) < 9:
+            save(3, state_of(3))
+            done.append(0)
 
-        with pytest.raises(CheckpointError, match=r"Not a directory.* 3 saves in a row have failed \(max_failures=2\)"):
-            save_on()
-        dist.barrier()
-        if rank == 0:
-            unblock(tmp_path, 3, 3)
-        dist.barrier()
-        save(4, state_of(4))  # a loop that catches the error may go on
-        assert manager.wait() in (None, manager.latest())
-        return len(done), steps(manager)
-
-    assert run_ranks(train, 2, timeout=100) == [(2 if how == "save" else 3, [4, 2, 1])] * 2
+    with pytest.raises(CheckpointError, match=r"Not a directory.* 3 saves in a row have failed \(max_failures=2\)"):
+        save_on()
+    dist.barrier()
+    if rank == 0:
+        unblock(tmp_path, 3, 3)
+    dist.barrier()
+    save(4, state_of(4))  # a loop that catches the error may go on
+    assert manager.wait() in (None, manager.latest())
+    assert (len(done), steps(manager)) == (2 if how == "save" else 3, [4, 2, 1])
 
 
 @KINDS

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.on_ranks import on_ranks
 from torch import nn
 
 from phalanx.checkpoint import CheckpointManager
@@ -75,26 +76,23 @@ def _describe(value):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_sparse_and_nested_tensors_come_back_from_either_form(tmp_path, world_size):
+@on_ranks(timeout=100)
+def test_sparse_and_nested_tensors_come_back_from_either_form(world_size, tmp_path):
     """The sharded form failed with "Cannot access storage of SparseTensorImpl", and others of torch's own errors."""
-
-    def save(rank, world_size):
-        problems = []
-        managers = [CheckpointManager(tmp_path / f"{world_size}-{kind}", sharded=kind) for kind in (False, True)]
-        for seed in range(8):
-            torch.manual_seed(seed)
-            state = _draw_state(random.Random(seed))
-            buffer = io.BytesIO()
-            torch.save(state, buffer)
-            buffer.seek(0)
-            expected = _describe(torch.load(buffer, weights_only=True))
-            for manager in managers:
-                manager.save(seed, state)
-                if _describe(manager.load().state) != expected:
-                    problems.append((seed, manager.sharded))
-        return problems
-
-    assert run_ranks(save, world_size, timeout=100) == [[]] * world_size
+    problems = []
+    managers = [CheckpointManager(tmp_path / f"{world_size}-{kind}", sharded=kind) for kind in (False, True)]
+    for seed in range(8):
+        torch.manual_seed(seed)
+        state = _draw_state(random.Random(seed))
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        expected = _describe(torch.load(buffer, weights_only=True))
+        for manager in managers:
+            manager.save(seed, state)
+            if _describe(manager.load().state) != expected:
+                problems.append((seed, manager.sharded))
+    assert problems == []
 
 
 def test_a_sharded_copy_of_a_sparse_tensor_is_that_of_the_call(tmp_path):
@@ -143,37 +141,31 @@ def _hold_itself(dice):
     return state, f"{path}[{key!r}] is {target_path} itself, so the state has no end"
 
 
-def test_a_state_that_holds_itself_is_refused_by_name(tmp_path):
+@on_ranks(2)
+def test_a_state_that_holds_itself_is_refused_by_name(rank, tmp_path):
     """The error was Python's: maximum recursion depth exceeded."""
-
-    def save(rank, world_size):
-        for seed in range(8):
-            state, words = _hold_itself(random.Random(seed))
-            for sharded in (None, False, True):
-                manager = CheckpointManager(tmp_path, sharded=sharded)
-                with pytest.raises(CheckpointError) as info:
-                    manager.save(1, state if rank == 0 else {"plain": 1})
-                assert f"save on rank 0: {words}. Nothing was written" in str(info.value), seed
-        assert not list(tmp_path.iterdir())
-
-    run_ranks(save, 2)
+    for seed in range(8):
+        state, words = _hold_itself(random.Random(seed))
+        for sharded in (None, False, True):
+            manager = CheckpointManager(tmp_path, sharded=sharded)
+            with pytest.raises(CheckpointError) as info:
+                manager.save(1, state if rank == 0 else {"plain": 1})
+            assert f"save on rank 0: {words}. Nothing was written" in str(info.value), seed
+    assert not list(tmp_path.iterdir())
 
 
+@on_ranks(1)
 def test_a_state_that_is_nested_too_deeply_is_refused_in_little_memory(tmp_path):
     """The names of all its containers took 15 GB: the test's process was killed, or forked slowly from then on."""
-
-    def save(rank, world_size):
-        state = [torch.ones(1)]
-        for _ in range(100_000):
-            state = [state]
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
-        with pytest.raises(CheckpointError, match="lists and tuples of the state are nested too deeply for Python"):
-            CheckpointManager(tmp_path).save(1, {"state": state})
-        while isinstance(state, list):  # Python would take it apart by recursion
-            (state,) = state
-
-    run_ranks(save, 1)
+    state = [torch.ones(1)]
+    for _ in range(100_000):
+        state = [state]
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
+    with pytest.raises(CheckpointError, match="lists and tuples of the state are nested too deeply for Python"):
+        CheckpointManager(tmp_path).save(1, {"state": state})
+    while isinstance(state, list):  # Python would take it apart by recursion
+        (state,) = state
 
 
 def test_containers_that_are_shared_are_no_cycle():

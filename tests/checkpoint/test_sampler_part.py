@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from tests.on_ranks import on_ranks
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import phalanx
@@ -92,28 +93,24 @@ def _all_cases(rank, world_size, folder, cases):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@on_ranks(1)
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next(tmp_path, workers):
-    def fn(rank, world_size):
-        manager = phalanx.CheckpointManager(tmp_path)
-        sampler = phalanx.DistributedSampler(DATA)
-        for _ in DataLoader(DATA, 5, sampler=sampler, num_workers=workers, drop_last=True):
-            pass
+    manager = phalanx.CheckpointManager(tmp_path)
+    sampler = phalanx.DistributedSampler(DATA)
+    for _ in DataLoader(DATA, 5, sampler=sampler, num_workers=workers, drop_last=True):
+        pass
+    manager.save(1, {"sampler": sampler})
+    manager.close()
+    assert (manager.load().state["sampler"]["epoch"], manager.load().state["sampler"]["consumed"]) == (1, 0)
+
+
+@on_ranks(1)
+def test_batches_of_an_unknown_size_are_refused_with_advice(world_size, tmp_path):
+    manager = phalanx.CheckpointManager(tmp_path)
+    sampler = phalanx.DistributedSampler(DATA)
+    loader = DataLoader(DATA, batch_sampler=Unsaid(sampler), num_workers=2)
+    next(iter(loader))
+    with pytest.raises(phalanx.CheckpointError, match=r"workers of DataLoader have taken indices ahead.*consumed="):
         manager.save(1, {"sampler": sampler})
-        manager.close()
-        return manager.load().state["sampler"]["epoch"], manager.load().state["sampler"]["consumed"]
-
-    assert run_ranks(fn, 1) == [(1, 0)]
-
-
-def test_batches_of_an_unknown_size_are_refused_with_advice(tmp_path):
-    def fn(rank, world_size):
-        manager = phalanx.CheckpointManager(tmp_path)
-        sampler = phalanx.DistributedSampler(DATA)
-        loader = DataLoader(DATA, batch_sampler=Unsaid(sampler), num_workers=2)
-        next(iter(loader))
-        with pytest.raises(phalanx.CheckpointError, match=r"workers of DataLoader have taken indices ahead.*consumed="):
-            manager.save(1, {"sampler": sampler})
-        manager.save(1, {"sampler": sampler.state_dict(consumed=4)})
-        assert manager.load().state["sampler"]["consumed"] == 4 * world_size
-
-    run_ranks(fn, 1)
+    manager.save(1, {"sampler": sampler.state_dict(consumed=4)})
+    assert manager.load().state["sampler"]["consumed"] == 4 * world_size

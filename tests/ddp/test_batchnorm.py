@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from tests.small_models import batchnorm_model
 from tests.training import train
 from torch import nn
@@ -32,11 +33,9 @@ def test_a_batch_is_dimension_0_of_the_first_tensor_that_has_one():
 
 
 @pytest.mark.parametrize(("choice", "expected"), [(False, False), (True, True), ("auto", False)])
+@on_ranks(2)
 def test_what_construction_does(choice, expected):
-    def fn(rank, world_size):
-        return _is_synced(DistributedDataParallel(batchnorm_model(), sync_batchnorm=choice))
-
-    assert run_ranks(fn, 2) == [expected] * 2
+    assert _is_synced(DistributedDataParallel(batchnorm_model(), sync_batchnorm=choice)) == expected
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [((16, 15), True), ((16, 17), False), ((0, 40), True)], ids=str)
@@ -79,23 +78,21 @@ def test_a_batch_that_cannot_be_seen_leaves_layers_as_they_are(caplog):
     assert nothing == []
 
 
-def test_evaluation_and_accumulation_decide_nothing():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(batchnorm_model(), sync_batchnorm="auto", broadcast_buffers=False)
-        if rank == 0:  # alone: a collective would wait for the other rank
-            ddp.eval()
-            with torch.no_grad():
-                ddp(torch.randn(4, 3))
-            ddp.train()
-            with torch.no_grad():
-                ddp(torch.randn(4, 3))
-            with ddp.no_sync():
-                ddp(torch.randn(4, 3)).sum().backward()
-        before = _is_synced(ddp)
-        ddp(torch.randn(4, 3)).sum().backward()
-        return before, _is_synced(ddp)
-
-    assert run_ranks(fn, 2) == [(False, True)] * 2
+@on_ranks(2)
+def test_evaluation_and_accumulation_decide_nothing(rank):
+    ddp = DistributedDataParallel(batchnorm_model(), sync_batchnorm="auto", broadcast_buffers=False)
+    if rank == 0:  # alone: a collective would wait for the other rank
+        ddp.eval()
+        with torch.no_grad():
+            ddp(torch.randn(4, 3))
+        ddp.train()
+        with torch.no_grad():
+            ddp(torch.randn(4, 3))
+        with ddp.no_sync():
+            ddp(torch.randn(4, 3)).sum().backward()
+    before = _is_synced(ddp)
+    ddp(torch.randn(4, 3)).sum().backward()
+    assert (before, _is_synced(ddp)) == (False, True)
 
 
 def test_a_model_without_batchnorm_and_a_job_of_one_rank_are_left_alone():
@@ -110,13 +107,11 @@ def test_a_model_without_batchnorm_and_a_job_of_one_rank_are_left_alone():
     assert run_ranks(fn, 2) == [True, True]
 
 
+@on_ranks(2)
 def test_a_batchnorm_that_is_the_whole_model_is_converted():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(nn.BatchNorm1d(3), sync_batchnorm="auto")
-        ddp(torch.randn(2, 3)).sum().backward()
-        return isinstance(ddp.module, SyncBatchNorm), ddp.module.process_group
-
-    assert run_ranks(fn, 2) == [(True, None)] * 2
+    ddp = DistributedDataParallel(nn.BatchNorm1d(3), sync_batchnorm="auto")
+    ddp(torch.randn(2, 3)).sum().backward()
+    assert (isinstance(ddp.module, SyncBatchNorm), ddp.module.process_group) == (True, None)
 
 
 def test_layers_span_the_group_of_the_wrapper_and_the_model_can_be_copied():
@@ -162,10 +157,8 @@ def test_other_choices_are_refused(choice):
         DistributedDataParallel(nn.Linear(1, 1), sync_batchnorm=choice)
 
 
-def test_ranks_with_other_layers_are_told_at_construction():
-    def fn(rank, world_size):
-        layer = nn.BatchNorm1d(4, affine=False, track_running_stats=False) if rank else nn.Identity()
-        with pytest.raises(dist.DistBackendError, match="rank 1 passes BatchNorm layers=1, rank 0 BatchNorm layers=0"):
-            DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), layer), sync_batchnorm="auto")
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_ranks_with_other_layers_are_told_at_construction(rank):
+    layer = nn.BatchNorm1d(4, affine=False, track_running_stats=False) if rank else nn.Identity()
+    with pytest.raises(dist.DistBackendError, match="rank 1 passes BatchNorm layers=1, rank 0 BatchNorm layers=0"):
+        DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), layer), sync_batchnorm="auto")

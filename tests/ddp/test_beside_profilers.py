@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.on_ranks import on_ranks
 from torch import nn
 
 from phalanx import DistributedDataParallel
-from phalanx.testing import run_ranks
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WIDTH = 300
@@ -50,51 +50,47 @@ def _build():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interposition knows ELF")
+@on_ranks(2)
 def test_a_tool_that_comes_before_or_after_the_pool_does_no_harm(tool):
-    def fn(rank, world_size):
-        library = ctypes.CDLL(tool)
-        for after in (True, False):
-            ddp = _build() if after else None
-            if ddp is not None:
-                _step(ddp)
-                assert _is_in_pool(ddp)
-            assert library.patch_libc() >= 2
-            if ddp is None:
-                ddp = _build()
-            for _ in range(3):
-                _step(ddp)
-                assert _is_in_pool(ddp)
-            assert library.num_calls() > 0  # it goes on seeing what it came for
-
-    run_ranks(fn, 2)
+    library = ctypes.CDLL(tool)
+    for after in (True, False):
+        ddp = _build() if after else None
+        if ddp is not None:
+            _step(ddp)
+            assert _is_in_pool(ddp)
+        assert library.patch_libc() >= 2
+        if ddp is None:
+            ddp = _build()
+        for _ in range(3):
+            _step(ddp)
+            assert _is_in_pool(ddp)
+        assert library.num_calls() > 0  # it goes on seeing what it came for
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interposition knows ELF")
+@on_ranks(2)
 def test_the_pool_steps_aside_for_a_tool_that_takes_its_own_place_and_says_so_once(tool):
-    def fn(rank, world_size):
-        said = []
+    said = []
 
-        class Listener(logging.Handler):
-            def emit(self, record):
-                said.append(record.getMessage())
+    class Listener(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
 
-        logging.getLogger("phalanx").addHandler(Listener())
-        ddp = _build()
+    logging.getLogger("phalanx").addHandler(Listener())
+    ddp = _build()
+    _step(ddp)
+    ddp.zero_grad()  # what lies in the pool now, nobody could free any more
+    assert ctypes.CDLL(tool).patch_torch() >= 2
+    expected = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, 3))
+    expected.load_state_dict(ddp.module.state_dict())
+    expected(torch.ones(4, _WIDTH)).square().mean().backward()
+    for _ in range(3):
         _step(ddp)
-        ddp.zero_grad()  # what lies in the pool now, nobody could free any more
-        assert ctypes.CDLL(tool).patch_torch() >= 2
-        expected = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, 3))
-        expected.load_state_dict(ddp.module.state_dict())
-        expected(torch.ones(4, _WIDTH)).square().mean().backward()
-        for _ in range(3):
-            _step(ddp)
-            assert not _is_in_pool(ddp)
-            torch.testing.assert_close([p.grad for p in ddp.parameters()], [p.grad for p in expected.parameters()])
-        assert len(said) == 1
-        assert "another tool has put its own functions into torch's allocator" in said[0]
-        assert "copied" in said[0]
-
-    run_ranks(fn, 2)
+        assert not _is_in_pool(ddp)
+        torch.testing.assert_close([p.grad for p in ddp.parameters()], [p.grad for p in expected.parameters()])
+    assert len(said) == 1
+    assert "another tool has put its own functions into torch's allocator" in said[0]
+    assert "copied" in said[0]
 
 
 def _torchs_mappings():
@@ -103,15 +99,12 @@ def _torchs_mappings():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interposition knows ELF")
+@on_ranks(2)
 def test_the_pages_of_torchs_tables_that_were_read_only_are_so_again():
     """They stayed writable for the life of the process: a stray write there would send torch's calls anywhere."""
-
-    def fn(rank, world_size):
-        before = _torchs_mappings()
-        assert any(mode.startswith("r--") for _, mode in before)
-        ddp = _build()
-        _step(ddp)
-        assert _is_in_pool(ddp)
-        assert _torchs_mappings() == before
-
-    run_ranks(fn, 2)
+    before = _torchs_mappings()
+    assert any(mode.startswith("r--") for _, mode in before)
+    ddp = _build()
+    _step(ddp)
+    assert _is_in_pool(ddp)
+    assert _torchs_mappings() == before

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch import nn
 
 from phalanx import DeadlineError, DistributedDataParallel, MismatchError, PeerLostError
@@ -104,57 +105,50 @@ KINDS = ("plain", "no_sync", "eval", "written between", "replaced")
 
 @pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_buffers_are_those_of_pytorch_bit_for_bit(world_size):
-    def fn(rank, world_size):
-        for kind in KINDS:
-            ours = _train(lambda module: DistributedDataParallel(module, check=False), rank, kind)
-            theirs = _train(nn.parallel.DistributedDataParallel, rank, kind)
-            assert len(ours) == len(theirs)
-            for step, (mine, reference) in enumerate(zip(ours, theirs, strict=True)):
-                assert mine.keys() == reference.keys()
-                for name, buffer in reference.items():
-                    assert torch.equal(mine[name], buffer), (kind, step, name)
-                    assert mine[name].stride() == buffer.stride()
-
-    run_ranks(fn, world_size)
+@on_ranks()
+def test_buffers_are_those_of_pytorch_bit_for_bit(rank, world_size):
+    for kind in KINDS:
+        ours = _train(lambda module: DistributedDataParallel(module, check=False), rank, kind)
+        theirs = _train(nn.parallel.DistributedDataParallel, rank, kind)
+        assert len(ours) == len(theirs)
+        for step, (mine, reference) in enumerate(zip(ours, theirs, strict=True)):
+            assert mine.keys() == reference.keys()
+            for name, buffer in reference.items():
+                assert torch.equal(mine[name], buffer), (kind, step, name)
+                assert mine[name].stride() == buffer.stride()
 
 
-def test_rank_0_goes_on_while_others_have_not_come_to_their_forward():
+@on_ranks(3)
+def test_rank_0_goes_on_while_others_have_not_come_to_their_forward(rank):
     """Each forward was a sync of all ranks: two waits a step, where one is needed."""
-
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), check=False)
-        store = dist.group.WORLD.get_group_store()
-        for step in range(6):
-            if rank:  # not before rank 0 has been through
-                store.wait([f"forward {step}"])
-            loss = ddp(torch.randn(4, 3)).sum()
-            if rank == 0:
-                store.set(f"forward {step}", "")
-            loss.backward()
-
-    run_ranks(fn, 3)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), check=False)
+    store = dist.group.WORLD.get_group_store()
+    for step in range(6):
+        if rank:  # not before rank 0 has been through
+            store.wait([f"forward {step}"])
+        loss = ddp(torch.randn(4, 3)).sum()
+        if rank == 0:
+            store.set(f"forward {step}", "")
+        loss.backward()
 
 
-def test_a_forward_that_one_rank_leaves_out_is_told_on_all():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), check=False)
-        dist.barrier()
-        for _ in range(2):
+@on_ranks(3)
+def test_a_forward_that_one_rank_leaves_out_is_told_on_all(rank):
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), check=False)
+    dist.barrier()
+    for _ in range(2):
+        ddp(torch.randn(4, 3)).sum().backward()
+    dist.group.WORLD.set_timeout(timedelta(seconds=2))
+
+    def leave_out():
+        if rank != 1:
             ddp(torch.randn(4, 3)).sum().backward()
-        dist.group.WORLD.set_timeout(timedelta(seconds=2))
+        dist.all_reduce(torch.ones(1))
 
-        def leave_out():
-            if rank != 1:
-                ddp(torch.randn(4, 3)).sum().backward()
-            dist.all_reduce(torch.ones(1))
-
-        with pytest.raises((MismatchError, PeerLostError, DeadlineError)) as told:
-            leave_out()
-        return str(told.value)
-
-    for text in run_ranks(fn, 3):
-        assert "rank 1" in text or "Rank 1" in text
+    with pytest.raises((MismatchError, PeerLostError, DeadlineError)) as told:
+        leave_out()
+    text = str(told.value)
+    assert "rank 1" in text or "Rank 1" in text
 
 
 def test_two_wrappers_of_one_group_keep_their_buffers_apart():
@@ -210,24 +204,9 @@ def test_a_forward_of_rank_0_alone_is_told_in_the_next_step():
     assert all(last <= 6 for last in run_ranks(check, 2))
 
 
+@on_ranks(2)
 def test_a_broadcast_that_is_refused_leaves_its_places_in_turn():
     """The next one used the place that the others may still read from."""
-
-    def check(rank, world_size):
-        group = dist.group.WORLD
-        large = torch.zeros(200_000, dtype=torch.uint8)
-        for number in range(3):
-            group.broadcast_buffers(large, 0, number=number)
-        (places,) = group.transport._areas.values()
-        before = [id(place) for place in places]
-        group.set_timeout(timedelta(seconds=0.05))
-        with group.transport.lock, pytest.raises(DeadlineError):
-            in_thread(lambda: group.broadcast_buffers(large, 0, number=3))
-        group.set_timeout(timedelta(seconds=30))
-        assert [id(place) for place in places] == before
-        group.broadcast_buffers(large, 0, number=3)
-        assert [id(place) for place in places] == before[::-1]
-        return True
 
     def in_thread(call):
         raised = []
@@ -244,25 +223,35 @@ def test_a_broadcast_that_is_refused_leaves_its_places_in_turn():
         if raised:
             raise raised[0]
 
-    assert run_ranks(check, 2) == [True, True]
+    group = dist.group.WORLD
+    large = torch.zeros(200_000, dtype=torch.uint8)
+    for number in range(3):
+        group.broadcast_buffers(large, 0, number=number)
+    (places,) = group.transport._areas.values()
+    before = [id(place) for place in places]
+    group.set_timeout(timedelta(seconds=0.05))
+    with group.transport.lock, pytest.raises(DeadlineError):
+        in_thread(lambda: group.broadcast_buffers(large, 0, number=3))
+    group.set_timeout(timedelta(seconds=30))
+    assert [id(place) for place in places] == before
+    group.broadcast_buffers(large, 0, number=3)
+    assert [id(place) for place in places] == before[::-1]
+    assert True
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_a_buffer_of_another_dtype_on_one_rank_is_told(backend):
+@on_ranks(2)
+def test_a_buffer_of_another_dtype_on_one_rank_is_told(rank, backend):
     """As many bytes travel: the rank read rank 0's as its own dtype, 0.0078 in place of 0.0, and nobody was told."""
-
-    def train(rank, world_size):
-        model = nn.Linear(2, 2)
-        model.register_buffer("scale", torch.arange(4.0))
-        ddp = DistributedDataParallel(model, check=False)
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", torch.arange(4.0))
+    ddp = DistributedDataParallel(model, check=False)
+    ddp(torch.ones(1, 2)).sum().backward()
+    if rank == 1:
+        model.scale = torch.arange(2.0, dtype=torch.float64)
+    # Over Gloo only who receives can see it; rank 0 sees that it has left.
+    with pytest.raises(MismatchError if rank == 1 or backend == "phalanx" else RuntimeError):
         ddp(torch.ones(1, 2)).sum().backward()
-        if rank == 1:
-            model.scale = torch.arange(2.0, dtype=torch.float64)
-        # Over Gloo only who receives can see it; rank 0 sees that it has left.
-        with pytest.raises(MismatchError if rank == 1 or backend == "phalanx" else RuntimeError):
-            ddp(torch.ones(1, 2)).sum().backward()
-
-    run_ranks(train, 2, backend=backend)
 
 
 VIEWS = {

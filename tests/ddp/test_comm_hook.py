@@ -22,6 +22,8 @@ with warnings.catch_warnings():
     )
     from torch.distributed.optim import _apply_optimizer_in_backward
 
+from tests.on_ranks import on_ranks
+
 from phalanx import DistributedDataParallel
 from phalanx.testing import run_ranks
 
@@ -51,24 +53,20 @@ def _gradients_with(hook, state, rank, *, wrap=DistributedDataParallel):
     ],
     ids=["allreduce", "fp16", "bf16", "fp16_wrapper"],
 )
-def test_pytorchs_hooks_leave_the_mean(backend, hook, tolerance):
-    def fn(rank, world_size):
-        plain, hooked = _gradients_with(None, None, rank), _gradients_with(hook, dist.group.WORLD, rank)
-        torch.testing.assert_close(hooked, plain, rtol=tolerance, atol=tolerance)
-
-    run_ranks(fn, 2, backend=backend)
+@on_ranks(2)
+def test_pytorchs_hooks_leave_the_mean(rank, backend, hook, tolerance):
+    plain, hooked = _gradients_with(None, None, rank), _gradients_with(hook, dist.group.WORLD, rank)
+    torch.testing.assert_close(hooked, plain, rtol=tolerance, atol=tolerance)
 
 
-def test_power_sgd_gives_what_it_gives_under_pytorchs_own(backend):
-    def fn(rank, world_size):
-        def gradients(wrap):
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-            return _gradients_with(powerSGD_hook.powerSGD_hook, state, rank, wrap=wrap)
+@on_ranks(2)
+def test_power_sgd_gives_what_it_gives_under_pytorchs_own(rank, backend):
+    def gradients(wrap):
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        return _gradients_with(powerSGD_hook.powerSGD_hook, state, rank, wrap=wrap)
 
-        theirs = gradients(nn.parallel.DistributedDataParallel)
-        torch.testing.assert_close(gradients(DistributedDataParallel), theirs)
-
-    run_ranks(fn, 2, backend=backend)
+    theirs = gradients(nn.parallel.DistributedDataParallel)
+    torch.testing.assert_close(gradients(DistributedDataParallel), theirs)
 
 
 class _Convolutional(nn.Module):
@@ -104,22 +102,20 @@ PYTORCHS = {
 
 
 @pytest.mark.slow
-def test_pytorchs_stateful_hooks_give_what_they_give_under_pytorchs_own():
-    def fn(rank, world_size):
-        def gradients(wrap, made):
-            ddp = wrap(_Convolutional(), bucket_cap_mb=0.003)
-            ddp.register_comm_hook(*made)
-            for step in range(4):
-                ddp.zero_grad()
-                ddp(batch_of(rank, step, shape=(4, 3, 6, 6))).square().mean().backward()
-            return copy_gradients(ddp)
+@on_ranks(2)
+def test_pytorchs_stateful_hooks_give_what_they_give_under_pytorchs_own(rank):
+    def gradients(wrap, made):
+        ddp = wrap(_Convolutional(), bucket_cap_mb=0.003)
+        ddp.register_comm_hook(*made)
+        for step in range(4):
+            ddp.zero_grad()
+            ddp(batch_of(rank, step, shape=(4, 3, 6, 6))).square().mean().backward()
+        return copy_gradients(ddp)
 
-        for name, make in PYTORCHS.items():
-            theirs = gradients(nn.parallel.DistributedDataParallel, make())
-            ours = gradients(DistributedDataParallel, make())
-            torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
-
-    run_ranks(fn, 2)  # over Gloo PyTorch's PowerSGD aborts the process when there are several buckets
+    for name, make in PYTORCHS.items():
+        theirs = gradients(nn.parallel.DistributedDataParallel, make())
+        ours = gradients(DistributedDataParallel, make())
+        torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_a_hook_sees_the_bucket_as_pytorchs_interface_describes_it():
@@ -169,14 +165,12 @@ def _finished(value):
         (lambda state, bucket: _finished(torch.ones(1)), ValueError, "returned 1 elements for bucket 0, which has"),
     ],
 )
-def test_a_hook_that_breaks_the_contract_is_told_what_it_returned(hook, error, message):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp())
-        ddp.register_comm_hook(None, hook)
-        with pytest.raises(error, match=message):
-            _backward(ddp, rank)
-
-    run_ranks(fn, 1, backend="gloo")
+@on_ranks(1, backend="gloo")
+def test_a_hook_that_breaks_the_contract_is_told_what_it_returned(rank, hook, error, message):
+    ddp = DistributedDataParallel(mlp())
+    ddp.register_comm_hook(None, hook)
+    with pytest.raises(error, match=message):
+        _backward(ddp, rank)
 
 
 class _Complex(nn.Module):
@@ -189,48 +183,42 @@ class _Complex(nn.Module):
         return (self.weight * inputs * self.scale).abs()
 
 
-def test_complex_gradients_go_through_a_hook_as_real_numbers(backend):
-    def fn(rank, world_size):
-        inputs = torch.complex(torch.tensor(1.0 + rank), torch.tensor(2.0))
-        hooked, plain = DistributedDataParallel(_Complex()), DistributedDataParallel(_Complex())
-        hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-        for ddp in (hooked, plain):
-            (ddp(inputs) * torch.arange(1.0, 7.0).view(3, 2)).sum().backward()
-        torch.testing.assert_close(copy_gradients(hooked), copy_gradients(plain), rtol=1e-3, atol=1e-3)
-
-    run_ranks(fn, 2, backend=backend)
+@on_ranks(2)
+def test_complex_gradients_go_through_a_hook_as_real_numbers(rank, backend):
+    inputs = torch.complex(torch.tensor(1.0 + rank), torch.tensor(2.0))
+    hooked, plain = DistributedDataParallel(_Complex()), DistributedDataParallel(_Complex())
+    hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    for ddp in (hooked, plain):
+        (ddp(inputs) * torch.arange(1.0, 7.0).view(3, 2)).sum().backward()
+    torch.testing.assert_close(copy_gradients(hooked), copy_gradients(plain), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS])
-def test_pytorchs_built_in_hooks_leave_the_mean(backend, kind):
-    def fn(rank, world_size):
-        hooked, plain = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
-        hooked._register_builtin_comm_hook(kind)
-        for ddp in (hooked, plain):
-            _backward(ddp, rank)
-        torch.testing.assert_close(copy_gradients(hooked), copy_gradients(plain), rtol=1e-3, atol=1e-3)
-
-    run_ranks(fn, 2, backend=backend)
+@on_ranks(2)
+def test_pytorchs_built_in_hooks_leave_the_mean(rank, backend, kind):
+    hooked, plain = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
+    hooked._register_builtin_comm_hook(kind)
+    for ddp in (hooked, plain):
+        _backward(ddp, rank)
+    torch.testing.assert_close(copy_gradients(hooked), copy_gradients(plain), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("hook", [default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook])
-def test_compression_takes_gradients_of_any_real_dtype_and_shows_what_is_not_finite(backend, dtype, hook):
-    def fn(rank, world_size):
-        model = nn.Linear(4, 3).to(dtype)
-        model.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float32))  # a bucket without an element
-        ddp = DistributedDataParallel(model, find_unused_parameters=True)
-        ddp.register_comm_hook(None, hook)
-        ddp(torch.full((2, 4), float(rank + 1), dtype=dtype)).sum().backward()
-        assert torch.equal(model.weight.grad, torch.full_like(model.weight, 3.0))
-        model.zero_grad()
-        inputs = torch.ones(2, 4, dtype=dtype)
-        inputs[0, 1] = float("nan") if rank else float("inf")
-        ddp(inputs).sum().backward()
-        assert model.weight.grad[:, 1].isnan().all()
-        assert model.weight.grad[:, 0].isfinite().all()
-
-    run_ranks(fn, 2, backend=backend)
+@on_ranks(2)
+def test_compression_takes_gradients_of_any_real_dtype_and_shows_what_is_not_finite(rank, backend, dtype, hook):
+    model = nn.Linear(4, 3).to(dtype)
+    model.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float32))  # a bucket without an element
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp.register_comm_hook(None, hook)
+    ddp(torch.full((2, 4), float(rank + 1), dtype=dtype)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full_like(model.weight, 3.0))
+    model.zero_grad()
+    inputs = torch.ones(2, 4, dtype=dtype)
+    inputs[0, 1] = float("nan") if rank else float("inf")
+    ddp(inputs).sum().backward()
+    assert model.weight.grad[:, 1].isnan().all()
+    assert model.weight.grad[:, 0].isfinite().all()
 
 
 def _applying_optim_in_backward():
@@ -241,53 +229,47 @@ def _applying_optim_in_backward():
         return optimizer_overlap_hooks._apply_optim_in_backward_hook(True)
 
 
+@on_ranks(1, backend="gloo")
 def test_hooks_that_cannot_work_are_refused_with_what_to_use_instead():
-    def fn(rank, world_size):
-        fused = _as_overlapped_optim(torch.optim.SGD, None, lr=0.1)._opt_hook_state
-        refused = [
-            (mixed_precision_hooks._reducer_allreduce_and_upcast_hook, r"mixed_precision.*Use torch\.autocast"),
-            (
-                optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, fused),
-                r"step\(\) after",
-            ),
-            (_applying_optim_in_backward(), r"step\(\) after"),
-            (ddp_zero_hook._hook_with_zero_step_setup, "Use phalanx.ZeroRedundancyOptimizer without it"),
-            (
-                quantization_hooks.quantization_pertensor_hook,
-                r"as NCCL lays it out.*Use bf16_compress_hook on Gloo.*phalanx\.Options\(wire_dtype",
-            ),
-            (quantization_hooks.quantization_perchannel_hook, "as NCCL lays it out"),
-            (powerSGD_hook.batched_powerSGD_hook, "it resizes the bucket.*Use powerSGD_hook"),
-        ]
-        ddp = DistributedDataParallel(mlp())
-        for hook, message in refused:
-            with pytest.raises(ValueError, match=message):
-                ddp.register_comm_hook(None, hook)
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)  # none of them has left anything behind
-
-    run_ranks(fn, 1, backend="gloo")
+    fused = _as_overlapped_optim(torch.optim.SGD, None, lr=0.1)._opt_hook_state
+    refused = [
+        (mixed_precision_hooks._reducer_allreduce_and_upcast_hook, r"mixed_precision.*Use torch\.autocast"),
+        (
+            optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, fused),
+            r"step\(\) after",
+        ),
+        (_applying_optim_in_backward(), r"step\(\) after"),
+        (ddp_zero_hook._hook_with_zero_step_setup, "Use phalanx.ZeroRedundancyOptimizer without it"),
+        (
+            quantization_hooks.quantization_pertensor_hook,
+            r"as NCCL lays it out.*Use bf16_compress_hook on Gloo.*phalanx\.Options\(wire_dtype",
+        ),
+        (quantization_hooks.quantization_perchannel_hook, "as NCCL lays it out"),
+        (powerSGD_hook.batched_powerSGD_hook, "it resizes the bucket.*Use powerSGD_hook"),
+    ]
+    ddp = DistributedDataParallel(mlp())
+    for hook, message in refused:
+        with pytest.raises(ValueError, match=message):
+            ddp.register_comm_hook(None, hook)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)  # none of them has left anything behind
 
 
+@on_ranks(1, backend="gloo")
 def test_an_optimizer_that_steps_inside_backward_is_refused():
-    def fn(rank, world_size):
-        model = mlp()
-        _apply_optimizer_in_backward(torch.optim.SGD, model[2].parameters(), {"lr": 0.1}, register_hook=False)
-        with pytest.raises(RuntimeError, match=r"'2\.weight' has an optimizer that steps inside backward"):
-            DistributedDataParallel(model)
-
-    run_ranks(fn, 1, backend="gloo")
+    model = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, model[2].parameters(), {"lr": 0.1}, register_hook=False)
+    with pytest.raises(RuntimeError, match=r"'2\.weight' has an optimizer that steps inside backward"):
+        DistributedDataParallel(model)
 
 
+@on_ranks(1, backend="gloo")
 def test_wrong_registrations_are_refused():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp())
-        with pytest.raises(TypeError, match="must be callable, got int"):
-            ddp.register_comm_hook(None, 3)
+    ddp = DistributedDataParallel(mlp())
+    with pytest.raises(TypeError, match="must be callable, got int"):
+        ddp.register_comm_hook(None, 3)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(RuntimeError, match="once per module"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        with pytest.raises(RuntimeError, match="once per module"):
-            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        sparse = DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
-        with pytest.raises(RuntimeError, match="'weight' has sparse gradients"):
-            sparse.register_comm_hook(None, default_hooks.allreduce_hook)
-
-    run_ranks(fn, 1, backend="gloo")
+    sparse = DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
+    with pytest.raises(RuntimeError, match="'weight' has sparse gradients"):
+        sparse.register_comm_hook(None, default_hooks.allreduce_hook)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from tests.logs import logged
+from tests.on_ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -131,12 +132,10 @@ def test_torchs_sampler_without_set_epoch_is_one_warning_of_rank_0(backend):
     assert nothing == []
 
 
-def test_the_right_samplers_and_check_false_say_nothing():
-    def fn(rank, world_size):
-        right = DistributedSampler(range(40), world_size, rank)
-        right.right = True
-        ours = phalanx.DistributedSampler(range(40))
-        forgotten = DistributedSampler(range(40), world_size, rank)
-        return [*_train(rank, right), *_train(rank, ours), *_train(rank, forgotten, check=False)]
-
-    assert run_ranks(fn, 2) == [[], []]
+@on_ranks(2)
+def test_the_right_samplers_and_check_false_say_nothing(rank, world_size):
+    right = DistributedSampler(range(40), world_size, rank)
+    right.right = True
+    ours = phalanx.DistributedSampler(range(40))
+    forgotten = DistributedSampler(range(40), world_size, rank)
+    assert [*_train(rank, right), *_train(rank, ours), *_train(rank, forgotten, check=False)] == []

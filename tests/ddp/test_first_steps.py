@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.logs import logged
+from tests.on_ranks import on_ranks
 from tests.small_models import batch_of, mlp
 from tests.training import copy_parameters, copy_state
 from torch import nn
@@ -36,14 +37,12 @@ def _train(ddp, rank, *, num_steps=5, batch=None, optimizer=None, before_step=No
         optimizer.step()
 
 
-def test_training_as_it_should_be_says_nothing(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp((3, 4, 2)))
-        assert ddp._reducer.watch is not None
-        lines = _lines(lambda: _train(ddp, rank))
-        return lines, ddp._reducer.watch
-
-    assert run_ranks(fn, 3, backend=backend) == [([], None)] * 3
+@on_ranks(3)
+def test_training_as_it_should_be_says_nothing(rank, backend):
+    ddp = DistributedDataParallel(mlp((3, 4, 2)))
+    assert ddp._reducer.watch is not None
+    lines = _lines(lambda: _train(ddp, rank))
+    assert (lines, ddp._reducer.watch) == ([], None)
 
 
 def test_the_same_batch_on_all_ranks(backend):
@@ -59,12 +58,10 @@ def test_the_same_batch_on_all_ranks(backend):
     assert others == [[], []]
 
 
-def test_two_steps_are_too_few_to_speak_of_batches():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp((3, 4, 2)))
-        return _lines(lambda: _train(ddp, rank, num_steps=2, batch=torch.ones(2, 3)))
-
-    assert run_ranks(fn, 2) == [[], []]
+@on_ranks(2)
+def test_two_steps_are_too_few_to_speak_of_batches(rank):
+    ddp = DistributedDataParallel(mlp((3, 4, 2)))
+    assert _lines(lambda: _train(ddp, rank, num_steps=2, batch=torch.ones(2, 3))) == []
 
 
 def test_dropout_that_is_the_same_on_all_ranks():
@@ -81,13 +78,11 @@ def test_dropout_that_is_the_same_on_all_ranks():
     assert run_ranks(fn, 2, 1) == [[], []]
 
 
-def test_the_same_seed_does_not_matter_where_nothing_is_drawn():
-    def fn(rank, world_size):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(nn.Sequential(mlp((3, 4, 2)), nn.Dropout(0.0)))
-        return _lines(lambda: _train(ddp, rank))
-
-    assert run_ranks(fn, 2) == [[], []]
+@on_ranks(2)
+def test_the_same_seed_does_not_matter_where_nothing_is_drawn(rank):
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(mlp((3, 4, 2)), nn.Dropout(0.0)))
+    assert _lines(lambda: _train(ddp, rank)) == []
 
 
 def test_parameters_that_drift_apart_are_named_once():
@@ -172,17 +167,15 @@ def test_a_nan_in_the_gradient_of_one_rank(backend):
     assert "in step 1 the gradient of 'weight' was NaN on rank 1 only" in line
 
 
-def test_gradients_of_half_precision_may_overflow_while_the_scale_is_sought():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False).half())
+@on_ranks(2)
+def test_gradients_of_half_precision_may_overflow_while_the_scale_is_sought(rank):
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False).half())
 
-        def step():
-            y = ddp(torch.full((2, 1), float(rank + 1)).half())
-            y.backward(torch.full_like(y, float("nan") if rank == 1 else 1.0))
+    def step():
+        y = ddp(torch.full((2, 1), float(rank + 1)).half())
+        y.backward(torch.full_like(y, float("nan") if rank == 1 else 1.0))
 
-        return _lines(step)
-
-    assert run_ranks(fn, 2) == [[], []]
+    assert _lines(step) == []
 
 
 def test_an_optimizer_of_another_copy_of_the_model(backend):
@@ -197,123 +190,105 @@ def test_an_optimizer_of_another_copy_of_the_model(backend):
     assert nothing == []
 
 
-def test_a_second_model_with_an_optimizer_of_its_own_is_no_mistake():
-    def fn(rank, world_size):
-        ddp, other = DistributedDataParallel(mlp((3, 4, 2))), mlp((3, 4, 2))
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+@on_ranks(2)
+def test_a_second_model_with_an_optimizer_of_its_own_is_no_mistake(rank):
+    ddp, other = DistributedDataParallel(mlp((3, 4, 2))), mlp((3, 4, 2))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
 
-        def train_other(_step):
-            other(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
+    def train_other(_step):
+        other(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
 
-        return _lines(lambda: _train(ddp, rank, before_step=train_other))
-
-    assert run_ranks(fn, 2) == [[], []]
+    assert _lines(lambda: _train(ddp, rank, before_step=train_other)) == []
 
 
-def test_optimizers_are_watched_until_the_last_step_or_as_long_as_the_wrapper_lives():
-    def fn(rank, world_size):
-        watches = first_steps._watches
-        ddp = DistributedDataParallel(mlp((3, 4, 2)))
-        during = len(watches)
+@on_ranks(2)
+def test_optimizers_are_watched_until_the_last_step_or_as_long_as_the_wrapper_lives(rank):
+    watches = first_steps._watches
+    ddp = DistributedDataParallel(mlp((3, 4, 2)))
+    during = len(watches)
+    _train(ddp, rank)
+    after = len(watches)
+    other = DistributedDataParallel(mlp((3, 4, 2)))
+    del other
+    assert (during, after, len(watches)) == (1, 0, 0)
+
+
+@on_ranks(2)
+def test_check_false_watches_nothing(rank):
+    ddp = DistributedDataParallel(mlp((3, 4, 2)), check=False)
+    assert ddp._reducer.watch is None
+    assert _lines(lambda: _train(ddp, rank, batch=torch.ones(2, 3))) == []
+
+
+@on_ranks(1)
+def test_a_job_of_one_rank_is_not_watched(rank):
+    ddp = DistributedDataParallel(mlp((3, 4, 2)))
+    assert (_lines(lambda: _train(ddp, rank)), ddp._reducer.watch) == ([], None)
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_about_watching_are_told_at_construction(rank):
+    with pytest.raises(dist.DistBackendError, match="rank 1 passes check=False, rank 0 check=True"):
+        DistributedDataParallel(mlp((3, 4, 2)), check=rank == 0)
+
+
+@on_ranks(3)
+def test_different_numbers_of_forwards_and_of_local_backwards_keep_ranks_in_step(rank, backend):
+    ddp = DistributedDataParallel(mlp((3, 4, 2)), broadcast_buffers=False)
+    generator = torch.Generator().manual_seed(rank)
+
+    def step():
+        for _ in range(rank):  # looks at samples that it does not train on
+            ddp(torch.randn(1, 3, generator=generator))
+        with ddp.no_sync():
+            for _ in range(rank):
+                ddp(torch.randn(2, 3, generator=generator)).sum().backward()
+        ddp(torch.randn(2, 3, generator=generator)).sum().backward()
+
+    assert _lines(lambda: [step() for _ in range(5)]) == []
+
+
+@on_ranks(2)
+def test_gradients_are_the_same_with_and_without_watching(rank):
+    states = []
+    for check in (True, False):
+        ddp = DistributedDataParallel(mlp((3, 4, 2)), check=check)
         _train(ddp, rank)
-        after = len(watches)
-        other = DistributedDataParallel(mlp((3, 4, 2)))
-        del other
-        return during, after, len(watches)
-
-    assert run_ranks(fn, 2) == [(1, 0, 0)] * 2
+        states.append(copy_state(ddp))
+    assert_equal(*states)
 
 
-def test_check_false_watches_nothing():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp((3, 4, 2)), check=False)
-        assert ddp._reducer.watch is None
-        return _lines(lambda: _train(ddp, rank, batch=torch.ones(2, 3)))
+@on_ranks(2)
+def test_every_kind_of_gradient_can_be_looked_at(rank):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(5, 3, sparse=True)
+            self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+            self.head = nn.Linear(3, 2, dtype=torch.bfloat16)
 
-    assert run_ranks(fn, 2) == [[], []]
+        def forward(self, index):
+            return self.head((self.embedding(index) * self.turn).real.bfloat16())
 
+    ddp = DistributedDataParallel(Model())
 
-def test_a_job_of_one_rank_is_not_watched():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp((3, 4, 2)))
-        return _lines(lambda: _train(ddp, rank)), ddp._reducer.watch
+    def step():
+        ddp(torch.tensor([rank, 4])).sum().backward()
 
-    assert run_ranks(fn, 1) == [([], None)]
-
-
-def test_ranks_that_disagree_about_watching_are_told_at_construction():
-    def fn(rank, world_size):
-        with pytest.raises(dist.DistBackendError, match="rank 1 passes check=False, rank 0 check=True"):
-            DistributedDataParallel(mlp((3, 4, 2)), check=rank == 0)
-
-    run_ranks(fn, 2)
-
-
-def test_different_numbers_of_forwards_and_of_local_backwards_keep_ranks_in_step(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp((3, 4, 2)), broadcast_buffers=False)
-        generator = torch.Generator().manual_seed(rank)
-
-        def step():
-            for _ in range(rank):  # looks at samples that it does not train on
-                ddp(torch.randn(1, 3, generator=generator))
-            with ddp.no_sync():
-                for _ in range(rank):
-                    ddp(torch.randn(2, 3, generator=generator)).sum().backward()
-            ddp(torch.randn(2, 3, generator=generator)).sum().backward()
-
-        return _lines(lambda: [step() for _ in range(5)])
-
-    assert run_ranks(fn, 3, backend=backend) == [[], [], []]
-
-
-def test_gradients_are_the_same_with_and_without_watching():
-    def fn(rank, world_size):
-        states = []
-        for check in (True, False):
-            ddp = DistributedDataParallel(mlp((3, 4, 2)), check=check)
-            _train(ddp, rank)
-            states.append(copy_state(ddp))
-        assert_equal(*states)
-
-    run_ranks(fn, 2)
-
-
-def test_every_kind_of_gradient_can_be_looked_at():
-    def fn(rank, world_size):
-        class Model(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.embedding = nn.Embedding(5, 3, sparse=True)
-                self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-                self.head = nn.Linear(3, 2, dtype=torch.bfloat16)
-
-            def forward(self, index):
-                return self.head((self.embedding(index) * self.turn).real.bfloat16())
-
-        ddp = DistributedDataParallel(Model())
-
-        def step():
-            ddp(torch.tensor([rank, 4])).sum().backward()
-
-        return _lines(lambda: [step() for _ in range(4)])
-
-    assert run_ranks(fn, 2) == [[], []]
+    assert _lines(lambda: [step() for _ in range(4)]) == []
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-def test_ragged_batches_train_and_are_not_looked_at(layout):
+@on_ranks(2)
+def test_ragged_batches_train_and_are_not_looked_at(rank, layout):
     # They used to end the first forward: the digest cannot read nested tensors, nor could the look at epochs.
     class Padded(nn.Linear):
         def forward(self, rows):
             return super().forward(torch.nested.to_padded_tensor(rows, 0.0))
 
-    def fn(rank, world_size):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(Padded(3, 2))
-        batch = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
-        return _lines(lambda: _train(ddp, rank, batch=batch))
-
-    assert run_ranks(fn, 2) == [[], []]
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Padded(3, 2))
+    batch = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+    assert _lines(lambda: _train(ddp, rank, batch=batch)) == []

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from tests.small_models import batch_of, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -60,42 +61,36 @@ def _plain(model, rank):
 
 @pytest.mark.slow(but=("phalanx-2", "phalanx-3"))
 @pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2), ("phalanx", 1), ("phalanx", 2), ("phalanx", 3)])
-def test_backward_leaves_the_mean_on_every_rank(backend, world_size):
-    def fn(rank, world_size):
-        for as_view in (True, False):
-            _agrees(_plain, bucket_cap_mb=0.0001, gradient_as_bucket_view=as_view)(rank, world_size)
-
-    run_ranks(fn, world_size, backend=backend)
+@on_ranks()
+def test_backward_leaves_the_mean_on_every_rank(rank, world_size, backend):
+    for as_view in (True, False):
+        _agrees(_plain, bucket_cap_mb=0.0001, gradient_as_bucket_view=as_view)(rank, world_size)
 
 
-def test_gradients_are_views_of_bucket_memory_unless_told_otherwise(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp())
-        _plain(ddp, rank)
-        first = ddp.module[0].weight.grad.data_ptr()
-        assert len({parameter.grad.untyped_storage().data_ptr() for parameter in ddp.parameters()}) == 1
-        ddp.zero_grad()
-        _plain(ddp, rank)
-        assert ddp.module[0].weight.grad.data_ptr() == first  # nobody kept it
+@on_ranks(2)
+def test_gradients_are_views_of_bucket_memory_unless_told_otherwise(rank, backend):
+    ddp = DistributedDataParallel(mlp())
+    _plain(ddp, rank)
+    first = ddp.module[0].weight.grad.data_ptr()
+    assert len({parameter.grad.untyped_storage().data_ptr() for parameter in ddp.parameters()}) == 1
+    ddp.zero_grad()
+    _plain(ddp, rank)
+    assert ddp.module[0].weight.grad.data_ptr() == first  # nobody kept it
 
-        separate = DistributedDataParallel(mlp(), gradient_as_bucket_view=False)
-        _plain(separate, rank)
-        assert len({parameter.grad.untyped_storage().data_ptr() for parameter in separate.parameters()}) == 4
-
-    run_ranks(fn, 2, backend=backend)
+    separate = DistributedDataParallel(mlp(), gradient_as_bucket_view=False)
+    _plain(separate, rank)
+    assert len({parameter.grad.untyped_storage().data_ptr() for parameter in separate.parameters()}) == 4
 
 
-def test_both_ways_to_zero_gradients_give_the_same():
-    def fn(rank, world_size):
-        expected = _mean_gradients(mlp(), _plain, world_size)
-        for as_view, set_to_none in itertools.product((True, False), repeat=2):
-            ddp = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_view)
-            for _ in range(3):
-                ddp.zero_grad(set_to_none=set_to_none)
-                _plain(ddp, rank)
-                _assert_gradients(ddp, expected)
-
-    run_ranks(fn, 2, backend="gloo")
+@on_ranks(2, backend="gloo")
+def test_both_ways_to_zero_gradients_give_the_same(rank, world_size):
+    expected = _mean_gradients(mlp(), _plain, world_size)
+    for as_view, set_to_none in itertools.product((True, False), repeat=2):
+        ddp = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_view)
+        for _ in range(3):
+            ddp.zero_grad(set_to_none=set_to_none)
+            _plain(ddp, rank)
+            _assert_gradients(ddp, expected)
 
 
 def test_buckets_of_the_shared_heap_are_reduced_where_they_lie_also_after_they_are_rebuilt():
@@ -111,37 +106,34 @@ def test_buckets_of_the_shared_heap_are_reduced_where_they_lie_also_after_they_a
     assert mine == other
 
 
-def test_ranks_that_can_not_share_memory_get_the_mean_over_the_backend_that_stands_in(monkeypatch):
-    def fn(rank, world_size):
-        monkeypatch.setattr("phalanx._comm.backend.create._cannot_share", lambda *_: "the test says so")
-        group = dist.new_group()
-        ddp = DistributedDataParallel(mlp(), process_group=group)
-        assert isinstance(ddp._reducer._set.exchange, WorkExchange)
-        _plain(ddp, rank)
-        _assert_gradients(ddp, _mean_gradients(mlp(), _plain, world_size))
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_ranks_that_can_not_share_memory_get_the_mean_over_the_backend_that_stands_in(rank, world_size, monkeypatch):
+    monkeypatch.setattr("phalanx._comm.backend.create._cannot_share", lambda *_: "the test says so")
+    group = dist.new_group()
+    ddp = DistributedDataParallel(mlp(), process_group=group)
+    assert isinstance(ddp._reducer._set.exchange, WorkExchange)
+    _plain(ddp, rank)
+    _assert_gradients(ddp, _mean_gradients(mlp(), _plain, world_size))
 
 
-def test_without_the_c_core_gloo_still_leaves_the_mean():
-    def fn(rank, world_size):
-        for name in [
-            name
-            for name in sys.modules
-            if name.startswith(("phalanx.ddp", "phalanx._comm.backend", "phalanx._comm.symmetric_memory"))
-        ]:
-            del sys.modules[name]
-        sys.modules["phalanx._core"] = None  # importing it fails
-        from phalanx.ddp import DistributedDataParallel as Fresh
+@on_ranks(2, backend="gloo")
+def test_without_the_c_core_gloo_still_leaves_the_mean(rank, world_size):
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("phalanx.ddp", "phalanx._comm.backend", "phalanx._comm.symmetric_memory"))
+    ]:
+        del sys.modules[name]
+    sys.modules["phalanx._core"] = None  # importing it fails
+    from phalanx.ddp import DistributedDataParallel as Fresh
 
-        ddp = Fresh(mlp())
-        _plain(ddp, rank)
-        _assert_gradients(ddp, _mean_gradients(mlp(), _plain, world_size))
-
-    run_ranks(fn, 2, backend="gloo")
+    ddp = Fresh(mlp())
+    _plain(ddp, rank)
+    _assert_gradients(ddp, _mean_gradients(mlp(), _plain, world_size))
 
 
-def test_an_empty_bucket_and_none_but_empty_buckets_are_averaged(backend):
+@on_ranks(2)
+def test_an_empty_bucket_and_none_but_empty_buckets_are_averaged(rank, world_size, backend):
     class Empty(nn.Module):
         def __init__(self, *shapes):
             super().__init__()
@@ -150,51 +142,42 @@ def test_an_empty_bucket_and_none_but_empty_buckets_are_averaged(backend):
         def forward(self, inputs):
             return sum((weight.sum().float() * inputs.sum() for weight in self.weights), torch.zeros(()))
 
-    def fn(rank, world_size):
-        nothing = (0, 2), torch.bfloat16
-        for shapes in ([nothing], [nothing, ((3,), torch.float32)]):
-            _agrees(_plain, build=lambda shapes=shapes: Empty(*shapes))(rank, world_size)
-
-    run_ranks(fn, 2, backend=backend)
+    nothing = (0, 2), torch.bfloat16
+    for shapes in ([nothing], [nothing, ((3,), torch.float32)]):
+        _agrees(_plain, build=lambda shapes=shapes: Empty(*shapes))(rank, world_size)
 
 
-def test_gradients_that_the_user_replaced_are_accumulated_on(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp())
-        expected = _mean_gradients(mlp(), _plain, world_size)
-        _plain(ddp, rank)
-        for parameter in ddp.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        _plain(ddp, rank)
-        _assert_gradients(ddp, {name: gradient + 1 for name, gradient in expected.items()})
-
-    run_ranks(fn, 2, backend=backend)
+@on_ranks(2)
+def test_gradients_that_the_user_replaced_are_accumulated_on(rank, world_size, backend):
+    ddp = DistributedDataParallel(mlp())
+    expected = _mean_gradients(mlp(), _plain, world_size)
+    _plain(ddp, rank)
+    for parameter in ddp.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    _plain(ddp, rank)
+    _assert_gradients(ddp, {name: gradient + 1 for name, gradient in expected.items()})
 
 
 @pytest.mark.parametrize("as_view", [True, False])
-def test_other_memory_under_a_gradient_is_accumulated_on(backend, as_view):
+@on_ranks(2)
+def test_other_memory_under_a_gradient_is_accumulated_on(rank, world_size, backend, as_view):
     # With gradient_as_bucket_view=True PyTorch's own loses the mean here.
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_view)
-        expected = _mean_gradients(mlp(), _plain, world_size)
+    ddp = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_view)
+    expected = _mean_gradients(mlp(), _plain, world_size)
+    _plain(ddp, rank)
+    for parameter in ddp.parameters():
+        parameter.grad.data = torch.ones_like(parameter)
+    _plain(ddp, rank)
+    _assert_gradients(ddp, {name: gradient + 1 for name, gradient in expected.items()})
+
+
+@on_ranks(3)
+def test_without_zeroing_gradients_accumulate(rank, world_size, backend):
+    ddp = DistributedDataParallel(mlp())
+    expected = _mean_gradients(mlp(), _plain, world_size)
+    for count in (1, 2, 3):
         _plain(ddp, rank)
-        for parameter in ddp.parameters():
-            parameter.grad.data = torch.ones_like(parameter)
-        _plain(ddp, rank)
-        _assert_gradients(ddp, {name: gradient + 1 for name, gradient in expected.items()})
-
-    run_ranks(fn, 2, backend=backend)
-
-
-def test_without_zeroing_gradients_accumulate(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp())
-        expected = _mean_gradients(mlp(), _plain, world_size)
-        for count in (1, 2, 3):
-            _plain(ddp, rank)
-            _assert_gradients(ddp, {name: count * gradient for name, gradient in expected.items()})
-
-    run_ranks(fn, 3, backend=backend)
+        _assert_gradients(ddp, {name: count * gradient for name, gradient in expected.items()})
 
 
 @pytest.mark.parametrize("as_view", [True, False])
@@ -243,26 +226,24 @@ def test_a_static_graph_may_begin_with_accumulation():
     run_ranks(fn, 2)
 
 
-def test_each_forward_decides_for_its_own_backward():
+@on_ranks(2, backend="gloo")
+def test_each_forward_decides_for_its_own_backward(rank, world_size):
     # In PyTorch the first backward after a forward that syncs averages, even if it belongs to another forward.
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp())
-        synced = ddp(batch_of(rank, 0)).square().mean()
-        with ddp.no_sync():
-            local = ddp(batch_of(rank, 1)).square().mean()
-        local.backward()
-        kept = ddp.module[0].weight.grad.clone()
-        everyone = [torch.empty_like(kept) for _ in range(world_size)]
-        dist.all_gather(everyone, kept)
-        assert not torch.equal(everyone[0], everyone[1])
-        synced.backward()
+    ddp = DistributedDataParallel(mlp())
+    synced = ddp(batch_of(rank, 0)).square().mean()
+    with ddp.no_sync():
+        local = ddp(batch_of(rank, 1)).square().mean()
+    local.backward()
+    kept = ddp.module[0].weight.grad.clone()
+    everyone = [torch.empty_like(kept) for _ in range(world_size)]
+    dist.all_gather(everyone, kept)
+    assert not torch.equal(everyone[0], everyone[1])
+    synced.backward()
 
-        def both(model, rank):
-            (model(batch_of(rank, 0)).square().mean() + model(batch_of(rank, 1)).square().mean()).backward()
+    def both(model, rank):
+        (model(batch_of(rank, 0)).square().mean() + model(batch_of(rank, 1)).square().mean()).backward()
 
-        _assert_gradients(ddp, _mean_gradients(mlp(), both, world_size))
-
-    run_ranks(fn, 2, backend="gloo")
+    _assert_gradients(ddp, _mean_gradients(mlp(), both, world_size))
 
 
 def _two_forwards_one_backward(model, rank):
@@ -284,27 +265,23 @@ def _twice_through_one_graph(model, rank):
 @pytest.mark.parametrize(
     "backward", [_two_forwards_one_backward, _two_forwards_two_backwards, _twice_through_one_graph]
 )
-def test_several_forwards_and_backwards_leave_the_mean_of_their_sum(backend, backward):
+@on_ranks(2)
+def test_several_forwards_and_backwards_leave_the_mean_of_their_sum(rank, world_size, backend, backward):
     # After two forwards and two backwards PyTorch's gradients differ between ranks: it averages only the first.
-    def fn(rank, world_size):
-        for find_unused in (False, True):
-            _agrees(backward, find_unused_parameters=find_unused)(rank, world_size)
-
-    run_ranks(fn, 2, backend=backend)
+    for find_unused in (False, True):
+        _agrees(backward, find_unused_parameters=find_unused)(rank, world_size)
 
 
-def test_gradient_clipping_sees_the_mean(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp())
-        _plain(ddp, rank)
-        expected = _mean_gradients(mlp(), _plain, world_size)
-        norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
-        torch.testing.assert_close(norm, torch.stack([g.norm() for g in expected.values()]).norm())
-        _assert_gradients(
-            ddp, {name: gradient * (0.01 / norm) for name, gradient in expected.items()}, rtol=1e-4, atol=1e-7
-        )
-
-    run_ranks(fn, 2, backend=backend)
+@on_ranks(2)
+def test_gradient_clipping_sees_the_mean(rank, world_size, backend):
+    ddp = DistributedDataParallel(mlp())
+    _plain(ddp, rank)
+    expected = _mean_gradients(mlp(), _plain, world_size)
+    norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+    torch.testing.assert_close(norm, torch.stack([g.norm() for g in expected.values()]).norm())
+    _assert_gradients(
+        ddp, {name: gradient * (0.01 / norm) for name, gradient in expected.items()}, rtol=1e-4, atol=1e-7
+    )
 
 
 def test_buckets_are_rebuilt_in_the_order_of_readiness():
@@ -393,16 +370,14 @@ class _Checkpointed(nn.Module):
     ],
     ids=["tied", "frozen", "channels_last", "empty", "checkpoint_reentrant", "checkpoint"],
 )
-def test_models_of_every_kind_get_the_mean(backend, build):
+@on_ranks(2)
+def test_models_of_every_kind_get_the_mean(rank, world_size, backend, build):
     def seeded():
         torch.manual_seed(0)
         return build()
 
-    def fn(rank, world_size):
-        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-            _agrees(_plain, build=seeded, rounds=3, bucket_cap_mb=0.0001, **options)(rank, world_size)
-
-    run_ranks(fn, 2, backend=backend)
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        _agrees(_plain, build=seeded, rounds=3, bucket_cap_mb=0.0001, **options)(rank, world_size)
 
 
 @pytest.mark.slow
@@ -449,72 +424,63 @@ def test_a_module_that_reentrant_checkpointing_reaches_twice_needs_a_static_grap
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
-def test_every_floating_dtype_gets_the_mean(backend, dtype):
-    def fn(rank, world_size):
-        def build():
-            torch.manual_seed(0)
-            return nn.Linear(6, 7, dtype=dtype)
+@on_ranks(2)
+def test_every_floating_dtype_gets_the_mean(rank, world_size, backend, dtype):
+    def build():
+        torch.manual_seed(0)
+        return nn.Linear(6, 7, dtype=dtype)
 
-        def backward(model, rank):
-            model(batch_of(rank).to(dtype)).abs().square().mean().backward()
+    def backward(model, rank):
+        model(batch_of(rank).to(dtype)).abs().square().mean().backward()
 
-        expected = _mean_gradients(build(), backward, world_size)
-        ddp = DistributedDataParallel(build())
-        backward(ddp, rank)
-        _assert_gradients(ddp, expected, rtol=2e-2, atol=1e-2) if dtype.itemsize == 2 else _assert_gradients(
-            ddp, expected
-        )
-
-    run_ranks(fn, 2, backend=backend)
+    expected = _mean_gradients(build(), backward, world_size)
+    ddp = DistributedDataParallel(build())
+    backward(ddp, rank)
+    _assert_gradients(ddp, expected, rtol=2e-2, atol=1e-2) if dtype.itemsize == 2 else _assert_gradients(ddp, expected)
 
 
-def test_autocast_trains_the_full_precision_parameters(backend):
-    def fn(rank, world_size):
-        def backward(model, rank):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(batch_of(rank)).float().square().mean()
-            loss.backward()
+@on_ranks(2)
+def test_autocast_trains_the_full_precision_parameters(rank, world_size, backend):
+    def backward(model, rank):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batch_of(rank)).float().square().mean()
+        loss.backward()
 
-        expected = _mean_gradients(mlp(), backward, world_size)
-        ddp = DistributedDataParallel(mlp())
-        backward(ddp, rank)
-        assert ddp.module[0].weight.grad.dtype == torch.float32
-        _assert_gradients(ddp, expected)
-
-    run_ranks(fn, 2, backend=backend)
+    expected = _mean_gradients(mlp(), backward, world_size)
+    ddp = DistributedDataParallel(mlp())
+    backward(ddp, rank)
+    assert ddp.module[0].weight.grad.dtype == torch.float32
+    _assert_gradients(ddp, expected)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_of_embeddings_are_averaged_and_stay_sparse(backend, kind):
-    def fn(rank, world_size):
-        def build():
-            torch.manual_seed(0)
-            return nn.Sequential(kind(11, 4, sparse=True), nn.Linear(4, 2))
+@on_ranks(3)
+def test_sparse_gradients_of_embeddings_are_averaged_and_stay_sparse(rank, world_size, backend, kind):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(kind(11, 4, sparse=True), nn.Linear(4, 2))
 
-        def backward(model, rank):  # another number of rows on every rank, none on rank 0
-            rows = torch.arange(2 * rank).reshape(-1, 1) % 11
-            model(rows).sum().backward()
+    def backward(model, rank):  # another number of rows on every rank, none on rank 0
+        rows = torch.arange(2 * rank).reshape(-1, 1) % 11
+        model(rows).sum().backward()
 
-        expected = _mean_gradients(build(), backward, world_size)
-        ddp = DistributedDataParallel(build())
-        for _ in range(2):
-            ddp.zero_grad()
-            backward(ddp, rank)
-            assert ddp.module[0].weight.grad.is_sparse
-            _assert_gradients(ddp, expected)
-
-    run_ranks(fn, 3, backend=backend)
+    expected = _mean_gradients(build(), backward, world_size)
+    ddp = DistributedDataParallel(build())
+    for _ in range(2):
+        ddp.zero_grad()
+        backward(ddp, rank)
+        assert ddp.module[0].weight.grad.is_sparse
+        _assert_gradients(ddp, expected)
 
 
+@on_ranks(1, backend="gloo")
 def test_a_dense_gradient_of_a_sparse_parameter_is_refused_by_name():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
-        with pytest.raises(RuntimeError, match=r"Gradient of '0\.weight' is dense"):
-            (ddp(torch.tensor([1])).sum() + ddp.module[0].weight.sum()).backward()
-
-    run_ranks(fn, 1, backend="gloo")
+    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+    with pytest.raises(RuntimeError, match=r"Gradient of '0\.weight' is dense"):
+        (ddp(torch.tensor([1])).sum() + ddp.module[0].weight.sum()).backward()
 
 
+@on_ranks(1, backend="gloo")
 def test_a_sparse_gradient_that_no_module_announced_is_refused_by_name():
     class Functional(nn.Module):
         def __init__(self):
@@ -524,21 +490,16 @@ def test_a_sparse_gradient_that_no_module_announced_is_refused_by_name():
         def forward(self, rows):
             return nn.functional.embedding(rows, self.table, sparse=True)
 
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(Functional())
-        with pytest.raises(RuntimeError, match="Gradient of 'table' is sparse, but was planned as dense"):
-            ddp(torch.tensor([1])).sum().backward()
-
-    run_ranks(fn, 1, backend="gloo")
+    ddp = DistributedDataParallel(Functional())
+    with pytest.raises(RuntimeError, match="Gradient of 'table' is sparse, but was planned as dense"):
+        ddp(torch.tensor([1])).sum().backward()
 
 
-def test_double_backward_is_refused_by_name():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp())
-        with pytest.raises(RuntimeError, match=r"Gradient of '2\.bias': backward\(create_graph=True\).*is refused"):
-            ddp(batch_of(rank)).square().mean().backward(create_graph=True)
-
-    run_ranks(fn, 1, backend="gloo")
+@on_ranks(1, backend="gloo")
+def test_double_backward_is_refused_by_name(rank):
+    ddp = DistributedDataParallel(mlp())
+    with pytest.raises(RuntimeError, match=r"Gradient of '2\.bias': backward\(create_graph=True\).*is refused"):
+        ddp(batch_of(rank)).square().mean().backward(create_graph=True)
 
 
 def test_a_gradient_penalty_through_autograd_grad_gets_the_mean():
@@ -551,68 +512,56 @@ def test_a_gradient_penalty_through_autograd_grad_gets_the_mean():
 
 
 @pytest.mark.parametrize("zero", [True, False])
-def test_a_module_converted_after_wrapping_is_refused_by_name(zero):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(mlp())
-        _plain(ddp, rank)
-        ddp.double()
-        if zero:
-            ddp.zero_grad()
-        with pytest.raises(
-            RuntimeError, match=r"'2\.bias' is torch\.float64 on cpu with 4 elements, .* torch\.float32"
-        ):
-            ddp(batch_of(rank).double()).sum().backward()
-
-    run_ranks(fn, 1, backend="gloo")
-
-
-def test_a_module_converted_there_and_back_still_gets_the_mean():
-    def fn(rank, world_size):
-        expected = _mean_gradients(mlp(), _plain, world_size)
-        ddp = DistributedDataParallel(mlp())
-        _plain(ddp, rank)
-        ddp.double().float()  # swaps the memory under each gradient
-        ddp.zero_grad(set_to_none=False)
-        _plain(ddp, rank)
-        _assert_gradients(ddp, expected)
-
-    run_ranks(fn, 2, backend="gloo")
-
-
-def test_an_interrupted_backward_before_any_bucket_was_sent_is_forgotten():
-    def fn(rank, world_size):
-        def explode(_gradient):
-            raise KeyError("user code")
-
-        ddp = DistributedDataParallel(mlp())
-        output = ddp(batch_of(rank))
-        loss = output.square().mean()
-        handle = output.register_hook(explode)
-        with pytest.raises(KeyError):
-            loss.backward()
-        handle.remove()
+@on_ranks(1, backend="gloo")
+def test_a_module_converted_after_wrapping_is_refused_by_name(rank, zero):
+    ddp = DistributedDataParallel(mlp())
+    _plain(ddp, rank)
+    ddp.double()
+    if zero:
         ddp.zero_grad()
+    with pytest.raises(RuntimeError, match=r"'2\.bias' is torch\.float64 on cpu with 4 elements, .* torch\.float32"):
+        ddp(batch_of(rank).double()).sum().backward()
+
+
+@on_ranks(2, backend="gloo")
+def test_a_module_converted_there_and_back_still_gets_the_mean(rank, world_size):
+    expected = _mean_gradients(mlp(), _plain, world_size)
+    ddp = DistributedDataParallel(mlp())
+    _plain(ddp, rank)
+    ddp.double().float()  # swaps the memory under each gradient
+    ddp.zero_grad(set_to_none=False)
+    _plain(ddp, rank)
+    _assert_gradients(ddp, expected)
+
+
+@on_ranks(2, backend="gloo")
+def test_an_interrupted_backward_before_any_bucket_was_sent_is_forgotten(rank, world_size):
+    def explode(_gradient):
+        raise KeyError("user code")
+
+    ddp = DistributedDataParallel(mlp())
+    output = ddp(batch_of(rank))
+    loss = output.square().mean()
+    handle = output.register_hook(explode)
+    with pytest.raises(KeyError):
+        loss.backward()
+    handle.remove()
+    ddp.zero_grad()
+    _plain(ddp, rank)
+    _assert_gradients(ddp, _mean_gradients(mlp(), _plain, world_size))
+
+
+@on_ranks(2, backend="gloo")
+def test_a_backward_interrupted_between_buckets_is_an_error_of_the_next_forward(rank):
+    def explode(_parameter):
+        raise KeyError("user code")
+
+    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0001)
+    ddp.module[0].weight.register_post_accumulate_grad_hook(explode)
+    with pytest.raises(KeyError):
         _plain(ddp, rank)
-        _assert_gradients(ddp, _mean_gradients(mlp(), _plain, world_size))
-
-    run_ranks(fn, 2, backend="gloo")
-
-
-def test_a_backward_interrupted_between_buckets_is_an_error_of_the_next_forward():
-    def fn(rank, world_size):
-        def explode(_parameter):
-            raise KeyError("user code")
-
-        ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0001)
-        ddp.module[0].weight.register_post_accumulate_grad_hook(explode)
-        with pytest.raises(KeyError):
-            _plain(ddp, rank)
-        with pytest.raises(
-            RuntimeError, match=r"on rank \d: the backward before this forward was interrupted after \d of"
-        ):
-            ddp(batch_of(rank))
-
-    run_ranks(fn, 2, backend="gloo")
+    with pytest.raises(RuntimeError, match=r"on rank \d: the backward before this forward was interrupted after \d of"):
+        ddp(batch_of(rank))
 
 
 def test_a_rank_that_dies_in_backward_is_named_by_the_others():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.ddp.models import mean_gradients, wide_model
+from tests.on_ranks import on_ranks
 from tests.small_models import batch_of
 from tests.training import copy_gradients
 from torch import nn
@@ -57,74 +58,64 @@ def test_large_gradients_are_averaged_where_autograd_wrote_them(world_size, set_
         assert_equal(other, first)
 
 
-def test_freed_gradients_make_room_for_the_next_step():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_build())
-        for step in range(10):
-            _step(ddp, rank, step)
-        assert ddp._reducer._set.pool._pool.used() == 2
-        ddp.zero_grad()
-        assert ddp._reducer._set.pool._pool.used() == 0
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_freed_gradients_make_room_for_the_next_step(rank):
+    ddp = DistributedDataParallel(_build())
+    for step in range(10):
+        _step(ddp, rank, step)
+    assert ddp._reducer._set.pool._pool.used() == 2
+    ddp.zero_grad()
+    assert ddp._reducer._set.pool._pool.used() == 0
 
 
-def test_a_gradient_that_the_user_keeps_is_not_written_again():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_build())
-        _step(ddp, rank)
-        kept = next(ddp.parameters()).grad
-        before = kept.clone()
-        for step in range(1, 6):  # more than the pool has spare blocks for
-            _step(ddp, rank, step)
-        assert torch.equal(kept, before)
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_a_gradient_that_the_user_keeps_is_not_written_again(rank):
+    ddp = DistributedDataParallel(_build())
+    _step(ddp, rank)
+    kept = next(ddp.parameters()).grad
+    before = kept.clone()
+    for step in range(1, 6):  # more than the pool has spare blocks for
+        _step(ddp, rank, step)
+    assert torch.equal(kept, before)
 
 
-def test_gradients_that_are_all_kept_leave_the_pool_empty_and_are_copied():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_build())
-        kept = []
-        for step in range(5):
-            _step(ddp, rank, step)
-            kept.append([p.grad for p in ddp.parameters()])
-            torch.testing.assert_close(kept[-1], _mean(world_size, step))
-        assert _in_place(ddp) == []
-        torch.testing.assert_close(kept[0][0], _mean(world_size, 0)[0])
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_gradients_that_are_all_kept_leave_the_pool_empty_and_are_copied(rank, world_size):
+    ddp = DistributedDataParallel(_build())
+    kept = []
+    for step in range(5):
+        _step(ddp, rank, step)
+        kept.append([p.grad for p in ddp.parameters()])
+        torch.testing.assert_close(kept[-1], _mean(world_size, step))
+    assert _in_place(ddp) == []
+    torch.testing.assert_close(kept[0][0], _mean(world_size, 0)[0])
 
 
-def test_gradients_outlive_the_module_and_the_group():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_build())
-        _step(ddp, rank)
-        grads = [p.grad for p in ddp.parameters()]
-        del ddp
-        dist.destroy_process_group()
-        torch.testing.assert_close(grads, _mean(world_size))
-        grads.clear()
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_gradients_outlive_the_module_and_the_group(rank, world_size):
+    ddp = DistributedDataParallel(_build())
+    _step(ddp, rank)
+    grads = [p.grad for p in ddp.parameters()]
+    del ddp
+    dist.destroy_process_group()
+    torch.testing.assert_close(grads, _mean(world_size))
+    grads.clear()
 
 
-def test_only_tensors_of_a_backward_come_from_the_pool():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_build())
-        _step(ddp, rank)
-        ddp.zero_grad()
-        pool = ddp._reducer._set.pool
-        assert not pool.holds(torch.empty(_WIDTH, _WIDTH))
-        output = ddp(_batch(rank))
-        output.register_hook(lambda grad: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            output.sum().backward()
-        _step(ddp, rank, 1)  # the forward closes the one that was interrupted
-        assert not pool.holds(torch.empty(_WIDTH, _WIDTH))
-        torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, 1))
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_only_tensors_of_a_backward_come_from_the_pool(rank, world_size):
+    ddp = DistributedDataParallel(_build())
+    _step(ddp, rank)
+    ddp.zero_grad()
+    pool = ddp._reducer._set.pool
+    assert not pool.holds(torch.empty(_WIDTH, _WIDTH))
+    output = ddp(_batch(rank))
+    output.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    _step(ddp, rank, 1)  # the forward closes the one that was interrupted
+    assert not pool.holds(torch.empty(_WIDTH, _WIDTH))
+    torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, 1))
 
 
 def test_gradients_of_other_layouts_come_out_right():
@@ -159,40 +150,36 @@ def test_gradients_of_other_layouts_come_out_right():
     run_ranks(fn, 2)
 
 
-def test_a_forked_child_that_frees_gradients_leaves_its_parent_alone():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_build())
-        _step(ddp, rank)
-        child = os.fork()
-        if child == 0:
-            ddp.zero_grad()
-            _build()(_batch(0)).sum().backward()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size))
-        _step(ddp, rank, 1)
-        torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, 1))
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_a_forked_child_that_frees_gradients_leaves_its_parent_alone(rank, world_size):
+    ddp = DistributedDataParallel(_build())
+    _step(ddp, rank)
+    child = os.fork()
+    if child == 0:
+        ddp.zero_grad()
+        _build()(_batch(0)).sum().backward()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size))
+    _step(ddp, rank, 1)
+    torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, 1))
 
 
-def test_a_hook_gets_buckets_of_many_gradients_as_in_pytorch():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_build())
-        assert len(ddp.plan.buckets) == 3
-        sizes = []
+@on_ranks(2)
+def test_a_hook_gets_buckets_of_many_gradients_as_in_pytorch(rank, world_size):
+    ddp = DistributedDataParallel(_build())
+    assert len(ddp.plan.buckets) == 3
+    sizes = []
 
-        def hook(state, bucket):
-            sizes.append(len(bucket.gradients()))
-            work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
-            return work.get_future().then(lambda future: future.value()[0])
+    def hook(state, bucket):
+        sizes.append(len(bucket.gradients()))
+        work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
 
-        ddp.register_comm_hook(None, hook)
-        _step(ddp, rank)
-        assert sizes == [6]
-        torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size))
-
-    run_ranks(fn, 2)
+    ddp.register_comm_hook(None, hook)
+    _step(ddp, rank)
+    assert sizes == [6]
+    torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size))
 
 
 def test_gradients_are_copied_where_the_allocator_cannot_be_reached(monkeypatch):
@@ -236,28 +223,25 @@ def _allocate(nbytes):
     return shared_empty(nbytes, dtype=torch.uint8)
 
 
+@on_ranks(2)
 def test_a_pool_that_a_finalizer_closes_inside_a_sweep_is_not_lost():
     """The sweep wrote back the list that it had read; what a finalizer had added meanwhile was gone, and with it the
     memory of gradients in use."""
+    pools = [SharedPool(dist.group.WORLD.symm_mem, {_WIDTH * _WIDTH * 4: 1}, _allocate) for _ in range(3)]
+    held = []
+    for number, shared in enumerate(pools):
+        held.append(shared.empty_strided((_WIDTH, _WIDTH), (_WIDTH, 1), torch.float32).fill_(number))
 
-    def fn(rank, world_size):
-        pools = [SharedPool(dist.group.WORLD.symm_mem, {_WIDTH * _WIDTH * 4: 1}, _allocate) for _ in range(3)]
-        held = []
-        for number, shared in enumerate(pools):
-            held.append(shared.empty_strided((_WIDTH, _WIDTH), (_WIDTH, 1), torch.float32).fill_(number))
+    class Closing:  # stands in the list of closed pools; the sweep's question to it is when a finalizer runs
+        def delete(self):
+            if pools[1]._pool is not None:
+                pools[1].close()
+            return True
 
-        class Closing:  # stands in the list of closed pools; the sweep's question to it is when a finalizer runs
-            def delete(self):
-                if pools[1]._pool is not None:
-                    pools[1].close()
-                return True
-
-        pool._closed[Closing()] = None
-        pools[0].close()
-        assert len(pool._closed) == 2  # both are in use
-        assert [float(one.mean()) for one in held] == [0, 1, 2]
-        held.clear()
-        pools[2].close()
-        assert not pool._closed
-
-    run_ranks(fn, 2)
+    pool._closed[Closing()] = None
+    pools[0].close()
+    assert len(pool._closed) == 2  # both are in use
+    assert [float(one.mean()) for one in held] == [0, 1, 2]
+    held.clear()
+    pools[2].close()
+    assert not pool._closed

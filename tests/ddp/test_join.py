@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal, assert_same_on_all_ranks
 from tests.ddp.models import batch_of, small_model
+from tests.on_ranks import on_ranks
 from tests.training import copy_gradients, copy_state
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -62,20 +63,18 @@ def test_buffers_unused_parameters_and_accumulation_are_those_of_pytorch(backend
     _compare(ours, run_ranks(fn, 3, TorchDistributedDataParallel, backend="gloo"))
 
 
-def test_two_models_in_one_context(backend):
-    def fn(rank, world_size):
-        first, second = DistributedDataParallel(small_model()), DistributedDataParallel(small_model(batchnorm=True))
-        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.2)
-        with Join([first, second]):
-            for step in range([3, 1][rank]):
-                optimizer.zero_grad()
-                first(batch_of(rank, 0, step)).square().mean().backward()
-                second(batch_of(rank, 1, step)).square().mean().backward()
-                optimizer.step()
-        phalanx.check_replicas(first)
-        phalanx.check_replicas(second, buffers=True)
-
-    run_ranks(fn, 2, backend=backend)
+@on_ranks(2)
+def test_two_models_in_one_context(rank, backend):
+    first, second = DistributedDataParallel(small_model()), DistributedDataParallel(small_model(batchnorm=True))
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.2)
+    with Join([first, second]):
+        for step in range([3, 1][rank]):
+            optimizer.zero_grad()
+            first(batch_of(rank, 0, step)).square().mean().backward()
+            second(batch_of(rank, 1, step)).square().mean().backward()
+            optimizer.step()
+    phalanx.check_replicas(first)
+    phalanx.check_replicas(second, buffers=True)
 
 
 def test_sparse_gradients_count_the_ranks_that_pytorch_counts(backend):
@@ -92,42 +91,36 @@ def test_sparse_gradients_count_the_ranks_that_pytorch_counts(backend):
     assert run_ranks(fn, 2, False, backend=backend)[0] == 1.0
 
 
-def test_gradients_of_a_rank_that_has_left_stay_as_they_were(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(small_model())
-        with ddp.join():
-            for step in range([3, 1][rank]):
-                ddp.zero_grad()
-                ddp(batch_of(rank, 0, step)).square().mean().backward()
-                if step == 0:
-                    grads = copy_gradients(ddp)
-        if rank == 1:
-            assert_equal(copy_gradients(ddp), grads)
-
-    run_ranks(fn, 2, backend=backend)
+@on_ranks(2)
+def test_gradients_of_a_rank_that_has_left_stay_as_they_were(rank, backend):
+    ddp = DistributedDataParallel(small_model())
+    with ddp.join():
+        for step in range([3, 1][rank]):
+            ddp.zero_grad()
+            ddp(batch_of(rank, 0, step)).square().mean().backward()
+            if step == 0:
+                grads = copy_gradients(ddp)
+    if rank == 1:
+        assert_equal(copy_gradients(ddp), grads)
 
 
-def test_early_termination_raises_on_all_ranks(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(small_model())
-        with pytest.raises(RuntimeError, match=r"exhausted"):
-            _train(ddp, rank, [1, 3], 1, lambda: ddp.join(throw_on_early_termination=True))
-
-    run_ranks(fn, 2, backend=backend)
+@on_ranks(2)
+def test_early_termination_raises_on_all_ranks(rank, backend):
+    ddp = DistributedDataParallel(small_model())
+    with pytest.raises(RuntimeError, match=r"exhausted"):
+        _train(ddp, rank, [1, 3], 1, lambda: ddp.join(throw_on_early_termination=True))
 
 
-def test_without_the_context_a_rank_that_runs_out_of_data_is_told_of_it():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(small_model())
+@on_ranks(2)
+def test_without_the_context_a_rank_that_runs_out_of_data_is_told_of_it(rank):
+    ddp = DistributedDataParallel(small_model())
 
-        def train_and_meet():
-            _train(ddp, rank, [1, 3], 1, lambda: ddp.join(enable=False))
-            dist.barrier()
+    def train_and_meet():
+        _train(ddp, rank, [1, 3], 1, lambda: ddp.join(enable=False))
+        dist.barrier()
 
-        with pytest.raises(MismatchError, match=r"`with torch\.distributed\.algorithms\.Join"):
-            train_and_meet()
-
-    run_ranks(fn, 2)
+    with pytest.raises(MismatchError, match=r"`with torch\.distributed\.algorithms\.Join"):
+        train_and_meet()
 
 
 @pytest.mark.parametrize(

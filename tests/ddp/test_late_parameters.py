@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from tests.comparisons import assert_equal
+from tests.on_ranks import on_ranks
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
@@ -48,20 +49,16 @@ CHANGES = {
 
 @pytest.mark.parametrize("options", [{}], ids=str)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_newcomer_is_named_at_the_next_forward_on_every_rank(backend, change, options):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model(), **options)
-        ddp(torch.ones(1, 2)).sum().backward()
-        change(ddp.module)
-        with pytest.raises(RuntimeError) as caught:
-            ddp(torch.ones(1, 2))
-        return str(caught.value)
-
-    for rank, message in enumerate(run_ranks(fn, 2, backend=backend)):
-        assert message.startswith(
-            f"DistributedDataParallel on rank {rank}: {CHANGES[change]} needs a gradient, but was"
-        )
-        assert "wrap it anew, model = DistributedDataParallel(model.module)" in message
+@on_ranks(2)
+def test_a_newcomer_is_named_at_the_next_forward_on_every_rank(rank, backend, change, options):
+    ddp = DistributedDataParallel(_model(), **options)
+    ddp(torch.ones(1, 2)).sum().backward()
+    change(ddp.module)
+    with pytest.raises(RuntimeError) as caught:
+        ddp(torch.ones(1, 2))
+    message = str(caught.value)
+    assert message.startswith(f"DistributedDataParallel on rank {rank}: {CHANGES[change]} needs a gradient, but was")
+    assert "wrap it anew, model = DistributedDataParallel(model.module)" in message
 
 
 @pytest.mark.slow(but=("_add_module",))
@@ -82,69 +79,59 @@ def test_wrapped_anew_as_the_message_says_the_newcomer_is_averaged(change):
     assert_equal(first, second)
 
 
+@on_ranks(1)
 def test_a_newcomer_before_the_first_forward_is_named_too():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
-        _add_module(ddp.module)
-        with pytest.raises(RuntimeError, match=r"'2\.weight' and 1 more needs a gradient"):
-            ddp(torch.ones(1, 2))
-
-    run_ranks(fn, 1)
+    ddp = DistributedDataParallel(_model())
+    _add_module(ddp.module)
+    with pytest.raises(RuntimeError, match=r"'2\.weight' and 1 more needs a gradient"):
+        ddp(torch.ones(1, 2))
 
 
+@on_ranks(1)
 def test_evaluation_and_local_accumulation_may_go_on_with_a_newcomer():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
-        _unfreeze(ddp.module)
-        with torch.no_grad():
-            ddp(torch.ones(1, 2))
-        with ddp.no_sync():
-            ddp(torch.ones(1, 2)).sum().backward()
-
-    run_ranks(fn, 1)
+    ddp = DistributedDataParallel(_model())
+    _unfreeze(ddp.module)
+    with torch.no_grad():
+        ddp(torch.ones(1, 2))
+    with ddp.no_sync():
+        ddp(torch.ones(1, 2)).sum().backward()
 
 
+@on_ranks(2)
 def test_what_needs_no_gradient_or_is_ignored_may_come_and_models_elsewhere_do_not_matter():
-    def fn(rank, world_size):
-        model = _model()
-        model._ddp_params_and_buffers_to_ignore = ["mine"]
-        ddp = DistributedDataParallel(model)
-        model.register_parameter("mine", nn.Parameter(torch.ones(1)))
-        model.register_parameter("still", nn.Parameter(torch.ones(1), requires_grad=False))
-        model.add_module("act", nn.ReLU())
-        _model()
-        for _ in range(2):
-            ddp(torch.ones(1, 2)).sum().backward()
-        model.still.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="'still' needs a gradient"):
-            ddp(torch.ones(1, 2))
-
-    run_ranks(fn, 2)
+    model = _model()
+    model._ddp_params_and_buffers_to_ignore = ["mine"]
+    ddp = DistributedDataParallel(model)
+    model.register_parameter("mine", nn.Parameter(torch.ones(1)))
+    model.register_parameter("still", nn.Parameter(torch.ones(1), requires_grad=False))
+    model.add_module("act", nn.ReLU())
+    _model()
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+    model.still.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="'still' needs a gradient"):
+        ddp(torch.ones(1, 2))
 
 
+@on_ranks(2)
 def test_a_parameter_frozen_between_steps_is_named_by_all_ranks(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
-        ddp(torch.ones(1, 2)).sum().backward()
-        ddp.module[0].weight.requires_grad_(False)
-        ddp(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"'0\.weight' \(Linear\) no longer requires a gradient"):
-            ddp(torch.ones(1, 2))
-
-    run_ranks(fn, 2, backend=backend)
+    ddp = DistributedDataParallel(_model())
+    ddp(torch.ones(1, 2)).sum().backward()
+    ddp.module[0].weight.requires_grad_(False)
+    ddp(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'0\.weight' \(Linear\) no longer requires a gradient"):
+        ddp(torch.ones(1, 2))
 
 
-def test_a_parameter_frozen_between_steps_is_left_out_where_parameters_may_be(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model(), find_unused_parameters=True)
-        ddp(torch.ones(1, 2)).sum().backward()
-        ddp.module[0].weight.requires_grad_(False)
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(torch.full((1, 2), float(rank))).sum().backward()
-        return [parameter.grad is None for parameter in ddp.parameters()]
-
-    assert run_ranks(fn, 2, backend=backend) == [[True, True, False, False]] * 2
+@on_ranks(2)
+def test_a_parameter_frozen_between_steps_is_left_out_where_parameters_may_be(rank, backend):
+    ddp = DistributedDataParallel(_model(), find_unused_parameters=True)
+    ddp(torch.ones(1, 2)).sum().backward()
+    ddp.module[0].weight.requires_grad_(False)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.full((1, 2), float(rank))).sum().backward()
+    assert [parameter.grad is None for parameter in ddp.parameters()] == [True, True, False, False]
 
 
 def test_the_tree_is_walked_only_after_something_was_registered(monkeypatch):
@@ -161,34 +148,33 @@ def test_the_tree_is_walked_only_after_something_was_registered(monkeypatch):
 
 
 @pytest.mark.slow
+@on_ranks(2)
 def test_a_model_may_become_a_part_of_another_and_be_compiled():
     # All its parameters arrive once more, with the module that is registered.
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
-        outer = nn.Sequential(ddp, nn.ReLU())
-        torch.compile(ddp, backend="eager")(torch.ones(1, 2)).sum().backward()
-        outer.append(nn.Sequential(ddp.module[0]))
-        ddp.module.add_module("again", ddp.module[1])
-        ddp(torch.ones(1, 2)).sum().backward()
-        return ddp.module[1].bias.grad is not None
-
-    assert run_ranks(fn, 2) == [True, True]
+    ddp = DistributedDataParallel(_model())
+    outer = nn.Sequential(ddp, nn.ReLU())
+    torch.compile(ddp, backend="eager")(torch.ones(1, 2)).sum().backward()
+    outer.append(nn.Sequential(ddp.module[0]))
+    ddp.module.add_module("again", ddp.module[1])
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert ddp.module[1].bias.grad is not None
 
 
 @pytest.mark.parametrize("scale", [None, 2.0])
-def test_tensors_that_stand_in_for_parameters_are_no_newcomers(scale):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_model())
-        nn.Linear(1, 1)  # something was registered: the tree is walked
-        stand_ins = {
-            name: nn.Parameter(p.detach().clone()) if scale is None else p * scale for name, p in ddp.named_parameters()
-        }
-        loss = torch.func.functional_call(ddp, stand_ins, (torch.ones(1, 2) * rank,)).sum()
-        loss.backward()
-        return [p.grad is None for p in ddp.parameters()], stand_ins["module.1.weight"].is_leaf
-
+@on_ranks(2)
+def test_tensors_that_stand_in_for_parameters_are_no_newcomers(rank, scale):
     gradients = [scale is None, True, scale is None, scale is None]
-    assert run_ranks(fn, 2) == [(gradients, scale is None)] * 2
+    ddp = DistributedDataParallel(_model())
+    nn.Linear(1, 1)  # something was registered: the tree is walked
+    stand_ins = {
+        name: nn.Parameter(p.detach().clone()) if scale is None else p * scale for name, p in ddp.named_parameters()
+    }
+    loss = torch.func.functional_call(ddp, stand_ins, (torch.ones(1, 2) * rank,)).sum()
+    loss.backward()
+    assert ([p.grad is None for p in ddp.parameters()], stand_ins["module.1.weight"].is_leaf) == (
+        gradients,
+        scale is None,
+    )
 
 
 def _collect_while_hooks_run(rank, world_size):

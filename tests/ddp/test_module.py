@@ -14,6 +14,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
@@ -76,13 +77,11 @@ def test_buffers_follow_rank_0_before_each_forward_unless_told_otherwise(backend
     assert run_ranks(fn, 2, backend=backend)[1] == expected
 
 
+@on_ranks(2, backend="gloo")
 def test_a_buffer_that_autograd_saved_can_be_broadcast_before_backward():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(_norm().eval())
-        losses = [ddp(torch.randn(4, 3)).sum() for _ in range(2)]
-        sum(losses).backward()
-
-    run_ranks(fn, 2, backend="gloo")
+    ddp = DistributedDataParallel(_norm().eval())
+    losses = [ddp(torch.randn(4, 3)).sum() for _ in range(2)]
+    sum(losses).backward()
 
 
 def test_state_has_the_keys_of_the_tree_of_modules_and_that_of_the_module_loads_into_a_bare_one():
@@ -228,28 +227,24 @@ def test_functional_call_runs_with_other_parameters():
     _alone(fn)
 
 
-def test_a_group_of_some_ranks_averages_among_them(backend):
-    def fn(rank, world_size):
-        groups = [dist.new_group([0, 2]), dist.new_group([1])]
-        ddp = DistributedDataParallel(nn.Linear(1, 1), process_group=groups[rank % 2])
-        ddp(torch.full((1, 1), float(rank))).sum().backward()
-        return ddp.module.weight.grad.item()
-
-    assert run_ranks(fn, 3, backend=backend) == [1.0, 1.0, 1.0]
+@on_ranks(3)
+def test_a_group_of_some_ranks_averages_among_them(rank, backend):
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    ddp = DistributedDataParallel(nn.Linear(1, 1), process_group=groups[rank % 2])
+    ddp(torch.full((1, 1), float(rank))).sum().backward()
+    assert ddp.module.weight.grad.item() == 1.0
 
 
-def test_a_device_mesh_names_the_group():
-    def fn(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,))
-        ddp = DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh)
-        ddp(torch.full((1, 1), float(rank))).sum().backward()
-        with pytest.raises(ValueError, match="process_group or device_mesh, not both"):
-            DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh, process_group=dist.group.WORLD)
-        with pytest.raises(ValueError, match="one axis, got one of 2"):
-            DistributedDataParallel(nn.Linear(1, 1), device_mesh=init_device_mesh("cpu", (world_size, 1)))
-        return ddp.module.weight.grad.item()
-
-    assert run_ranks(fn, 2, backend="gloo") == [0.5, 0.5]
+@on_ranks(2, backend="gloo")
+def test_a_device_mesh_names_the_group(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    ddp = DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh)
+    ddp(torch.full((1, 1), float(rank))).sum().backward()
+    with pytest.raises(ValueError, match="process_group or device_mesh, not both"):
+        DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="one axis, got one of 2"):
+        DistributedDataParallel(nn.Linear(1, 1), device_mesh=init_device_mesh("cpu", (world_size, 1)))
+    assert ddp.module.weight.grad.item() == 0.5
 
 
 def test_the_arguments_are_those_of_pytorch_in_the_same_order():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -54,15 +55,13 @@ def test_the_first_difference_is_named_on_every_rank(backend):
     ids=["nan", "signs of zero", "values"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_how_much_they_differ(change, expected, dtype):
-    def fn(rank, world_size):
-        model = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=dtype))])
-        with torch.no_grad():
-            change(model[0], rank)
-        return _message(lambda: check_replicas(model))
-
-    for message in run_ranks(fn, 2):
-        assert expected in message
+@on_ranks(2)
+def test_how_much_they_differ(rank, change, expected, dtype):
+    model = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=dtype))])
+    with torch.no_grad():
+        change(model[0], rank)
+    message = _message(lambda: check_replicas(model))
+    assert expected in message
 
 
 def test_many_ranks_are_named_up_to_a_point():
@@ -88,16 +87,14 @@ def test_buffers_count_unless_told_otherwise():
 
 
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, TorchDDP], ids=["ours", "torch"])
-def test_a_wrapped_model_after_a_step(backend, wrapper):
-    def fn(rank, world_size):
-        ddp = wrapper(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-        ddp(torch.randn(5, 3) + rank).sum().backward()
-        torch.optim.SGD(ddp.parameters(), lr=0.1).step()
-        check_replicas(ddp)  # running statistics differ, and rank 0's are everybody's at the next forward
-        return _message(lambda: check_replicas(ddp, buffers=True)), _message(lambda: check_replicas(ddp.module))
-
-    for messages in run_ranks(fn, 2, backend=backend):
-        assert all("buffer '1.running_mean'" in message for message in messages)
+@on_ranks(2)
+def test_a_wrapped_model_after_a_step(rank, backend, wrapper):
+    ddp = wrapper(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    ddp(torch.randn(5, 3) + rank).sum().backward()
+    torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+    check_replicas(ddp)  # running statistics differ, and rank 0's are everybody's at the next forward
+    messages = _message(lambda: check_replicas(ddp, buffers=True)), _message(lambda: check_replicas(ddp.module))
+    assert all("buffer '1.running_mean'" in message for message in messages)
 
 
 def test_tensors_that_the_wrapper_ignores_are_ignored():
@@ -123,18 +120,15 @@ def test_models_of_other_shapes_are_told_apart_by_structure():
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
-def test_of_sparse_tensors_what_they_store_is_compared(layout):
+@on_ranks(3)
+def test_of_sparse_tensors_what_they_store_is_compared(rank, layout):
     """They were made dense: 360 GB for the graph of 300,000 nodes."""
-
-    def fn(rank, world_size):
-        model = nn.Linear(1, 1)
-        positions = torch.tensor([[0, 299_999], [7 + (rank == 2), 0]])
-        graph = torch.sparse_coo_tensor(positions, torch.ones(2), (300_000, 300_000), check_invariants=True)
-        model.register_buffer("graph", graph if layout is torch.sparse_coo else graph.to_sparse_csr())
-        return _message(lambda: check_replicas(model))
-
-    for message in run_ranks(fn, 3):
-        assert "buffer 'graph' (shape (300000, 300000), float32): rank 2 stores other elements than rank 0." in message
+    model = nn.Linear(1, 1)
+    positions = torch.tensor([[0, 299_999], [7 + (rank == 2), 0]])
+    graph = torch.sparse_coo_tensor(positions, torch.ones(2), (300_000, 300_000), check_invariants=True)
+    model.register_buffer("graph", graph if layout is torch.sparse_coo else graph.to_sparse_csr())
+    message = _message(lambda: check_replicas(model))
+    assert "buffer 'graph' (shape (300000, 300000), float32): rank 2 stores other elements than rank 0." in message
 
 
 def test_a_group_of_some_ranks():

@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from tests.comparisons import assert_equal
+from tests.on_ranks import on_ranks
 from tests.small_models import batch_of, mlp
 from tests.training import copy_parameters
 from torch import nn
@@ -45,26 +46,24 @@ def _batch(rank, step=0):
 
 
 @pytest.mark.parametrize("num_steps", [0, 5])
-def test_it_is_refused_before_the_optimizer_steps(backend, num_steps):
-    def fn(rank, world_size):
-        ddp, optimizer = _make()
-        for step in range(num_steps):
-            optimizer.zero_grad()
-            ddp(_batch(rank, step)).sum().backward()
-            optimizer.step()
-        before = copy_parameters(ddp)
+@on_ranks(2)
+def test_it_is_refused_before_the_optimizer_steps(rank, backend, num_steps):
+    ddp, optimizer = _make()
+    for step in range(num_steps):
         optimizer.zero_grad()
-        ddp.module.loss(_batch(rank)).backward()
-        with pytest.raises(RuntimeError) as caught:
-            optimizer.step()
-        assert_equal(before, copy_parameters(ddp))
-        return str(caught.value)
-
-    for rank, message in enumerate(run_ranks(fn, 2, backend=backend)):
-        assert message.startswith(
-            f"DistributedDataParallel on rank {rank}: the gradient of 'layers.0.weight' and 3 more was not averaged"
-        )
-        assert "Call the wrapper, model(inputs)" in message
+        ddp(_batch(rank, step)).sum().backward()
+        optimizer.step()
+    before = copy_parameters(ddp)
+    optimizer.zero_grad()
+    ddp.module.loss(_batch(rank)).backward()
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert_equal(before, copy_parameters(ddp))
+    message = str(caught.value)
+    assert message.startswith(
+        f"DistributedDataParallel on rank {rank}: the gradient of 'layers.0.weight' and 3 more was not averaged"
+    )
+    assert "Call the wrapper, model(inputs)" in message
 
 
 def _penalize(ddp, optimizer, rank, step):
@@ -134,24 +133,20 @@ def test_where_gradients_are_averaged_nothing_is_refused(take_step):
     assert_equal(first, second)
 
 
-def test_within_no_sync_each_rank_may_step_by_itself():
-    def fn(rank, world_size):
-        ddp, optimizer = _make()
-        alone = copy.deepcopy(ddp.module)
-        alone.loss(_batch(rank)).backward()
-        torch.optim.SGD(alone.parameters(), lr=0.01).step()
-        with ddp.no_sync():
-            ddp.module.loss(_batch(rank)).backward()
-        optimizer.step()
-        assert_equal(copy_parameters(ddp), copy_parameters(alone))
-
-    run_ranks(fn, 2)
-
-
-def test_one_rank_has_nobody_to_differ_from():
-    def fn(rank, world_size):
-        ddp, optimizer = _make()
+@on_ranks(2)
+def test_within_no_sync_each_rank_may_step_by_itself(rank):
+    ddp, optimizer = _make()
+    alone = copy.deepcopy(ddp.module)
+    alone.loss(_batch(rank)).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.01).step()
+    with ddp.no_sync():
         ddp.module.loss(_batch(rank)).backward()
-        optimizer.step()
+    optimizer.step()
+    assert_equal(copy_parameters(ddp), copy_parameters(alone))
 
-    run_ranks(fn, 1)
+
+@on_ranks(1)
+def test_one_rank_has_nobody_to_differ_from(rank):
+    ddp, optimizer = _make()
+    ddp.module.loss(_batch(rank)).backward()
+    optimizer.step()

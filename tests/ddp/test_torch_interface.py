@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tests.on_ranks import on_ranks
 from tests.small_models import batch_of, batchnorm_model
 from tests.training import copy_gradients
 from torch import nn
 
 from phalanx import DistributedDataParallel
-from phalanx.testing import run_ranks
 
 TheirWrapper = nn.parallel.DistributedDataParallel
 
@@ -36,7 +36,8 @@ def test_every_method_of_pytorchs_that_is_called_from_outside_is_there():
     assert missing <= _INNER | {"broadcast_buffers"}  # which is an attribute of each object here
 
 
-def test_a_static_graph_can_be_said_after_construction_and_before_the_first_backward():
+@on_ranks(2)
+def test_a_static_graph_can_be_said_after_construction_and_before_the_first_backward(rank):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -45,40 +46,35 @@ def test_a_static_graph_can_be_said_after_construction_and_before_the_first_back
         def forward(self, inputs):
             return self.used(inputs) + self.used(inputs)
 
-    def fn(rank, world_size):
-        said, given = DistributedDataParallel(Twice()), DistributedDataParallel(Twice(), static_graph=True)
+    said, given = DistributedDataParallel(Twice()), DistributedDataParallel(Twice(), static_graph=True)
+    said._set_static_graph()
+    assert said.static_graph
+    with pytest.warns(UserWarning, match="static_graph is True already"):
         said._set_static_graph()
-        assert said.static_graph
-        with pytest.warns(UserWarning, match="static_graph is True already"):
-            said._set_static_graph()
-        for step in range(3):
-            for ddp in (said, given):
-                ddp(batch_of(rank, step, shape=(5, 3))).sum().backward()
-            for mine, other in zip(said.parameters(), given.parameters(), strict=True):
-                assert (mine.grad is None) == (other.grad is None)
-                assert mine.grad is None or torch.equal(mine.grad, other.grad)
-        late = DistributedDataParallel(batchnorm_model())
-        _step(late, rank)
-        with pytest.raises(RuntimeError, match="should be called before training loop starts"):
-            late._set_static_graph()
-
-    run_ranks(fn, 2)
+    for step in range(3):
+        for ddp in (said, given):
+            ddp(batch_of(rank, step, shape=(5, 3))).sum().backward()
+        for mine, other in zip(said.parameters(), given.parameters(), strict=True):
+            assert (mine.grad is None) == (other.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, other.grad)
+    late = DistributedDataParallel(batchnorm_model())
+    _step(late, rank)
+    with pytest.raises(RuntimeError, match="should be called before training loop starts"):
+        late._set_static_graph()
 
 
-def test_logging_data_says_what_pytorchs_says_of_settings_buckets_and_steps(backend):
-    def fn(rank, world_size):
-        options = {"bucket_cap_mb": 1, "gradient_as_bucket_view": True}
-        ours, theirs = DistributedDataParallel(batchnorm_model(), **options), TheirWrapper(batchnorm_model(), **options)
-        _compare(ours._get_ddp_logging_data(), theirs._get_ddp_logging_data())
-        for _ in range(3):
-            _step(ours, rank), _step(theirs, rank)
-        found = _compare(ours._get_ddp_logging_data(), theirs._get_ddp_logging_data())
-        assert found["has_rebuilt_buckets"] == 1
-        ours._set_ddp_runtime_logging_sample_rate(10)
-        with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):
-            ours._set_ddp_runtime_logging_sample_rate(0)
-
-    run_ranks(fn, 2, backend=backend)
+@on_ranks(2)
+def test_logging_data_says_what_pytorchs_says_of_settings_buckets_and_steps(rank, backend):
+    options = {"bucket_cap_mb": 1, "gradient_as_bucket_view": True}
+    ours, theirs = DistributedDataParallel(batchnorm_model(), **options), TheirWrapper(batchnorm_model(), **options)
+    _compare(ours._get_ddp_logging_data(), theirs._get_ddp_logging_data())
+    for _ in range(3):
+        _step(ours, rank), _step(theirs, rank)
+    found = _compare(ours._get_ddp_logging_data(), theirs._get_ddp_logging_data())
+    assert found["has_rebuilt_buckets"] == 1
+    ours._set_ddp_runtime_logging_sample_rate(10)
+    with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):
+        ours._set_ddp_runtime_logging_sample_rate(0)
 
 
 def _compare(ours, theirs):
@@ -89,48 +85,44 @@ def _compare(ours, theirs):
     return ours
 
 
-def test_attributes_are_pytorchs():
-    def fn(rank, world_size):
-        ours, theirs = DistributedDataParallel(batchnorm_model()), TheirWrapper(batchnorm_model())
-        for name in ("device_type", "is_multi_device_module", "parameters_to_ignore", "bucket_bytes_cap"):
-            assert getattr(ours, name) == getattr(theirs, name), name
-        assert len(ours.modules_buffers) == len(theirs.modules_buffers)
-        seen = []
-        for ddp in (ours, theirs):
-            said = [ddp.will_sync_module_buffers()]
-            with ddp.no_sync():
-                _step(ddp, rank)
-            said += [ddp.require_forward_param_sync, ddp.will_sync_module_buffers()]
+@on_ranks(2)
+def test_attributes_are_pytorchs(rank):
+    ours, theirs = DistributedDataParallel(batchnorm_model()), TheirWrapper(batchnorm_model())
+    for name in ("device_type", "is_multi_device_module", "parameters_to_ignore", "bucket_bytes_cap"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert len(ours.modules_buffers) == len(theirs.modules_buffers)
+    seen = []
+    for ddp in (ours, theirs):
+        said = [ddp.will_sync_module_buffers()]
+        with ddp.no_sync():
             _step(ddp, rank)
-            said += [ddp.require_forward_param_sync, ddp.will_sync_module_buffers()]
-            ddp.module[1].running_mean.fill_(rank)
-            ddp._sync_buffers()
-            said.append(ddp.module[1].running_mean.tolist())
-            seen.append(said)
-        assert seen[0] == seen[1]
-        moved = ours.to_kwargs((torch.ones(1),), {"a": torch.ones(1)}, 0)
-        assert [len(part) for part in moved] == [1, 1]
-        assert moved[1][0]["a"].item() == 1
-        ours._set_ddp_sink_clone(False)
+        said += [ddp.require_forward_param_sync, ddp.will_sync_module_buffers()]
+        _step(ddp, rank)
+        said += [ddp.require_forward_param_sync, ddp.will_sync_module_buffers()]
+        ddp.module[1].running_mean.fill_(rank)
+        ddp._sync_buffers()
+        said.append(ddp.module[1].running_mean.tolist())
+        seen.append(said)
+    assert seen[0] == seen[1]
+    moved = ours.to_kwargs((torch.ones(1),), {"a": torch.ones(1)}, 0)
+    assert [len(part) for part in moved] == [1, 1]
+    assert moved[1][0]["a"].item() == 1
+    ours._set_ddp_sink_clone(False)
 
-    run_ranks(fn, 2)
 
-
+@on_ranks(1)
 def test_what_cannot_work_says_what_to_do_instead():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(batchnorm_model())
-        for call, advice in (
-            (lambda: ddp._register_fused_optim(torch.optim.SGD, lr=0.1), "optimizers step after backward"),
-            (lambda: ddp._register_buffer_comm_hook(None, print), "broadcast_buffers=False"),
-            (lambda: ddp._update_process_group(ddp.process_group), "wrap the module anew"),
-            (lambda: ddp._set_sparse_metadata({}), "exchanged in every step"),
-            (lambda: setattr(ddp, "require_manual_backward_finalization", True), "averaged when backward returns"),
-        ):
-            with pytest.raises(NotImplementedError, match=advice):
-                call()
-        ddp.require_manual_backward_finalization = False
-        assert not ddp.should_finalize_after_backward
-        with pytest.raises(RuntimeError, match="finalize_backward: require_manual_backward_finalization is False"):
-            ddp.finalize_backward()
-
-    run_ranks(fn, 1)
+    ddp = DistributedDataParallel(batchnorm_model())
+    for call, advice in (
+        (lambda: ddp._register_fused_optim(torch.optim.SGD, lr=0.1), "optimizers step after backward"),
+        (lambda: ddp._register_buffer_comm_hook(None, print), "broadcast_buffers=False"),
+        (lambda: ddp._update_process_group(ddp.process_group), "wrap the module anew"),
+        (lambda: ddp._set_sparse_metadata({}), "exchanged in every step"),
+        (lambda: setattr(ddp, "require_manual_backward_finalization", True), "averaged when backward returns"),
+    ):
+        with pytest.raises(NotImplementedError, match=advice):
+            call()
+    ddp.require_manual_backward_finalization = False
+    assert not ddp.should_finalize_after_backward
+    with pytest.raises(RuntimeError, match="finalize_backward: require_manual_backward_finalization is False"):
+        ddp.finalize_backward()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.on_ranks import on_ranks
 from torch import nn
 
 from phalanx import DistributedDataParallel
@@ -92,30 +93,32 @@ def test_use_inside_no_sync_counts_as_use(backend):
         assert gradients["idle.weight"] is None
 
 
+@on_ranks(2, backend="gloo")
 def test_outputs_that_the_loss_leaves_out_are_found_at_the_end_of_backward():
     class TwoHeads(Experts):
         def forward(self, inputs):
             hidden = self.stem(inputs)
             return self.experts[0](hidden), self.experts[1](hidden)
 
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(torch.ones(2, 3))[0].sum().backward()
-        return {name for name, grad in _gradients(ddp.module).items() if grad is not None}
+    ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 3))[0].sum().backward()
+    assert {name for name, grad in _gradients(ddp.module).items() if grad is not None} == {
+        "stem.weight",
+        "experts.0.weight",
+    }
 
-    assert run_ranks(fn, 2, backend="gloo") == [{"stem.weight", "experts.0.weight"}] * 2
 
-
+@on_ranks(2, backend="gloo")
 def test_a_forward_without_backward_does_not_disturb_the_next():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(Experts(), find_unused_parameters=True)
-        _ones(ddp, 1)
-        _ones(ddp, 0).backward()
-        return {name for name, grad in _gradients(ddp.module).items() if grad is not None}
-
-    assert run_ranks(fn, 2, backend="gloo") == [{"stem.weight", "experts.0.weight"}] * 2
+    ddp = DistributedDataParallel(Experts(), find_unused_parameters=True)
+    _ones(ddp, 1)
+    _ones(ddp, 0).backward()
+    assert {name for name, grad in _gradients(ddp.module).items() if grad is not None} == {
+        "stem.weight",
+        "experts.0.weight",
+    }
 
 
 def test_a_static_graph_learns_what_is_unused_in_its_first_backward(backend):
@@ -133,21 +136,20 @@ def test_a_static_graph_learns_what_is_unused_in_its_first_backward(backend):
         assert gradients["idle.weight"] is None
 
 
-def test_a_parameter_without_gradient_is_named_at_the_end_of_the_first_backward(backend):
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(Experts())
-        with pytest.raises(RuntimeError) as caught:
-            _ones(ddp, 0).backward()
-        return str(caught.value)
-
-    for rank, message in enumerate(run_ranks(fn, 2, backend=backend)):
-        assert message.startswith(
-            f"DistributedDataParallel on rank {rank}: backward left 3 of 5 parameters without a gradient: "
-            "'experts.1.weight' (Linear), 'experts.2.weight' (Linear), 'idle.weight' (Linear). "
-        )
-        assert "find_unused_parameters=True" in message
+@on_ranks(2)
+def test_a_parameter_without_gradient_is_named_at_the_end_of_the_first_backward(rank, backend):
+    ddp = DistributedDataParallel(Experts())
+    with pytest.raises(RuntimeError) as caught:
+        _ones(ddp, 0).backward()
+    message = str(caught.value)
+    assert message.startswith(
+        f"DistributedDataParallel on rank {rank}: backward left 3 of 5 parameters without a gradient: "
+        "'experts.1.weight' (Linear), 'experts.2.weight' (Linear), 'idle.weight' (Linear). "
+    )
+    assert "find_unused_parameters=True" in message
 
 
+@on_ranks(2)
 def test_a_parameter_that_is_left_out_later_is_named_at_the_next_forward(backend):
     class Skips(nn.Module):
         def __init__(self):
@@ -157,43 +159,35 @@ def test_a_parameter_that_is_left_out_later_is_named_at_the_next_forward(backend
         def forward(self, inputs, both):
             return self.two(self.one(inputs)) if both else self.one(inputs)
 
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(Skips())
-        ddp(torch.ones(1, 2), both=True).sum().backward()
-        ddp(torch.ones(1, 2), both=False).sum().backward()
-        with pytest.raises(RuntimeError, match=r"left 2 of 4 parameters without a gradient: 'two\.weight' \(Linear\)"):
-            ddp(torch.ones(1, 2), both=True)
-
-    run_ranks(fn, 2, backend=backend)
+    ddp = DistributedDataParallel(Skips())
+    ddp(torch.ones(1, 2), both=True).sum().backward()
+    ddp(torch.ones(1, 2), both=False).sum().backward()
+    with pytest.raises(RuntimeError, match=r"left 2 of 4 parameters without a gradient: 'two\.weight' \(Linear\)"):
+        ddp(torch.ones(1, 2), both=True)
 
 
+@on_ranks(1, backend="gloo")
 def test_a_parameter_frozen_after_wrapping_is_named():
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        ddp.module[0].weight.requires_grad_(False)
-        with pytest.raises(
-            RuntimeError, match=r"'0\.weight' \(Linear\) no longer requires a gradient: freeze parameters"
-        ):
-            ddp(torch.ones(1, 2)).sum().backward()
-
-    run_ranks(fn, 1, backend="gloo")
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    ddp.module[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' \(Linear\) no longer requires a gradient: freeze parameters"):
+        ddp(torch.ones(1, 2)).sum().backward()
 
 
-def test_two_backwards_that_share_the_parameters_between_them_make_one_round():
-    def fn(rank, world_size):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), bucket_cap_mb=1)
-        ddp.module.forward = lambda inputs: (ddp.module["a"](inputs), ddp.module["b"](inputs))
-        first, second = ddp(torch.full((1, 2), float(rank)))
-        first.sum().backward()
-        second.sum().backward()
-        return [module.weight.grad[0, 0].item() for module in ddp.module.values()]
-
-    assert run_ranks(fn, 2, backend="gloo") == [[0.5, 0.5]] * 2
+@on_ranks(2, backend="gloo")
+def test_two_backwards_that_share_the_parameters_between_them_make_one_round(rank):
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), bucket_cap_mb=1)
+    ddp.module.forward = lambda inputs: (ddp.module["a"](inputs), ddp.module["b"](inputs))
+    first, second = ddp(torch.full((1, 2), float(rank)))
+    first.sum().backward()
+    second.sum().backward()
+    assert [module.weight.grad[0, 0].item() for module in ddp.module.values()] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_a_rank_whose_backward_reaches_no_parameter_does_not_keep_the_others_waiting(backend, options):
+@on_ranks(2, timeout=30)
+def test_a_rank_whose_backward_reaches_no_parameter_does_not_keep_the_others_waiting(rank, backend, options):
     # It took no part in the round, and the others waited for it until time was up; in PyTorch they still do.
     class Skips(nn.Module):
         def __init__(self):
@@ -203,28 +197,27 @@ def test_a_rank_whose_backward_reaches_no_parameter_does_not_keep_the_others_wai
         def forward(self, inputs, skip):
             return inputs * 2 if skip else self.layer(inputs)
 
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(Skips(), **options)
-        for _ in range(3):
-            ddp.zero_grad()
-            ddp(torch.ones(1, 2, requires_grad=True), skip=rank == 1).sum().backward()
-        return ddp.module.layer.weight.grad.flatten().tolist()
-
-    assert run_ranks(fn, 2, backend=backend, timeout=30) == [[0.5] * 4] * 2
+    ddp = DistributedDataParallel(Skips(), **options)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 2, requires_grad=True), skip=rank == 1).sum().backward()
+    assert ddp.module.layer.weight.grad.flatten().tolist() == [0.5] * 4
 
 
-def test_gradients_that_are_only_asked_for_make_no_round():
-    def fn(rank, world_size):
-        ddp, x = DistributedDataParallel(Experts(), find_unused_parameters=True), torch.ones(2, 3, requires_grad=True)
-        if rank == 0:  # alone: a round would wait for the other
-            torch.autograd.grad(ddp(x, 0).sum(), x)
-            ddp(x, 0).sum().backward(inputs=[x])
-        _ones(ddp, 1).backward()
-        return {name for name, grad in _gradients(ddp.module).items() if grad is not None}
+@on_ranks(2, timeout=30)
+def test_gradients_that_are_only_asked_for_make_no_round(rank):
+    ddp, x = DistributedDataParallel(Experts(), find_unused_parameters=True), torch.ones(2, 3, requires_grad=True)
+    if rank == 0:  # alone: a round would wait for the other
+        torch.autograd.grad(ddp(x, 0).sum(), x)
+        ddp(x, 0).sum().backward(inputs=[x])
+    _ones(ddp, 1).backward()
+    assert {name for name, grad in _gradients(ddp.module).items() if grad is not None} == {
+        "stem.weight",
+        "experts.1.weight",
+    }
 
-    assert run_ranks(fn, 2, timeout=30) == [{"stem.weight", "experts.1.weight"}] * 2
 
-
+@on_ranks(2)
 def test_outputs_that_hide_their_tensors_can_leave_parameters_out():
     class Hidden:
         def __init__(self, tensor):
@@ -234,11 +227,11 @@ def test_outputs_that_hide_their_tensors_can_leave_parameters_out():
         def forward(self, inputs, choice):
             return Hidden(super().forward(inputs, choice)), torch.zeros(())
 
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(Hides(), find_unused_parameters=True)
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(torch.ones(2, 3), 1)[0].tensor.sum().backward()
-        return {name for name, grad in _gradients(ddp.module).items() if grad is not None}
-
-    assert run_ranks(fn, 2) == [{"stem.weight", "experts.1.weight"}] * 2
+    ddp = DistributedDataParallel(Hides(), find_unused_parameters=True)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 3), 1)[0].tensor.sum().backward()
+    assert {name for name, grad in _gradients(ddp.module).items() if grad is not None} == {
+        "stem.weight",
+        "experts.1.weight",
+    }

@@ -10,22 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engines.gloo_engines import WAIT, engine_of
+from tests.on_ranks import on_ranks
 
 from phalanx._comm.engines.gloo import local_address
 from phalanx.testing import run_ranks
 
 
-def test_messages_with_one_tag_arrive_in_order():
-    def check(rank, world_size):
-        engine = engine_of(rank, world_size)
-        mine = [torch.tensor([float(i)]) for i in range(3)]
-        got = [torch.empty(1) for _ in range(3)]
-        pending = [engine.send(1 - rank, t, 5) for t in mine] + [engine.recv(1 - rank, t, 5) for t in got]
-        for one in pending:
-            one.wait(WAIT)
-        return [t.item() for t in got]
-
-    assert run_ranks(check, 2) == [[0.0, 1.0, 2.0]] * 2
+@on_ranks(2)
+def test_messages_with_one_tag_arrive_in_order(rank, world_size):
+    engine = engine_of(rank, world_size)
+    mine = [torch.tensor([float(i)]) for i in range(3)]
+    got = [torch.empty(1) for _ in range(3)]
+    pending = [engine.send(1 - rank, t, 5) for t in mine] + [engine.recv(1 - rank, t, 5) for t in got]
+    for one in pending:
+        one.wait(WAIT)
+    assert [t.item() for t in got] == [0.0, 1.0, 2.0]
 
 
 def test_a_receive_from_anybody_says_who_it_was():
@@ -45,20 +44,18 @@ def test_a_receive_from_anybody_says_who_it_was():
     assert run_ranks(check, 3)[0] == {1: 1.0, 2: 2.0}
 
 
-def test_close_wakes_the_waits_of_this_rank_and_of_its_peers():
-    def check(rank, world_size):
-        engine = engine_of(rank, world_size)
-        pending = engine.recv(1 - rank, torch.empty(1), 1)
-        closing = threading.Timer(0.1, engine.close) if rank == 0 else None
-        if closing is not None:
-            closing.start()
-        with pytest.raises(RuntimeError):
-            pending.wait(WAIT)
-        if closing is not None:
-            closing.join()
-        return True
-
-    assert run_ranks(check, 2) == [True, True]
+@on_ranks(2)
+def test_close_wakes_the_waits_of_this_rank_and_of_its_peers(rank, world_size):
+    engine = engine_of(rank, world_size)
+    pending = engine.recv(1 - rank, torch.empty(1), 1)
+    closing = threading.Timer(0.1, engine.close) if rank == 0 else None
+    if closing is not None:
+        closing.start()
+    with pytest.raises(RuntimeError):
+        pending.wait(WAIT)
+    if closing is not None:
+        closing.join()
+    assert True
 
 
 def test_close_wakes_everybody_also_where_a_peer_has_closed_before():
@@ -103,32 +100,36 @@ def connects(place, source=None):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked to drop what comes to a port")
-def test_the_port_takes_connections_only_while_a_group_connects():
-    def check(rank, world_size):
-        first, second = (engine_of(rank, world_size, f"group {n}") for n in range(2))
-        (place,) = first._device.ports
-        closed = [connects(place)]
+@on_ranks(2)
+def test_the_port_takes_connections_only_while_a_group_connects(rank, world_size):
+    first, second = (engine_of(rank, world_size, f"group {n}") for n in range(2))
+    (place,) = first._device.ports
+    closed = [connects(place)]
+    with first._device.connecting():
         with first._device.connecting():
-            with first._device.connecting():
-                pass
-            opened = connects(place)
-        closed.append(connects(place))
-        third = engine_of(rank, world_size, "a later group")  # it opens by itself
-        same = third._device is first._device is second._device
-        got = []
-        for engine in (first, second, third):
-            mine, other = torch.tensor([float(rank)]), torch.empty(1)
-            pending = [engine.send(1 - rank, mine, 5), engine.recv(1 - rank, other, 5)]
-            for one in pending:
-                one.wait(WAIT)
-            got.append(other.item())
-        dist.barrier()
-        for engine in (first, second, third):
-            engine.close()
-            engine.free()
-        return closed, opened, connects(place), same, got == [float(1 - rank)] * 3
-
-    assert run_ranks(check, 2) == [([False, False], True, False, True, True)] * 2
+            pass
+        opened = connects(place)
+    closed.append(connects(place))
+    third = engine_of(rank, world_size, "a later group")  # it opens by itself
+    same = third._device is first._device is second._device
+    got = []
+    for engine in (first, second, third):
+        mine, other = torch.tensor([float(rank)]), torch.empty(1)
+        pending = [engine.send(1 - rank, mine, 5), engine.recv(1 - rank, other, 5)]
+        for one in pending:
+            one.wait(WAIT)
+        got.append(other.item())
+    dist.barrier()
+    for engine in (first, second, third):
+        engine.close()
+        engine.free()
+    assert (closed, opened, connects(place), same, got == [float(1 - rank)] * 3) == (
+        [False, False],
+        True,
+        False,
+        True,
+        True,
+    )
 
 
 def refused(place):
@@ -138,15 +139,13 @@ def refused(place):
 
 
 @pytest.mark.slow
-def test_the_port_is_closed_with_the_last_group():
-    def check(rank, world_size):
-        first, second = (engine_of(rank, world_size, f"group {n}") for n in range(2))
-        (place,) = first._device.ports
-        ended = []
-        for engine in (first, second):
-            engine.close()
-            engine.free()
-            ended.append(refused(place))
-        return ended
-
-    assert run_ranks(check, 2) == [[False, True]] * 2
+@on_ranks(2)
+def test_the_port_is_closed_with_the_last_group(rank, world_size):
+    first, second = (engine_of(rank, world_size, f"group {n}") for n in range(2))
+    (place,) = first._device.ports
+    ended = []
+    for engine in (first, second):
+        engine.close()
+        engine.free()
+        ended.append(refused(place))
+    assert ended == [False, True]

@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 from tests.nn.batchnorms import CHANNELS, _batch, _check, _randomized, _slopes, _steps
+from tests.on_ranks import on_ranks
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -58,14 +59,12 @@ def test_statistics_that_are_none_are_not_tracked(absent, momentum):
     _check(run_ranks(run, 2), expected, [2, 4], rtol=1e-4, atol=1e-5)
 
 
-def test_a_group_that_a_rank_is_not_in_is_refused_there():
-    def run(rank, world_size):
-        layer = SyncBatchNorm(CHANNELS, process_group=dist.new_group([0]))
-        if rank == 0:
+@on_ranks(2)
+def test_a_group_that_a_rank_is_not_in_is_refused_there(rank):
+    layer = SyncBatchNorm(CHANNELS, process_group=dist.new_group([0]))
+    if rank == 0:
+        layer(_batch(4))
+    else:
+        with pytest.raises(ValueError, match="this rank is not in the layer's process_group"):
             layer(_batch(4))
-        else:
-            with pytest.raises(ValueError, match="this rank is not in the layer's process_group"):
-                layer(_batch(4))
-        layer.eval()(_batch(4))
-
-    run_ranks(run, 2)
+    layer.eval()(_batch(4))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.nn.batchnorms import CHANNELS, _batch, _check, _randomized, _slopes, _steps
+from tests.on_ranks import on_ranks
 from tests.training import copy_gradients, copy_state, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -117,18 +118,16 @@ def test_a_mean_far_from_zero_leaves_gradients_as_exact_as_torch_has_them():
     assert error(ours, reference) <= 4 * error(plain["input gradients"][0], reference) + 1e-6
 
 
+@on_ranks(2)
 def test_no_values_on_any_rank_leave_the_running_statistics():
-    def fn(rank, world_size):
-        layer = _randomized(SyncBatchNorm(CHANNELS))
-        before = copy.deepcopy(layer.state_dict())
-        x = torch.empty(0, CHANNELS, 2, requires_grad=True)
-        layer(x).sum().backward()
-        assert torch.equal(layer.running_mean, before["running_mean"])
-        assert torch.equal(layer.running_var, before["running_var"])
-        assert layer.weight.grad.tolist() == [0.0] * CHANNELS
-        return tuple(x.grad.shape)
-
-    assert run_ranks(fn, 2) == [(0, CHANNELS, 2)] * 2
+    layer = _randomized(SyncBatchNorm(CHANNELS))
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.empty(0, CHANNELS, 2, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.equal(layer.running_mean, before["running_mean"])
+    assert torch.equal(layer.running_var, before["running_var"])
+    assert layer.weight.grad.tolist() == [0.0] * CHANNELS
+    assert tuple(x.grad.shape) == (0, CHANNELS, 2)
 
 
 def test_evaluation_uses_running_statistics_and_no_collective(backend):
@@ -189,14 +188,12 @@ def test_one_value_per_channel_on_all_ranks_together_is_refused_everywhere():
     assert [text[-6:] for text in run_ranks(fn, 2)] == ["(1, 3)", "(0, 3)"]
 
 
+@on_ranks(2)
 def test_double_backward_is_refused_by_name():
-    def fn(rank, world_size):
-        x = torch.randn(4, CHANNELS, requires_grad=True)
-        y = SyncBatchNorm(CHANNELS)(x).square().sum()
-        with pytest.raises(RuntimeError, match=r"SyncBatchNorm: backward\(create_graph=True\) is refused"):
-            torch.autograd.grad(y, x, create_graph=True)
-
-    run_ranks(fn, 2)
+    x = torch.randn(4, CHANNELS, requires_grad=True)
+    y = SyncBatchNorm(CHANNELS)(x).square().sum()
+    with pytest.raises(RuntimeError, match=r"SyncBatchNorm: backward\(create_graph=True\) is refused"):
+        torch.autograd.grad(y, x, create_graph=True)
 
 
 @pytest.mark.parametrize(
@@ -260,12 +257,10 @@ def test_a_layer_by_itself_and_a_model_without_any():
     assert SyncBatchNorm.convert_sync_batchnorm(linear) is linear
 
 
+@on_ranks(2)
 def test_converted_layers_span_the_given_group():
-    def fn(rank, world_size):
-        group = dist.new_group([0, 1])
-        return SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1), group).process_group is group
-
-    assert run_ranks(fn, 2) == [True, True]
+    group = dist.new_group([0, 1])
+    assert SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1), group).process_group is group
 
 
 def test_converted_models_can_be_copied_saved_and_loaded():
@@ -350,53 +345,45 @@ def test_a_rank_that_leaves_is_named():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it, and silences it its own way
-def test_a_compiled_model_trains_alike():
+@on_ranks(2)
+def test_a_compiled_model_trains_alike(rank):
     x = torch.randn(2, 6, 3)
-
-    def fn(rank, world_size):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.ReLU())
-        compiled = torch.compile(copy.deepcopy(model), backend="eager")
-        model(x[rank]).sum().backward()
-        compiled(x[rank]).sum().backward()
-        assert_equal(copy_gradients(model), copy_gradients(compiled))
-        assert_equal(model[1].running_var, compiled._orig_mod[1].running_var)
-
-    run_ranks(fn, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.ReLU())
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    model(x[rank]).sum().backward()
+    compiled(x[rank]).sum().backward()
+    assert_equal(copy_gradients(model), copy_gradients(compiled))
+    assert_equal(model[1].running_var, compiled._orig_mod[1].running_var)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_runs_its_collectives_again(use_reentrant):
+@on_ranks(2)
+def test_activation_checkpointing_runs_its_collectives_again(rank, use_reentrant):
     x = torch.randn(2, 6, 3)
-
-    def fn(rank, world_size):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.ReLU())
-        gradients = []
-        for run in (model, lambda inputs: checkpoint(model, inputs, use_reentrant=use_reentrant)):
-            model.zero_grad()
-            run(x[rank].clone().requires_grad_()).square().sum().backward()
-            gradients.append(copy_gradients(model))
-        assert_equal(*gradients)
-
-    run_ranks(fn, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.ReLU())
+    gradients = []
+    for run in (model, lambda inputs: checkpoint(model, inputs, use_reentrant=use_reentrant)):
+        model.zero_grad()
+        run(x[rank].clone().requires_grad_()).square().sum().backward()
+        gradients.append(copy_gradients(model))
+    assert_equal(*gradients)
 
 
-def test_a_layer_costs_one_collective_forward_and_one_backward(monkeypatch):
-    def fn(rank, world_size):
-        calls = []
-        for name in ("all_gather", "all_reduce"):
-            real = getattr(dist, name)
-            monkeypatch.setattr(
-                dist, name, lambda *args, real=real, name=name, **more: calls.append(name) or real(*args, **more)
-            )
-        model = nn.Sequential(SyncBatchNorm(CHANNELS), nn.Tanh(), SyncBatchNorm(CHANNELS))
-        y = model(torch.randn(4 + rank, CHANNELS, 5, requires_grad=True))
-        forward, calls[:] = list(calls), []
-        y.sum().backward()
-        return forward, calls
-
-    assert run_ranks(fn, 2) == [(["all_gather"] * 2, ["all_reduce"] * 2)] * 2
+@on_ranks(2)
+def test_a_layer_costs_one_collective_forward_and_one_backward(rank, monkeypatch):
+    calls = []
+    for name in ("all_gather", "all_reduce"):
+        real = getattr(dist, name)
+        monkeypatch.setattr(
+            dist, name, lambda *args, real=real, name=name, **more: calls.append(name) or real(*args, **more)
+        )
+    model = nn.Sequential(SyncBatchNorm(CHANNELS), nn.Tanh(), SyncBatchNorm(CHANNELS))
+    y = model(torch.randn(4 + rank, CHANNELS, 5, requires_grad=True))
+    forward, calls[:] = list(calls), []
+    y.sum().backward()
+    assert (forward, calls) == (["all_gather"] * 2, ["all_reduce"] * 2)
 
 
 def test_autocast_hands_it_half_types():

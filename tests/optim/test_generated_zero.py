@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from tests.optim.random_training import OPTIMIZERS, Training, find_difference, groups_of, reload_plain
 
 import phalanx
-from phalanx.testing import run_ranks
 
 _SHARDED = [one for one in OPTIMIZERS if one is not torch.optim.LBFGS]  # which is refused
 _OFFLOADED = [one for one in _SHARDED if one is not torch.optim.SparseAdam]  # sparse gradients are not copied
@@ -30,21 +30,15 @@ def _is_close(one, other):
 
 @pytest.mark.slow(but=("offload",))
 @pytest.mark.parametrize("offload", [False, True], ids=["shared", "offload"])
+@on_ranks(2)
 def test_every_optimizer_under_zero_trains_as_it_does_alone(offload):
-    def work(rank, world_size):
-        problems = []
-        for optimizer_class in _OFFLOADED if offload else _SHARDED:
-            for seed in range(1 if offload else 2):
-                training = Training(optimizer_class, seed)
-                expected = training.play(training.model(), optimizer_class, reload=reload_plain)
-                make = functools.partial(
-                    phalanx.ZeroRedundancyOptimizer, optimizer_class=optimizer_class, offload=offload
-                )
-                found = training.play(
-                    training.model(), make, reload=functools.partial(_reload_sharded, offload=offload)
-                )
-                if difference := find_difference(found, expected, _is_close if offload else torch.equal):
-                    problems.append(f"{optimizer_class.__name__} {seed}: {difference}")
-        return problems
-
-    assert run_ranks(work, 2) == [[], []]
+    problems = []
+    for optimizer_class in _OFFLOADED if offload else _SHARDED:
+        for seed in range(1 if offload else 2):
+            training = Training(optimizer_class, seed)
+            expected = training.play(training.model(), optimizer_class, reload=reload_plain)
+            make = functools.partial(phalanx.ZeroRedundancyOptimizer, optimizer_class=optimizer_class, offload=offload)
+            found = training.play(training.model(), make, reload=functools.partial(_reload_sharded, offload=offload))
+            if difference := find_difference(found, expected, _is_close if offload else torch.equal):
+                problems.append(f"{optimizer_class.__name__} {seed}: {difference}")
+    assert problems == []

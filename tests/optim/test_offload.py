@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comparisons import all_equal
+from tests.on_ranks import on_ranks
 from tests.optim.late_staging import LateStaging
 from tests.optim.models import Uneven, backward, batch, train, wrapped
 from tests.small_models import batch_of
@@ -50,43 +51,41 @@ def _settled(module):
 
 @pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_weights_are_bitwise_those_without_offload_however_late_copies_come(world_size, monkeypatch):
-    def trained(rank, world_size):
-        _late(monkeypatch)
-        different = []
-        for made, options in CASES:
-            plain, kept, away = wrapped(), wrapped(), _offloaded()
-            expected = train(plain, made(plain.parameters(), **options), rank, STEPS)
-            sharded = train(kept, ZeroRedundancyOptimizer(kept.parameters(), made, **options), rank, STEPS)
-            optimizer = ZeroRedundancyOptimizer(away.parameters(), made, offload=True, **options)
-            train(away, optimizer, rank, STEPS)
-            if not (all_equal(_settled(away), expected) and all_equal(sharded, expected)):
-                different.append((made.__name__, options))
-        return different
-
-    assert run_ranks(trained, world_size) == [[]] * world_size
+@on_ranks()
+def test_weights_are_bitwise_those_without_offload_however_late_copies_come(rank, world_size, monkeypatch):
+    _late(monkeypatch)
+    different = []
+    for made, options in CASES:
+        plain, kept, away = wrapped(), wrapped(), _offloaded()
+        expected = train(plain, made(plain.parameters(), **options), rank, STEPS)
+        sharded = train(kept, ZeroRedundancyOptimizer(kept.parameters(), made, **options), rank, STEPS)
+        optimizer = ZeroRedundancyOptimizer(away.parameters(), made, offload=True, **options)
+        train(away, optimizer, rank, STEPS)
+        if not (all_equal(_settled(away), expected) and all_equal(sharded, expected)):
+            different.append((made.__name__, options))
+    assert different == []
 
 
-def test_weights_are_those_of_one_process_with_the_whole_batch_of_gradients():
-    def trained(rank, world_size):
-        away = wrapped()
-        optimizer = ZeroRedundancyOptimizer(away.parameters(), optim.AdamW, offload=True)  # fused, as nobody says else
-        alone = Uneven()
-        reference = optim.AdamW(alone.parameters(), fused=True)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            backward(away, rank, step)
-            for mine, theirs in zip(alone.parameters(), away.parameters(), strict=True):
-                mine.grad = None if theirs.grad is None else theirs.grad.clone()
-            optimizer.step()
-            reference.step()
-        return (
+@on_ranks(2)
+def test_weights_are_those_of_one_process_with_the_whole_batch_of_gradients(rank):
+    away = wrapped()
+    optimizer = ZeroRedundancyOptimizer(away.parameters(), optim.AdamW, offload=True)  # fused, as nobody says else
+    alone = Uneven()
+    reference = optim.AdamW(alone.parameters(), fused=True)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(away, rank, step)
+        for mine, theirs in zip(alone.parameters(), away.parameters(), strict=True):
+            mine.grad = None if theirs.grad is None else theirs.grad.clone()
+        optimizer.step()
+        reference.step()
+    assert (
+        (
             all_equal(copy_parameters(away), copy_parameters(alone)),
             optimizer.param_groups[0]["fused"],
             optimizer.optim.param_groups[0]["fused"],
         )
-
-    assert run_ranks(trained, 2) == [(True, None, True)] * 2
+    ) == (True, None, True)
 
 
 def _half_parameters():
@@ -102,89 +101,82 @@ def _give_gradients(parameters, step):
         parameter.grad = torch.randn(parameter.shape, dtype=torch.float64).to(parameter.dtype)
 
 
+@on_ranks(3)
 def test_half_parameters_are_updated_in_float32_and_all_others_as_they_are(monkeypatch):
-    def mixed(rank, world_size):
-        _late(monkeypatch)
-        parameters = _half_parameters()
-        optimizer = ZeroRedundancyOptimizer(parameters, optim.Adam, offload=True, lr=0.01)
-        full = [p.detach().float() if p.dtype.itemsize == 2 else p.detach().clone() for p in parameters]
-        reference = optim.Adam([nn.Parameter(one) for one in full], lr=0.01)
-        references = reference.param_groups[0]["params"]
-        for step in range(20):
-            _give_gradients(parameters, step)
-            for mine, theirs in zip(references, parameters, strict=True):
-                mine.grad = theirs.grad.to(mine.dtype)
-            optimizer.step()
-            reference.step()
-        LateStaging.compute(None)
-        rounded = [mine.detach().to(theirs.dtype) for mine, theirs in zip(references, parameters, strict=True)]
-        return all_equal(rounded, [p.detach() for p in parameters])
-
-    assert run_ranks(mixed, 3) == [True] * 3
+    _late(monkeypatch)
+    parameters = _half_parameters()
+    optimizer = ZeroRedundancyOptimizer(parameters, optim.Adam, offload=True, lr=0.01)
+    full = [p.detach().float() if p.dtype.itemsize == 2 else p.detach().clone() for p in parameters]
+    reference = optim.Adam([nn.Parameter(one) for one in full], lr=0.01)
+    references = reference.param_groups[0]["params"]
+    for step in range(20):
+        _give_gradients(parameters, step)
+        for mine, theirs in zip(references, parameters, strict=True):
+            mine.grad = theirs.grad.to(mine.dtype)
+        optimizer.step()
+        reference.step()
+    LateStaging.compute(None)
+    rounded = [mine.detach().to(theirs.dtype) for mine, theirs in zip(references, parameters, strict=True)]
+    assert all_equal(rounded, [p.detach() for p in parameters])
 
 
-def test_what_happens_to_gradients_after_backward_counts(monkeypatch):
+@on_ranks(2)
+def test_what_happens_to_gradients_after_backward_counts(rank, monkeypatch):
     """Copies have been made by then, and must not be what is updated with."""
-
-    def changed(rank, world_size):
-        _late(monkeypatch)
-        results = []
-        for away in (False, True):
-            ddp = _offloaded()
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, offload=away, fused=True)
-            for step in range(6):
-                optimizer.zero_grad(set_to_none=step % 2 == 0)
-                if step == 1:  # accumulated
-                    with ddp.no_sync():
-                        backward(ddp, rank, 50)
-                backward(ddp, rank, step)
-                if step == 2:
-                    nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
-                if step == 3:
-                    ddp.module.scale.grad = ddp.module.scale.grad * 2
-                    ddp.module.head.weight.grad = None
-                if step == 4:
-                    norm = optimizer.clip_grad_norm_(0.01)
-                    optimizer.clip_grad_norm_(0.005)
-                    ddp.module.head.weight.grad.mul_(3.0)
-                if step == 5:
-                    backward(ddp, rank, 60)  # a second round adds to the mean of the first
-                optimizer.step()
-            results.append((_settled(ddp), norm, [p.grad for p in ddp.parameters() if p.grad is not None]))
-        return [
-            all_equal(results[0][0], results[1][0]),
-            torch.equal(results[0][1], results[1][1]),
-            all_equal(results[0][2], results[1][2]),
-        ]
-
-    assert run_ranks(changed, 2) == [[True] * 3] * 2
+    _late(monkeypatch)
+    results = []
+    for away in (False, True):
+        ddp = _offloaded()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, offload=away, fused=True)
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            if step == 1:  # accumulated
+                with ddp.no_sync():
+                    backward(ddp, rank, 50)
+            backward(ddp, rank, step)
+            if step == 2:
+                nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+            if step == 3:
+                ddp.module.scale.grad = ddp.module.scale.grad * 2
+                ddp.module.head.weight.grad = None
+            if step == 4:
+                norm = optimizer.clip_grad_norm_(0.01)
+                optimizer.clip_grad_norm_(0.005)
+                ddp.module.head.weight.grad.mul_(3.0)
+            if step == 5:
+                backward(ddp, rank, 60)  # a second round adds to the mean of the first
+            optimizer.step()
+        results.append((_settled(ddp), norm, [p.grad for p in ddp.parameters() if p.grad is not None]))
+    assert [
+        all_equal(results[0][0], results[1][0]),
+        torch.equal(results[0][1], results[1][1]),
+        all_equal(results[0][2], results[1][2]),
+    ] == [True] * 3
 
 
-def test_what_is_written_into_parameters_between_steps_counts():
-    def written(rank, world_size):
-        results = []
-        for away in (False, True):
-            ddp = wrapped()
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, offload=away, lr=0.1, momentum=0.9)
-            if not away:
-                optimizer.param_groups[0]["fused"] = True
-            train(ddp, optimizer, rank, 2)
-            dist.barrier()
-            if away or rank == 0:
-                with torch.no_grad():
-                    ddp.module.head.weight.clamp_(-0.05, 0.05)
-            if away:
-                ddp.module.hidden.load_state_dict(copy.deepcopy(results[0][1]))
-            else:
-                loaded = copy.deepcopy(Uneven(5).hidden.state_dict())
-                results.append((None, loaded))
-                ddp.module.hidden.load_state_dict(loaded)
-            dist.barrier()
-            train(ddp, optimizer, rank, 2, first=2)
-            results.append((copy_parameters(ddp), None))
-        return all_equal(results[1][0], results[2][0])
-
-    assert run_ranks(written, 2) == [True] * 2
+@on_ranks(2)
+def test_what_is_written_into_parameters_between_steps_counts(rank):
+    results = []
+    for away in (False, True):
+        ddp = wrapped()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, offload=away, lr=0.1, momentum=0.9)
+        if not away:
+            optimizer.param_groups[0]["fused"] = True
+        train(ddp, optimizer, rank, 2)
+        dist.barrier()
+        if away or rank == 0:
+            with torch.no_grad():
+                ddp.module.head.weight.clamp_(-0.05, 0.05)
+        if away:
+            ddp.module.hidden.load_state_dict(copy.deepcopy(results[0][1]))
+        else:
+            loaded = copy.deepcopy(Uneven(5).hidden.state_dict())
+            results.append((None, loaded))
+            ddp.module.hidden.load_state_dict(loaded)
+        dist.barrier()
+        train(ddp, optimizer, rank, 2, first=2)
+        results.append((copy_parameters(ddp), None))
+    assert all_equal(results[1][0], results[2][0])
 
 
 class _Checksummed(Staging):
@@ -195,265 +187,251 @@ class _Checksummed(Staging):
         self.takes_checksums = True
 
 
-def test_gradients_changed_by_what_pytorch_does_not_count_are_what_the_update_takes(monkeypatch):
+@on_ranks(2)
+def test_gradients_changed_by_what_pytorch_does_not_count_are_what_the_update_takes(rank, world_size, monkeypatch):
     """A copy used to count while the gradient's version was the same, which neither collectives nor the unscaling of a
     GradScaler raise: with a GradScaler, models were trained on gradients as they were scaled, and a gradient that
     the user reduced himself on one that was not."""
-
-    def trained(rank, world_size):
-        alone = [dist.new_group([one]) for one in range(world_size)][rank]
-        results = []
-        for away, staging in ((False, Staging), (True, Staging), (True, _Checksummed)):
-            monkeypatch.setattr(zero, "Staging", staging)
-            ddp, bare = wrapped(), Uneven()
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, offload=away, lr=0.1)
-            # A group of its own, in a job where others may reduce what autograd has written here.
-            other = ZeroRedundancyOptimizer(bare.parameters(), optim.SGD, offload=away, lr=0.1, process_group=alone)
-            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-            for step in range(4):
-                optimizer.zero_grad()
-                scaler.scale(ddp(batch(rank, step)).square().mean()).backward()
-                scaler.unscale_(optimizer)
-                gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
-                for gradient in gradients:
-                    if step == 1:
-                        dist.all_reduce(gradient)
-                    if step == 2:
-                        gradient.data.neg_()
-                    if step == 3:
-                        gradient.data.copy_(gradient.flatten().flip(0).view_as(gradient))
+    alone = [dist.new_group([one]) for one in range(world_size)][rank]
+    results = []
+    for away, staging in ((False, Staging), (True, Staging), (True, _Checksummed)):
+        monkeypatch.setattr(zero, "Staging", staging)
+        ddp, bare = wrapped(), Uneven()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, offload=away, lr=0.1)
+        # A group of its own, in a job where others may reduce what autograd has written here.
+        other = ZeroRedundancyOptimizer(bare.parameters(), optim.SGD, offload=away, lr=0.1, process_group=alone)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(ddp(batch(rank, step)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
+            for gradient in gradients:
+                if step == 1:
+                    dist.all_reduce(gradient)
+                if step == 2:
+                    gradient.data.neg_()
                 if step == 3:
-                    optimizer.clip_grad_norm_(0.01)
-                scaler.step(optimizer)
-                scaler.update()
-                other.zero_grad()
-                backward(bare, rank, step)
-                for parameter in bare.parameters():
-                    if parameter.grad is not None:
-                        dist.all_reduce(parameter.grad)
-                other.step()
-            results.append((copy_parameters(ddp), copy_parameters(bare)))
-        return [all_equal(result[n], results[0][n]) for result in results[1:] for n in range(2)]
+                    gradient.data.copy_(gradient.flatten().flip(0).view_as(gradient))
+            if step == 3:
+                optimizer.clip_grad_norm_(0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            other.zero_grad()
+            backward(bare, rank, step)
+            for parameter in bare.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+            other.step()
+        results.append((copy_parameters(ddp), copy_parameters(bare)))
+    assert [all_equal(result[n], results[0][n]) for result in results[1:] for n in range(2)] == [True] * 4
 
-    assert run_ranks(trained, 2) == [[True] * 4] * 2
 
-
-def test_parameters_changed_by_what_pytorch_does_not_count_stay_changed(monkeypatch):
+@on_ranks(2)
+def test_parameters_changed_by_what_pytorch_does_not_count_stay_changed(rank, monkeypatch):
     """What a broadcast, a DDP that was built after the optimizer, or a write through .data left in a parameter was put
     back by the next step, since the parameter's version was still the one of the last copy to it."""
+    lost = []
+    for staging in (Staging, _Checksummed):
+        monkeypatch.setattr(zero, "Staging", staging)
+        for dtype in (torch.float32, torch.bfloat16):
+            module = nn.Linear(60, 41).to(dtype)
+            optimizer = ZeroRedundancyOptimizer(module.parameters(), optim.SGD, offload=True, lr=0.1)
 
-    def changed(rank, world_size):
-        lost = []
-        for staging in (Staging, _Checksummed):
-            monkeypatch.setattr(zero, "Staging", staging)
-            for dtype in (torch.float32, torch.bfloat16):
-                module = nn.Linear(60, 41).to(dtype)
-                optimizer = ZeroRedundancyOptimizer(module.parameters(), optim.SGD, offload=True, lr=0.1)
+            def broadcast(module=module):
+                if rank == 0:
+                    nn.init.normal_(module.weight)
+                with torch.no_grad():
+                    dist.broadcast(module.weight, 0)
 
-                def broadcast(module=module):
-                    if rank == 0:
-                        nn.init.normal_(module.weight)
-                    with torch.no_grad():
-                        dist.broadcast(module.weight, 0)
+            def average(module=module):
+                for parameter in module.parameters():
+                    dist.all_reduce(parameter.data)
 
-                def average(module=module):
+            def build_ddp(module=module):
+                if rank == 0:
+                    nn.init.normal_(module.weight)
+                phalanx.DistributedDataParallel(module)
+
+            def through_data(module=module):
+                module.weight.data.neg_()
+                module.bias.data = torch.full_like(module.bias, 3.0)
+
+            for change in (broadcast, average, build_ddp, through_data):
+                for _ in range(2):
+                    change()
+                    expected = copy_parameters(module)
                     for parameter in module.parameters():
-                        dist.all_reduce(parameter.data)
-
-                def build_ddp(module=module):
-                    if rank == 0:
-                        nn.init.normal_(module.weight)
-                    phalanx.DistributedDataParallel(module)
-
-                def through_data(module=module):
-                    module.weight.data.neg_()
-                    module.bias.data = torch.full_like(module.bias, 3.0)
-
-                for change in (broadcast, average, build_ddp, through_data):
-                    for _ in range(2):
-                        change()
-                        expected = copy_parameters(module)
-                        for parameter in module.parameters():
-                            parameter.grad = torch.zeros_like(parameter)
-                        optimizer.step()
-                        if not all_equal(copy_parameters(module), expected):
-                            lost.append((staging.__name__, dtype, change.__name__))
-        return lost
-
-    assert run_ranks(changed, 2) == [[], []]
+                        parameter.grad = torch.zeros_like(parameter)
+                    optimizer.step()
+                    if not all_equal(copy_parameters(module), expected):
+                        lost.append((staging.__name__, dtype, change.__name__))
+    assert lost == []
 
 
-def test_groups_frozen_parameters_and_those_without_gradients(monkeypatch):
-    def grouped(rank, world_size):
-        _late(monkeypatch)
-        results = []
-        for away in (False, True):
-            ddp = _offloaded(lambda: phalanx.DistributedDataParallel(Uneven(), find_unused_parameters=True))
-            model = ddp.module
-            optimizer = ZeroRedundancyOptimizer(
-                [
-                    {"params": [*model.conv.parameters(), model.frozen], "nesterov": True},
-                    {"params": model.hidden.parameters(), "lr": 0.01, "momentum": 0.0},
-                ],
-                optim.SGD,
-                offload=away,
-                lr=0.1,
-                momentum=0.9,
-                fused=True,
-            )
-            train(ddp, optimizer, rank, 2)
-            optimizer.add_param_group({"params": [model.scale, *model.head.parameters()], "momentum": 0.5})
-            train(ddp, optimizer, rank, 2, first=2)
-            model.frozen.requires_grad_()  # nobody averages it: the same gradient on all ranks
-            for _ in range(2):
-                optimizer.zero_grad()
-                model.frozen.grad = torch.full_like(model.frozen, 0.25)
-                optimizer.step()
-            results.append(_settled(ddp))
-        return all_equal(*results)
-
-    assert run_ranks(grouped, 2) == [True] * 2
+@on_ranks(2)
+def test_groups_frozen_parameters_and_those_without_gradients(rank, monkeypatch):
+    _late(monkeypatch)
+    results = []
+    for away in (False, True):
+        ddp = _offloaded(lambda: phalanx.DistributedDataParallel(Uneven(), find_unused_parameters=True))
+        model = ddp.module
+        optimizer = ZeroRedundancyOptimizer(
+            [
+                {"params": [*model.conv.parameters(), model.frozen], "nesterov": True},
+                {"params": model.hidden.parameters(), "lr": 0.01, "momentum": 0.0},
+            ],
+            optim.SGD,
+            offload=away,
+            lr=0.1,
+            momentum=0.9,
+            fused=True,
+        )
+        train(ddp, optimizer, rank, 2)
+        optimizer.add_param_group({"params": [model.scale, *model.head.parameters()], "momentum": 0.5})
+        train(ddp, optimizer, rank, 2, first=2)
+        model.frozen.requires_grad_()  # nobody averages it: the same gradient on all ranks
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.frozen.grad = torch.full_like(model.frozen, 0.25)
+            optimizer.step()
+        results.append(_settled(ddp))
+    assert all_equal(*results)
 
 
 @pytest.mark.slow(but=("2-0",))
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
 def test_parameters_that_get_their_first_gradients_at_different_steps(world_size, seed):
     """torch's fused SGD raises a TypeError for a tensor without momentum among tensors that have some."""
     draw = random.Random(seed)
     steps = [[draw.random() < 0.5 for _ in range(5)] for _ in range(6)]
     options = {"momentum": 0.9, "dampening": draw.choice([0.0, 0.1]), "weight_decay": draw.choice([0.0, 0.01])}
-
-    def late(rank, world_size):
-        results = []
-        for make in (
-            lambda tensors: optim.SGD(tensors, lr=0.1, **options),
-            lambda tensors: ZeroRedundancyOptimizer(tensors, optim.SGD, lr=0.1, offload=True, **options),
-        ):
-            tensors = [torch.full((3 + number,), 1.0, requires_grad=True) for number in range(5)]
-            optimizer = make(tensors)
-            for number, step in enumerate(steps):
-                for index, (tensor, has_gradient) in enumerate(zip(tensors, step, strict=True)):
-                    tensor.grad = torch.full_like(tensor, number - index * 0.3) if has_gradient else None
-                optimizer.step()
-            results.append([tensor.detach().clone() for tensor in tensors])
-        torch.testing.assert_close(*results)
-
-    run_ranks(late, world_size)
+    results = []
+    for make in (
+        lambda tensors: optim.SGD(tensors, lr=0.1, **options),
+        lambda tensors: ZeroRedundancyOptimizer(tensors, optim.SGD, lr=0.1, offload=True, **options),
+    ):
+        tensors = [torch.full((3 + number,), 1.0, requires_grad=True) for number in range(5)]
+        optimizer = make(tensors)
+        for number, step in enumerate(steps):
+            for index, (tensor, has_gradient) in enumerate(zip(tensors, step, strict=True)):
+                tensor.grad = torch.full_like(tensor, number - index * 0.3) if has_gradient else None
+            optimizer.step()
+        results.append([tensor.detach().clone() for tensor in tensors])
+    torch.testing.assert_close(*results)
 
 
-def test_a_closure_a_scheduler_and_pytorchs_ddp(monkeypatch):
-    def closed(rank, world_size):
-        _late(monkeypatch)
-        results = []
-        for away in (False, True):
-            model = Uneven()
-            model.frozen.requires_grad_(False)
-            ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=away)
-            ddp.register_forward_pre_hook(LateStaging.compute)
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, offload=away, fused=True)
-            scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
-            losses = []
-            for step in range(4):
+@on_ranks(2)
+def test_a_closure_a_scheduler_and_pytorchs_ddp(rank, monkeypatch):
+    _late(monkeypatch)
+    results = []
+    for away in (False, True):
+        model = Uneven()
+        model.frozen.requires_grad_(False)
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=away)
+        ddp.register_forward_pre_hook(LateStaging.compute)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, offload=away, fused=True)
+        scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+        losses = []
+        for step in range(4):
 
-                def closure(step=step, ddp=ddp, optimizer=optimizer):
-                    optimizer.zero_grad()
-                    loss = ddp(batch(rank, step)).square().mean()
-                    loss.backward()
-                    return loss
+            def closure(step=step, ddp=ddp, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = ddp(batch(rank, step)).square().mean()
+                loss.backward()
+                return loss
 
-                losses.append(optimizer.step(closure).item())
-                scheduler.step()
-            results.append((_settled(ddp), losses))
-        return all_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+            losses.append(optimizer.step(closure).item())
+            scheduler.step()
+        results.append((_settled(ddp), losses))
+    assert all_equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
 
-    assert run_ranks(closed, 2) == [True] * 2
 
-
-def test_state_is_that_of_the_plain_optimizer_and_loads_everywhere():
-    def saved(rank, world_size):
-        plain, away = wrapped(), wrapped()
-        reference = optim.AdamW(plain.parameters(), fused=True)
-        optimizer = ZeroRedundancyOptimizer(away.parameters(), optim.AdamW, offload=True)
-        train(plain, reference, rank, 2)
-        train(away, optimizer, rank, 2)
-        optimizer.consolidate_state_dict(to=0)
-        wholes = [optimizer.state_dict() if rank == 0 else None]
-        dist.broadcast_object_list(wholes)
-        (whole,) = wholes
-        expected = reference.state_dict()
-        assert whole["param_groups"] == [{**expected["param_groups"][0], "fused": None}]
-        assert whole["state"].keys() == expected["state"].keys()
-        for number, state in expected["state"].items():
-            assert all(torch.equal(value, whole["state"][number][key]) for key, value in state.items())
-            assert state.keys() == whole["state"][number].keys()
-        shards = [None] * world_size
-        dist.all_gather_object(shards, optimizer.shard_state_dict())
-        assert merge_state_dicts(shards)["state"].keys() == whole["state"].keys()
-        results = []
-        for make in (
-            lambda params: optim.AdamW(params, fused=True),
-            lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, fused=True),
-            lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, offload=True),
-        ):
-            model = wrapped()
-            again = make(model.parameters())
-            again.load_state_dict(copy.deepcopy(whole))
-            for group in again.param_groups:
-                group["fused"] = True
-            model.module.load_state_dict(away.module.state_dict())
-            dist.barrier()
-            results.append(train(model, again, rank, 2, first=2))
-        return [all_equal(result, train(plain, reference, rank, 2, first=2)) for result in results[:1]] + [
-            all_equal(result, results[0]) for result in results
-        ]
-
-    assert run_ranks(saved, 2) == [[True] * 4] * 2
+@on_ranks(2)
+def test_state_is_that_of_the_plain_optimizer_and_loads_everywhere(rank, world_size):
+    plain, away = wrapped(), wrapped()
+    reference = optim.AdamW(plain.parameters(), fused=True)
+    optimizer = ZeroRedundancyOptimizer(away.parameters(), optim.AdamW, offload=True)
+    train(plain, reference, rank, 2)
+    train(away, optimizer, rank, 2)
+    optimizer.consolidate_state_dict(to=0)
+    wholes = [optimizer.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(wholes)
+    (whole,) = wholes
+    expected = reference.state_dict()
+    assert whole["param_groups"] == [{**expected["param_groups"][0], "fused": None}]
+    assert whole["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        assert all(torch.equal(value, whole["state"][number][key]) for key, value in state.items())
+        assert state.keys() == whole["state"][number].keys()
+    shards = [None] * world_size
+    dist.all_gather_object(shards, optimizer.shard_state_dict())
+    assert merge_state_dicts(shards)["state"].keys() == whole["state"].keys()
+    results = []
+    for make in (
+        lambda params: optim.AdamW(params, fused=True),
+        lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, fused=True),
+        lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, offload=True),
+    ):
+        model = wrapped()
+        again = make(model.parameters())
+        again.load_state_dict(copy.deepcopy(whole))
+        for group in again.param_groups:
+            group["fused"] = True
+        model.module.load_state_dict(away.module.state_dict())
+        dist.barrier()
+        results.append(train(model, again, rank, 2, first=2))
+    assert (
+        [all_equal(result, train(plain, reference, rank, 2, first=2)) for result in results[:1]]
+        + [all_equal(result, results[0]) for result in results]
+    ) == [True] * 4
 
 
 @pytest.mark.slow(but=("True",))
 @pytest.mark.parametrize("model_first", [True, False])
-def test_masters_of_half_parameters_are_saved_and_come_back_to_the_bit(model_first):
+@on_ranks(2)
+def test_masters_of_half_parameters_are_saved_and_come_back_to_the_bit(rank, world_size, model_first):
     """The masters of a transposed parameter that is whole on one rank came back to other elements."""
-
-    def resumed(rank, world_size):
-        parameters = _half_parameters()
-        optimizer = ZeroRedundancyOptimizer(parameters, optim.Adam, offload=True, lr=1e-3)
-        for step in range(5):
-            _give_gradients(parameters, step)
-            optimizer.step()
-        optimizer.consolidate_state_dict(to=rank if world_size == 1 else 0)
-        wholes = [optimizer.state_dict() if rank == 0 else None]
-        dist.broadcast_object_list(wholes)
-        weights = values_of(parameters)
-        again = [nn.Parameter(torch.zeros_like(p)) for p in parameters]
-        other = ZeroRedundancyOptimizer(again, optim.Adam, offload=True, lr=1e-3)
-
-        def load_model():
-            with torch.no_grad():
-                for mine, saved in zip(again, weights, strict=True):
-                    mine.copy_(saved)
-
-        if model_first:
-            load_model()
-        other.load_state_dict(wholes[0])
-        if not model_first:
-            load_model()
-        for step in range(5, 15):
-            for each, by in ((parameters, optimizer), (again, other)):
-                _give_gradients(each, step)
-                by.step()
-        masters = [one.optim.param_groups[0]["params"] for one in (optimizer, other)]
-        plain = _half_parameters()
-        optim.Adam(plain).load_state_dict(wholes[0])  # casts, as always, and steps:
-        _give_gradients(plain, 0)
-        optim.Adam(plain).step()
-        return all_equal(values_of(parameters), values_of(again)) and all_equal(*masters)
 
     def values_of(parameters):
         return [p.detach().clone() for p in parameters]
 
-    assert run_ranks(resumed, 2) == [True] * 2
+    parameters = _half_parameters()
+    optimizer = ZeroRedundancyOptimizer(parameters, optim.Adam, offload=True, lr=1e-3)
+    for step in range(5):
+        _give_gradients(parameters, step)
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=rank if world_size == 1 else 0)
+    wholes = [optimizer.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(wholes)
+    weights = values_of(parameters)
+    again = [nn.Parameter(torch.zeros_like(p)) for p in parameters]
+    other = ZeroRedundancyOptimizer(again, optim.Adam, offload=True, lr=1e-3)
+
+    def load_model():
+        with torch.no_grad():
+            for mine, saved in zip(again, weights, strict=True):
+                mine.copy_(saved)
+
+    if model_first:
+        load_model()
+    other.load_state_dict(wholes[0])
+    if not model_first:
+        load_model()
+    for step in range(5, 15):
+        for each, by in ((parameters, optimizer), (again, other)):
+            _give_gradients(each, step)
+            by.step()
+    masters = [one.optim.param_groups[0]["params"] for one in (optimizer, other)]
+    plain = _half_parameters()
+    optim.Adam(plain).load_state_dict(wholes[0])  # casts, as always, and steps:
+    _give_gradients(plain, 0)
+    optim.Adam(plain).step()
+    assert all_equal(values_of(parameters), values_of(again))
+    assert all_equal(*masters)
 
 
 def test_a_checkpoint_in_shards_holds_the_masters_for_any_number_of_ranks(tmp_path):
@@ -485,19 +463,14 @@ def test_a_checkpoint_in_shards_holds_the_masters_for_any_number_of_ranks(tmp_pa
         assert all(all_equal(weights, expected) for weights in run_ranks(load, world_size))
 
 
-def test_each_host_may_update_all_parameters_with_its_own_group():
+@on_ranks(4)
+def test_each_host_may_update_all_parameters_with_its_own_group(rank):
     """Two groups of two stand for two hosts; the gradients are the mean of all four."""
-
-    def on_hosts(rank, world_size):
-        hosts = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        plain, away = wrapped(), wrapped()
-        optimizer = ZeroRedundancyOptimizer(
-            away.parameters(), optim.AdamW, process_group=hosts[rank // 2], offload=True
-        )
-        expected = train(plain, optim.AdamW(plain.parameters(), fused=True), rank, STEPS)
-        return all_equal(train(away, optimizer, rank, STEPS), expected)
-
-    assert run_ranks(on_hosts, 4) == [True] * 4
+    hosts = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    plain, away = wrapped(), wrapped()
+    optimizer = ZeroRedundancyOptimizer(away.parameters(), optim.AdamW, process_group=hosts[rank // 2], offload=True)
+    expected = train(plain, optim.AdamW(plain.parameters(), fused=True), rank, STEPS)
+    assert all_equal(train(away, optimizer, rank, STEPS), expected)
 
 
 def test_the_state_lies_in_the_memory_of_the_host_and_parameters_do_not():
@@ -521,25 +494,23 @@ def test_the_state_lies_in_the_memory_of_the_host_and_parameters_do_not():
     assert sum(result[2] for result in results) == 2 * results[0][3]
 
 
-def test_gather_gradients_false_and_strategies_take_it_too():
-    def sharded(rank, world_size):
-        results = []
-        for away in (False, True):
-            strategy = strategies.ShardedStrategy(gather_gradients=False, offload=away, launch=False)
-            torch.manual_seed(0)
-            model = nn.Linear(600, 300)
-            ddp, optimizer = strategy.setup(model, lambda params: optim.SGD(params, lr=0.1, momentum=0.9, fused=True))
-            assert isinstance(optimizer, ZeroRedundancyOptimizer)
-            assert optimizer.offload is away
-            for step in range(3):
-                optimizer.zero_grad()
-                ddp(batch_of(rank, step, shape=(4, 600))).square().mean().backward()
-                optimizer.clip_grad_norm_(0.1)
-                optimizer.step()
-            results.append(copy_parameters(ddp))
-        return all_equal(*results)
-
-    assert run_ranks(sharded, 2) == [True] * 2
+@on_ranks(2)
+def test_gather_gradients_false_and_strategies_take_it_too(rank):
+    results = []
+    for away in (False, True):
+        strategy = strategies.ShardedStrategy(gather_gradients=False, offload=away, launch=False)
+        torch.manual_seed(0)
+        model = nn.Linear(600, 300)
+        ddp, optimizer = strategy.setup(model, lambda params: optim.SGD(params, lr=0.1, momentum=0.9, fused=True))
+        assert isinstance(optimizer, ZeroRedundancyOptimizer)
+        assert optimizer.offload is away
+        for step in range(3):
+            optimizer.zero_grad()
+            ddp(batch_of(rank, step, shape=(4, 600))).square().mean().backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+        results.append(copy_parameters(ddp))
+    assert all_equal(*results)
 
 
 def _refuses_parameters_in_the_same_memory():
@@ -560,22 +531,19 @@ def _refuses_parameters_in_the_same_memory():
         optimizer.step()
 
 
+@on_ranks(2)
 def test_frozen_integers_may_be_among_the_parameters_on_any_rank():
     """The rank that was given them failed in construction, "only Tensors of floating point dtype can require
     gradients", and the others waited for it."""
-
-    def built(rank, world_size):
-        for offloads in (False, True):
-            codes = nn.Parameter(torch.arange(70000, dtype=torch.int32), requires_grad=False)  # cut
-            few = nn.Parameter(torch.ones(5, dtype=torch.uint8), requires_grad=False)
-            weight = nn.Parameter(torch.ones(300))
-            optimizer = ZeroRedundancyOptimizer([codes, few, weight], optim.AdamW, offload=offloads, lr=0.1)
-            weight.grad = torch.ones(300)
-            optimizer.step()
-            assert weight.lt(1).all()
-            assert torch.equal(codes, torch.arange(70000, dtype=torch.int32))
-
-    run_ranks(built, 2)
+    for offloads in (False, True):
+        codes = nn.Parameter(torch.arange(70000, dtype=torch.int32), requires_grad=False)  # cut
+        few = nn.Parameter(torch.ones(5, dtype=torch.uint8), requires_grad=False)
+        weight = nn.Parameter(torch.ones(300))
+        optimizer = ZeroRedundancyOptimizer([codes, few, weight], optim.AdamW, offload=offloads, lr=0.1)
+        weight.grad = torch.ones(300)
+        optimizer.step()
+        assert weight.lt(1).all()
+        assert torch.equal(codes, torch.arange(70000, dtype=torch.int32))
 
 
 def test_what_it_does_not_do_is_refused_with_the_reason():
@@ -629,6 +597,7 @@ class _Pages:
         del self.registered[start]
 
 
+@on_ranks(2)
 def test_no_two_locked_pieces_of_memory_share_a_page(monkeypatch):
     """The copies of small gradients lay side by side, in pages of which CUDA registers each once; what it had refused
     it told the next kernel."""
@@ -636,21 +605,18 @@ def test_no_two_locked_pieces_of_memory_share_a_page(monkeypatch):
     class Locking(Staging):
         locks = True
 
-    def locked(rank, world_size):
-        pages = _Pages()
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: pages)
-        monkeypatch.setattr(zero, "Staging", Locking)
-        parameters = _half_parameters() + [nn.Parameter(torch.randn(30)) for _ in range(20)]
-        groups = [{"params": parameters[:9]}, {"params": parameters[9:]}]
-        optimizer = ZeroRedundancyOptimizer(groups, optim.SGD, offload=True)
-        _give_gradients(parameters, 0)
-        optimizer.step()
-        num_locked = len(pages.registered)
-        del optimizer, groups
-        gc.collect()
-        return pages.num_refused, num_locked >= 4, pages.registered  # masters, and copies of each dtype
-
-    assert run_ranks(locked, 2) == [(0, True, {})] * 2
+    pages = _Pages()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pages)
+    monkeypatch.setattr(zero, "Staging", Locking)
+    parameters = _half_parameters() + [nn.Parameter(torch.randn(30)) for _ in range(20)]
+    groups = [{"params": parameters[:9]}, {"params": parameters[9:]}]
+    optimizer = ZeroRedundancyOptimizer(groups, optim.SGD, offload=True)
+    _give_gradients(parameters, 0)
+    optimizer.step()
+    num_locked = len(pages.registered)
+    del optimizer, groups
+    gc.collect()
+    assert (pages.num_refused, num_locked >= 4, pages.registered) == (0, True, {})  # masters, and copies of each dtype
 
 
 def test_a_page_is_locked_once_whatever_lies_in_it():

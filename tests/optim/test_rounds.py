@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal, assert_same_on_all_ranks
+from tests.on_ranks import on_ranks
 from tests.optim.replicas import Replica, floats, inner_of, outer_of, simulate, train_step
 from tests.training import copy_parameters, copy_state
 from torch import nn
@@ -81,52 +82,48 @@ def test_a_rank_that_dies_in_a_round_leaves_the_others_what_they_had(kind):
 
 
 @pytest.mark.parametrize("kind", ["local", "diloco"])
-def test_a_saved_state_goes_on_bit_for_bit(kind):
-    def fn(rank, world_size):
-        def start():
-            model = Replica()
-            optimizer = inner_of(model)
-            return model, optimizer, KINDS[kind](model, optimizer)
-
-        def train(model, optimizer, steps):
-            for step in steps:
-                train_step(model, optimizer, rank, step)
-
-        model, optimizer, rounds = start()
-        train(model, optimizer, range(10))
-        rounds.finish()
-        straight = floats(model)
-
-        model, optimizer, rounds = start()
-        train(model, optimizer, range(5))  # in the middle of the second round
-        saved = [one.state_dict() for one in (model, optimizer, rounds)]
-        assert saved[2]["local_steps"] == 2
-        model, optimizer, rounds = start()
-        for one, state in zip((model, optimizer, rounds), saved, strict=True):
-            one.load_state_dict(state)
-        train(model, optimizer, range(5, 10))
-        rounds.finish()
-        assert_equal(floats(model), straight)
-
-    run_ranks(fn, 2)
-
-
-def test_outer_parameters_are_the_model_of_the_last_round():
-    def fn(rank, world_size):
+@on_ranks(2)
+def test_a_saved_state_goes_on_bit_for_bit(rank, kind):
+    def start():
         model = Replica()
         optimizer = inner_of(model)
-        rounds = _diloco(model, optimizer)
-        for step in range(4):
-            train_step(model, optimizer, rank, step)
-            if step == 2:
-                after_round = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-                kept = model.conv.weight.grad
-        assert kept is not None  # the user's gradient is back where it was
-        outer = rounds.outer_parameters()
-        assert_equal(outer, after_round)
-        assert not torch.equal(outer["conv.weight"], model.conv.weight)
+        return model, optimizer, KINDS[kind](model, optimizer)
 
-    run_ranks(fn, 2)
+    def train(model, optimizer, steps):
+        for step in steps:
+            train_step(model, optimizer, rank, step)
+
+    model, optimizer, rounds = start()
+    train(model, optimizer, range(10))
+    rounds.finish()
+    straight = floats(model)
+
+    model, optimizer, rounds = start()
+    train(model, optimizer, range(5))  # in the middle of the second round
+    saved = [one.state_dict() for one in (model, optimizer, rounds)]
+    assert saved[2]["local_steps"] == 2
+    model, optimizer, rounds = start()
+    for one, state in zip((model, optimizer, rounds), saved, strict=True):
+        one.load_state_dict(state)
+    train(model, optimizer, range(5, 10))
+    rounds.finish()
+    assert_equal(floats(model), straight)
+
+
+@on_ranks(2)
+def test_outer_parameters_are_the_model_of_the_last_round(rank):
+    model = Replica()
+    optimizer = inner_of(model)
+    rounds = _diloco(model, optimizer)
+    for step in range(4):
+        train_step(model, optimizer, rank, step)
+        if step == 2:
+            after_round = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+            kept = model.conv.weight.grad
+    assert kept is not None  # the user's gradient is back where it was
+    outer = rounds.outer_parameters()
+    assert_equal(outer, after_round)
+    assert not torch.equal(outer["conv.weight"], model.conv.weight)
 
 
 def test_what_already_keeps_the_same_ranks_together_is_refused():
@@ -154,64 +151,60 @@ def test_what_already_keeps_the_same_ranks_together_is_refused():
     assert_same_on_all_ranks(run_ranks(fn, 4))
 
 
-def test_ranks_that_differ_are_told_how():
-    def fn(rank, world_size):
-        model = nn.Linear(3, 2)
-        with pytest.raises(phalanx.MismatchError, match=r"rank 1 has sync_every=3, rank 0 has sync_every=2"):
-            _local(model, inner_of(model), sync_every=2 + rank)
-        model = nn.Linear(3 + rank, 2)
-        with pytest.raises(phalanx.MismatchError, match=r"rank 1 has the tensor \('weight', \(2, 4\), 'float32'\)"):
-            _local(model, inner_of(model))
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_ranks_that_differ_are_told_how(rank):
+    model = nn.Linear(3, 2)
+    with pytest.raises(phalanx.MismatchError, match=r"rank 1 has sync_every=3, rank 0 has sync_every=2"):
+        _local(model, inner_of(model), sync_every=2 + rank)
+    model = nn.Linear(3 + rank, 2)
+    with pytest.raises(phalanx.MismatchError, match=r"rank 1 has the tensor \('weight', \(2, 4\), 'float32'\)"):
+        _local(model, inner_of(model))
 
 
+@on_ranks(1)
 def test_wrong_arguments_are_refused():
-    def fn(rank, world_size):
-        model = nn.Linear(3, 2)
-        inner = inner_of(model)
-        for wrong in (0, -1, 2.5, "3"):
-            with pytest.raises(ValueError, match=f"LocalSGD: sync_every must be a number of steps, .* got {wrong!r}"):
-                _local(model, inner, sync_every=wrong)
-        with pytest.raises(ValueError, match="LocalSGD: the model has no parameter that requires a gradient"):
-            _local(nn.Linear(1, 1).requires_grad_(False), inner)
-        with pytest.raises(ValueError, match="DiLoCo: the inner and the outer optimizer must be two"):
-            phalanx.DiLoCo(model, inner, inner, sync_every=2)
-        for make in (_local, _diloco):
-            with pytest.raises(ValueError, match="SGD holds no parameter of this model, which would never change"):
-                make(model, inner_of(nn.Linear(3, 2)))
-        for words, make in (
-            (r"LocalSGD: model must be a torch\.nn\.Module, got SGD", lambda: _local(inner, model)),
-            (r"LocalSGD: the optimizer must be a torch\.optim\.Optimizer, got \[SGD", lambda: _local(model, [inner])),
-            (
-                r"DiLoCo: the optimizer must be .* got <class",
-                lambda: phalanx.DiLoCo(model, inner, torch.optim.SGD, sync_every=2),
-            ),
-        ):
-            with pytest.raises(TypeError, match=words):
-                make()
-        for outer, words in (  # at the first round these ended in a TypeError
-            (torch.optim.LBFGS(model.parameters()), "LBFGS cannot be the outer optimizer: its step computes the l"),
-            (torch.optim.SparseAdam(model.parameters()), "SparseAdam cannot be .* it takes sparse gradients only"),
-            (
-                torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))], lr=1.0),
-                r"the outer optimizer holds a parameter of shape \(7,\) that is not the model",
-            ),
-        ):
-            with pytest.raises(ValueError, match=words):
-                phalanx.DiLoCo(model, inner, outer, sync_every=2)
-        with pytest.raises(ValueError, match="DiLoCo: the outer optimizer does not hold parameter 'bias'"):
-            phalanx.DiLoCo(model, inner, torch.optim.SGD([model.weight], lr=1.0), sync_every=2)
-        rounds = phalanx.DiLoCo(model, inner, outer_of(model), sync_every=2)
-        state = rounds.state_dict()
-        state["outer_parameters"] = {**state["outer_parameters"], "weight": torch.zeros(2, 4)}
-        with pytest.raises(ValueError, match=r"parameter 'weight' with shape \(2, 4\), the model with \(2, 3\)"):
-            rounds.load_state_dict(state)
-        state["outer_parameters"] = {"weight": torch.zeros(2, 3)}
-        with pytest.raises(ValueError, match=r"parameter 'bias' with shape None, the model with \(2,\)"):
-            rounds.load_state_dict(state)
-
-    run_ranks(fn, 1)
+    model = nn.Linear(3, 2)
+    inner = inner_of(model)
+    for wrong in (0, -1, 2.5, "3"):
+        with pytest.raises(ValueError, match=f"LocalSGD: sync_every must be a number of steps, .* got {wrong!r}"):
+            _local(model, inner, sync_every=wrong)
+    with pytest.raises(ValueError, match="LocalSGD: the model has no parameter that requires a gradient"):
+        _local(nn.Linear(1, 1).requires_grad_(False), inner)
+    with pytest.raises(ValueError, match="DiLoCo: the inner and the outer optimizer must be two"):
+        phalanx.DiLoCo(model, inner, inner, sync_every=2)
+    for make in (_local, _diloco):
+        with pytest.raises(ValueError, match="SGD holds no parameter of this model, which would never change"):
+            make(model, inner_of(nn.Linear(3, 2)))
+    for words, make in (
+        (r"LocalSGD: model must be a torch\.nn\.Module, got SGD", lambda: _local(inner, model)),
+        (r"LocalSGD: the optimizer must be a torch\.optim\.Optimizer, got \[SGD", lambda: _local(model, [inner])),
+        (
+            r"DiLoCo: the optimizer must be .* got <class",
+            lambda: phalanx.DiLoCo(model, inner, torch.optim.SGD, sync_every=2),
+        ),
+    ):
+        with pytest.raises(TypeError, match=words):
+            make()
+    for outer, words in (  # at the first round these ended in a TypeError
+        (torch.optim.LBFGS(model.parameters()), "LBFGS cannot be the outer optimizer: its step computes the l"),
+        (torch.optim.SparseAdam(model.parameters()), "SparseAdam cannot be .* it takes sparse gradients only"),
+        (
+            torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))], lr=1.0),
+            r"the outer optimizer holds a parameter of shape \(7,\) that is not the model",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            phalanx.DiLoCo(model, inner, outer, sync_every=2)
+    with pytest.raises(ValueError, match="DiLoCo: the outer optimizer does not hold parameter 'bias'"):
+        phalanx.DiLoCo(model, inner, torch.optim.SGD([model.weight], lr=1.0), sync_every=2)
+    rounds = phalanx.DiLoCo(model, inner, outer_of(model), sync_every=2)
+    state = rounds.state_dict()
+    state["outer_parameters"] = {**state["outer_parameters"], "weight": torch.zeros(2, 4)}
+    with pytest.raises(ValueError, match=r"parameter 'weight' with shape \(2, 4\), the model with \(2, 3\)"):
+        rounds.load_state_dict(state)
+    state["outer_parameters"] = {"weight": torch.zeros(2, 3)}
+    with pytest.raises(ValueError, match=r"parameter 'bias' with shape None, the model with \(2,\)"):
+        rounds.load_state_dict(state)
 
 
 def test_without_a_process_group_it_says_so():
@@ -220,18 +213,16 @@ def test_without_a_process_group_it_says_so():
         _local(model, inner_of(model))
 
 
-def test_an_exception_ends_the_block_without_a_round():
-    def fn(rank, world_size):
-        model = Replica()
-        optimizer = inner_of(model)
-        rounds = _local(model, optimizer)
-        train_step(model, optimizer, rank, 0)
-        with pytest.raises(KeyError), rounds:
-            raise KeyError("the user's own")
-        train_step(model, optimizer, rank, 1)
-        assert (rounds.local_steps, rounds.num_rounds) == (1, 0)
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_an_exception_ends_the_block_without_a_round(rank):
+    model = Replica()
+    optimizer = inner_of(model)
+    rounds = _local(model, optimizer)
+    train_step(model, optimizer, rank, 0)
+    with pytest.raises(KeyError), rounds:
+        raise KeyError("the user's own")
+    train_step(model, optimizer, rank, 1)
+    assert (rounds.local_steps, rounds.num_rounds) == (1, 0)
 
 
 def test_ranks_that_stand_at_different_rounds_after_a_loss_go_on_from_the_later_one():

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 from tests.comparisons import assert_equal
+from tests.on_ranks import on_ranks
 from tests.optim.averaging import KINDS
 from torch import nn
 
 import phalanx
 from phalanx.errors import CheckpointError
-from phalanx.testing import run_ranks
 
 _DTYPES = [
     torch.float32,
@@ -73,66 +73,57 @@ def _step(model, optimizer):
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_all_of_the_model_is_rank_0s_at_construction(backend):
-    def work(rank, world_size):
-        found = []
-        for kind in KINDS:
-            for seed in range(_CASES):
-                model = Mixed(seed, rank)
-                _, rounds = _start(kind, model)
-                found.append(_tensors(model))
-                rounds.finish()
-        return found
-
+@on_ranks(2)
+def test_all_of_the_model_is_rank_0s_at_construction(rank, backend):
     expected = [_tensors(Mixed(seed, 0)) for _ in KINDS for seed in range(_CASES)]
-    for found in run_ranks(work, 2, backend=backend):
-        assert_equal(found, expected)
+    found = []
+    for kind in KINDS:
+        for seed in range(_CASES):
+            model = Mixed(seed, rank)
+            _, rounds = _start(kind, model)
+            found.append(_tensors(model))
+            rounds.finish()
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("change", ["unfrozen", "added"])
+@on_ranks(2)
 def test_a_parameter_that_comes_later_is_refused_on_every_rank_and_taken_when_it_is_built_anew(change):
-    def work(rank, world_size):
-        for kind in KINDS:
-            model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-            model[1].requires_grad_(change == "added")
-            inner, rounds = _start(kind, model)
+    for kind in KINDS:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        model[1].requires_grad_(change == "added")
+        inner, rounds = _start(kind, model)
+        _step(model, inner)
+        if change == "added":
+            model.append(nn.Linear(2, 2))
+        else:
+            model[1].requires_grad_(True)
+        name = "2.weight" if change == "added" else "1.weight"
+        with pytest.raises(RuntimeError, match=f"'{name}' needs a gradient, but was not there or was frozen"):
+            _step(model, inner)  # a round
+        inner, rounds = _start(kind, model)
+        for _ in range(2):
             _step(model, inner)
-            if change == "added":
-                model.append(nn.Linear(2, 2))
-            else:
-                model[1].requires_grad_(True)
-            name = "2.weight" if change == "added" else "1.weight"
-            with pytest.raises(RuntimeError, match=f"'{name}' needs a gradient, but was not there or was frozen"):
-                _step(model, inner)  # a round
-            inner, rounds = _start(kind, model)
-            for _ in range(2):
-                _step(model, inner)
-            rounds.finish()
-
-    run_ranks(work, 2)
+        rounds.finish()
 
 
+@on_ranks(2)
 def test_a_sharded_checkpoint_between_rounds_is_refused(tmp_path):
-    def work(rank, world_size):
-        for kind in KINDS:
-            model = nn.Linear(3, 2)
-            inner, rounds = _start(kind, model)
-            _step(model, inner)
-            parts = {"model": model, "optimizer": inner, "rounds": rounds}
-            with phalanx.CheckpointManager(tmp_path / kind, sharded=True) as manager:
-                with pytest.raises(CheckpointError, match="with 'rounds' ranks train apart"):
-                    manager.save(1, parts)
-                rounds.finish()
-                manager.save(2, {"model": model})
-
-    run_ranks(work, 2)
-
-
-def test_another_form_of_what_rounds_do_not_change_is_told():
-    def work(rank, world_size):
+    for kind in KINDS:
         model = nn.Linear(3, 2)
-        model.register_buffer("count", torch.zeros(1 + rank, dtype=torch.int64))
-        with pytest.raises(phalanx.MismatchError, match=r"rank 1 has the tensor \('count', \(2,\), 'int64'\)"):
-            _start("local", model)
+        inner, rounds = _start(kind, model)
+        _step(model, inner)
+        parts = {"model": model, "optimizer": inner, "rounds": rounds}
+        with phalanx.CheckpointManager(tmp_path / kind, sharded=True) as manager:
+            with pytest.raises(CheckpointError, match="with 'rounds' ranks train apart"):
+                manager.save(1, parts)
+            rounds.finish()
+            manager.save(2, {"model": model})
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_another_form_of_what_rounds_do_not_change_is_told(rank):
+    model = nn.Linear(3, 2)
+    model.register_buffer("count", torch.zeros(1 + rank, dtype=torch.int64))
+    with pytest.raises(phalanx.MismatchError, match=r"rank 1 has the tensor \('count', \(2,\), 'int64'\)"):
+        _start("local", model)

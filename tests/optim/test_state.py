@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.comparisons import all_equal
+from tests.on_ranks import on_ranks
 from tests.optim.models import Uneven, batch, train, wrapped
 from tests.training import copy_parameters
 from torch import nn, optim
@@ -35,18 +36,16 @@ def _one_batch(ddp, optimizer, step):
 @pytest.mark.slow(but=("2-AdamW-options1",))
 @pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
 @pytest.mark.parametrize("to", [0, 2])
-def test_the_consolidated_state_is_the_plain_optimizers(optimizer_class, options, to):
-    def consolidated(rank, world_size):
-        plain, sharded = wrapped(), wrapped()
-        reference = optimizer_class(plain.parameters(), **options)
-        optimizer = ZeroRedundancyOptimizer(sharded.parameters(), optimizer_class, **options)
-        train(plain, reference, rank, 3)
-        train(sharded, optimizer, rank, 3)
-        optimizer.consolidate_state_dict(to)
-        if rank == to:
-            _same_state(optimizer.state_dict(), reference.state_dict())
-
-    run_ranks(consolidated, 3)
+@on_ranks(3)
+def test_the_consolidated_state_is_the_plain_optimizers(rank, optimizer_class, options, to):
+    plain, sharded = wrapped(), wrapped()
+    reference = optimizer_class(plain.parameters(), **options)
+    optimizer = ZeroRedundancyOptimizer(sharded.parameters(), optimizer_class, **options)
+    train(plain, reference, rank, 3)
+    train(sharded, optimizer, rank, 3)
+    optimizer.consolidate_state_dict(to)
+    if rank == to:
+        _same_state(optimizer.state_dict(), reference.state_dict())
 
 
 @pytest.mark.slow(but=("Adafactor-options1",))
@@ -89,51 +88,47 @@ def test_training_goes_on_bitwise_in_another_number_of_ranks_and_in_the_plain_op
             assert all_equal(got, expected)
 
 
-def test_a_plain_optimizers_state_loads_into_shards():
-    def loaded(rank, world_size):
-        plain, sharded = wrapped(), wrapped()
-        reference = optim.Adam(plain.parameters(), lr=0.01)
-        train(plain, reference, rank, 2)
-        optimizer = ZeroRedundancyOptimizer(sharded.parameters(), optim.Adam)
-        sharded.load_state_dict(plain.state_dict())
-        optimizer.load_state_dict(reference.state_dict())
-        state = reference.state_dict()
-        return (
+@on_ranks(3)
+def test_a_plain_optimizers_state_loads_into_shards(rank):
+    plain, sharded = wrapped(), wrapped()
+    reference = optim.Adam(plain.parameters(), lr=0.01)
+    train(plain, reference, rank, 2)
+    optimizer = ZeroRedundancyOptimizer(sharded.parameters(), optim.Adam)
+    sharded.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    state = reference.state_dict()
+    assert (
+        (
             all_equal(train(sharded, optimizer, rank, 2, first=2), train(plain, reference, rank, 2, first=2)),
             optimizer.param_groups[0]["lr"],
             state["state"][0]["step"].item(),
         )
+    ) == (True, 0.01, 4.0)
 
-    assert run_ranks(loaded, 3) == [(True, 0.01, 4.0)] * 3
 
-
+@on_ranks(2)
 def test_a_state_of_other_groups_is_refused():
-    def refused(rank, world_size):
-        optimizer = ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)
-        with pytest.raises(ValueError, match="loaded state dict contains a parameter group that doesn't match"):
-            optimizer.load_state_dict(optim.Adam([nn.Parameter(torch.zeros(3))]).state_dict())
-
-    run_ranks(refused, 2)
+    optimizer = ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)
+    with pytest.raises(ValueError, match="loaded state dict contains a parameter group that doesn't match"):
+        optimizer.load_state_dict(optim.Adam([nn.Parameter(torch.zeros(3))]).state_dict())
 
 
-def test_state_dict_says_which_call_is_missing_and_is_not_given_stale():
-    def stale(rank, world_size):
-        ddp = wrapped()
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.Adam)
-        train(ddp, optimizer, rank, 1)
-        optimizer.consolidate_state_dict(to=1)
-        if rank == 1:
-            assert optimizer.state_dict()["state"]
-        else:
-            with pytest.raises(RuntimeError, match=r"Call consolidate_state_dict\(to=0\) on all ranks"):
-                optimizer.state_dict()
-        train(ddp, optimizer, rank, 1, first=1)
-        with pytest.raises(RuntimeError, match=r"each rank has the state of its own slices"):
+@on_ranks(2)
+def test_state_dict_says_which_call_is_missing_and_is_not_given_stale(rank):
+    ddp = wrapped()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.Adam)
+    train(ddp, optimizer, rank, 1)
+    optimizer.consolidate_state_dict(to=1)
+    if rank == 1:
+        assert optimizer.state_dict()["state"]
+    else:
+        with pytest.raises(RuntimeError, match=r"Call consolidate_state_dict\(to=0\) on all ranks"):
             optimizer.state_dict()
-        with pytest.raises(ValueError, match="to=2 is not a rank of the group, which has 2"):
-            optimizer.consolidate_state_dict(to=2)
-
-    run_ranks(stale, 2)
+    train(ddp, optimizer, rank, 1, first=1)
+    with pytest.raises(RuntimeError, match=r"each rank has the state of its own slices"):
+        optimizer.state_dict()
+    with pytest.raises(ValueError, match="to=2 is not a rank of the group, which has 2"):
+        optimizer.consolidate_state_dict(to=2)
 
 
 def _shards():

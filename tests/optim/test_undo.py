@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comparisons import all_equal
+from tests.on_ranks import on_ranks
 from tests.optim.models import backward, wrapped
 from tests.training import copy_parameters
 from torch import optim
@@ -188,35 +189,32 @@ STOPS = {
 
 @pytest.mark.slow(but=("half way",))
 @pytest.mark.parametrize("stop", STOPS)
-def test_a_rank_that_was_stopped_in_the_update_comes_back_to_the_step_that_the_others_hold(stop):
+@on_ranks(3)
+def test_a_rank_that_was_stopped_in_the_update_comes_back_to_the_step_that_the_others_hold(rank, world_size, stop):
     """It woke when they had timed out and undone theirs, saw that all had written, and took the new step for whole.
 
     Its own slices were then of the new step, and all others of the old one, on every rank.
     """
-
-    def updated(rank, world_size):
-        ddp = wrapped()
-        optimizer_class = Dozing if stop == "half way" else optim.SGD
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, lr=0.1)
-        store = dist.group.WORLD.get_group_store()
-        backward(ddp, rank, 0)
-        old = copy_parameters(ddp)
-        dist.barrier()
-        if rank == VICTIM:
-            STOPS[stop]()
-        else:
-            dist.group.WORLD.set_timeout(timedelta(seconds=1))
-        with pytest.raises((DeadlineError, PeerLostError)):
-            optimizer.step()
-        alone = all_equal(copy_parameters(ddp), old)
-        store.set(f"settled {rank}", "")
-        store.wait([f"settled {other}" for other in range(world_size) if other != VICTIM])
-        if rank == 0:
-            os.kill(int(store.get("pid")), signal.SIGCONT)
-        store.wait([f"settled {VICTIM}"])
-        return alone, all_equal(copy_parameters(ddp), old)
-
-    assert run_ranks(updated, 3) == [(True, True)] * 3
+    ddp = wrapped()
+    optimizer_class = Dozing if stop == "half way" else optim.SGD
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, lr=0.1)
+    store = dist.group.WORLD.get_group_store()
+    backward(ddp, rank, 0)
+    old = copy_parameters(ddp)
+    dist.barrier()
+    if rank == VICTIM:
+        STOPS[stop]()
+    else:
+        dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    with pytest.raises((DeadlineError, PeerLostError)):
+        optimizer.step()
+    alone = all_equal(copy_parameters(ddp), old)
+    store.set(f"settled {rank}", "")
+    store.wait([f"settled {other}" for other in range(world_size) if other != VICTIM])
+    if rank == 0:
+        os.kill(int(store.get("pid")), signal.SIGCONT)
+    store.wait([f"settled {VICTIM}"])
+    assert (alone, all_equal(copy_parameters(ddp), old)) == (True, True)
 
 
 def test_what_one_rank_has_decided_holds_for_those_who_pass_the_sync_as_well():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comparisons import all_equal
+from tests.on_ranks import on_ranks
 from tests.optim.models import Uneven, backward, batch, train, wrapped
 from tests.training import copy_parameters
 from torch import nn, optim
@@ -66,178 +67,164 @@ def _compare(make_plain, make_sharded, rank, **training):
 
 @pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_weights_are_bitwise_those_of_ddp_with_the_plain_optimizer(world_size):
+@on_ranks()
+def test_weights_are_bitwise_those_of_ddp_with_the_plain_optimizer(rank, world_size):
     chosen = EVERY_CLASS if world_size == 3 else USUAL
+    assert [
+        (made.__name__, options)
+        for made, options in chosen
+        if not _compare(
+            lambda params, made=made, options=options: made(params, **options),
+            lambda params, made=made, options=options: ZeroRedundancyOptimizer(params, made, **options),
+            rank,
+        )
+    ] == []
 
-    def every_class(rank, world_size):
+
+@on_ranks(3)
+def test_half_double_and_complex_parameters_are_updated_like_the_plain_optimizers():
+    def parameters():
+        torch.manual_seed(0)
         return [
-            (made.__name__, options)
-            for made, options in chosen
-            if not _compare(
-                lambda params, made=made, options=options: made(params, **options),
-                lambda params, made=made, options=options: ZeroRedundancyOptimizer(params, made, **options),
-                rank,
-            )
+            nn.Parameter(torch.randn(333).to(dtype))
+            for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64)
         ]
 
-    assert run_ranks(every_class, world_size) == [[]] * world_size
+    plain, sharded = parameters(), parameters()
+    optimizers = [optim.Adam(plain), ZeroRedundancyOptimizer(sharded, optim.Adam)]
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        for one, other in zip(plain, sharded, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all_equal(sharded, plain)
 
 
-def test_half_double_and_complex_parameters_are_updated_like_the_plain_optimizers():
-    def mixed(rank, world_size):
-        def parameters():
-            torch.manual_seed(0)
-            return [
-                nn.Parameter(torch.randn(333).to(dtype))
-                for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+@on_ranks(3)
+def test_whole_parameters_are_given_to_a_class_that_is_not_known(rank):
+    def sharded(params):
+        return ZeroRedundancyOptimizer(params, NormSGD, lr=0.1)
+
+    assert _compare(lambda params: NormSGD(params, lr=0.1), sharded, rank)
+
+
+@on_ranks(3)
+def test_gradient_clipping_by_global_norm_needs_nothing_special(rank):
+    norms = []
+
+    def clip(ddp):
+        norms.append(nn.utils.clip_grad_norm_(ddp.parameters(), 0.05))
+
+    done = _compare(
+        lambda params: optim.AdamW(params, fused=True),
+        lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, fused=True),
+        rank,
+        before_step=clip,
+    )
+    assert done
+    assert bool(torch.stack(norms).gt(0.05).any())
+
+
+@on_ranks(3)
+def test_groups_have_their_own_options_and_can_be_added(rank):
+    results = []
+    for make in (
+        lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9),
+        lambda groups: ZeroRedundancyOptimizer(groups, optim.SGD, lr=0.1, momentum=0.9),
+    ):
+        ddp = wrapped()
+        model = ddp.module
+        optimizer = make(
+            [
+                {"params": model.conv.parameters()},
+                {"params": model.hidden.parameters(), "lr": 0.01, "nesterov": True},
             ]
-
-        plain, sharded = parameters(), parameters()
-        optimizers = [optim.Adam(plain), ZeroRedundancyOptimizer(sharded, optim.Adam)]
-        for step in range(STEPS):
-            torch.manual_seed(step)
-            for one, other in zip(plain, sharded, strict=True):
-                one.grad = torch.randn_like(one)
-                other.grad = one.grad.clone()
-            for optimizer in optimizers:
-                optimizer.step()
-        return all_equal(sharded, plain)
-
-    assert run_ranks(mixed, 3) == [True] * 3
-
-
-def test_whole_parameters_are_given_to_a_class_that_is_not_known():
-    def normed(rank, world_size):
-        def sharded(params):
-            return ZeroRedundancyOptimizer(params, NormSGD, lr=0.1)
-
-        return _compare(lambda params: NormSGD(params, lr=0.1), sharded, rank)
-
-    assert run_ranks(normed, 3) == [True] * 3
-
-
-def test_gradient_clipping_by_global_norm_needs_nothing_special():
-    def clipped(rank, world_size):
-        norms = []
-
-        def clip(ddp):
-            norms.append(nn.utils.clip_grad_norm_(ddp.parameters(), 0.05))
-
-        done = _compare(
-            lambda params: optim.AdamW(params, fused=True),
-            lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, fused=True),
-            rank,
-            before_step=clip,
         )
-        return done and bool(torch.stack(norms).gt(0.05).any())
-
-    assert run_ranks(clipped, 3) == [True] * 3
-
-
-def test_groups_have_their_own_options_and_can_be_added():
-    def grouped(rank, world_size):
-        results = []
-        for make in (
-            lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9),
-            lambda groups: ZeroRedundancyOptimizer(groups, optim.SGD, lr=0.1, momentum=0.9),
-        ):
-            ddp = wrapped()
-            model = ddp.module
-            optimizer = make(
-                [
-                    {"params": model.conv.parameters()},
-                    {"params": model.hidden.parameters(), "lr": 0.01, "nesterov": True},
-                ]
-            )
-            train(ddp, optimizer, rank, 2)
-            optimizer.add_param_group({"params": [model.scale, *model.head.parameters()], "momentum": 0.0})
-            results.append((train(ddp, optimizer, rank, 2, first=2), [g["momentum"] for g in optimizer.param_groups]))
-        return all_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1] == [0.9, 0.9, 0.0]
-
-    assert run_ranks(grouped, 3) == [True] * 3
+        train(ddp, optimizer, rank, 2)
+        optimizer.add_param_group({"params": [model.scale, *model.head.parameters()], "momentum": 0.0})
+        results.append((train(ddp, optimizer, rank, 2, first=2), [g["momentum"] for g in optimizer.param_groups]))
+    assert all_equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1] == [0.9, 0.9, 0.0]
 
 
-def test_schedulers_change_the_rate_of_every_ranks_slices():
-    def scheduled(rank, world_size):
-        results = []
-        for make in (
-            lambda params: optim.AdamW(params, lr=0.1),
-            lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, lr=0.1),
-        ):
-            ddp = wrapped()
-            optimizer = make(ddp.parameters())
-            scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)  # changes lr and betas
-            for step in range(5):
-                train(ddp, optimizer, rank, 1, first=step)
-                scheduler.step()
-            results.append((copy_parameters(ddp), scheduler.get_last_lr(), optimizer.param_groups[0]["betas"]))
-        return all_equal(results[0][0], results[1][0]) and results[0][1:] == results[1][1:]
+@on_ranks(2)
+def test_schedulers_change_the_rate_of_every_ranks_slices(rank):
+    results = []
+    for make in (
+        lambda params: optim.AdamW(params, lr=0.1),
+        lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, lr=0.1),
+    ):
+        ddp = wrapped()
+        optimizer = make(ddp.parameters())
+        scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)  # changes lr and betas
+        for step in range(5):
+            train(ddp, optimizer, rank, 1, first=step)
+            scheduler.step()
+        results.append((copy_parameters(ddp), scheduler.get_last_lr(), optimizer.param_groups[0]["betas"]))
+    assert all_equal(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]
 
-    assert run_ranks(scheduled, 2) == [True] * 2
 
-
+@on_ranks(2)
 def test_a_closure_is_called_once_and_its_loss_returned():
-    def closed(rank, world_size):
-        model = Uneven()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
-        before = copy_parameters(model)
-        losses = []
+    model = Uneven()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    before = copy_parameters(model)
+    losses = []
 
-        def closure():
-            optimizer.zero_grad()
-            loss = model(torch.ones(2, 3, 8, 8)).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-            return loss
-
-        loss = optimizer.step(closure)
-        return losses == [loss.item()] and not all_equal(before, copy_parameters(model))
-
-    assert run_ranks(closed, 2) == [True] * 2
-
-
-def test_zero_grad_frees_the_gradients():
-    def freed(rank, world_size):
-        model = Uneven()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
-        model(torch.ones(2, 3, 8, 8)).sum().backward()
-        optimizer.step()
+    def closure():
         optimizer.zero_grad()
-        pieces = [p for group in optimizer.optim.param_groups for p in group["params"]]
-        return all(p.grad is None for p in [*model.parameters(), *pieces])
+        loss = model(torch.ones(2, 3, 8, 8)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
 
-    assert run_ranks(freed, 2) == [True] * 2
+    loss = optimizer.step(closure)
+    assert losses == [loss.item()]
+    assert not all_equal(before, copy_parameters(model))
 
 
+@on_ranks(2)
+def test_zero_grad_frees_the_gradients():
+    model = Uneven()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    model(torch.ones(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    pieces = [p for group in optimizer.optim.param_groups for p in group["params"]]
+    assert all(p.grad is None for p in [*model.parameters(), *pieces])
+
+
+@on_ranks(2)
 def test_parameters_without_a_gradient_stay_as_they_are():
-    def skipped(rank, world_size):
-        model = Uneven()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, weight_decay=0.1)
-        before = model.hidden.weight.detach().clone(), model.head.bias.detach().clone()
-        model.head.bias.grad = torch.ones_like(model.head.bias)
-        optimizer.step()
-        return torch.equal(model.hidden.weight, before[0]) and not torch.equal(model.head.bias, before[1])
-
-    assert run_ranks(skipped, 2) == [True] * 2
+    model = Uneven()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, weight_decay=0.1)
+    before = model.hidden.weight.detach().clone(), model.head.bias.detach().clone()
+    model.head.bias.grad = torch.ones_like(model.head.bias)
+    optimizer.step()
+    assert torch.equal(model.hidden.weight, before[0])
+    assert not torch.equal(model.head.bias, before[1])
 
 
-def test_what_one_rank_writes_into_a_parameter_all_ranks_see():
-    def written(rank, world_size):
-        model = Uneven(seed=rank)  # rank 0's values become everybody's
-        ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
-        as_rank_0 = all_equal(copy_parameters(model), copy_parameters(Uneven(seed=0)))
-        dist.barrier()
-        with torch.no_grad():
-            if rank == 1:
-                model.hidden.weight[3, 5] = 42.0
-        dist.barrier()
-        return (
+@on_ranks(3)
+def test_what_one_rank_writes_into_a_parameter_all_ranks_see(rank):
+    model = Uneven(seed=rank)  # rank 0's values become everybody's
+    ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    as_rank_0 = all_equal(copy_parameters(model), copy_parameters(Uneven(seed=0)))
+    dist.barrier()
+    with torch.no_grad():
+        if rank == 1:
+            model.hidden.weight[3, 5] = 42.0
+    dist.barrier()
+    assert (
+        (
             as_rank_0,
             model.hidden.weight[3, 5].item(),
             model.conv.weight.is_contiguous(memory_format=torch.channels_last),
         )
-
-    assert run_ranks(written, 3) == [(True, 42.0, True)] * 3
+    ) == (True, 42.0, True)
 
 
 def test_each_rank_keeps_the_state_of_its_own_slices_only():
@@ -253,19 +240,16 @@ def test_each_rank_keeps_the_state_of_its_own_slices_only():
     assert max(held) - min(held) <= 4 * 32  # the ends of four parameters share a line with nothing
 
 
-def test_parameters_outlive_the_optimizer_and_the_group():
-    def outlived(rank, world_size):
-        ddp = wrapped()
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
-        expected = train(ddp, optimizer, rank, 1)
-        model = ddp.module
-        del ddp, optimizer
-        dist.destroy_process_group()
-        return all_equal(copy_parameters(model), expected) and all_equal(
-            copy_parameters(copy.deepcopy(model)), expected
-        )
-
-    assert run_ranks(outlived, 2) == [True] * 2
+@on_ranks(2)
+def test_parameters_outlive_the_optimizer_and_the_group(rank):
+    ddp = wrapped()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+    expected = train(ddp, optimizer, rank, 1)
+    model = ddp.module
+    del ddp, optimizer
+    dist.destroy_process_group()
+    assert all_equal(copy_parameters(model), expected)
+    assert all_equal(copy_parameters(copy.deepcopy(model)), expected)
 
 
 def test_saving_one_parameter_does_not_save_them_all(tmp_path):
@@ -278,82 +262,75 @@ def test_saving_one_parameter_does_not_save_them_all(tmp_path):
     assert max(run_ranks(saved, 2)) < 4000
 
 
-def test_a_subgroup_shares_among_its_own_ranks():
-    def halves(rank, world_size):
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        group = groups[rank // 2]
-        model = Uneven(seed=rank)
-        ddp = phalanx.DistributedDataParallel(model, process_group=group)
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, process_group=group, lr=0.1)
-        plain = phalanx.DistributedDataParallel(Uneven(seed=rank), process_group=group)
-        expected = train(plain, optim.SGD(plain.parameters(), lr=0.1), rank, 2)
-        return all_equal(train(ddp, optimizer, rank, 2), expected)
-
-    assert run_ranks(halves, 4) == [True] * 4
+@on_ranks(4)
+def test_a_subgroup_shares_among_its_own_ranks(rank):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    model = Uneven(seed=rank)
+    ddp = phalanx.DistributedDataParallel(model, process_group=group)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, process_group=group, lr=0.1)
+    plain = phalanx.DistributedDataParallel(Uneven(seed=rank), process_group=group)
+    expected = train(plain, optim.SGD(plain.parameters(), lr=0.1), rank, 2)
+    assert all_equal(train(ddp, optimizer, rank, 2), expected)
 
 
-def test_on_gloo_it_is_pytorchs_own():
-    def delegated(rank, world_size):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch's own, about its own
-            made = []
+@on_ranks(2, backend="gloo")
+def test_on_gloo_it_is_pytorchs_own(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own, about its own
+        made = []
 
-            def make(params):
-                made.append(ZeroRedundancyOptimizer(params, optim.AdamW, parameters_as_bucket_view=True, fused=True))
-                return made[0]
+        def make(params):
+            made.append(ZeroRedundancyOptimizer(params, optim.AdamW, parameters_as_bucket_view=True, fused=True))
+            return made[0]
 
-            # The plain optimizer is no anchor: in PyTorch's bucket view a convolution's weights lose channels_last, and
-            # whether the results are the same then depends on the processor.
-            from torch.distributed.optim import ZeroRedundancyOptimizer as own
+        # The plain optimizer is no anchor: in PyTorch's bucket view a convolution's weights lose channels_last, and
+        # whether the results are the same then depends on the processor.
+        from torch.distributed.optim import ZeroRedundancyOptimizer as own
 
-            options = {"parameters_as_bucket_view": True, "fused": True}
-            done = _compare(lambda params: own(params, optim.AdamW, **options), make, rank)
-        return done, type(made[0]) is own
-
-    assert run_ranks(delegated, 2, backend="gloo") == [(True, True)] * 2
+        options = {"parameters_as_bucket_view": True, "fused": True}
+        done = _compare(lambda params: own(params, optim.AdamW, **options), make, rank)
+    assert (done, type(made[0]) is own) == (True, True)
 
 
 @pytest.mark.parametrize("way", ["PyTorch's DDP", "wrapped afterwards", "named parameters", "gradients apart"])
-def test_it_does_not_matter_how_it_is_put_together(way):
-    def put_together(rank, world_size):
-        model = Uneven(seed=rank if way == "wrapped afterwards" else 0)
-        if way == "PyTorch's DDP":
-            ddp, plain = (nn.parallel.DistributedDataParallel(one) for one in (model, Uneven()))
-        else:
-            plain = wrapped()
-        if way == "wrapped afterwards":
-            optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
-            ddp = phalanx.DistributedDataParallel(model)
-        elif way == "gradients apart":
-            ddp = phalanx.DistributedDataParallel(model, gradient_as_bucket_view=False)
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW)
-        elif way == "named parameters":
-            ddp = phalanx.DistributedDataParallel(model)
-            optimizer = ZeroRedundancyOptimizer(ddp.named_parameters(), optim.AdamW)
-        else:
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW)
-        return all_equal(train(ddp, optimizer, rank, 3), train(plain, optim.AdamW(plain.parameters()), rank, 3))
-
-    assert run_ranks(put_together, 2) == [True] * 2
+@on_ranks(2)
+def test_it_does_not_matter_how_it_is_put_together(rank, way):
+    model = Uneven(seed=rank if way == "wrapped afterwards" else 0)
+    if way == "PyTorch's DDP":
+        ddp, plain = (nn.parallel.DistributedDataParallel(one) for one in (model, Uneven()))
+    else:
+        plain = wrapped()
+    if way == "wrapped afterwards":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
+        ddp = phalanx.DistributedDataParallel(model)
+    elif way == "gradients apart":
+        ddp = phalanx.DistributedDataParallel(model, gradient_as_bucket_view=False)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW)
+    elif way == "named parameters":
+        ddp = phalanx.DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(ddp.named_parameters(), optim.AdamW)
+    else:
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW)
+    assert all_equal(train(ddp, optimizer, rank, 3), train(plain, optim.AdamW(plain.parameters()), rank, 3))
 
 
-def test_a_gradient_scaler_works_as_with_the_plain_optimizer():
-    def scaled(rank, world_size):
-        results = []
-        for make in (optim.SGD, lambda params, lr: ZeroRedundancyOptimizer(params, optim.SGD, lr=lr)):
-            ddp = wrapped()
-            optimizer = make(ddp.parameters(), lr=0.1)
-            scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-            for step in range(3):
-                optimizer.zero_grad()
-                scale = float("inf") if step == 1 and rank == 0 else 1.0  # a step that all must skip
-                scaler.scale(ddp(batch(rank, step)).square().mean() * scale).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            results.append((copy_parameters(ddp), scaler.get_scale()))
-        return all_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1] == 8.0
-
-    assert run_ranks(scaled, 2) == [True] * 2
+@on_ranks(2)
+def test_a_gradient_scaler_works_as_with_the_plain_optimizer(rank):
+    results = []
+    for make in (optim.SGD, lambda params, lr: ZeroRedundancyOptimizer(params, optim.SGD, lr=lr)):
+        ddp = wrapped()
+        optimizer = make(ddp.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            scale = float("inf") if step == 1 and rank == 0 else 1.0  # a step that all must skip
+            scaler.scale(ddp(batch(rank, step)).square().mean() * scale).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((copy_parameters(ddp), scaler.get_scale()))
+    assert all_equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1] == 8.0
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -369,12 +346,10 @@ def test_a_gradient_scaler_works_as_with_the_plain_optimizer():
         ({"lr": -1.0}, ValueError, "Invalid learning rate"),
     ],
 )
+@on_ranks(2)
 def test_arguments_are_refused_with_the_reason(arguments, error, message):
-    def refused(rank, world_size):
-        with pytest.raises(error, match=message):
-            ZeroRedundancyOptimizer(Uneven().parameters(), **{"optimizer_class": optim.Adam, **arguments})
-
-    run_ranks(refused, 2)
+    with pytest.raises(error, match=message):
+        ZeroRedundancyOptimizer(Uneven().parameters(), **{"optimizer_class": optim.Adam, **arguments})
 
 
 def test_without_a_group_it_says_what_to_call():
@@ -393,65 +368,55 @@ def test_ranks_with_different_parameters_are_told_the_first_difference():
     assert "MismatchError" in str(failed.value)
 
 
+@on_ranks(2)
 def test_a_parameter_that_left_the_shared_memory_is_named():
-    def moved(rank, world_size):
-        model = Uneven()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
-        model.double()
-        with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 \(shape \(\)\) was moved out of the memory"):
-            optimizer.step()
-
-    run_ranks(moved, 2)
+    model = Uneven()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 \(shape \(\)\) was moved out of the memory"):
+        optimizer.step()
 
 
+@on_ranks(2)
 def test_a_sparse_gradient_that_would_have_to_be_cut_is_refused():
-    def sparse(rank, world_size):
-        table = nn.Embedding(50, 16, sparse=True)
-        optimizer = ZeroRedundancyOptimizer(table.parameters(), optim.SGD, lr=0.1)
-        table(torch.tensor([3, 4])).sum().backward()
-        with pytest.raises(RuntimeError, match=r"shape \(50, 16\) has a sparse gradient, but is cut"):
-            optimizer.step()
-
-    run_ranks(sparse, 2)
+    table = nn.Embedding(50, 16, sparse=True)
+    optimizer = ZeroRedundancyOptimizer(table.parameters(), optim.SGD, lr=0.1)
+    table(torch.tensor([3, 4])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"shape \(50, 16\) has a sparse gradient, but is cut"):
+        optimizer.step()
 
 
+@on_ranks(2)
 def test_sparse_adam_updates_whole_tables():
-    def tables(rank, world_size):
-        results = []
-        for make in (
-            lambda params: optim.SparseAdam(params),
-            lambda params: ZeroRedundancyOptimizer(params, optim.SparseAdam),
-        ):
-            torch.manual_seed(0)
-            table = nn.Embedding(50, 16, sparse=True)
-            optimizer = make(list(table.parameters()))
-            for step in range(3):
-                optimizer.zero_grad()
-                table(torch.tensor([step, 2 * step, 7])).square().sum().backward()
-                optimizer.step()
-            results.append(table.weight)
-        return torch.equal(*results)
-
-    assert run_ranks(tables, 2) == [True] * 2
-
-
-def test_a_step_after_the_group_was_destroyed_is_refused():
-    def late(rank, world_size):
-        optimizer = ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)
-        dist.destroy_process_group()
-        with pytest.raises(phalanx.ClosedError, match=r"step: group '0' was destroyed, or this process is a fork"):
+    results = []
+    for make in (
+        lambda params: optim.SparseAdam(params),
+        lambda params: ZeroRedundancyOptimizer(params, optim.SparseAdam),
+    ):
+        torch.manual_seed(0)
+        table = nn.Embedding(50, 16, sparse=True)
+        optimizer = make(list(table.parameters()))
+        for step in range(3):
+            optimizer.zero_grad()
+            table(torch.tensor([step, 2 * step, 7])).square().sum().backward()
             optimizer.step()
+        results.append(table.weight)
+    assert torch.equal(*results)
 
-    run_ranks(late, 2)
+
+@on_ranks(2)
+def test_a_step_after_the_group_was_destroyed_is_refused():
+    optimizer = ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)
+    dist.destroy_process_group()
+    with pytest.raises(phalanx.ClosedError, match=r"step: group '0' was destroyed, or this process is a fork"):
+        optimizer.step()
 
 
+@on_ranks(1)
 def test_it_is_not_copied_or_pickled():
-    def copied(rank, world_size):
-        optimizer = ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)
-        with pytest.raises(TypeError, match="can't be pickled or copied"):
-            copy.deepcopy(optimizer)
-
-    run_ranks(copied, 1)
+    optimizer = ZeroRedundancyOptimizer(Uneven().parameters(), optim.Adam)
+    with pytest.raises(TypeError, match="can't be pickled or copied"):
+        copy.deepcopy(optimizer)
 
 
 def test_a_rank_whose_optimizer_fails_ends_the_step_for_all():
@@ -536,25 +501,22 @@ def test_its_own_clipping_is_that_of_torch_and_needs_no_gathered_gradients(norm_
     assert len(set(norms)) == 1
 
 
+@on_ranks(2)
 def test_its_own_clipping_holds_for_gradients_that_lie_differently_than_their_parameters():
     """A gradient in another order of memory is copied to be cut; clipping scaled the copy, and the step took the
     gradient as it was: a transposed weight's gradient was never clipped."""
-
-    def fn(rank, world_size):
-        plain, cut = nn.Linear(64, 48, bias=False), nn.Linear(64, 48, bias=False)
-        cut.load_state_dict(plain.state_dict())
-        dist.broadcast(plain.weight.data, 0), dist.broadcast(cut.weight.data, 0)
-        one = optim.SGD(plain.parameters(), lr=0.1)
-        other = ZeroRedundancyOptimizer(cut.parameters(), optim.SGD, lr=0.1)
-        for layer in (plain, cut):
-            layer.weight.grad = torch.arange(64.0 * 48).view(64, 48).t()
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        norm = other.clip_grad_norm_(1.0)
-        torch.testing.assert_close(norm, expected)
-        one.step(), other.step()
-        torch.testing.assert_close(cut.weight, plain.weight)
-
-    run_ranks(fn, 2)
+    plain, cut = nn.Linear(64, 48, bias=False), nn.Linear(64, 48, bias=False)
+    cut.load_state_dict(plain.state_dict())
+    dist.broadcast(plain.weight.data, 0), dist.broadcast(cut.weight.data, 0)
+    one = optim.SGD(plain.parameters(), lr=0.1)
+    other = ZeroRedundancyOptimizer(cut.parameters(), optim.SGD, lr=0.1)
+    for layer in (plain, cut):
+        layer.weight.grad = torch.arange(64.0 * 48).view(64, 48).t()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    norm = other.clip_grad_norm_(1.0)
+    torch.testing.assert_close(norm, expected)
+    one.step(), other.step()
+    torch.testing.assert_close(cut.weight, plain.weight)
 
 
 def test_a_later_optimizer_that_gathers_gets_all_gradients():
@@ -584,49 +546,43 @@ def test_the_norm_of_double_parameters_is_double():
     assert len(set(run_ranks(fn, 2))) == 1
 
 
-def test_a_norm_that_is_not_finite_can_be_an_error():
-    def fn(rank, world_size):
-        ddp = wrapped()
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
-        backward(ddp, rank, 0)
-        ddp.module.hidden.weight.grad.fill_(float("nan"))
-        with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 is nan"):
-            optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
-        with pytest.raises(ValueError, match="norm_type must be above zero"):
-            optimizer.clip_grad_norm_(1.0, norm_type=0)
-
-    run_ranks(fn, 2)
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_can_be_an_error(rank):
+    ddp = wrapped()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+    backward(ddp, rank, 0)
+    ddp.module.hidden.weight.grad.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 is nan"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type must be above zero"):
+        optimizer.clip_grad_norm_(1.0, norm_type=0)
 
 
-def test_gradients_changed_by_whoever_sees_a_slice_only_are_refused():
-    def fn(rank, world_size):
-        ddp = phalanx.DistributedDataParallel(Large())
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, **_WITHOUT_GATHER)
-        backward(ddp, rank, 0)
-        nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
-        with pytest.raises(RuntimeError, match=r"was changed after backward.*optimizer\.clip_grad_norm_"):
+@on_ranks(2)
+def test_gradients_changed_by_whoever_sees_a_slice_only_are_refused(rank):
+    ddp = phalanx.DistributedDataParallel(Large())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, **_WITHOUT_GATHER)
+    backward(ddp, rank, 0)
+    nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
+    with pytest.raises(RuntimeError, match=r"was changed after backward.*optimizer\.clip_grad_norm_"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"still holds the mean of the backward before.*zero_grad"):
+        backward(ddp, rank, 1)
+
+
+@on_ranks(2)
+def test_gradients_accumulate_under_no_sync_without_gathering(rank):
+    plain, sharded = phalanx.DistributedDataParallel(Large()), phalanx.DistributedDataParallel(Large())
+    one = optim.SGD(plain.parameters(), lr=0.1)
+    other = ZeroRedundancyOptimizer(sharded.parameters(), optim.SGD, lr=0.1, **_WITHOUT_GATHER)
+    for step in range(3):
+        for ddp, optimizer in ((plain, one), (sharded, other)):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                backward(ddp, rank, 10 * step)
+            backward(ddp, rank, 10 * step + 1)
             optimizer.step()
-        with pytest.raises(RuntimeError, match=r"still holds the mean of the backward before.*zero_grad"):
-            backward(ddp, rank, 1)
-
-    run_ranks(fn, 2)
-
-
-def test_gradients_accumulate_under_no_sync_without_gathering():
-    def fn(rank, world_size):
-        plain, sharded = phalanx.DistributedDataParallel(Large()), phalanx.DistributedDataParallel(Large())
-        one = optim.SGD(plain.parameters(), lr=0.1)
-        other = ZeroRedundancyOptimizer(sharded.parameters(), optim.SGD, lr=0.1, **_WITHOUT_GATHER)
-        for step in range(3):
-            for ddp, optimizer in ((plain, one), (sharded, other)):
-                optimizer.zero_grad()
-                with ddp.no_sync():
-                    backward(ddp, rank, 10 * step)
-                backward(ddp, rank, 10 * step + 1)
-                optimizer.step()
-        return all_equal(copy_parameters(sharded), copy_parameters(plain))
-
-    assert run_ranks(fn, 2) == [True] * 2
+    assert all_equal(copy_parameters(sharded), copy_parameters(plain))
 
 
 _STEP = """

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.on_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx import DistributedDataParallel
-from phalanx.testing import run_ranks
 
 
 class Convolutional(nn.Module):
@@ -179,15 +179,13 @@ def _outcome(wrap, scenario, options, rank):
 
 @pytest.mark.slow(but=("phalanx-2",))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_scenario_leaves_what_pytorchs_own_leaves(backend, world_size):
-    def fn(rank, world_size):
-        for scenario, options in SCENARIOS:
-            theirs = _outcome(nn.parallel.DistributedDataParallel, scenario, options, rank)
-            ours = _outcome(DistributedDataParallel, scenario, options, rank)
-            for name, reference in theirs.items():
-                where = f"{name} after {scenario.__name__} with {options}"
-                assert (ours[name] is None) == (reference is None), where
-                if reference is not None:
-                    torch.testing.assert_close(ours[name], reference, msg=lambda text, where=where: f"{where}: {text}")
-
-    run_ranks(fn, world_size, backend=backend)
+@on_ranks()
+def test_every_scenario_leaves_what_pytorchs_own_leaves(rank, world_size, backend):
+    for scenario, options in SCENARIOS:
+        theirs = _outcome(nn.parallel.DistributedDataParallel, scenario, options, rank)
+        ours = _outcome(DistributedDataParallel, scenario, options, rank)
+        for name, reference in theirs.items():
+            where = f"{name} after {scenario.__name__} with {options}"
+            assert (ours[name] is None) == (reference is None), where
+            if reference is not None:
+                torch.testing.assert_close(ours[name], reference, msg=lambda text, where=where: f"{where}: {text}")

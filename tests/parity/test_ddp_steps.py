@@ -5,6 +5,7 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from tests.small_models import mlp
 from tests.training import train
 from torch import nn
@@ -68,11 +69,9 @@ def test_pytorchs_own_over_the_same_backend_ends_within_rounding(backend):
     torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-6)
 
 
-def test_the_mean_of_gradients_counts_every_rank_once(backend):
-    def gradient(rank, world_size):
-        model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-        model(torch.full((1, 1), float(rank + 1))).sum().backward()
-        assert dist.get_world_size() == world_size
-        return model.module.weight.grad.item()
-
-    assert run_ranks(gradient, 4, backend=backend) == [2.5] * 4
+@on_ranks(4)
+def test_the_mean_of_gradients_counts_every_rank_once(rank, world_size, backend):
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    model(torch.full((1, 1), float(rank + 1))).sum().backward()
+    assert dist.get_world_size() == world_size
+    assert model.module.weight.grad.item() == 2.5

@@ -9,10 +9,9 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-
-from phalanx.testing import run_ranks
 
 
 def _train(group, rank, world_size, *, from_group):
@@ -39,41 +38,36 @@ def _train(group, rank, world_size, *, from_group):
 
 
 @pytest.mark.timeout(300)
-def test_fsdp_trains_in_memory_of_the_group_as_it_does_over_gloo():
-    def check(rank, world_size):
-        gloo = dist.new_group(backend="gloo")
-        expected = _train(gloo, rank, world_size, from_group=False)
-        group = dist.group.WORLD
-        got = _train(group, rank, world_size, from_group=True)
-        assert group._scratch is not None  # FSDP did ask
-        assert got[0] == pytest.approx(expected[0], rel=1e-5)
-        torch.testing.assert_close(got[1], expected[1])
-
-    run_ranks(check, 2, timeout=250)
+@on_ranks(2, timeout=250)
+def test_fsdp_trains_in_memory_of_the_group_as_it_does_over_gloo(rank, world_size):
+    gloo = dist.new_group(backend="gloo")
+    expected = _train(gloo, rank, world_size, from_group=False)
+    group = dist.group.WORLD
+    got = _train(group, rank, world_size, from_group=True)
+    assert group._scratch is not None  # FSDP did ask
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    torch.testing.assert_close(got[1], expected[1])
 
 
 @pytest.mark.slow(but=("40000",))
 @pytest.mark.parametrize("count", [10, 40_000, 300_000])
-def test_a_gather_of_tensors_in_the_heap_is_that_of_any_others(count):
+@on_ranks(3)
+def test_a_gather_of_tensors_in_the_heap_is_that_of_any_others(rank, world_size, count):
     """In the heap everywhere, on some ranks only, or nowhere; the input a part of the output, as with FSDP2."""
-
-    def check(rank, world_size):
-        group, cpu = dist.group.WORLD, torch.device("cpu")
-        assert group.supports_tensor_alloc(cpu)
-        assert not group.supports_tensor_alloc(torch.device("meta"))
-        for where in ("heap", "mixed", "ordinary"):
-            for again in range(3):
-                if where == "heap" or (where == "mixed" and rank == 0):
-                    whole = group.allocate_tensor(count * world_size, dtype=torch.float32, device=cpu)
-                else:
-                    whole = torch.empty(count * world_size)
-                part = whole.narrow(0, rank * count, count)
-                part.copy_(torch.arange(count) + 1000.0 * rank + again)
-                group.all_gather_single(whole, part).wait()
-                for r, got in enumerate(whole.chunk(world_size)):
-                    assert torch.equal(got, torch.arange(count) + 1000.0 * r + again)
-        address = group.allocate_tensor(count, dtype=torch.float32, device=cpu).data_ptr()
-        gc.collect()
-        assert group.allocate_tensor(count, dtype=torch.float32, device=cpu).data_ptr() == address  # used again
-
-    run_ranks(check, 3)
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    assert group.supports_tensor_alloc(cpu)
+    assert not group.supports_tensor_alloc(torch.device("meta"))
+    for where in ("heap", "mixed", "ordinary"):
+        for again in range(3):
+            if where == "heap" or (where == "mixed" and rank == 0):
+                whole = group.allocate_tensor(count * world_size, dtype=torch.float32, device=cpu)
+            else:
+                whole = torch.empty(count * world_size)
+            part = whole.narrow(0, rank * count, count)
+            part.copy_(torch.arange(count) + 1000.0 * rank + again)
+            group.all_gather_single(whole, part).wait()
+            for r, got in enumerate(whole.chunk(world_size)):
+                assert torch.equal(got, torch.arange(count) + 1000.0 * r + again)
+    address = group.allocate_tensor(count, dtype=torch.float32, device=cpu).data_ptr()
+    gc.collect()
+    assert group.allocate_tensor(count, dtype=torch.float32, device=cpu).data_ptr() == address  # used again

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from tests.parity.beside_gloo import assert_same_as_gloo
 
 from phalanx._comm.backend.splitting import TORCH_SPLITS_ON_CPU
@@ -88,12 +89,10 @@ def test_gloo_and_phalanx_groups_live_side_by_side():
     assert assert_same_as_gloo(call, 2)[0] == (2.0, 4.0, {"gloo", "phalanx"})
 
 
-def test_a_device_map_names_the_backend_too(tmp_path):
-    def call(rank, world_size):
-        dist.init_process_group("cpu:phalanx", init_method=f"file://{tmp_path}/store", rank=rank, world_size=world_size)
-        return _sum(rank + 1)
-
-    assert run_ranks(call, 2, init=False) == [3.0, 3.0]
+@on_ranks(2, init=False)
+def test_a_device_map_names_the_backend_too(rank, world_size, tmp_path):
+    dist.init_process_group("cpu:phalanx", init_method=f"file://{tmp_path}/store", rank=rank, world_size=world_size)
+    assert _sum(rank + 1) == 3.0
 
 
 @pytest.mark.skipif(TORCH_SPLITS_ON_CPU, reason="this torch splits groups on CPU")
@@ -247,17 +246,15 @@ def test_a_group_object_is_split_whatever_the_release_of_torch():
     assert run_ranks(call, 3) == [(1, 2, 5.0, "default_pg:split:0"), None, (0, 2, 5.0, "default_pg:split:0")]
 
 
+@on_ranks(2)
 def test_a_group_refuses_a_split_with_ranks_that_it_lacks():
-    def call(rank, world_size):
-        refusals = []
-        for ranks in ([], [0, 0], [0, 2], [-1]):
-            with pytest.raises(ValueError) as caught:
-                dist.group.WORLD.split_group(ranks)
-            refusals.append(str(caught.value).partition(": ")[2])
-        return refusals, _sum(1)
-
     problems = ["no ranks", "a rank comes twice in [0, 0]", "it has 2 ranks, and none of number 2"]
-    assert run_ranks(call, 2) == [([*problems, "it has 2 ranks, and none of number -1"], 2.0)] * 2
+    refusals = []
+    for ranks in ([], [0, 0], [0, 2], [-1]):
+        with pytest.raises(ValueError) as caught:
+            dist.group.WORLD.split_group(ranks)
+        refusals.append(str(caught.value).partition(": ")[2])
+    assert (refusals, _sum(1)) == ([*problems, "it has 2 ranks, and none of number -1"], 2.0)
 
 
 def test_what_torch_reports_of_a_group_is_what_it_reports_of_gloos():

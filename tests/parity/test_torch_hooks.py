@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch._C import _distributed_c10d as c10d
 
 from phalanx.testing import run_ranks
@@ -111,20 +112,18 @@ def test_nan_is_found_before_it_is_sent(backend, monkeypatch):
         assert (good, received) == ([4.0] * 3, [1.0, 1.0])
 
 
-def test_errors_keep_their_class_and_words_under_a_hook():
-    def body(rank, world_size):
-        from phalanx.errors import MismatchError
+@on_ranks(2)
+def test_errors_keep_their_class_and_words_under_a_hook(rank):
+    from phalanx.errors import MismatchError
 
-        group = dist.group.WORLD
-        messages = []
-        for hooked in (False, True):
-            sub = dist.new_group([0, 1])
-            if hooked:
-                sub.register_pre_hook(1, lambda call: None)
-            with pytest.raises(MismatchError) as caught:
-                dist.all_reduce(torch.ones(2 + rank), group=sub)
-            messages.append(str(caught.value).replace(repr(sub.group_name), "NAME").partition(" at ")[0])
-        return messages, group.size()
-
-    for messages, _ in run_ranks(body, 2):
-        assert messages[0] == messages[1]
+    group = dist.group.WORLD
+    messages = []
+    for hooked in (False, True):
+        sub = dist.new_group([0, 1])
+        if hooked:
+            sub.register_pre_hook(1, lambda call: None)
+        with pytest.raises(MismatchError) as caught:
+            dist.all_reduce(torch.ones(2 + rank), group=sub)
+        messages.append(str(caught.value).replace(repr(sub.group_name), "NAME").partition(" at ")[0])
+    _ = group.size()
+    assert messages[0] == messages[1]

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 from phalanx.errors import DeadlineError
 from phalanx.testing import run_ranks
@@ -73,18 +74,16 @@ def test_an_output_that_does_not_fit_is_refused():
     assert run_ranks(_refusals, 1) == [["refused"] * 4]
 
 
-def test_set_timeout_holds_from_the_next_operation():
-    def body(rank, world_size):
-        group = dist.new_group([0, 1])
-        dist.set_timeout(timedelta(seconds=1), group)
-        if rank == 0:
-            with pytest.raises(DeadlineError, match=r"within 1\.0 s"):
-                dist.all_reduce(torch.ones(1), group=group)
-        dist.barrier()
-        dist.set_timeout(timedelta(seconds=77))
-        return dist.group.WORLD.options._timeout.total_seconds()
-
-    assert run_ranks(body, 2) == [77.0, 77.0]
+@on_ranks(2)
+def test_set_timeout_holds_from_the_next_operation(rank):
+    group = dist.new_group([0, 1])
+    dist.set_timeout(timedelta(seconds=1), group)
+    if rank == 0:
+        with pytest.raises(DeadlineError, match=r"within 1\.0 s"):
+            dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier()
+    dist.set_timeout(timedelta(seconds=77))
+    assert dist.group.WORLD.options._timeout.total_seconds() == 77.0
 
 
 def test_get_backend_impl_is_what_stands_behind_the_group():

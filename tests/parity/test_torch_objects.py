@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from tests.parity.beside_gloo import assert_same_as_gloo
-
-from phalanx.testing import run_ranks
 
 
 class Parcel:
@@ -102,27 +101,24 @@ def test_tags_keep_messages_apart():
 
 
 @pytest.mark.filterwarnings("ignore:.*_single. instead:FutureWarning")  # the older names are what people use
-def test_the_coalescing_manager_reduces_every_tensor_of_the_block():
+@on_ranks(2)
+def test_the_coalescing_manager_reduces_every_tensor_of_the_block(rank, world_size):
     # Gloo has no such block for CPU tensors, so the values are compared with those of single calls.
-    def exchange(rank, world_size):
-        tensors = [torch.arange(4.0) + rank, torch.ones(3) * (rank + 1)]
-        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as block:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-        block.wait()
-        gathered, parts = torch.zeros(2 * world_size), torch.arange(2.0) + 10 * rank
-        reduced, whole = torch.zeros(2), torch.arange(2.0 * world_size) + rank
-        with dist._coalescing_manager(device=torch.device("cpu")):
-            dist.all_gather_into_tensor(gathered, parts)
-        with dist._coalescing_manager(device=torch.device("cpu")):
-            dist.reduce_scatter_tensor(reduced, whole)
-        return tensors, gathered, reduced
-
-    for rank, (tensors, gathered, reduced) in enumerate(run_ranks(exchange, 2)):
-        assert tensors[0].tolist() == [1, 3, 5, 7]
-        assert tensors[1].tolist() == [3, 3, 3]
-        assert gathered.tolist() == [0, 1, 10, 11]
-        assert reduced.tolist() == [[1, 3], [5, 7]][rank]
+    tensors = [torch.arange(4.0) + rank, torch.ones(3) * (rank + 1)]
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as block:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    block.wait()
+    gathered, parts = torch.zeros(2 * world_size), torch.arange(2.0) + 10 * rank
+    reduced, whole = torch.zeros(2), torch.arange(2.0 * world_size) + rank
+    with dist._coalescing_manager(device=torch.device("cpu")):
+        dist.all_gather_into_tensor(gathered, parts)
+    with dist._coalescing_manager(device=torch.device("cpu")):
+        dist.reduce_scatter_tensor(reduced, whole)
+    assert tensors[0].tolist() == [1, 3, 5, 7]
+    assert tensors[1].tolist() == [3, 3, 3]
+    assert gathered.tolist() == [0, 1, 10, 11]
+    assert reduced.tolist() == [[1, 3], [5, 7]][rank]
 
 
 def test_coalesced_forms_give_what_gloo_gives():

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from tests.pipeline.unsplit import Transformer, draw_model, letters_loss, train_unsplit
 from torch import nn
 from torch.nn import functional
@@ -65,20 +66,18 @@ def test_two_pipelines_in_a_mesh_train_as_one_process_with_all_data(backend):
         torch.testing.assert_close(dict(state), dict(model.state_dict()), rtol=1e-3, atol=1e-4)
 
 
-def test_batchnorm_of_replicas_tracks_all_of_their_values():
-    def train(rank, world_size):
-        mesh = phalanx.mesh(pipeline=1, data=2)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
-        pipe = phalanx.Pipeline(model, micro_batches=3, mesh=mesh, loss_fn=functional.mse_loss)
-        inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
-        pipe.step(inputs[rank::2], target=torch.zeros(10, 2))
-        return inputs, dict(pipe.named_buffers())
-
-    for inputs, buffers in run_ranks(train, 2):
-        torch.testing.assert_close(buffers["0.running_mean"], 0.1 * inputs.mean(0))
-        torch.testing.assert_close(buffers["0.running_var"], 0.9 + 0.1 * inputs.var(0))
-        assert buffers["0.num_batches_tracked"] == 1
+@on_ranks(2)
+def test_batchnorm_of_replicas_tracks_all_of_their_values(rank):
+    mesh = phalanx.mesh(pipeline=1, data=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    pipe = phalanx.Pipeline(model, micro_batches=3, mesh=mesh, loss_fn=functional.mse_loss)
+    inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+    pipe.step(inputs[rank::2], target=torch.zeros(10, 2))
+    buffers = dict(pipe.named_buffers())
+    torch.testing.assert_close(buffers["0.running_mean"], 0.1 * inputs.mean(0))
+    torch.testing.assert_close(buffers["0.running_var"], 0.9 + 0.1 * inputs.var(0))
+    assert buffers["0.num_batches_tracked"] == 1
 
 
 class _Normalizes(nn.Module):
@@ -234,34 +233,32 @@ def test_a_model_on_the_meta_device_gets_memory_for_its_stage_alone():
     assert "balanced by measured time" in plan
 
 
+@on_ranks(2)
 def test_a_pipeline_is_a_module_of_its_stage():
-    def use(rank, world_size):
-        model, loss_fn, inputs, targets = draw_model(5)
-        pipe = phalanx.Pipeline(model, micro_batches=2, loss_fn=loss_fn)
-        names = [name for name, _ in pipe.named_parameters()]
-        assert names == [name for name, _ in model.named_parameters() if name in names]
-        assert all(p is dict(model.named_parameters())[name] for name, p in pipe.named_parameters())
-        pipe.eval()
-        assert not any(m.training for m in pipe.modules() if m is not pipe._own)
-        pipe.train()
-        pipe.step(inputs, target=targets)
-        assert any(p.grad is not None for p in pipe.parameters())
-        gradients = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
-        pipe.step(inputs, target=targets)  # gradients accumulate, as they do without a pipeline
-        ratio = max((p.grad.norm() / gradients[n].norm()).item() for n, p in pipe.named_parameters() if n in gradients)
-        assert 1.5 < ratio < 2.5
-        norm = pipe.clip_grad_norm_(0.1)
-        after = pipe.clip_grad_norm_(1e9)
-        pipe.zero_grad()
-        assert all(p.grad is None for p in pipe.parameters())
-        pipe.double()
-        assert all(p.dtype == torch.float64 for p in pipe.parameters() if p.is_floating_point())
-        return norm, after, "stage" in repr(pipe)
-
-    for norm, after, shown in run_ranks(use, 2):
-        assert norm > 0.1
-        torch.testing.assert_close(after, torch.tensor(0.1), rtol=1e-3, atol=1e-4)
-        assert shown
+    model, loss_fn, inputs, targets = draw_model(5)
+    pipe = phalanx.Pipeline(model, micro_batches=2, loss_fn=loss_fn)
+    names = [name for name, _ in pipe.named_parameters()]
+    assert names == [name for name, _ in model.named_parameters() if name in names]
+    assert all(p is dict(model.named_parameters())[name] for name, p in pipe.named_parameters())
+    pipe.eval()
+    assert not any(m.training for m in pipe.modules() if m is not pipe._own)
+    pipe.train()
+    pipe.step(inputs, target=targets)
+    assert any(p.grad is not None for p in pipe.parameters())
+    gradients = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+    pipe.step(inputs, target=targets)  # gradients accumulate, as they do without a pipeline
+    ratio = max((p.grad.norm() / gradients[n].norm()).item() for n, p in pipe.named_parameters() if n in gradients)
+    assert 1.5 < ratio < 2.5
+    norm = pipe.clip_grad_norm_(0.1)
+    after = pipe.clip_grad_norm_(1e9)
+    pipe.zero_grad()
+    assert all(p.grad is None for p in pipe.parameters())
+    pipe.double()
+    assert all(p.dtype == torch.float64 for p in pipe.parameters() if p.is_floating_point())
+    shown = "stage" in repr(pipe)
+    assert norm > 0.1
+    torch.testing.assert_close(after, torch.tensor(0.1), rtol=1e-3, atol=1e-4)
+    assert shown
 
 
 def test_gradients_are_clipped_as_those_of_the_whole_model():
@@ -319,28 +316,26 @@ def test_complex_gradients_are_clipped_by_their_moduli():
                 torch.testing.assert_close(gradient, model.get_parameter(name).grad, msg=f"{seed} {name}")
 
 
-def test_a_mini_batch_smaller_than_its_micro_batches_makes_fewer():
-    def train(rank, world_size):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
-        pipe = phalanx.Pipeline(model, micro_batches=8, loss_fn=nn.CrossEntropyLoss(reduction="sum"),
-                                loss_reduction="sum", outputs="all")  # fmt: skip
-        losses = []
-        for rows in (8, 3, 1, 11):
-            x = torch.linspace(0, 1, rows * 3).view(rows, 3)
-            loss = pipe.step(x if rank == 0 else None, target=torch.arange(rows) % 2 if rank else None)
-            pipe.eval()
-            with torch.no_grad():
-                expected = functional.cross_entropy(pipe(x), torch.arange(rows) % 2, reduction="sum")
-            pipe.train()
-            losses.append((loss, expected))
-        return losses
-
-    for losses in run_ranks(train, 2):
-        for ours, expected in losses:
-            torch.testing.assert_close(ours, expected)
+@on_ranks(2)
+def test_a_mini_batch_smaller_than_its_micro_batches_makes_fewer(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2))
+    pipe = phalanx.Pipeline(model, micro_batches=8, loss_fn=nn.CrossEntropyLoss(reduction="sum"),
+                            loss_reduction="sum", outputs="all")  # fmt: skip
+    losses = []
+    for rows in (8, 3, 1, 11):
+        x = torch.linspace(0, 1, rows * 3).view(rows, 3)
+        loss = pipe.step(x if rank == 0 else None, target=torch.arange(rows) % 2 if rank else None)
+        pipe.eval()
+        with torch.no_grad():
+            expected = functional.cross_entropy(pipe(x), torch.arange(rows) % 2, reduction="sum")
+        pipe.train()
+        losses.append((loss, expected))
+    for ours, expected in losses:
+        torch.testing.assert_close(ours, expected)
 
 
+@on_ranks(2)
 def test_a_model_may_return_its_own_loss():
     class WithLoss(nn.Module):
         def __init__(self):
@@ -351,14 +346,11 @@ def test_a_model_may_return_its_own_loss():
         def forward(self, x, y, scale: float = 2.0):
             return ((self.b(self.a(x).tanh()) - y) ** 2).mean() * scale
 
-    def train(rank, world_size):
-        pipe = phalanx.Pipeline(WithLoss(), micro_batches=4)
-        x = torch.linspace(0, 1, 30).view(10, 3)
-        return pipe.step(x, y=x[:, :1])
-
     x = torch.linspace(0, 1, 30).view(10, 3)
-    for loss in run_ranks(train, 2):
-        torch.testing.assert_close(loss, WithLoss()(x, x[:, :1]).detach())
+    pipe = phalanx.Pipeline(WithLoss(), micro_batches=4)
+    x = torch.linspace(0, 1, 30).view(10, 3)
+    loss = pipe.step(x, y=x[:, :1])
+    torch.testing.assert_close(loss, WithLoss()(x, x[:, :1]).detach())
 
 
 def test_one_rank_is_the_model_itself():

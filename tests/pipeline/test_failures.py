@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -356,21 +357,16 @@ class Masked(nn.Module):
         return self.b(self.a(x) if mask is None else self.a(x) * mask)
 
 
+@on_ranks(2)
 def test_an_argument_that_was_traced_as_its_default_is_refused_with_what_to_do():
     """torch.fx's AssertionError said that it 'has been specialized'."""
-
-    def train(rank, world_size):
-        x = torch.ones(4, 3)
-        with pytest.raises((ValueError, phalanx.PhalanxError)) as caught:
-            phalanx.Pipeline(Masked(), micro_batches=2, loss_fn=functional.mse_loss).step(x, mask=x, target=x)
-        pipe = phalanx.Pipeline(
-            Masked(), micro_batches=2, example=dict(x=x[:2], mask=x[:2]), loss_fn=functional.l1_loss
-        )
-        return str(caught.value), pipe.step(x, mask=x, target=x)
-
-    for text, _ in run_ranks(train, 2):
-        assert "Masked: the argument 'mask' is fixed to its default, None, because the example" in text
-        assert "dict(x=..., mask=...)" in text
+    x = torch.ones(4, 3)
+    with pytest.raises((ValueError, phalanx.PhalanxError)) as caught:
+        phalanx.Pipeline(Masked(), micro_batches=2, loss_fn=functional.mse_loss).step(x, mask=x, target=x)
+    pipe = phalanx.Pipeline(Masked(), micro_batches=2, example=dict(x=x[:2], mask=x[:2]), loss_fn=functional.l1_loss)
+    text, _ = str(caught.value), pipe.step(x, mask=x, target=x)
+    assert "Masked: the argument 'mask' is fixed to its default, None, because the example" in text
+    assert "dict(x=..., mask=...)" in text
 
 
 class InPlace(nn.Module):
@@ -402,24 +398,21 @@ class ChangesView(nn.Module):
 
 
 @pytest.mark.slow
+@on_ranks(3)
 def test_a_value_whose_view_another_stage_changes_is_refused_on_every_rank():
     """It came to its stage as a copy, and stayed as it was before the change: other losses than in one process."""
-
-    def train(rank, world_size):
-        x, heard = torch.ones(8, 4), []
-        for begin in (1, 2):  # the second ones have no element in common
-            pipe = phalanx.Pipeline(ChangesView(begin), micro_batches=4, balance=["b", "c"])
-            pipe._loss._loss_fn = lambda y: y.sum()
-            try:
-                pipe.step(x)
-                heard.append("")
-            except (ValueError, phalanx.PhalanxError) as error:
-                heard.append(str(error))
-        return heard
-
-    for refused, fine in run_ranks(train, 3):
-        assert "stage 2 changes the value 'getitem' of an earlier stage in place, and 'getitem_1', which" in refused
-        assert not fine
+    x, heard = torch.ones(8, 4), []
+    for begin in (1, 2):  # the second ones have no element in common
+        pipe = phalanx.Pipeline(ChangesView(begin), micro_batches=4, balance=["b", "c"])
+        pipe._loss._loss_fn = lambda y: y.sum()
+        try:
+            pipe.step(x)
+            heard.append("")
+        except (ValueError, phalanx.PhalanxError) as error:
+            heard.append(str(error))
+    refused, fine = heard
+    assert "stage 2 changes the value 'getitem' of an earlier stage in place, and 'getitem_1', which" in refused
+    assert not fine
 
 
 class Samples(nn.Module):
@@ -434,32 +427,28 @@ class Samples(nn.Module):
         return y.mean() if self.loss else y.t()
 
 
+@on_ranks(3)
 def test_what_would_be_wrong_or_leave_others_waiting_is_refused_on_every_rank():
     """A value that is changed in place where another stage has it from elsewhere came there unchanged; results were put
     together along a dimension that is not that of the samples; who had no part in a refusal waited; and a new Pipeline
     took messages of the one that had failed for its own."""
-
-    def build(rank, world_size):
-        x, heard = torch.ones(8, 3), []
-        for model, balance, call in (
-            (InPlace(), ["relu", "c"], lambda pipe: pipe.step(x, target=x)),
-            (InPlace(), [1, 1, 2], lambda pipe: pipe.step(x[:0], target=x)),
-            (Samples(False), None, lambda pipe: pipe(x)),
-            (Samples(True), None, lambda pipe: pipe(x)),
-        ):
-            if balance is None:
-                balance, model = [1, 1, 1], nn.Sequential(nn.Linear(3, 3), nn.Identity(), model)
-            pipe = phalanx.Pipeline(model, micro_batches=4, balance=balance, outputs="all", loss_fn=functional.mse_loss)
-            with pytest.raises((ValueError, TypeError, phalanx.PhalanxError)) as caught:
-                call(pipe)
-            heard.append(str(caught.value))
-        return heard
-
-    for heard in run_ranks(build, 3):
-        assert "layer 'relu' changes the value 'a' of an earlier stage in place, and a later stage uses" in heard[0]
-        assert "the input has no rows" in heard[1]
-        assert "the model returns a tensor of shape (3, 2) for 2 samples" in heard[2]
-        assert "the model returns a tensor without dimensions" in heard[3]
+    x, heard = torch.ones(8, 3), []
+    for model, balance, call in (
+        (InPlace(), ["relu", "c"], lambda pipe: pipe.step(x, target=x)),
+        (InPlace(), [1, 1, 2], lambda pipe: pipe.step(x[:0], target=x)),
+        (Samples(False), None, lambda pipe: pipe(x)),
+        (Samples(True), None, lambda pipe: pipe(x)),
+    ):
+        if balance is None:
+            balance, model = [1, 1, 1], nn.Sequential(nn.Linear(3, 3), nn.Identity(), model)
+        pipe = phalanx.Pipeline(model, micro_batches=4, balance=balance, outputs="all", loss_fn=functional.mse_loss)
+        with pytest.raises((ValueError, TypeError, phalanx.PhalanxError)) as caught:
+            call(pipe)
+        heard.append(str(caught.value))
+    assert "layer 'relu' changes the value 'a' of an earlier stage in place, and a later stage uses" in heard[0]
+    assert "the input has no rows" in heard[1]
+    assert "the model returns a tensor of shape (3, 2) for 2 samples" in heard[2]
+    assert "the model returns a tensor without dimensions" in heard[3]
 
 
 class NoGradient(torch.autograd.Function):
@@ -487,40 +476,37 @@ class FailsInBackward(nn.Module):
 
 
 @pytest.mark.slow
-def test_who_has_done_its_part_hears_that_another_has_not():
+@on_ranks(4)
+def test_who_has_done_its_part_hears_that_another_has_not(rank):
     """The first stage failed in its last backward: the others had the loss, went on, and waited for it elsewhere; so
     did the stages of another pipeline of the mesh, and the first ranks of an evaluation that fails behind them."""
-
-    def train(rank, world_size):
-        heard = []
-        mesh = phalanx.mesh(pipeline=2, data=2)
-        x = torch.tensor([0.0, 0.0, 0.0, 1.0])[:, None].expand(4, 3).contiguous()
-        for error, axes, zero in ((ArithmeticError, None, 0), (ArithmeticError, mesh, 0), (KeyboardInterrupt, None, 0)):
-            model = nn.Sequential(FailsInBackward(error), *(nn.Linear(3, 3) for _ in range(3)))
-            pipe = phalanx.Pipeline(model, micro_batches=4, mesh=axes, loss_fn=functional.mse_loss)
-            given = x * (axes is None or axes.get_local_rank("data") == zero)
-            try:
-                pipe.step(given, target=given)
-            except BaseException as caught:
-                heard.append(f"{type(caught).__name__}: {caught}")
-            with pytest.raises(phalanx.ClosedError, match="an earlier step failed"):
-                pipe.step(given, target=given)
-        model = nn.Sequential(nn.Identity(), nn.Identity(), Watcher("raise"), nn.Identity())
-        pipe = phalanx.Pipeline(model, micro_batches=4)
-        with pytest.raises((ArithmeticError, phalanx.PhalanxError)) as caught:
-            pipe.eval()(x)
-        return [*heard, str(caught.value)]
-
-    for rank, (alone, in_mesh, interrupted, evaluated) in enumerate(run_ranks(train, 4)):
-        for text, first in ((alone, 0), (in_mesh, 0)):
-            assert text.startswith("ArithmeticError: no gradient" if rank == first else "StageFailedError: ")
-            assert "no gradient today" in text
-            assert "stage 0 (rank 0), micro-batch 3, backward" in text
-        assert interrupted.startswith(
-            "KeyboardInterrupt" if rank == 0 else "StageFailedError: Pipeline: another rank of this"
-        )
-        assert "stage 2 (rank 2), micro-batch 3, forward in layer '2'" in evaluated
-        assert "seven is not a prime here" in evaluated
+    heard = []
+    mesh = phalanx.mesh(pipeline=2, data=2)
+    x = torch.tensor([0.0, 0.0, 0.0, 1.0])[:, None].expand(4, 3).contiguous()
+    for error, axes, zero in ((ArithmeticError, None, 0), (ArithmeticError, mesh, 0), (KeyboardInterrupt, None, 0)):
+        model = nn.Sequential(FailsInBackward(error), *(nn.Linear(3, 3) for _ in range(3)))
+        pipe = phalanx.Pipeline(model, micro_batches=4, mesh=axes, loss_fn=functional.mse_loss)
+        given = x * (axes is None or axes.get_local_rank("data") == zero)
+        try:
+            pipe.step(given, target=given)
+        except BaseException as caught:
+            heard.append(f"{type(caught).__name__}: {caught}")
+        with pytest.raises(phalanx.ClosedError, match="an earlier step failed"):
+            pipe.step(given, target=given)
+    model = nn.Sequential(nn.Identity(), nn.Identity(), Watcher("raise"), nn.Identity())
+    pipe = phalanx.Pipeline(model, micro_batches=4)
+    with pytest.raises((ArithmeticError, phalanx.PhalanxError)) as caught:
+        pipe.eval()(x)
+    (alone, in_mesh, interrupted, evaluated) = [*heard, str(caught.value)]
+    for text, first in ((alone, 0), (in_mesh, 0)):
+        assert text.startswith("ArithmeticError: no gradient" if rank == first else "StageFailedError: ")
+        assert "no gradient today" in text
+        assert "stage 0 (rank 0), micro-batch 3, backward" in text
+    assert interrupted.startswith(
+        "KeyboardInterrupt" if rank == 0 else "StageFailedError: Pipeline: another rank of this"
+    )
+    assert "stage 2 (rank 2), micro-batch 3, forward in layer '2'" in evaluated
+    assert "seven is not a prime here" in evaluated
 
 
 def test_what_an_import_of_torchs_sets_in_the_environment_is_taken_back(monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
+from tests.on_ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -201,25 +202,22 @@ class Weighed(nn.Module):
         return F.mse_loss(output, target) * torch.exp(-self.weight) + self.weight
 
 
+@on_ranks(2, timeout=120)
 def test_parameters_of_the_loss_are_refused_where_nothing_would_average_them():
     """Under `mirrored` and the strategies with rounds each rank trained a loss' parameters alone, without a word."""
+    words = [*WORDS, ("multi_worker_mirrored", {}), ("local_sgd", {"sync_every": 2}), ("diloco", {})]
+    for word, options in words:
+        for is_function in (False, True):
+            model, loss = make_model(), Weighed()
 
-    def run(rank, world_size):
-        words = [*WORDS, ("multi_worker_mirrored", {}), ("local_sgd", {"sync_every": 2}), ("diloco", {})]
-        for word, options in words:
-            for is_function in (False, True):
-                model, loss = make_model(), Weighed()
+            def optimizer_of(parameters, loss=loss):
+                return torch.optim.SGD([*parameters, *loss.parameters()], lr=0.1)
 
-                def optimizer_of(parameters, loss=loss):
-                    return torch.optim.SGD([*parameters, *loss.parameters()], lr=0.1)
-
-                strategy = strategies.get(word, **options)
-                optimizer = optimizer_of if is_function else optimizer_of(model.parameters())
-                with pytest.raises(ValueError, match=r"shape \(\) that is no parameter of Sequential.*a loss function"):
-                    strategy.setup(model, optimizer, loss)
-                dist.barrier()
-
-    run_ranks(run, 2, timeout=120)
+            strategy = strategies.get(word, **options)
+            optimizer = optimizer_of if is_function else optimizer_of(model.parameters())
+            with pytest.raises(ValueError, match=r"shape \(\) that is no parameter of Sequential.*a loss function"):
+                strategy.setup(model, optimizer, loss)
+            dist.barrier()
 
 
 class WithLoss(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
+from tests.on_ranks import on_ranks
 from tests.small_models import make_data
 from tests.training import copy_parameters
 from torch import nn
@@ -63,6 +64,7 @@ def alone():
 
 
 @pytest.mark.slow
+@on_ranks(2, timeout=120)
 def test_the_same_losses_come_with_each_word(alone):
     words = [
         ("mirrored", {"devices": 2}),
@@ -73,60 +75,49 @@ def test_the_same_losses_come_with_each_word(alone):
         ("pipeline", {"micro_batches": 4}),
         ("auto", {}),
     ]
-
-    def run(rank, world_size):
-        return {str(word): train(strategies.get(word[0], **word[1]), max_norm=5.0) for word in words}
-
-    for seen in run_ranks(run, 2, timeout=120):
-        for word, losses in seen.items():
-            torch.testing.assert_close(losses, alone, msg=f"{word}: {losses[-1]} alone {alone[-1]}")
+    seen = {str(word): train(strategies.get(word[0], **word[1]), max_norm=5.0) for word in words}
+    for word, losses in seen.items():
+        torch.testing.assert_close(losses, alone, msg=f"{word}: {losses[-1]} alone {alone[-1]}")
 
 
 @pytest.mark.slow
-def test_pipelines_beside_each_other_share_the_batch(alone):
-    def run(rank, world_size):
-        strategy = strategies.PipelineStrategy(data=2, micro_batches=2)
-        assert (strategy.num_replicas_in_sync, strategy.replica_id_in_sync_group) == (2, rank % 2)
-        return train(strategy, max_norm=5.0)
-
-    for losses in run_ranks(run, 4, timeout=120):
-        torch.testing.assert_close(losses, alone)
+@on_ranks(4, timeout=120)
+def test_pipelines_beside_each_other_share_the_batch(rank, alone):
+    strategy = strategies.PipelineStrategy(data=2, micro_batches=2)
+    assert (strategy.num_replicas_in_sync, strategy.replica_id_in_sync_group) == (2, rank % 2)
+    losses = train(strategy, max_norm=5.0)
+    torch.testing.assert_close(losses, alone)
 
 
+@on_ranks(2)
 def test_stages_are_on_the_devices_that_are_named():
     """`devices` of a pipeline only counted: which they were made no difference, nor whether there were any."""
-
-    def run(rank, world_size):
-        strategy = strategies.PipelineStrategy(devices=["cpu:0", "cpu:1"], micro_batches=2)
-        assert strategy.device == torch.device("cpu")
-        with torch.device("meta"):
-            model = make_model()
-        pipe, _ = strategy.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
-        assert {one.device for one in pipe.parameters()} == {torch.device("cpu")}
-        # Where a host has no second kind of device: the stage is where the pipeline is told, not where the model was.
-        elsewhere = strategies.PipelineStrategy(micro_batches=2)
-        elsewhere.device = elsewhere._pipeline_options["device"] = torch.device("meta")
-        pipe, _ = elsewhere.setup(make_model(), lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
-        assert {one.device.type for one in pipe.parameters()} == {"meta"}
-
-    run_ranks(run, 2)
+    strategy = strategies.PipelineStrategy(devices=["cpu:0", "cpu:1"], micro_batches=2)
+    assert strategy.device == torch.device("cpu")
+    with torch.device("meta"):
+        model = make_model()
+    pipe, _ = strategy.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+    assert {one.device for one in pipe.parameters()} == {torch.device("cpu")}
+    # Where a host has no second kind of device: the stage is where the pipeline is told, not where the model was.
+    elsewhere = strategies.PipelineStrategy(micro_batches=2)
+    elsewhere.device = elsewhere._pipeline_options["device"] = torch.device("meta")
+    pipe, _ = elsewhere.setup(make_model(), lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
+    assert {one.device.type for one in pipe.parameters()} == {"meta"}
 
 
+@on_ranks(2)
 def test_rounds_of_one_step_with_sgd_are_data_parallel():
-    def run(rank, world_size):
-        seen = []
-        for name, options in (("local_sgd", {"sync_every": 1}), ("mirrored", {})):
-            strategy = strategies.get(name, **options)
-            torch.manual_seed(0)
-            strategy.setup(make_model(), lambda p: torch.optim.SGD(p, lr=0.01), F.mse_loss)
-            for inputs, targets in strategy.loader(make_data(96), 16):
-                strategy.step(inputs, targets)
-            seen.append(copy_parameters(strategy.bare_model))
-            strategy.close()
-        return seen
-
-    for averaged, mirrored in run_ranks(run, 2):
-        torch.testing.assert_close(averaged, mirrored)
+    seen = []
+    for name, options in (("local_sgd", {"sync_every": 1}), ("mirrored", {})):
+        strategy = strategies.get(name, **options)
+        torch.manual_seed(0)
+        strategy.setup(make_model(), lambda p: torch.optim.SGD(p, lr=0.01), F.mse_loss)
+        for inputs, targets in strategy.loader(make_data(96), 16):
+            strategy.step(inputs, targets)
+        seen.append(copy_parameters(strategy.bare_model))
+        strategy.close()
+    averaged, mirrored = seen
+    torch.testing.assert_close(averaged, mirrored)
 
 
 def test_models_of_a_scope_are_alike_and_what_is_drawn_behind_it_as_before():
@@ -200,24 +191,19 @@ def test_reductions_that_make_no_sense_are_refused():
     assert strategy.reduce("sum", [True, torch.tensor(True)]) == [1, torch.tensor(1)]
 
 
-def test_where_no_strategy_is_in_scope_each_process_is_one_replica_and_two_do_not_mix():
+@on_ranks(2)
+def test_where_no_strategy_is_in_scope_each_process_is_one_replica_and_two_do_not_mix(rank):
     """As in tf.distribute, where a function may ask for the strategy whether there is one or not. It was refused."""
-
-    def run(rank, world_size):
-        assert not strategies.has_strategy()
-        default = strategies.get_strategy()
-        assert (default.num_replicas_in_sync, default.reduce("sum", rank), default.is_main) == (1, rank, True)
-        assert strategies.get_replica_context().merge_call(lambda one, x: one.reduce("sum", x), (rank,)) == rank
-        strategy = strategies.MirroredStrategy()
-        with strategy.scope(), strategy.scope():
-            for enter in (default.scope, lambda: default.run(int)):
-                with pytest.raises(
-                    RuntimeError, match=r"DefaultStrategy.* in the scope of another .*Mirrored.*: leave"
-                ):
-                    enter().__enter__()
-        assert not strategies.has_strategy()
-
-    run_ranks(run, 2)
+    assert not strategies.has_strategy()
+    default = strategies.get_strategy()
+    assert (default.num_replicas_in_sync, default.reduce("sum", rank), default.is_main) == (1, rank, True)
+    assert strategies.get_replica_context().merge_call(lambda one, x: one.reduce("sum", x), (rank,)) == rank
+    strategy = strategies.MirroredStrategy()
+    with strategy.scope(), strategy.scope():
+        for enter in (default.scope, lambda: default.run(int)):
+            with pytest.raises(RuntimeError, match=r"DefaultStrategy.* in the scope of another .*Mirrored.*: leave"):
+                enter().__enter__()
+    assert not strategies.has_strategy()
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -389,23 +375,21 @@ def test_bfloat16_is_used_in_the_forward_alone():
     assert model.weight.dtype == torch.float32
 
 
-def test_several_batches_to_an_update_are_one_large_batch():
-    def run(rank, world_size):
-        results = []
-        for shares in ([1.0], [0.5, 0.5]):
-            strategy = strategies.MirroredStrategy()
-            torch.manual_seed(0)
-            model = make_model()
-            strategy.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
-            inputs, targets = make_data(96)[rank * 8 : rank * 8 + 8]
-            parts = zip(inputs.chunk(len(shares)), targets.chunk(len(shares)), strict=True)
-            for number, batch in enumerate(parts, start=1):
-                strategy.compute_gradients(batch, share=shares[0], is_last=number == len(shares))
-            strategy.update()
-            results.append(copy_parameters(model))
-        torch.testing.assert_close(*results)
-
-    run_ranks(run, 2)
+@on_ranks(2)
+def test_several_batches_to_an_update_are_one_large_batch(rank):
+    results = []
+    for shares in ([1.0], [0.5, 0.5]):
+        strategy = strategies.MirroredStrategy()
+        torch.manual_seed(0)
+        model = make_model()
+        strategy.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        inputs, targets = make_data(96)[rank * 8 : rank * 8 + 8]
+        parts = zip(inputs.chunk(len(shares)), targets.chunk(len(shares)), strict=True)
+        for number, batch in enumerate(parts, start=1):
+            strategy.compute_gradients(batch, share=shares[0], is_last=number == len(shares))
+        strategy.update()
+        results.append(copy_parameters(model))
+    torch.testing.assert_close(*results)
 
 
 MANY = 10**9
@@ -474,21 +458,19 @@ def test_wrong_names_numbers_and_devices_are_refused():
         strategies.MirroredStrategy(2)
 
 
-def test_what_does_not_go_with_the_ranks_that_were_launched_is_refused():
-    def run(rank, world_size):
-        with pytest.raises(ValueError, match="3 devices are asked for, and the launcher has started 2 ranks"):
-            strategies.MirroredStrategy(3)
-        with pytest.raises(ValueError, match=f"this is rank {rank} of 2: start the script with `python`"):
-            strategies.SingleDeviceStrategy()
-        with pytest.raises(ValueError, match="2 ranks do not divide into data=3 pipelines"):
-            strategies.PipelineStrategy(data=3)
-        with pytest.raises(ValueError, match="3 devices are asked for, and the launcher has started 2 ranks"):
-            strategies.PipelineStrategy(devices=["cpu"] * 3)
-        pipeline = strategies.PipelineStrategy()
-        with pytest.raises(ValueError, match="loss_of calls the whole model, of which each rank has a part"):
-            pipeline.setup(make_model(), torch.optim.SGD, loss_of=lambda model, batch: model(batch).sum())
-
-    run_ranks(run, 2)
+@on_ranks(2)
+def test_what_does_not_go_with_the_ranks_that_were_launched_is_refused(rank):
+    with pytest.raises(ValueError, match="3 devices are asked for, and the launcher has started 2 ranks"):
+        strategies.MirroredStrategy(3)
+    with pytest.raises(ValueError, match=f"this is rank {rank} of 2: start the script with `python`"):
+        strategies.SingleDeviceStrategy()
+    with pytest.raises(ValueError, match="2 ranks do not divide into data=3 pipelines"):
+        strategies.PipelineStrategy(data=3)
+    with pytest.raises(ValueError, match="3 devices are asked for, and the launcher has started 2 ranks"):
+        strategies.PipelineStrategy(devices=["cpu"] * 3)
+    pipeline = strategies.PipelineStrategy()
+    with pytest.raises(ValueError, match="loss_of calls the whole model, of which each rank has a part"):
+        pipeline.setup(make_model(), torch.optim.SGD, loss_of=lambda model, batch: model(batch).sum())
 
 
 def test_a_program_is_started_again_as_it_was_started(tmp_path):

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from tests.comparisons import assert_equal
+from tests.on_ranks import on_ranks
 from tests.small_models import make_data, mlp
 from tests.trainer.trainers import weights
 from tests.training import copy_parameters
@@ -112,45 +113,39 @@ def test_every_strategy_resumes_inside_of_an_epoch_to_the_same_bits(tmp_path):
     assert_equal(first, second)
 
 
+@on_ranks(2, timeout=150)
 def test_every_strategy_stops_early_on_all_ranks():
-    def train(rank, world_size):
-        ends = {}
-        for word in {**ALIKE, **APART}:
-            stopping = EarlyStopping(patience=1, min_delta=1e6)
-            trainer = fit(get(word), 32, 9, max_epochs=9, callbacks=[stopping])
-            ends[word] = (trainer.epoch, trainer.step)
-            trainer.strategy.close()
-        return ends
-
-    for ends in run_ranks(train, 2, timeout=150):
-        assert set(ends.values()) == {(2, 4)}
+    ends = {}
+    for word in {**ALIKE, **APART}:
+        stopping = EarlyStopping(patience=1, min_delta=1e6)
+        trainer = fit(get(word), 32, 9, max_epochs=9, callbacks=[stopping])
+        ends[word] = (trainer.epoch, trainer.step)
+        trainer.strategy.close()
+    assert set(ends.values()) == {(2, 4)}
 
 
 @pytest.mark.slow
-def test_each_rank_goes_on_with_its_own_where_each_writes_its_shards(tmp_path):
+@on_ranks(2, timeout=150)
+def test_each_rank_goes_on_with_its_own_where_each_writes_its_shards(rank, tmp_path):
     """Rank 0 went on with another rank's model: the parts "model" of all were taken for replicas of one.
 
     And a checkpoint of before ranks that train apart each had their own, with the rounds alone, ended in a KeyError.
     """
-
-    def train(rank, world_size):
-        for word in APART:
-            strategy = get(word)
-            model, _ = strategy.setup(make_model(), lambda p: torch.optim.Adam(p, lr=0.1), F.mse_loss)
-            draw = torch.Generator().manual_seed(rank)
-            with phalanx.CheckpointManager(tmp_path / word, sharded=True) as manager:
-                for _ in range(7):
-                    strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
-                manager.save(7, strategy.parts())
-                kept = copy_parameters(model)
-                old = strategy.held()["rounds"].state_dict()
-                for _ in range(2):
-                    strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
-                manager.load(strategy.parts())
-            assert_equal(copy_parameters(model), kept, word)
-            strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
-            strategy.parts()["rounds"].load_state_dict(old)
-            assert strategy.held()["rounds"].local_steps == old["local_steps"], word
-            strategy.close()
-
-    run_ranks(train, 2, timeout=150)
+    for word in APART:
+        strategy = get(word)
+        model, _ = strategy.setup(make_model(), lambda p: torch.optim.Adam(p, lr=0.1), F.mse_loss)
+        draw = torch.Generator().manual_seed(rank)
+        with phalanx.CheckpointManager(tmp_path / word, sharded=True) as manager:
+            for _ in range(7):
+                strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
+            manager.save(7, strategy.parts())
+            kept = copy_parameters(model)
+            old = strategy.held()["rounds"].state_dict()
+            for _ in range(2):
+                strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
+            manager.load(strategy.parts())
+        assert_equal(copy_parameters(model), kept, word)
+        strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
+        strategy.parts()["rounds"].load_state_dict(old)
+        assert strategy.held()["rounds"].local_steps == old["local_steps"], word
+        strategy.close()

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from tests.on_ranks import on_ranks
 from tests.small_models import make_data
 from tests.trainer.trainers import make, weights
 from torch.utils.data import DataLoader
@@ -211,6 +212,7 @@ def test_the_options_of_a_manager_are_not_given_twice(tmp_path):
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
+@on_ranks(2, timeout=120)
 def test_a_bucket_that_is_not_there_is_reported_before_the_first_step(s3, dry_run):
     """It was reported after the whole first epoch, and not at all by a dry run."""
 
@@ -218,14 +220,11 @@ def test_a_bucket_that_is_not_there_is_reported_before_the_first_step(s3, dry_ru
         counted = LambdaCallback(on_step_end=lambda trainer, loss: steps.append(trainer.step))
         train(folder, strategy="mirrored", accuracies=ACCURACIES[:1], callbacks=counted, dry_run=dry_run)
 
-    def begin(rank, world_size):
-        steps = []
-        with pytest.raises(ValueError) as caught:
-            count_steps("s3://nowhere/runs", steps)
-        assert steps == []
-        count_steps("s3://runs/there", steps)
-        assert steps == list(range(1, 3 if dry_run else 7))
-        return str(caught.value)
-
-    for words in run_ranks(begin, 2, timeout=120):
-        assert re.search(r"checkpoint='s3://nowhere/runs' can't be written to: .*exist.*\. Make the bucket", words)
+    steps = []
+    with pytest.raises(ValueError) as caught:
+        count_steps("s3://nowhere/runs", steps)
+    assert steps == []
+    count_steps("s3://runs/there", steps)
+    assert steps == list(range(1, 3 if dry_run else 7))
+    words = str(caught.value)
+    assert re.search(r"checkpoint='s3://nowhere/runs' can't be written to: .*exist.*\. Make the bucket", words)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from tests.on_ranks import on_ranks
 from tests.small_models import make_data
 from tests.trainer.trainers import WithSteps, make, make_model, weights
 from tests.training import train
@@ -150,24 +151,22 @@ def test_two_ranks_resume_to_the_same_bits_and_validate_each_sample_once(tmp_pat
         assert metrics == resumed
 
 
-def test_a_validation_is_exact_on_ranks_that_have_nothing_and_where_ranks_evaluate_together():
-    def measure(rank, world_size):
-        found = []
-        for name, options in (("mirrored", {}), ("sharded", {"shard": "model"}), ("pipeline", {"micro_batches": 3})):
-            model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-            torch.manual_seed(0)
-            for one in model.parameters():
-                nn.init.normal_(one)
-            with torch.no_grad():
-                alone = [F.mse_loss(model(x), y).item() for x, y in (make_data(size).tensors for size in (1, 7))]
-            trainer = make(model, strategy=strategies.get(name, **options))
-            sizes = [trainer.validate(DataLoader(make_data(size), 3 * world_size))["loss"] for size in (1, 7)]
-            found.append((sizes, alone))
-        return found
-
-    for rank in run_ranks(measure, 3, timeout=120):
-        for found, alone in rank:
-            assert found == pytest.approx(alone)
+@on_ranks(3, timeout=120)
+def test_a_validation_is_exact_on_ranks_that_have_nothing_and_where_ranks_evaluate_together(rank, world_size):
+    found = []
+    for name, options in (("mirrored", {}), ("sharded", {"shard": "model"}), ("pipeline", {"micro_batches": 3})):
+        model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        torch.manual_seed(0)
+        for one in model.parameters():
+            nn.init.normal_(one)
+        with torch.no_grad():
+            alone = [F.mse_loss(model(x), y).item() for x, y in (make_data(size).tensors for size in (1, 7))]
+        trainer = make(model, strategy=strategies.get(name, **options))
+        sizes = [trainer.validate(DataLoader(make_data(size), 3 * world_size))["loss"] for size in (1, 7)]
+        found.append((sizes, alone))
+    rank = found
+    for found, alone in rank:
+        assert found == pytest.approx(alone)
 
 
 class Recorder(Callback):
@@ -263,21 +262,19 @@ def test_a_models_own_forward_stays(tmp_path):
     assert len(calls) == 4
 
 
+@on_ranks(2)
 def test_the_models_own_steps_are_used_also_inside_of_a_wrapper():
-    def train(rank, world_size):
-        results = []
-        for loss in (None, F.mse_loss):
-            model = WithSteps()
-            trainer = phalanx.Trainer(
-                model, torch.optim.SGD(model.parameters(), lr=0.01), loss, strategy="mirrored", show_progress=False
-            )
-            trainer.fit(DataLoader(make_data(32), 16), DataLoader(make_data(2), 2))
-            results.append((weights(trainer), sorted(trainer.metrics)))
-        return results
-
-    for (own, names), (given, other) in run_ranks(train, 2):
-        assert torch.equal(own, given)
-        assert (names, other) == (["off"], ["loss"])
+    results = []
+    for loss in (None, F.mse_loss):
+        model = WithSteps()
+        trainer = phalanx.Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.01), loss, strategy="mirrored", show_progress=False
+        )
+        trainer.fit(DataLoader(make_data(32), 16), DataLoader(make_data(2), 2))
+        results.append((weights(trainer), sorted(trainer.metrics)))
+    (own, names), (given, other) = results
+    assert torch.equal(own, given)
+    assert (names, other) == (["off"], ["loss"])
 
 
 def test_a_dry_run_does_two_batches_and_writes_nothing(tmp_path):
