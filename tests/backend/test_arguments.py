@@ -1,7 +1,6 @@
 """Calls that no world could make right are refused at the door, by name, before any rank waits for another."""
 
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from tests.on_ranks import on_ranks
 from torch._C import _distributed_c10d as c10d
 
 from phalanx._comm.backend.arguments import reduction_of, split_rows, timeout_of
-from phalanx._comm.backend.create import create_process_group
 from phalanx.testing import run_ranks
 
 
@@ -177,9 +175,3 @@ def test_rows_are_views_and_sizes_may_be_zero():
     assert parts[1].data_ptr() == tensor.data_ptr()
     with pytest.raises(ValueError, match=r"op: split sizes \[-1, 4, 0\] for it, which has 3 rows"):
         split_rows(tensor, [-1, 4, 0], 3, "op", "it")
-
-
-def test_a_group_that_would_get_other_members_is_refused_by_name():
-    options = SimpleNamespace(enable_reconfigure=True, group_id="0")  # as torch 2.14 gives it
-    with pytest.raises(ValueError, match=r"does not take enable_reconfigure=True\. Use phalanx\.elastic\.run"):
-        create_process_group(options)

@@ -27,6 +27,7 @@ from phalanx._comm.backend.connect import MetGroup, build_engine, open_gloo
 from phalanx._comm.backend.open_memory import advice, open_symmetric_memory
 from phalanx._comm.backend.process_group import PhalanxProcessGroup
 from phalanx._comm.backend.process_group.open_groups import open_groups
+from phalanx._comm.backend.reconfiguration import Reconfiguration, UnconnectedTransport
 from phalanx._comm.backend.rendezvous import find_lost_host, is_rehearsing, own_address
 from phalanx._comm.backend.tcp_store import is_kept_here
 from phalanx._comm.control.wire import WRITE_ONCE
@@ -68,7 +69,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     shared even inside a host (no C core) torch's Gloo carries everything, and the log says so once.
 
     Raises:
-        ValueError: the timeout leaves no time at all, the ranks were given different options, or `enable_reconfigure`.
+        ValueError: the timeout leaves no time at all, the ranks were given different options.
         TypeError: `backend_options` is something else.
         DeadlineError: some rank never came; the message names it, on every rank that did.
         PhalanxError: hosts cannot reach each other.
@@ -81,11 +82,8 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
             "init_process_group: backend 'phalanx' takes pg_options=phalanx.Options(...), "
             f"got {type(backend_options).__name__}"
         )
-    if getattr(options, "enable_reconfigure", False):
-        raise ValueError(
-            "init_process_group: backend 'phalanx' does not take enable_reconfigure=True. Use phalanx.elastic.run, "
-            "which forms the group again when ranks are lost or join."
-        )
+    if getattr(options, "enable_reconfigure", False) and not is_rehearsing():
+        return _unconnected_group(options, backend_options)
     group = _new_group(options, open_transport(options, backend_options))
     group.backend_options = backend_options
     return group
@@ -95,6 +93,17 @@ def _new_group(options: Any, transport: Transport) -> Any:
     rank, size, name = options.group_rank, options.group_size, options.group_id
     group = _group_class()(options.store, transport, rank, size, options.timeout, name, options.global_ranks_in_group)
     group.create_group = create_process_group
+    return group
+
+
+def _unconnected_group(options: Any, backend_options: Any) -> Any:
+    """Return a group without peers; `reconfigure` gives it members."""
+    if options.timeout <= timedelta(0):
+        raise ValueError(f"init_process_group: timeout must be above zero, got {options.timeout.total_seconds():g} s")
+    group = _new_group(options, UnconnectedTransport(options.group_id, options.group_rank, options.group_size))
+    group.reconfiguration = Reconfiguration(
+        options.store, options.group_rank, lambda changed: open_transport(changed, backend_options)
+    )
     return group
 
 

@@ -30,9 +30,10 @@ from phalanx._comm.diagnostics.call_sites import calling_site
 from phalanx._comm.diagnostics.failure_report import closed, nested
 from phalanx._comm.symmetric_memory.scratch import Scratch, take_scratch
 from phalanx._comm.transport.base import CallContext, Transport
-from phalanx.errors import DeadlineError, PeerLostError
+from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 
 if TYPE_CHECKING:
+    from phalanx._comm.backend.reconfiguration import Reconfiguration
     from phalanx._comm.symmetric_memory.memory import SymmetricMemory
     from phalanx._comm.transport.shared_memory import SharedMemoryTransport
 
@@ -115,6 +116,8 @@ class PhalanxProcessGroup(TorchGroup):
         self.done_work = DoneWork()
         self.backend_options: Any = None
         """The `phalanx.Options` with which the group was made, or None."""
+        self.reconfiguration: Reconfiguration | None = None
+        """The object that gives the group other members, if it was made with `enable_reconfigure`."""
         self.create_group: Callable[[Any, Any], Any] | None = None
         """`create_process_group`, which made this group and makes those that are split from it."""
         self._connect(transport, rank, size, global_ranks)
@@ -178,6 +181,28 @@ class PhalanxProcessGroup(TorchGroup):
         return self.carry_out(lambda ctx: None, None, [])
 
     # -- other members -------------------------------------------------------------------------------------------
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Return whether the group was made with `enable_reconfigure`."""
+        return self.reconfiguration is not None
+
+    def _require_reconfiguration(self) -> Reconfiguration:
+        if self.reconfiguration is None:
+            raise PhalanxError(
+                f"group {self._name!r} keeps its members: it was made without enable_reconfigure.\n"
+                "Start it with init_process_group('phalanx', enable_reconfigure=True)."
+            )
+        return self.reconfiguration
+
+    def get_reconfigure_handle(self) -> str:
+        """Return this process's handle for `torch.distributed._reconfigure`."""
+        return self._require_reconfiguration().handle(self)
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Replace the group's members by those of `opts.handles`; return when they are connected."""
+        self._require_reconfiguration().meet(self, opts)
+        return self.done_work
 
     def reconnect(
         self,

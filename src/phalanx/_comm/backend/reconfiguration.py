@@ -1,0 +1,141 @@
+"""`Reconfiguration` gives a living group other members (`torch.distributed._reconfigure`, torch 2.14 and later).
+
+A group that was made with `enable_reconfigure` has no peers at first. The processes exchange their handles by means of
+their own. Each future member calls `reconfigure` with the same handles and a uuid that was never used. They meet in
+the group's first store, under that uuid. A process whose handle is missing sees the others as lost.
+"""
+
+from __future__ import annotations
+
+import secrets
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import PrefixStore
+
+from phalanx._comm.transport.base import Transport
+from phalanx._comm.transport.rehearsal import RehearsalTransport
+from phalanx.errors import PhalanxError
+
+if TYPE_CHECKING:
+    from phalanx._comm.backend.process_group import PhalanxProcessGroup
+
+_NEVER = -1
+
+
+@dataclass(frozen=True, order=True)
+class Handle:
+    """A `Handle` names a member: its rank, the uuid of the call that gave it, its first rank, and a random token."""
+
+    rank: int
+    uuid: int
+    first_rank: int
+    token: str
+
+    def __str__(self) -> str:
+        """Return the handle in the form of Gloo's: 'phalanx:0:17:0:d3b0'."""
+        return f"phalanx:{self.rank}:{self.uuid}:{self.first_rank}:{self.token}"
+
+    @classmethod
+    def parse(cls, text: str) -> Handle:
+        """Return the handle of which `str` made `text`.
+
+        Raises:
+            PhalanxError: `str` did not make it.
+        """
+        try:
+            kind, rank, uuid, first_rank, token = text.split(":")
+            if kind != "phalanx" or not token:
+                raise ValueError
+            return cls(int(rank), int(uuid), int(first_rank), token)
+        except ValueError:
+            raise PhalanxError(
+                f"reconfigure: {text!r} is no handle of backend 'phalanx'.\n"
+                "Give what torch.distributed._get_reconfigure_handle() returned on each member."
+            ) from None
+
+
+def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
+    """Return the handles by their new ranks: a list as it is, a set by the ranks that they have.
+
+    Raises:
+        PhalanxError: there is none, one comes twice, one cannot be read, or `own` is not among them.
+    """
+    parsed = {text: Handle.parse(text) for text in handles}
+    if not handles:
+        raise PhalanxError("reconfigure: no handles; give that of each member, this process's among them.")
+    if len(parsed) != len(handles):
+        raise PhalanxError("reconfigure: a handle comes twice; give each member's once.")
+    if own not in parsed:
+        raise PhalanxError(
+            f"reconfigure: this process's handle {own} is not among the {len(handles)} that were given.\n"
+            "A handle changes with each reconfiguration: exchange the present ones. "
+            "A process that is to leave does not call it."
+        )
+    return list(handles) if isinstance(handles, list) else sorted(parsed, key=parsed.__getitem__)
+
+
+class UnconnectedTransport(RehearsalTransport):
+    """An `UnconnectedTransport` reaches no peer. It refuses every operation when it records its call site."""
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        """Refuse the operation.
+
+        Raises:
+            PhalanxError: always.
+        """
+        where = f" at {place[0]}:{place[1]}" if place[0] else ""
+        raise PhalanxError(
+            f"group {self.group!r} on rank {self.rank}: an operation{where} before the group knows its members.\n"
+            "With enable_reconfigure=True, or after a reconfiguration that failed, torch.distributed._reconfigure "
+            "tells them: call it first, on all of them, with a new uuid."
+        )
+
+
+class Reconfiguration:
+    """A `Reconfiguration` gives one process's group other members.
+
+    Arguments:
+        open_transport: opens a transport to the members, from options in torch's form.
+    """
+
+    def __init__(self, store: Any, first_rank: int, open_transport: Callable[[Any], Transport]) -> None:
+        self._store = store
+        self._first_rank = first_rank
+        self._open_transport = open_transport
+        self._token = secrets.token_hex(8)  # another process may start with the same rank later
+        self._uuid = _NEVER
+        self._used: set[int] = set()
+
+    def handle(self, group: PhalanxProcessGroup) -> str:
+        """Return this process's handle; it changes with each reconfiguration."""
+        return str(Handle(group.rank(), self._uuid, self._first_rank, self._token))
+
+    def meet(self, group: PhalanxProcessGroup, opts: Any) -> None:
+        """Leave the group's members and connect to those of `opts.handles`; each of them calls this with the same.
+
+        Raises:
+            PhalanxError: the handles or the uuid make no sense; the group is unchanged.
+            DeadlineError: some member did not come in time; the group has no members until the next call.
+        """
+        own = self.handle(group)
+        handles = order_handles(opts.handles, own)
+        uuid, rank, size = opts.uuid, handles.index(own), len(handles)
+        store = PrefixStore(f"reconfigure/{uuid}/", self._store)
+        if uuid in self._used or (rank == 0 and store.add("claimed", 1) > 1):
+            raise PhalanxError(f"reconfigure: uuid {uuid} is already used; each call needs one of its own.")
+        self._used.add(uuid)
+        options = types.SimpleNamespace(
+            store=store,
+            group_rank=rank,
+            group_size=size,
+            timeout=opts.timeout if opts.timeout is not None else timedelta(seconds=group.timeout_s),
+            group_id=group.group_name,
+            global_ranks_in_group=[],
+        )
+        instead = UnconnectedTransport(group.group_name, group.rank(), group.size())
+        group.reconnect(lambda: self._open_transport(options), instead, store, rank, size)
+        self._uuid = uuid
