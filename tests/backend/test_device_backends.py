@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.default_group import join_by_file
+from tests.on_ranks import on_ranks
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from phalanx._comm.backend import device_backends
@@ -83,19 +84,6 @@ def _join(rank, world_size, path, device_backend, timeout_s=20.0):
     join_by_file(rank, world_size, path, timeout_s)
 
 
-def _everything(rank, world_size, path):
-    from phalanx._comm.backend.process_group import devices
-
-    _join(
-        rank,
-        world_size,
-        path,
-        DeviceBackend("Gloo", lambda: True, _open_gloo, lambda device: f"gpu {rank}", find_shared_gpu),
-    )
-    devices.find_device = _of_float64
-    return [_all_collectives(dtype, rank, world_size) for dtype in (torch.float32, torch.float64)], _seqs()
-
-
 def _seqs():
     """How many collectives went through memory: those of float64 must not."""
     group = dist.group.WORLD
@@ -152,14 +140,28 @@ def _all_collectives(dtype, rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_collective_gives_the_same_through_the_engine_of_a_device_as_on_the_cpu(tmp_path, world_size) -> None:
-    for (on_cpu, elsewhere), (collectives, inside) in run_ranks(
-        _everything, world_size, str(tmp_path / "s"), init=False
-    ):
-        assert on_cpu == elsewhere
-        assert len(on_cpu) > 10
-        assert collectives == 2  # the float32 one and the barrier
-        assert inside == ["meta"]
+@on_ranks(init=False)
+def test_every_collective_gives_the_same_through_the_engine_of_a_device_as_on_the_cpu(
+    rank, world_size, tmp_path
+) -> None:
+    path = str(tmp_path / "s")
+    from phalanx._comm.backend.process_group import devices
+
+    _join(
+        rank,
+        world_size,
+        path,
+        DeviceBackend("Gloo", lambda: True, _open_gloo, lambda device: f"gpu {rank}", find_shared_gpu),
+    )
+    devices.find_device = _of_float64
+    (on_cpu, elsewhere), (collectives, inside) = (
+        [_all_collectives(dtype, rank, world_size) for dtype in (torch.float32, torch.float64)],
+        _seqs(),
+    )
+    assert on_cpu == elsewhere
+    assert len(on_cpu) > 10
+    assert collectives == 2  # the float32 one and the barrier
+    assert inside == ["meta"]
 
 
 # -- an engine that counts, for meta tensors -----------------------------------------------------------------------
@@ -253,17 +255,15 @@ def test_a_rank_that_never_comes_to_the_first_collective_is_named(tmp_path) -> N
     assert "rank 1" in str(caught.value.errors[0])
 
 
-def _two_devices(rank, world_size, path):
+@on_ranks(2, init=False)
+def test_a_call_on_two_kinds_of_device_is_a_mismatch_on_all_ranks(rank, world_size, tmp_path) -> None:
+    path = str(tmp_path / "s")
     _join(rank, world_size, path, _counting(rank))
     with pytest.raises(MismatchError) as caught:
         dist.all_reduce(torch.empty(3, device="meta") if rank == 0 else torch.ones(3))
-    return str(caught.value)
-
-
-def test_a_call_on_two_kinds_of_device_is_a_mismatch_on_all_ranks(tmp_path) -> None:
-    for message in run_ranks(_two_devices, 2, str(tmp_path / "s"), init=False):
-        assert "rank 0: all_gather of uint8 (128,) at " in message
-        assert "rank 1: all_reduce(SUM) of float32 (3,) at " in message
+    message = str(caught.value)
+    assert "rank 0: all_gather of uint8 (128,) at " in message
+    assert "rank 1: all_reduce(SUM) of float32 (3,) at " in message
 
 
 def _nobody(rank, world_size):
@@ -276,14 +276,11 @@ def test_without_an_engine_for_it_a_tensor_is_refused_and_the_group_goes_on() ->
     assert len(set(run_ranks(_nobody, 2))) == 1
 
 
-def _beside_nccl(rank, world_size):
+@on_ranks(2, backend="cpu:phalanx,cuda:nccl")
+def test_nccl_may_be_named_beside_phalanx_where_there_is_none_as_long_as_nobody_needs_it() -> None:
     dist.all_reduce(total := torch.ones(2))
     dist.barrier()
-    return total[0].item(), dist.group.WORLD.shares_memory
-
-
-def test_nccl_may_be_named_beside_phalanx_where_there_is_none_as_long_as_nobody_needs_it() -> None:
-    assert run_ranks(_beside_nccl, 2, backend="cpu:phalanx,cuda:nccl") == [(2.0, True)] * 2
+    assert (total[0].item(), dist.group.WORLD.shares_memory) == (2.0, True)
 
 
 def _with_options_of(rank, world_size, path, name):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.containers import hide_proc, why_no_containers
+from tests.on_ranks import on_ranks
 
 import phalanx
 from phalanx.errors import DeadlineError, PhalanxError
@@ -117,19 +118,16 @@ def test_a_sibling_that_never_comes_is_named() -> None:
     assert second in ((2,), (0, 2), (0,))  # rank 0 gives up a little earlier, or later
 
 
-def _without_proc(rank, world_size):
+@pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())
+@on_ranks(2, init=False)
+def test_without_proc_the_ranks_are_told_at_once_what_is_missing(rank, world_size) -> None:
+    """They were silent for 307 s, whatever the timeout: torch looks for the file of its store for five minutes."""
     hide_proc()
     with pytest.raises(PhalanxError) as caught:
         phalanx.init(rank=rank, world_size=world_size, timeout=60)
-    return str(caught.value)
-
-
-@pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers())
-def test_without_proc_the_ranks_are_told_at_once_what_is_missing() -> None:
-    """They were silent for 307 s, whatever the timeout: torch looks for the file of its store for five minutes."""
-    for rank, said in enumerate(run_ranks(_without_proc, 2, init=False)):
-        assert f"on rank {rank}: the job's store is in memory without a name, to which only /proc leads" in said
-        assert "Mount /proc, or set MASTER_ADDR and MASTER_PORT." in said
+    said = str(caught.value)
+    assert f"on rank {rank}: the job's store is in memory without a name, to which only /proc leads" in said
+    assert "Mount /proc, or set MASTER_ADDR and MASTER_PORT." in said
 
 
 def _meet_without_proc(rank, world_size, folder):

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 
 from phalanx._base.deadline import Deadline
 from phalanx._comm.backend.init_file import check_init_file, is_written_by_store
@@ -84,14 +85,12 @@ def test_a_folder_that_is_not_there_ends_the_wait_at_the_timeout(tmp_path) -> No
         assert f"there is no folder {tmp_path / 'no'}.\nMake it before the ranks start" in said
 
 
-def test_a_folder_that_one_rank_makes_late_is_waited_for(tmp_path) -> None:
-    assert run_ranks(_meets_in_folder_of_rank_1, 2, tmp_path / "late", init=False) == [[2.0, 2.0]] * 2
-
-
-def _meets_in_folder_of_rank_1(rank, world_size, folder):
+@on_ranks(2, init=False)
+def test_a_folder_that_one_rank_makes_late_is_waited_for(rank, world_size, tmp_path) -> None:
+    folder = tmp_path / "late"
     if rank == 1:
         folder.mkdir()
-    return _meets(rank, world_size, folder / "file", 60)
+    assert _meets(rank, world_size, folder / "file", 60) == [2.0, 2.0]
 
 
 def test_a_file_that_another_process_has_locked_is_named(tmp_path) -> None:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from tests.comparisons import assert_equal
+from tests.on_ranks import on_ranks
 from tests.small_models import batch_of
 from tests.training import train
 from torch import nn
@@ -91,14 +92,11 @@ def test_modules_bring_an_old_state_up_to_date_through_every_wrapper(tmp_path):
     assert set(found.values()) == {16.0}, found
 
 
-def save_derived(rank, world_size, folder):
-    CheckpointManager(folder).save(1, {"model": Derived(nn.Linear(2, 2))})
-    return list(load_checkpoint(folder)["model"])
-
-
+@on_ranks(1)
 def test_a_class_derived_from_the_wrapper_is_a_wrapper(tmp_path):
     """Names of its checkpoints began with `module.`, so that the plain module could not load them."""
-    assert run_ranks(save_derived, 1, tmp_path) == [["weight", "bias"]]
+    CheckpointManager(tmp_path).save(1, {"model": Derived(nn.Linear(2, 2))})
+    assert list(load_checkpoint(tmp_path)["model"]) == ["weight", "bias"]
 
 
 def with_counts(value, dtype, wrap):
@@ -107,21 +105,18 @@ def with_counts(value, dtype, wrap):
     return wrap(model)
 
 
-def load_into_int8(rank, world_size, folder):
+@pytest.mark.slow
+@on_ranks(1)
+def test_a_buffer_in_a_wrapper_takes_only_what_it_can_hold(tmp_path):
+    """In DistributedDataParallel, 300 became 44: a hook of the wrapper's kept dtypes from being compared."""
     for name, wrap in WRAPPERS.items():
-        manager = CheckpointManager(folder / name)
+        manager = CheckpointManager(tmp_path / name)
         manager.save(1, {"model": with_counts(300.0, torch.float64, wrap)})
         here = with_counts(1, torch.int8, wrap)
         before = copy.deepcopy(here.state_dict())
         with pytest.raises(CheckpointError, match=r"counts: float64 in the checkpoint, int8 here"):
             manager.load({"model": here})
         assert_equal(here.state_dict(), before)
-
-
-@pytest.mark.slow
-def test_a_buffer_in_a_wrapper_takes_only_what_it_can_hold(tmp_path):
-    """In DistributedDataParallel, 300 became 44: a hook of the wrapper's kept dtypes from being compared."""
-    run_ranks(load_into_int8, 1, tmp_path)
 
 
 class Nested(nn.Module):
@@ -134,9 +129,11 @@ class Nested(nn.Module):
         self.module.inner = nn.Linear(2, 2)
 
 
-def load_another_order(rank, world_size, folder):
+@on_ranks(1, backend=None)
+def test_a_child_called_module_has_parameters_of_its_own(tmp_path):
+    """`module.inner` and `inner` were one name where the order of an optimizer's parameters was compared."""
     saved, here = Nested(), Nested()
-    manager = CheckpointManager(folder)
+    manager = CheckpointManager(tmp_path)
     inner, within = list(saved.inner.parameters()), list(saved.module.inner.parameters())
     manager.save(1, {"model": saved, "optimizer": torch.optim.SGD([*inner, *within], lr=0.1, momentum=0.9)})
     inner, within = list(here.inner.parameters()), list(here.module.inner.parameters())
@@ -146,28 +143,20 @@ def load_another_order(rank, world_size, folder):
     assert_equal(here.state_dict(), saved.state_dict())
 
 
-def test_a_child_called_module_has_parameters_of_its_own(tmp_path):
-    """`module.inner` and `inner` were one name where the order of an optimizer's parameters was compared."""
-    run_ranks(load_another_order, 1, tmp_path, backend=None)
-
-
 def tied(first, second):
     model = nn.ModuleDict({first: nn.Linear(3, 3, bias=False), second: nn.Linear(3, 3, bias=False)})
     model[second].weight = model[first].weight
     return model
 
 
-def load_tied(rank, world_size, folder):
-    manager = CheckpointManager(folder)
+@on_ranks(1, backend=None)
+def test_a_tied_parameter_is_known_by_each_of_its_names(tmp_path):
+    """A model that registers the two in another order was refused: its parameter had the other name first."""
+    manager = CheckpointManager(tmp_path)
     saved, here = tied("encoder", "decoder"), tied("decoder", "encoder")
     manager.save(1, {"model": saved, "optimizer": torch.optim.SGD(saved.parameters(), lr=0.1, momentum=0.9)})
     manager.load({"model": here, "optimizer": torch.optim.SGD(here.parameters(), lr=0.1, momentum=0.9)})
     assert torch.equal(here["encoder"].weight, saved["encoder"].weight)
-
-
-def test_a_tied_parameter_is_known_by_each_of_its_names(tmp_path):
-    """A model that registers the two in another order was refused: its parameter had the other name first."""
-    run_ranks(load_tied, 1, tmp_path, backend=None)
 
 
 # -- strides -----------------------------------------------------------------------------------------------------------
@@ -190,7 +179,13 @@ def step(model, optimizer):
     return train(model, optimizer, [batch_of(2, shape=(2, 4, 8, 8))])
 
 
-def go_on_fused(rank, world_size, folder, kind, sharded, zero):
+@pytest.mark.slow(but=("AdamW-whole-plain", "AdamW-sharded-zero"))
+@pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("kind", FUSED)
+@on_ranks(2)
+def test_a_fused_optimizer_goes_on_with_parameters_in_channels_last(tmp_path, kind, sharded, zero):
+    """Its moments came back contiguous from a sharded checkpoint, and went to other elements: wrong by 0.15."""
     optimizer_class, options = FUSED[kind]
     model = convolutions()
     optimizer = optimizer_class(model.parameters(), **options)
@@ -201,7 +196,7 @@ def go_on_fused(rank, world_size, folder, kind, sharded, zero):
     else:
         sharing = optimizer_class(source.parameters(), **options)
     step(source, sharing)
-    manager = CheckpointManager(folder, sharded=sharded)
+    manager = CheckpointManager(tmp_path, sharded=sharded)
     manager.save(1, {"model": source, "optimizer": sharing})
     expected = step(model, optimizer)
     found = {}
@@ -218,21 +213,14 @@ def go_on_fused(rank, world_size, folder, kind, sharded, zero):
     assert_equal(found, dict.fromkeys(found, expected))
 
 
-@pytest.mark.slow(but=("AdamW-whole-plain", "AdamW-sharded-zero"))
 @pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("kind", FUSED)
-def test_a_fused_optimizer_goes_on_with_parameters_in_channels_last(tmp_path, kind, sharded, zero):
-    """Its moments came back contiguous from a sharded checkpoint, and went to other elements: wrong by 0.15."""
-    run_ranks(go_on_fused, 2, tmp_path, kind, sharded, zero)
-
-
-def load_into_channels_last(rank, world_size, folder, zero):
+@on_ranks(2)
+def test_moments_of_contiguous_parameters_fit_those_in_channels_last(tmp_path, zero):
     """In plain PyTorch such a state goes to other elements; the loop over parameters is right."""
     model = convolutions(torch.contiguous_format)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     step(model, optimizer)
-    manager = CheckpointManager(folder)
+    manager = CheckpointManager(tmp_path)
     manager.save(1, {"model": model, "optimizer": optimizer})
     steps = []
     for fused in (False, True):
@@ -245,8 +233,3 @@ def load_into_channels_last(rank, world_size, folder, zero):
         mine.param_groups[0]["fused"] = fused  # PyTorch takes the option that was saved
         steps.append(step(here, mine))
     torch.testing.assert_close(*steps)
-
-
-@pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
-def test_moments_of_contiguous_parameters_fit_those_in_channels_last(tmp_path, zero):
-    run_ranks(load_into_channels_last, 2, tmp_path, zero)

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from tests.comparisons import assert_equal
+from tests.on_ranks import on_ranks
 from torch import nn
 
 from phalanx.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
@@ -120,11 +121,15 @@ class Named(torch.optim.AdamW):
     """Derived from a class of PyTorch, whose state it loads."""
 
 
-def load_other_classes(rank, world_size, folder, sharded):
+@pytest.mark.slow(but=("whole",))
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@on_ranks(1)
+def test_classes_with_the_same_options_are_told_apart(tmp_path, sharded):
+    """The state of Adam was loaded into AdamW, and that of RAdam into Adamax."""
     for kind, other in [("Adam", "AdamW"), ("AdamW", "Adam"), ("RAdam", "Adamax"), ("Adamax", "RAdam")]:
         saved, here = build(1, kind), build(2, other)
         train(saved)
-        manager = CheckpointManager(folder / kind, sharded=sharded)
+        manager = CheckpointManager(tmp_path / kind, sharded=sharded)
         path, before = manager.save(1, saved), states(here)
         for load in (lambda: manager.load(here), lambda: load_checkpoint(path, into=here)):  # noqa: B023
             with pytest.raises(CheckpointError, match=rf"another class of optimizer.*: {kind} \(here {other}\)"):
@@ -133,32 +138,22 @@ def load_other_classes(rank, world_size, folder, sharded):
     saved, here = build(1, "AdamW"), build(2, "AdamW")
     train(saved)
     here["optimizer"] = Named(here["model"].parameters())
-    manager = CheckpointManager(folder / "derived", sharded=sharded)
+    manager = CheckpointManager(tmp_path / "derived", sharded=sharded)
     manager.save(1, saved)
     manager.load(here)
     assert_equal(states(here), states(saved))
 
 
-@pytest.mark.slow(but=("whole",))
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-def test_classes_with_the_same_options_are_told_apart(tmp_path, sharded):
-    """The state of Adam was loaded into AdamW, and that of RAdam into Adamax."""
-    run_ranks(load_other_classes, 1, tmp_path, sharded)
-
-
-def load_without_classes(rank, world_size, folder):
+@on_ranks(1, backend=None)
+def test_a_checkpoint_from_before_classes_were_written_loads(tmp_path):
     saved, here = build(1, "Adam"), build(2, "Adam")
     train(saved)
     with pytest.MonkeyPatch.context() as context:
         context.setattr("phalanx.checkpoint.optimizer_fit._class_of", lambda optimizer: "")
-        path = CheckpointManager(folder).save(1, saved)
+        path = CheckpointManager(tmp_path).save(1, saved)
     assert "classes" not in (path / "checkpoint.json").read_text()
-    CheckpointManager(folder).load(here)
+    CheckpointManager(tmp_path).load(here)
     assert_equal(states(here), states(saved))
-
-
-def test_a_checkpoint_from_before_classes_were_written_loads(tmp_path):
-    run_ranks(load_without_classes, 1, tmp_path, backend=None)
 
 
 def fail_on_one(rank, world_size, folder):

@@ -281,7 +281,9 @@ class WithView(nn.Module):
         return self.linear(inputs).sum()
 
 
-def _wrap_views(rank, world_size):
+@on_ranks(2, timeout=200)
+def test_views_of_all_kinds_are_made_rank_0s(rank):
+    """Rank 1 raised on an expanded or a negative view, and rank 0 heard of a lost peer; a conjugate raised on both."""
     wrong = []
     for kind in VIEWS:
         for is_parameter in (False, True):
@@ -299,23 +301,15 @@ def _wrap_views(rank, world_size):
                 wrapper(torch.ones(1, 2)).backward()
                 if not is_parameter and not torch.equal(model.view, WithView(1, kind, is_parameter=False).view):
                     wrong.append((kind, backend, "before a forward"))
-    return wrong
+    assert wrong == []
 
 
-def test_views_of_all_kinds_are_made_rank_0s():
-    """Rank 1 raised on an expanded or a negative view, and rank 0 heard of a lost peer; a conjugate raised on both."""
-    assert run_ranks(_wrap_views, 2, timeout=200) == [[]] * 2
-
-
-def _wrap_sparse(rank, world_size):
+@on_ranks(2)
+def test_a_sparse_buffer_is_refused_on_all_ranks_and_the_group_goes_on(rank):
     model = WithView(rank, "strided", is_parameter=False)
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     with pytest.raises(RuntimeError, match=r"a parameter or buffer \(sparse_coo, torch.float32\) cannot be sent"):
         DistributedDataParallel(model)
     total = torch.ones(1)
     dist.all_reduce(total)
-    return total.item()
-
-
-def test_a_sparse_buffer_is_refused_on_all_ranks_and_the_group_goes_on():
-    assert run_ranks(_wrap_sparse, 2) == [2.0] * 2
+    assert total.item() == 2.0

@@ -177,7 +177,10 @@ def test_tensors_that_stand_in_for_parameters_are_no_newcomers(rank, scale):
     )
 
 
-def _collect_while_hooks_run(rank, world_size):
+@on_ranks(1)
+def test_a_wrapper_that_is_collected_while_torch_calls_its_hooks_does_no_harm():
+    """Building a model failed then: "OrderedDict mutated during iteration"; an optimizer's step could as well."""
+
     def hooks():
         return [
             len(found)
@@ -210,9 +213,4 @@ def _collect_while_hooks_run(rank, world_size):
         optimizer.step()
     for handle in (first, second, third):
         handle.remove()
-    return hooks() == counted
-
-
-def test_a_wrapper_that_is_collected_while_torch_calls_its_hooks_does_no_harm():
-    """Building a model failed then: "OrderedDict mutated during iteration"; an optimizer's step could as well."""
-    assert run_ranks(_collect_while_hooks_run, 1) == [True]
+    assert hooks() == counted

@@ -8,10 +8,10 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
+from tests.on_ranks import on_ranks
 
 from phalanx.errors import PhalanxError
 from phalanx.mapreduce import Records, TaskError, map_reduce, read_parts
-from phalanx.testing import run_ranks
 
 WORDS = ["alpha", "beta", "gamma", "delta", "ä", "x" * 50]
 
@@ -186,20 +186,17 @@ class Silent(ValueError):
         raise LookupError("no text here")
 
 
-def fails_silently(rank, world_size, where):
+@pytest.mark.parametrize("where", ["map", "reduce"])
+@on_ranks(2)
+def test_an_error_whose_text_cannot_be_had_is_told_on_every_rank(where):
     def fail(*_):
         raise Silent
 
     mapped, reduced = (fail, lambda key, values: 0) if where == "map" else (lambda n: [(n, n)], fail)
     with pytest.raises(TaskError) as caught:
         map_reduce(range(5), mapped, reduced)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("where", ["map", "reduce"])
-def test_an_error_whose_text_cannot_be_had_is_told_on_every_rank(where):
-    for said in run_ranks(fails_silently, 2, where):
-        assert "Silent: (its text cannot be had: __str__ raised builtins.LookupError)" in said
+    said = str(caught.value)
+    assert "Silent: (its text cannot be had: __str__ raised builtins.LookupError)" in said
 
 
 def test_a_task_that_fails_is_tried_again_and_the_failures_are_told(text, caplog):

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -71,7 +72,9 @@ def test_offloaded_parameters_are_each_ranks_own():
     assert run_ranks(_swap_averages, 2, 5, True, timeout=120) == [(True, True)] * 2
 
 
-def _load_on_one(rank, world_size, loads):
+@pytest.mark.parametrize("loads", [1, 3])
+@on_ranks(3)
+def test_one_rank_loads_while_the_others_wait_for_it(rank, world_size, loads):
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -89,12 +92,7 @@ def _load_on_one(rank, world_size, loads):
         assert model.weight.eq(10 + number).all()
         dist.barrier()
     assert optimizer.param_groups
-    return messages
-
-
-@pytest.mark.parametrize("loads", [1, 3])
-def test_one_rank_loads_while_the_others_wait_for_it(loads):
-    assert run_ranks(_load_on_one, 3, loads) == [[]] * 3
+    assert messages == []
 
 
 def _leave_one_alone(rank, world_size):

@@ -277,8 +277,16 @@ def train_until_killed(rank, world_size, delay):
         return step if all_equal(got, old) else step + 1 if all_equal(got, new) else "torn"
 
 
-def _litmus(rank, world_size, rounds):
-    """Rank 0 writes bytes and then its word; whoever sees the word must see the bytes. And nothing passes the word."""
+@pytest.mark.slow
+@on_ranks(3)
+def test_whoever_sees_a_word_sees_what_was_written_before_it(rank, world_size):
+    """The words were elements of a tensor: plain stores, which on ARM may become visible in another order than written.
+
+    Values can show that on ARM only; that the words release and acquire, tests/csrc/words.c shows under the thread
+    sanitizer on any processor.
+    """
+    # Rank 0 writes bytes and then its word; whoever sees the word must see the bytes. And nothing passes the word.
+    rounds = 300
     words = shared_empty(world_size * rank_words._WORDS_APART, dtype=torch.int64, owner=0)
     data = shared_empty(256, dtype=torch.int64, owner=0)
     at = [words.data_ptr() + other * rank_words._WORDS_APART * 8 for other in range(world_size)]
@@ -296,16 +304,6 @@ def _litmus(rank, world_size, rounds):
             assert data.unique().tolist() == [number]
             _core.store_word(at[rank], number)
     torch.distributed.barrier()
-
-
-@pytest.mark.slow
-def test_whoever_sees_a_word_sees_what_was_written_before_it():
-    """The words were elements of a tensor: plain stores, which on ARM may become visible in another order than written.
-
-    Values can show that on ARM only; that the words release and acquire, tests/csrc/words.c shows under the thread
-    sanitizer on any processor.
-    """
-    run_ranks(_litmus, 3, 300)
 
 
 def test_a_word_is_a_whole_one():

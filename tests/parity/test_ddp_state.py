@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.comparisons import assert_equal
+from tests.on_ranks import on_ranks
 from tests.small_models import batchnorm_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import phalanx
-from phalanx.testing import run_ranks
 
 # torch's planner and its state_dict of optimizers still call parts of torch that it deprecates itself.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -29,7 +29,8 @@ def _weights(model):
     return {name.replace("module.", ""): tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def _exchange(rank, world_size):
+@on_ranks(2)
+def test_every_wrapper_loads_what_every_other_gives():
     """Every kind of wrapper loads what every other kind gives, strictly."""
     wraps = {"torch": nn.parallel.DistributedDataParallel, "ours": phalanx.DistributedDataParallel}
     for holder in (False, True):
@@ -53,12 +54,10 @@ def _exchange(rank, world_size):
             assert_equal(_weights(plain), _weights(target), name)
 
 
-def test_every_wrapper_loads_what_every_other_gives():
-    run_ranks(_exchange, 2)
-
-
-def _through_files(rank, world_size, folder):
+@on_ranks(2)
+def test_torchs_distributed_checkpoint_goes_both_ways(tmp_path):
     """torch.distributed.checkpoint knows PyTorch's wrapper by its class; of ours it is given the module."""
+    folder = str(tmp_path)
     kinds = {
         "torch": (nn.parallel.DistributedDataParallel, lambda ddp: ddp),
         "ours": (phalanx.DistributedDataParallel, lambda ddp: ddp.module),
@@ -87,7 +86,3 @@ def _through_files(rank, world_size, folder):
             target = wrap(_model(2))
             target.load_state_dict(weights)
             assert_equal(_weights(model), _weights(target))
-
-
-def test_torchs_distributed_checkpoint_goes_both_ways(tmp_path):
-    run_ranks(_through_files, 2, str(tmp_path))

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch._C._distributed_c10d import Backend
 
 from phalanx.testing import run_ranks
@@ -85,7 +86,10 @@ def test_a_group_has_every_name_of_a_backend_and_of_a_group_and_each_does_what_g
     assert count > 50
 
 
-def _merge(rank, world_size, path):
+@on_ranks(2)
+def test_groups_of_one_rank_each_merge_into_one(rank, world_size, tmp_path):
+    """It returned None."""
+    path = str(tmp_path / "store")
     alone = dist.group.WORLD.split_group([0]), dist.group.WORLD.split_group([1])
     store = dist.FileStore(path, world_size)
     merged = alone[rank].merge_remote_group(store, 2, timedelta(seconds=40), group_name="both", group_desc="of two")
@@ -93,9 +97,10 @@ def _merge(rank, world_size, path):
     merged.allreduce([total]).wait()
     numbers = torch.zeros(2)
     merged.allgather([list(numbers.split(1))], [torch.tensor([float(merged.rank())])]).wait()
-    return merged.size(), merged.group_name, merged.group_desc, total.item(), numbers.tolist()
-
-
-def test_groups_of_one_rank_each_merge_into_one(tmp_path):
-    """It returned None."""
-    assert run_ranks(_merge, 2, str(tmp_path / "store")) == [(2, "both", "of two", 11.0, [0.0, 1.0])] * 2
+    assert (merged.size(), merged.group_name, merged.group_desc, total.item(), numbers.tolist()) == (
+        2,
+        "both",
+        "of two",
+        11.0,
+        [0.0, 1.0],
+    )

@@ -8,6 +8,7 @@ the profiler had no event of ours.
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch.autograd.profiler import profile
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -66,7 +67,9 @@ def _everything(rank, group):
     return torch.cat(results)
 
 
-def _see(rank, world_size):
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_dispatchers_modes_see_what_they_see_of_gloo(rank):
     gloo = dist.new_group(backend="gloo")
     plain = _everything(rank, None)
     with Watch() as ours:
@@ -84,16 +87,10 @@ def _see(rank, world_size):
     assert counts.get_total_counts() > 5
     assert ours.names == theirs.names
     assert not torch.equal(plain, torch.zeros_like(plain))
-    return plain, watched
-
-
-@pytest.mark.slow
-def test_the_dispatchers_modes_see_what_they_see_of_gloo():
-    for plain, watched in run_ranks(_see, 2):
-        premul = slice(8, 12)  # PREMUL_SUM in the one, SUM in the other
-        torch.testing.assert_close(watched[premul], plain[premul] * 2)
-        plain[premul] = watched[premul]
-        assert torch.equal(plain, watched)
+    premul = slice(8, 12)  # PREMUL_SUM in the one, SUM in the other
+    torch.testing.assert_close(watched[premul], plain[premul] * 2)
+    plain[premul] = watched[premul]
+    assert torch.equal(plain, watched)
 
 
 def _function(x, group=None):
@@ -103,7 +100,9 @@ def _function(x, group=None):
     return y + 1
 
 
-def _draw(rank, world_size):
+@pytest.mark.slow
+@on_ranks(2)
+def test_make_fx_draws_the_collectives_and_the_graph_carries_them_out(rank):
     gloo = dist.new_group(backend="gloo")
     x = torch.arange(4.0) + rank
     seen = []
@@ -120,15 +119,13 @@ def _draw(rank, world_size):
         seen.append("allreduce_" in graph.code and "broadcast_" in graph.code)
     with torch._subclasses.FakeTensorMode() as fake:
         assert _function(fake.from_tensor(x)).shape == (4,)  # nothing is sent
-    return seen
+    assert seen == [True] * 4
 
 
-@pytest.mark.slow
-def test_make_fx_draws_the_collectives_and_the_graph_carries_them_out():
-    assert run_ranks(_draw, 2) == [[True] * 4] * 2
+@on_ranks(2)
+def test_torch_func_transforms_a_function_with_a_collective(rank):
+    """Its tensors have no memory of their own: the dispatcher takes them apart, which we had gone around."""
 
-
-def _transform(rank, world_size):
     def scaled(x):
         y = (x * 2).detach().clone()
         dist.all_reduce(y)
@@ -136,12 +133,7 @@ def _transform(rank, world_size):
 
     x = torch.arange(3.0) + rank
     assert torch.equal(torch.func.functionalize(_function)(x), _function(x))
-    return torch.func.grad(scaled)(x).tolist()
-
-
-def test_torch_func_transforms_a_function_with_a_collective():
-    """Its tensors have no memory of their own: the dispatcher takes them apart, which we had gone around."""
-    assert run_ranks(_transform, 2) == [[2.0, 6.0, 10.0]] * 2
+    assert (torch.func.grad(scaled)(x).tolist()) == [2.0, 6.0, 10.0]
 
 
 def _events(rank, world_size, use_kineto):

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from tests.on_ranks import on_ranks
 from torch._C import _distributed_c10d as c10d
 
 from phalanx._comm.backend.torch_integration.inner_backend import can_attach
@@ -38,17 +39,14 @@ def test_a_group_starts_whether_torch_records_its_collectives_or_not(size):
 
 @needs_inner_backend
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_an_operator_of_c10d_reaches_the_group(world_size):
+@on_ranks()
+def test_an_operator_of_c10d_reaches_the_group(rank, world_size):
     """Up to 2.13 it ends in "No backend type associated with device type cpu"."""
-
-    def body(rank, world_size):
-        tensor, group = torch.full((5,), rank + 1.0), dist.group.WORLD
-        op = torch.classes.c10d.ReduceOp()  # SUM
-        torch.ops.c10d.allreduce_([tensor], group.boxed(), op, None, False, -1)
-        return tensor.tolist()
-
     expected = [world_size * (world_size + 1) / 2] * 5
-    assert run_ranks(body, world_size) == [expected] * world_size
+    tensor, group = torch.full((5,), rank + 1.0), dist.group.WORLD
+    op = torch.classes.c10d.ReduceOp()  # SUM
+    torch.ops.c10d.allreduce_([tensor], group.boxed(), op, None, False, -1)
+    assert tensor.tolist() == expected
 
 
 @needs_inner_backend

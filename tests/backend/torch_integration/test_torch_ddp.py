@@ -8,6 +8,7 @@ import functools
 
 import torch
 from tests.modes import operators
+from tests.on_ranks import on_ranks
 from tests.small_models import batch_of, batchnorm_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,17 +36,14 @@ def test_the_operators_are_those_over_gloo():
     assert ours == run_ranks(_operators_of_steps, 2, backend="gloo")
 
 
+@on_ranks(2)
 def test_no_tensor_is_cloned():
     """PyTorch's `test_ddp_sink_noclone`, which asks for two GPUs, on the CPU."""
-
-    def fn(rank, world_size):
-        ddp = DistributedDataParallel(nn.Linear(10, 10), find_unused_parameters=True)
-        ddp._set_ddp_sink_clone(False)
-        with operators() as names:
-            ddp(torch.rand(10, 10)).sum().backward()
-        assert not [name for name in names if name.startswith("aten.clone")]
-
-    run_ranks(fn, 2)
+    ddp = DistributedDataParallel(nn.Linear(10, 10), find_unused_parameters=True)
+    ddp._set_ddp_sink_clone(False)
+    with operators() as names:
+        ddp(torch.rand(10, 10)).sum().backward()
+    assert not [name for name in names if name.startswith("aten.clone")]
 
 
 def test_a_selective_checkpoint_may_contain_it():
