@@ -93,29 +93,6 @@ def test_coalesced_calls_do_what_single_calls_do(rank, world_size):
     assert [[t[0].item() for t in tensors] for tensors in lists] == [[float(r)] * 3 for r in range(world_size)]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@on_ranks()
-def test_sparse_tensors_add_up_whatever_entries_each_rank_has(rank, world_size):
-    def sparse_of(r):
-        if r == 1:
-            return torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 2), (5, 2), check_invariants=True
-            )
-        indices = torch.tensor([[r % 5, (r + 1) % 5, r % 5]])  # not coalesced
-        return torch.sparse_coo_tensor(indices, torch.full((3, 2), float(r + 1)), (5, 2), check_invariants=True)
-
-    expected = sum(sparse_of(r).to_dense() for r in range(world_size))
-    tensor = sparse_of(rank)
-    dist.all_reduce(tensor)
-    assert torch.equal(tensor.to_dense(), expected)
-    again = sparse_of(rank)
-    dist.all_reduce(again, async_op=True).wait()
-    assert torch.equal(again.to_dense(), expected)
-
-    with pytest.raises(ValueError, match="sparse tensors can only be summed"):
-        dist.all_reduce(sparse_of(rank), dist.ReduceOp.MAX)
-
-
 @on_ranks(2)
 def test_works_that_nobody_holds_still_finish():
     tensors = [torch.ones(1000) for _ in range(20)]

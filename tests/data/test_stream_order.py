@@ -22,53 +22,53 @@ def make(lengths: list[int], key: str | None = "seed 0, epoch 0", **layout: int)
     return StreamOrder(np.array(lengths, dtype=np.uint64), StreamLayout(**numbers), key)
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_turns_are_those_of_a_loop_that_deals(seed):
-    draw = random.Random(seed)
-    lengths, turn = [draw.randint(0, 20) for _ in range(draw.randint(1, 6))], draw.randint(1, 7)
-    dealt, taken = [], [0] * len(lengths)
-    while sum(taken) < sum(lengths):
-        for which, length in enumerate(lengths):
-            size = min(turn, length - taken[which])
-            dealt += [(which, taken[which] + i) for i in range(size)]
-            taken[which] += size
-    turns = Turns(lengths, turn)
-    located = turns.locate(np.arange(sum(lengths), dtype=np.uint64))
-    assert list(zip(*(one.tolist() for one in located), strict=True)) == dealt
-    assert turns.length == sum(lengths)
+def test_turns_are_those_of_a_loop_that_deals():
+    for seed in range(100):
+        draw = random.Random(seed)
+        lengths, turn = [draw.randint(0, 20) for _ in range(draw.randint(1, 6))], draw.randint(1, 7)
+        dealt, taken = [], [0] * len(lengths)
+        while sum(taken) < sum(lengths):
+            for which, length in enumerate(lengths):
+                size = min(turn, length - taken[which])
+                dealt += [(which, taken[which] + i) for i in range(size)]
+                taken[which] += size
+        turns = Turns(lengths, turn)
+        located = turns.locate(np.arange(sum(lengths), dtype=np.uint64))
+        assert list(zip(*(one.tolist() for one in located), strict=True)) == dealt
+        assert turns.length == sum(lengths)
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_the_order_without_shuffling_is_that_of_lists_that_are_dealt(seed):
+def test_the_order_without_shuffling_is_that_of_lists_that_are_dealt():
     """Another way to the same order: the lanes as lists, the blocks as slices of them."""
-    draw = random.Random(seed)
-    lengths, layout = draw_shards(draw).lengths, StreamLayout(**draw_layout(draw))
-    begins = np.cumsum((0, *lengths)).tolist()
-    fitted = layout.fit(sum(map(bool, lengths)))
-    lanes: list[list[int]] = [[] for _ in range(fitted.readers * fitted.interleave)]
-    for shard, length in enumerate(lengths):
-        min(lanes, key=len).extend(range(begins[shard], begins[shard] + length))
-    readers = []
-    for number in range(fitted.readers):
-        mine = [list(lane) for lane in lanes[number * fitted.interleave : (number + 1) * fitted.interleave]]
-        readers.append([lane.pop(0) for _ in range(max(map(len, mine))) for lane in mine if lane])
-    dealt = []
-    while any(readers):
-        for reader in readers:
-            dealt += reader[: layout.block]
-            del reader[: layout.block]
-    assert whole(StreamOrder(np.array(lengths, dtype=np.uint64), layout, None)) == dealt
+    for seed in range(100):
+        draw = random.Random(seed)
+        lengths, layout = draw_shards(draw).lengths, StreamLayout(**draw_layout(draw))
+        begins = np.cumsum((0, *lengths)).tolist()
+        fitted = layout.fit(sum(map(bool, lengths)))
+        lanes: list[list[int]] = [[] for _ in range(fitted.readers * fitted.interleave)]
+        for shard, length in enumerate(lengths):
+            min(lanes, key=len).extend(range(begins[shard], begins[shard] + length))
+        readers = []
+        for number in range(fitted.readers):
+            mine = [list(lane) for lane in lanes[number * fitted.interleave : (number + 1) * fitted.interleave]]
+            readers.append([lane.pop(0) for _ in range(max(map(len, mine))) for lane in mine if lane])
+        dealt = []
+        while any(readers):
+            for reader in readers:
+                dealt += reader[: layout.block]
+                del reader[: layout.block]
+        assert whole(StreamOrder(np.array(lengths, dtype=np.uint64), layout, None)) == dealt
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_shuffled_order_has_each_sample_once_and_any_part_of_it_is_what_the_whole_has_there(seed):
-    draw = random.Random(seed)
-    lengths = np.array(draw_shards(draw).lengths, dtype=np.uint64)
-    order = StreamOrder(lengths, StreamLayout(**draw_layout(draw)), f"seed {seed}, epoch 3")
-    all_of_it = whole(order)
-    assert sorted(all_of_it) == list(range(order.length))
-    some = np.array(draw.sample(range(order.length), min(10, order.length)), dtype=np.uint64)
-    assert order.take(some).tolist() == [all_of_it[i] for i in some.tolist()]
+def test_a_shuffled_order_has_each_sample_once_and_any_part_of_it_is_what_the_whole_has_there():
+    for seed in range(60):
+        draw = random.Random(seed)
+        lengths = np.array(draw_shards(draw).lengths, dtype=np.uint64)
+        order = StreamOrder(lengths, StreamLayout(**draw_layout(draw)), f"seed {seed}, epoch 3")
+        all_of_it = whole(order)
+        assert sorted(all_of_it) == list(range(order.length))
+        some = np.array(draw.sample(range(order.length), min(10, order.length)), dtype=np.uint64)
+        assert order.take(some).tolist() == [all_of_it[i] for i in some.tolist()]
 
 
 def test_a_sample_stays_inside_of_its_window():

@@ -1,10 +1,9 @@
 """Local SGD and DiLoCo of k replicas in one process, as in the papers.
 
-`task`: what is trained; it has `model()`, `inner_of`, `outer_of` and `train_step`, as tests.optim.replicas does.
+`task`: what is trained, with `model()`, `inner_of`, `outer_of` and `train_step`: a Task of test_generated_averaging.py.
 """
 
 import torch
-from tests.optim import replicas
 from tests.optim.replicas import floats
 
 import phalanx
@@ -59,7 +58,7 @@ def set_values(model, values):
 
 
 @torch.no_grad()
-def simulate_local(steps_of, sync_every, task=replicas):
+def simulate_local(steps_of, sync_every, task):
     """Stich (2019): x_i <- mean of x_j."""
     all_of = Simulated(steps_of, task)
     for counting in all_of.rounds(sync_every):
@@ -70,7 +69,7 @@ def simulate_local(steps_of, sync_every, task=replicas):
 
 
 @torch.no_grad()
-def simulate_diloco(steps_of, sync_every, task=replicas):
+def simulate_diloco(steps_of, sync_every, task):
     """Algorithm 1 of Douillard et al. (2023)."""
     all_of = Simulated(steps_of, task)
     anchor = task.model()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal, assert_same_on_all_ranks
 from tests.on_ranks import on_ranks
-from tests.optim.replicas import Replica, floats, inner_of, outer_of, simulate, train_step
+from tests.optim.replicas import Replica, floats, inner_of, outer_of, train_step
 from tests.training import copy_parameters, copy_state
 from torch import nn
 
@@ -27,38 +27,6 @@ def _diloco(model, optimizer, **options):
 
 
 KINDS = {"local": _local, "diloco": _diloco, "diloco on cpu": lambda *a, **o: _diloco(*a, backup_device="cpu", **o)}
-
-
-@pytest.mark.slow(but=("phalanx-steps_of3-diloco", "phalanx-steps_of3-local"))
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("backend", "steps_of"),
-    [
-        ("phalanx", (7,)),
-        ("phalanx", (6, 6)),
-        ("gloo", (7, 7)),
-        ("phalanx", (2, 9)),
-        ("phalanx", (0, 4, 8)),
-        ("gloo", (10, 3, 5, 1)),
-    ],
-)
-def test_ranks_end_with_what_replicas_in_one_process_end_with(kind, backend, steps_of):
-    def fn(rank, world_size):
-        model = Replica(seed=rank)  # rank 0's values become everybody's
-        optimizer = inner_of(model)
-        with KINDS[kind](model, optimizer) as rounds:
-            for step in range(steps_of[rank]):
-                train_step(model, optimizer, rank, step)
-        ended = floats(model)
-        assert rounds.num_rounds == -(-max(steps_of) // SYNC_EVERY)
-        train_step(model, optimizer, rank, 99)  # it has let go of the optimizer
-        assert rounds.local_steps == 0
-        return ended
-
-    ended = run_ranks(fn, len(steps_of), backend=backend)
-    assert_same_on_all_ranks(ended)
-    reference = simulate(steps_of, SYNC_EVERY, outer=kind != "local")
-    torch.testing.assert_close(ended[0], reference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["local", "diloco"])

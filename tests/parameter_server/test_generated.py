@@ -1,4 +1,4 @@
-"""Generated gradients for every optimizer of rows, generated kills, and checkpoints in the midst of a run."""
+"""Generated kills, checkpoints in the midst of a run, and rows beside data parallel layers."""
 
 import copy
 import os
@@ -68,63 +68,6 @@ class Case:
 
     def steps(self, num):
         return [[self.gradients() for _ in TRAINERS] for _ in range(num)]
-
-
-def train_alone(case, steps):
-    dense = {key: torch.nn.Parameter(one.clone()) for key, one in case.dense.items()}
-    tables = {key: torch.nn.Parameter(one.clone()) for key, one in case.tables.items()}
-    optimizers = [case.optimizer(list(dense.values())), case.row_optimizer(list(tables.values()))]
-    divisor = 2 if case.reduction == "mean" else 1
-    for pushed in steps:
-        for key, one in dense.items():
-            parts = [grads[key] for grads, _ in pushed if key in grads]
-            one.grad = sum(parts[1:], parts[0]) / divisor if parts else None
-        for key, one in tables.items():
-            parts = [rows[key] for _, rows in pushed if key in rows]
-            found = [torch.sparse_coo_tensor(ids[None], values, one.shape).coalesce() for ids, values in parts]
-            one.grad = None
-            if found:
-                ids = torch.cat([each.indices() for each in found], 1)
-                values = torch.cat([each.values() for each in found])
-                one.grad = torch.sparse_coo_tensor(ids, values, one.shape).coalesce() / divisor
-        for optimizer in optimizers:
-            optimizer.step()
-    return dense, tables
-
-
-def _generated(rank, folder):
-    name = [*TRAINERS, *SERVERS][rank]
-    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
-    with join(name, rank, 5, folder):
-        if rank > 1:
-            return
-        for seed in range(15):
-            case = Case(seed)
-            steps = case.steps(5)
-            with phalanx.ParameterServer(
-                SERVERS[: case.num_servers],
-                TRAINERS,
-                dense=case.dense,
-                tables=case.tables,
-                optimizer=case.optimizer,
-                row_optimizer=case.row_optimizer,
-                reduction=case.reduction,
-                name=f"p{seed}",
-            ) as server:
-                for pushed in steps:
-                    server.pull()
-                    server.push_gradients(*pushed[rank])
-                state = server.state_dict()
-                meet(name, f"looked {seed}")
-            dense, tables = train_alone(case, steps)
-            for key, one in {**dense, **tables}.items():
-                found = state["dense" if key in dense else "tables"][key]
-                assert torch.equal(found, one), (seed, key, found, one)
-
-
-@pytest.mark.slow
-def test_generated_gradients_train_every_kind_of_row_optimizer_as_in_one_process():
-    run_workers(_generated, 5, timeout=120)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

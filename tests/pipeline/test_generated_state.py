@@ -8,7 +8,6 @@ import random
 
 import torch
 from tests import training
-from tests.parity.random_modules import Versioned
 from torch import nn
 
 import phalanx
@@ -36,6 +35,24 @@ class Counting(nn.Module):
 
     def set_extra_state(self, state):
         self.note = state["note"]
+
+
+class Versioned(nn.Module):
+    """A scale that was kept as its square root before version 2: what has no version is taken for old."""
+
+    _version = 2
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(size) + 0.5)
+
+    def forward(self, h):
+        return h * self.scale
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if (local_metadata.get("version") or 1) < 2 and prefix + "scale" in state_dict:
+            state_dict[prefix + "scale"] = state_dict[prefix + "scale"].square()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 KINDS = (

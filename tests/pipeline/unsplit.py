@@ -2,35 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 from torch import nn
 from torch.nn import functional
-
-
-class Convolutional(nn.Module):
-    """Convolutions whose results go on to layers far behind them."""
-
-    def __init__(self, width: int, depth: int, dropout: float, normalize: bool) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(2, width, 3, padding=1)
-        self.down = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(depth))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) if normalize else nn.Identity() for _ in range(depth))
-        self.up = nn.ModuleList(nn.Conv2d(2 * width, width, 3, padding=1) for _ in range(depth))
-        self.drop = nn.Dropout2d(dropout)
-        self.scale = nn.Parameter(torch.ones(width))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x):
-        x = self.stem(x)
-        kept = []
-        for layer, norm in zip(self.down, self.norms, strict=True):
-            kept.append(x)
-            x = norm(layer(x)).relu()
-        for layer in self.up:
-            x = self.drop(functional.relu(layer(torch.cat([x, kept.pop()], 1)), inplace=True))
-        return self.head(x.mean((2, 3)) * self.scale)
 
 
 class Block(nn.Module):
@@ -73,58 +47,6 @@ class Transformer(nn.Module):
 
 def letters_loss(output, target):
     return functional.cross_entropy(output, target.flatten())
-
-
-def draw_model(seed: int):
-    """A model, its loss, and a mini-batch: inputs and targets."""
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    rows = draw.randint(16, 25)  # so that no micro-batch of 8 is a single sample, which BatchNorm refuses
-    dropout = draw.choice([0.0, 0.3])
-    kind = draw.choice(["perceptron", "convolutional", "transformer"])
-    if kind == "perceptron":
-        width = draw.randint(3, 7)
-        norm = draw.choice([nn.BatchNorm1d, nn.LayerNorm, nn.Identity])
-        layers = [
-            nn.Sequential(nn.Linear(width, width), norm(width), draw.choice([nn.Tanh(), nn.ReLU(inplace=True)]))
-            for _ in range(draw.randint(4, 6))
-        ]
-        model = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(width, 2))
-        return model, functional.mse_loss, torch.randn(rows, width), torch.randn(rows, 2)
-    if kind == "convolutional":
-        model = Convolutional(draw.randint(2, 4), draw.randint(2, 3), dropout, draw.choice([True, False]))
-        return model, functional.cross_entropy, torch.randn(rows, 2, 5, 5), torch.randint(3, (rows,))
-    model = Transformer(11, 8, draw.randint(2, 4), dropout, draw.choice([True, False]))
-    return model, letters_loss, torch.randint(11, (rows, 6)), torch.randint(11, (rows, 6))
-
-
-def train_unsplit(seed: int, micro_batches: int, steps: int):
-    """Losses, the result of an evaluation, gradients of the last step, and the trained model's state."""
-    model, loss_fn, inputs, targets = draw_model(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    torch.manual_seed(7)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        random_seed = torch.randint(2**62, ()).item()
-        state = torch.get_rng_state()
-        losses.append(torch.zeros(()))
-        norms = MiniBatchStatistics(model)
-        for i, (x, y) in enumerate(
-            zip(inputs.tensor_split(micro_batches), targets.tensor_split(micro_batches), strict=True)
-        ):
-            torch.manual_seed(random_seed + i)
-            with norms:
-                loss = loss_fn(model(x), y) * (len(x) / len(inputs))
-            loss.backward()
-            losses[-1] += loss.detach()
-        norms.end()
-        torch.set_rng_state(state)
-        optimizer.step()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.eval()
-    with torch.no_grad():
-        return losses, model(inputs), gradients, model.state_dict()
 
 
 class MiniBatchStatistics:

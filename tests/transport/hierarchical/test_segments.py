@@ -1,25 +1,26 @@
 """Which segment does what in which tick."""
 
-import pytest
+import itertools
 
 from phalanx._comm.transport.hierarchical.segmented import Ticks
 
 
-@pytest.mark.parametrize("num_messages", [1, 2, 3, 8, 100])
-@pytest.mark.parametrize("num_steps", [1, 2, 4, 6, 9])
-@pytest.mark.parametrize("nbytes", [0, 1, 2**19, 2**19 + 1, 2**20, 5 * 2**20, 64 * 2**20])
-def test_every_segment_starts_once_takes_all_its_steps_and_ends_once(nbytes, num_steps, num_messages):
-    ticks = Ticks.of(nbytes, num_steps, num_messages)
-    taken = [0] * ticks.num_segments
-    ended = []
-    for tick in range(ticks.count):
-        assert ticks.opened(tick) > min(tick, ticks.num_segments - 1), "a segment starts before its receives are posted"
-        for segment in ticks.stepping(tick):
-            taken[segment] += 1
-        if (done := ticks.finishing(tick)) is not None:
-            ended.append(done)
-    assert taken == [num_steps + 1] * ticks.num_segments  # each step's start, and the end of the last
-    assert ended == list(range(ticks.num_segments))
+def test_every_segment_starts_once_takes_all_its_steps_and_ends_once():
+    sizes = (0, 1, 2**19, 2**19 + 1, 2**20, 5 * 2**20, 64 * 2**20)
+    for nbytes, num_steps, num_messages in itertools.product(sizes, (1, 2, 4, 6, 9), (1, 2, 3, 8, 100)):
+        ticks = Ticks.of(nbytes, num_steps, num_messages)
+        taken = [0] * ticks.num_segments
+        ended = []
+        for tick in range(ticks.count):
+            assert ticks.opened(tick) > min(tick, ticks.num_segments - 1), (
+                "a segment starts before its receives are posted"
+            )
+            for segment in ticks.stepping(tick):
+                taken[segment] += 1
+            if (done := ticks.finishing(tick)) is not None:
+                ended.append(done)
+        assert taken == [num_steps + 1] * ticks.num_segments  # each step's start, and the end of the last
+        assert ended == list(range(ticks.num_segments))
 
 
 def test_receives_are_posted_ahead_of_what_their_sender_has_under_way():
