@@ -41,6 +41,12 @@ def join_as_two_hosts():
     return join()
 
 
+def everything():
+    """Both of the below in one job: starting one takes longer than any of it."""
+    seen = on_one_host()
+    return seen, on_two_hosts()
+
+
 def on_one_host():
     """All that the backend's name makes of a job on one host."""
     rank, _ = join()

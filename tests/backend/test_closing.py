@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.on_ranks import on_ranks
 
-from phalanx.errors import ClosedError, PeerLostError
+from phalanx.errors import ClosedError
 from phalanx.testing import run_ranks
 
 
@@ -41,26 +41,6 @@ def test_destroying_waits_for_what_is_in_flight():
         dist.all_reduce(tensor, async_op=True)
     dist.destroy_process_group()
     assert all(bool((t == 2).all()) for t in tensors)
-
-
-def test_destroying_a_group_whose_operation_cannot_end_tells_both_sides(monkeypatch):
-    from phalanx._comm.backend.process_group import group as process_group
-
-    monkeypatch.setattr(process_group, "_JOIN_S", 0.3)
-
-    def check(rank, world_size):
-        if rank == 0:
-            work = dist.irecv(torch.ones(1), 1)
-            dist.destroy_process_group()
-            with pytest.raises(PeerLostError):
-                work.wait()
-            return None
-        with pytest.raises(PeerLostError) as caught:
-            dist.recv(torch.ones(1), 0)
-        return str(caught.value)
-
-    message = run_ranks(check, 2)[1]
-    assert "it left the group while its operations were in flight (destroy_process_group)" in message
 
 
 @on_ranks(2)
@@ -126,73 +106,6 @@ def test_data_loaders_have_workers_while_the_group_is_alive_and_busy(rank, world
         for work in works:
             work.wait()
     dist.barrier()
-
-
-def _fork_and_call(times):
-    """Children that try the group and end; what they answered, all of them."""
-    answers = set()
-    for _ in range(times):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                dist.all_reduce(torch.ones(1))
-            except ClosedError:
-                code = 0
-            os._exit(code)
-        answers.add(os.waitpid(child, 0)[1])
-    return answers
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_fork_while_another_thread_is_in_the_middle_of_an_operation_harms_nobody(rank, world_size):
-    """The child inherits the memory with its parent amid a collective, and the parent's locks as they are."""
-    answers = set()
-    forker = threading.Thread(target=lambda: answers.update(_fork_and_call(10)))
-    if rank == 0:
-        forker.start()
-    for _ in range(100):
-        tensor = torch.ones(100_000)
-        dist.all_reduce(tensor)
-        assert tensor[-1] == world_size
-    if rank == 0:
-        forker.join()
-        assert answers == {0}
-    dist.barrier()
-
-
-def _held():
-    """Descriptors, mappings and resident KiB of this process.
-
-    Resident, not proportional: a page that a fork shares and that is written then is no page more.
-    """
-    gc.collect()
-    with open("/proc/self/smaps_rollup") as f:
-        kib = next(int(line.split()[1]) for line in f if line.startswith("Rss:"))
-    with open("/proc/self/maps") as f:
-        mapped = sum("memfd:phalanx" in line for line in f)
-    return len(os.listdir("/proc/self/fd")), mapped, kib
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@on_ranks(2, timeout=280)
-def test_a_thousand_groups_come_and_go_without_a_descriptor_or_a_page():
-    def use(count):
-        for _ in range(count):
-            group = dist.new_group()
-            dist.all_reduce(torch.ones(3), group=group)
-            dist.destroy_process_group(group)
-
-    use(200)  # until torch's and Python's own pools have their size
-    files, mapped, kib = _held()
-    use(800)
-    dist.barrier()
-    after = _held()
-    assert after[:2] == (files, mapped)
-    # torch keeps 150 bytes for the name of each group that ever was; one page lost for each would be 3,200 KiB
-    assert after[2] - kib < 2000, after[2] - kib
 
 
 @pytest.mark.slow
@@ -265,31 +178,6 @@ def test_nothing_has_a_name_or_a_port_even_after_sigkill():
     before = set(os.listdir("/dev/shm"))
     run_ranks(check, 2, lost=(0, 1))
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "phalanx" in name]
-
-
-@on_ranks(2, init=False)
-def test_a_process_can_join_a_second_group_after_the_first(rank, world_size, tmp_path):
-    for attempt in range(3):
-        store = dist.FileStore(str(tmp_path / f"store-{attempt}"), world_size)
-        dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size)
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        assert tensor[0] == world_size
-        dist.destroy_process_group()
-
-
-@pytest.mark.slow(but=("4",))
-@pytest.mark.parametrize("world_size", [4, 8])
-@on_ranks()
-def test_more_ranks_than_cores_work(rank, world_size):
-    for size in (1, 5000, 70_000):
-        tensor = torch.full((size,), float(rank))
-        dist.all_reduce(tensor)
-        assert tensor[-1] == sum(range(world_size))
-    pairs = [dist.new_group([r, r + 1]) for r in range(0, world_size, 2)]
-    tensor = torch.full((7,), float(rank))
-    dist.all_reduce(tensor, group=pairs[rank // 2])
-    assert tensor[0] == 2 * rank + (1 if rank % 2 == 0 else -1)
 
 
 @on_ranks(8)

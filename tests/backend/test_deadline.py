@@ -1,6 +1,5 @@
 """A rank that never comes, to the group or to a collective: the others learn who, and where it is instead."""
 
-import logging
 import re
 from datetime import timedelta
 
@@ -11,7 +10,6 @@ from tests.backend.default_group import join_by_file
 from tests.logs import logged
 from tests.on_ranks import on_ranks
 
-from phalanx import DistributedDataParallel
 from phalanx._base.deadline import Deadline
 from phalanx._comm.rendezvous import bootstrap
 from phalanx._comm.rendezvous.rank_info import RankInfo, host_identity
@@ -56,21 +54,6 @@ def test_a_rank_that_makes_one_group_more_reads_of_groups_and_not_of_processes(t
     assert "ranks 1, 2 of 3 never came within 0.5 s" in message
     assert "All ranks make all groups, in the same order" in message
     assert "processes were started" not in message
-
-
-@pytest.mark.slow
-def test_when_rank_0_never_reaches_init_the_others_say_so(tmp_path, monkeypatch):
-    def check(rank, world_size):
-        if rank == 0:
-            return None
-        started = dist.FileStore(str(tmp_path / "started"), world_size)
-        started.set(str(rank), "")
-        started.wait(["1", "2"], timedelta(seconds=30))  # on a busy machine one starts a second after the other
-        with pytest.raises(DeadlineError) as caught:
-            join_by_file(rank, world_size, tmp_path / "store", 2.0)
-        return caught.value.missing
-
-    assert run_ranks(check, 3, init=False) == [None, (0,), (0,)]
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_named_with_its_last_step(tmp_path):
@@ -169,35 +152,3 @@ def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, caplo
 def test_a_timeout_that_leaves_no_time_is_refused_before_anybody_waits(rank, world_size, seconds, tmp_path):
     with pytest.raises(ValueError, match="timeout"):
         join_by_file(rank, world_size, tmp_path / "store", seconds)
-
-
-@pytest.mark.slow
-def test_a_long_wait_for_gradients_is_announced_with_who_is_missing_and_again(monkeypatch, tmp_path):
-    """The notice said "waiting for other ranks", and was the only one however long the wait."""
-    monkeypatch.setattr(shared_memory, "NOTICE_S", 0.0)
-
-    def check(rank, world_size):
-        lines = []
-        store = dist.FileStore(str(tmp_path / "said"), world_size)
-
-        def emit(record):
-            lines.append(record.getMessage())
-            if len(lines) == 2 and rank == 0:
-                store.set("said", "yes")
-
-        handler = logging.Handler()
-        handler.emit = emit
-        ddp = DistributedDataParallel(torch.nn.Linear(4, 4), check=False)
-        ddp(torch.ones(2, 4)).sum().backward()
-        logging.getLogger("phalanx").addHandler(handler)
-        if rank == 1:
-            store.wait(["said"], timedelta(seconds=50))
-        ddp(torch.ones(2, 4)).sum().backward()
-        return lines
-
-    first, _, _ = run_ranks(check, 3, timeout=120)
-    assert len(first) >= 2
-    for line in first[:2]:
-        assert "gradients #" in line
-        assert "in group '0' on rank 0: waiting for rank 1 for" in line
-        assert "(rank 1 " in line

@@ -361,30 +361,6 @@ def test_a_receive_in_a_signal_handler_has_a_deadline():
     assert run_ranks(check, 2) == [[], ["DeadlineError"]]
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_group_is_destroyed_in_a_signal_handler(rank):
-    """The handler interrupted an operation of that very group: it cannot wait for its end."""
-
-    def handler():
-        dist.destroy_process_group(group)
-
-    group = dist.new_group()
-    pid = _interrupt_each_other(rank, handler)
-    if rank == 0:
-        from phalanx._comm.diagnostics.flight_recorder import read
-
-        while not ((records := read(group.transport.core, 1)) and records[-1].name == "all_reduce"):
-            pass
-        os.kill(pid, signal.SIGUSR1)
-        with pytest.raises(PeerLostError, match="destroy_process_group"):
-            dist.recv(torch.zeros(1), group_src=1, group=group)
-    else:
-        with pytest.raises((ClosedError, PeerLostError)):
-            group.allreduce([torch.ones(1)]).wait()  # torch's own all_reduce looks for the group afterwards
-    dist.barrier()
-
-
 @on_ranks(2)
 def test_work_that_a_fork_inherits_cannot_be_waited_for_there(rank):
     """The wait never ended: the parent's thread carries the operation out, and nobody tells the child."""

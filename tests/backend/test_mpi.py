@@ -12,40 +12,19 @@ from tests.on_ranks import on_ranks
 from phalanx.testing import run_ranks
 
 
-@pytest.fixture(scope="module", params=["mpich", "openmpi"])
-def ranks(request):
-    return mpi_job(mpi_checks.on_one_host, 3, mpi=request.param).results()
-
-
 @pytest.mark.slow(but=("mpich",))
-def test_the_ranks_of_one_host_share_memory_and_do_not_start_mpi(ranks):
-    assert [seen["names"] for seen in ranks] == [("mpi", True, True)] * 3
-    assert [(seen["memory"], seen["mpi"]) for seen in ranks] == [((True, True), False)] * 3
-
-
-@pytest.mark.slow
-def test_a_wrong_call_is_an_error_at_the_door(ranks):
-    for seen in ranks:
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_the_ranks_of_one_host_share_memory_and_mpi_carries_everything_between_hosts(mpi):
+    results = mpi_job(mpi_checks.everything, 3, mpi=mpi).results()  # those between hosts are checked in the ranks
+    for rank, (seen, _) in enumerate(results):
+        assert seen["names"] == ("mpi", True, True)
+        assert (seen["memory"], seen["mpi"]) == ((True, True), False)
         assert '"mpi" cannot be joined with other backends in one group' in seen["joined"]
         assert seen["local"].startswith("ValueError: MPI backend doesn't support use_local_synchronization")
         assert seen["options"].startswith("TypeError: init_process_group: backend 'phalanx' takes pg_options=")
-
-
-@pytest.mark.slow
-def test_ddp_averages_gradients(ranks):
-    assert [seen["ddp"] for seen in ranks] == [1.0] * 3
-
-
-@pytest.mark.slow
-def test_a_job_can_be_left_and_joined_again(ranks):
-    assert [(seen["again"], seen["init"]) for seen in ranks] == [((r, 3), (r, 3)) for r in range(3)]
-
-
-@pytest.mark.slow(but=("mpich",))
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_mpi_carries_every_collective_and_message_between_hosts(mpi):
-    results = mpi_job(mpi_checks.on_two_hosts, 3, mpi=mpi).results()  # the checks themselves are in the ranks
-    assert results == [("mpi", 2.0), ("mpi", 1.0), ("mpi", 2.0)]
+        assert seen["ddp"] == 1.0
+        assert seen["again"] == seen["init"] == (rank, 3)
+    assert [between for _, between in results] == [("mpi", 2.0), ("mpi", 1.0), ("mpi", 2.0)]
 
 
 @pytest.mark.slow

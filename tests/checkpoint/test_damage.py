@@ -5,9 +5,7 @@ torch.load does not look at the checksums that torch.save writes. And a checkpoi
 loaded without a word: training went on with moments of zero.
 """
 
-import random
 import warnings
-import zipfile
 
 import pytest
 import torch
@@ -22,35 +20,6 @@ STATE = {"model": {"weight": torch.arange(40.0), "bias": torch.ones(3)}, "epoch"
 def as_bits(state):
     tensors = {name: tensor.view(torch.uint8).tolist() for name, tensor in state["model"].items()}
     return tensors, {name: value for name, value in state.items() if name != "model"}
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path):
-    path = tmp_path / "run.pt"
-    save_checkpoint(path, STATE)
-    whole = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        directory = archive.start_dir  # every bit from here on says how the rest is read; some, that it is not read
-    bits = [bit for bit in range(directory * 8, len(whole) * 8) if bit // 8 % 11 == 0]
-    bits += random.Random(0).sample(range(directory * 8), 150)
-    bits += [
-        bit
-        for at in range(len(whole))
-        if whole[at : at + 4] == b"PK\x01\x02"
-        for bit in range(8 * (at + 38), 8 * (at + 42))
-    ]
-    refused = 0
-    for bit in bits:
-        damaged = bytearray(whole)
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        try:
-            loaded = load_checkpoint(path)
-        except CheckpointError:
-            refused += 1
-        else:
-            assert as_bits(loaded) == as_bits(STATE), f"bit {bit} of {8 * len(whole)}"
-    assert refused > len(bits) / 3
 
 
 @pytest.fixture

@@ -27,9 +27,7 @@ def _norm():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def _alone(fn):
-    """Run in one rank of its own: what a test wraps needs a process group, and leaves none behind."""
-    return run_ranks(lambda rank, world_size: fn(), 1, backend="gloo")[0]
+alone = on_ranks(1, backend="gloo")  # what a test wraps needs a process group, and leaves none behind
 
 
 def test_construction_gives_every_rank_the_state_of_rank_0(backend):
@@ -84,147 +82,126 @@ def test_a_buffer_that_autograd_saved_can_be_broadcast_before_backward():
     sum(losses).backward()
 
 
+@alone
 def test_state_has_the_keys_of_the_tree_of_modules_and_that_of_the_module_loads_into_a_bare_one():
     """The keys were the bare module's: PyTorch's wrapper did not load them."""
-
-    def fn():
-        ddp = DistributedDataParallel(_norm())
-        assert [f"module.{name}" for name in _norm().state_dict()] == list(ddp.state_dict())
-        _norm().load_state_dict(ddp.module.state_dict())
-        bare = ddp.state_dict()
-        consume_prefix_in_state_dict_if_present(bare, "module.")
-        _norm().load_state_dict(bare)
-        first, *_ = dict(ddp.named_parameters())
-        assert first == "module.0.weight"
-
-    _alone(fn)
+    ddp = DistributedDataParallel(_norm())
+    assert [f"module.{name}" for name in _norm().state_dict()] == list(ddp.state_dict())
+    _norm().load_state_dict(ddp.module.state_dict())
+    bare = ddp.state_dict()
+    consume_prefix_in_state_dict_if_present(bare, "module.")
+    _norm().load_state_dict(bare)
+    first, *_ = dict(ddp.named_parameters())
+    assert first == "module.0.weight"
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
+@alone
 def test_both_kinds_of_state_load(prefix):
-    def fn():
-        source, ddp = _norm(), DistributedDataParallel(_norm())
-        ddp.load_state_dict({prefix + name: value for name, value in source.state_dict().items()})
-        assert torch.equal(ddp.module[0].weight, source[0].weight)
-
-    _alone(fn)
+    source, ddp = _norm(), DistributedDataParallel(_norm())
+    ddp.load_state_dict({prefix + name: value for name, value in source.state_dict().items()})
+    assert torch.equal(ddp.module[0].weight, source[0].weight)
 
 
+@alone
 def test_a_child_named_module_is_not_mistaken_for_the_prefix():
-    def fn():
-        class Holder(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.module = nn.Linear(2, 2)
-                self.weight = nn.Parameter(torch.zeros(2))  # with the prefix, its name is the child's
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+            self.weight = nn.Parameter(torch.zeros(2))  # with the prefix, its name is the child's
 
-        source, ddp = Holder(), DistributedDataParallel(Holder())
-        assert list(ddp.state_dict()) == ["module.weight", "module.module.weight", "module.module.bias"]
-        for prefix in ("", "module."):
-            nn.init.normal_(source.weight)
-            nn.init.normal_(source.module.weight)
-            ddp.load_state_dict({prefix + name: value for name, value in source.state_dict().items()})
-            assert torch.equal(ddp.module.module.weight, source.module.weight)
-            assert torch.equal(ddp.module.weight, source.weight)
-
-    _alone(fn)
+    source, ddp = Holder(), DistributedDataParallel(Holder())
+    assert list(ddp.state_dict()) == ["module.weight", "module.module.weight", "module.module.bias"]
+    for prefix in ("", "module."):
+        nn.init.normal_(source.weight)
+        nn.init.normal_(source.module.weight)
+        ddp.load_state_dict({prefix + name: value for name, value in source.state_dict().items()})
+        assert torch.equal(ddp.module.module.weight, source.module.weight)
+        assert torch.equal(ddp.module.weight, source.weight)
 
 
+@alone
 def test_state_passes_through_a_module_that_contains_the_wrapper():
-    def fn():
-        outer = nn.Sequential(DistributedDataParallel(_norm()), nn.Linear(4, 4))
-        for number, bare in enumerate((False, True)):  # bare as in checkpoints of earlier versions
-            state = {name: torch.full_like(value, number) for name, value in outer.state_dict().items()}
-            assert "0.module.0.weight" in state
-            if bare:
-                state = {name.replace("0.module.", "0."): value for name, value in state.items()}
-            outer.load_state_dict(state)
-            assert outer[0].module[0].weight[0, 0].item() == number
-
-    _alone(fn)
+    outer = nn.Sequential(DistributedDataParallel(_norm()), nn.Linear(4, 4))
+    for number, bare in enumerate((False, True)):  # bare as in checkpoints of earlier versions
+        state = {name: torch.full_like(value, number) for name, value in outer.state_dict().items()}
+        assert "0.module.0.weight" in state
+        if bare:
+            state = {name.replace("0.module.", "0."): value for name, value in state.items()}
+        outer.load_state_dict(state)
+        assert outer[0].module[0].weight[0, 0].item() == number
 
 
+@alone
 def test_loading_reports_what_does_not_fit_under_the_names_that_it_was_given():
-    def fn():
-        ddp = DistributedDataParallel(nn.Linear(2, 2))
-        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "module.bias"'):
-            ddp.load_state_dict({"module.weight": torch.ones(2, 2)})
-        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "bias"'):
-            ddp.load_state_dict({"weight": torch.ones(2, 2)})
-        with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "module.other"'):
-            ddp.load_state_dict({**ddp.state_dict(), "module.other": torch.ones(1)})
-        assert ddp.load_state_dict({"weight": torch.ones(2, 2)}, strict=False).missing_keys == ["bias"]
-        with pytest.raises(ValueError, match="would replace parameters"):
-            ddp.load_state_dict(ddp.state_dict(), assign=True)
-
-    _alone(fn)
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "module.bias"'):
+        ddp.load_state_dict({"module.weight": torch.ones(2, 2)})
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "bias"'):
+        ddp.load_state_dict({"weight": torch.ones(2, 2)})
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "module.other"'):
+        ddp.load_state_dict({**ddp.state_dict(), "module.other": torch.ones(1)})
+    assert ddp.load_state_dict({"weight": torch.ones(2, 2)}, strict=False).missing_keys == ["bias"]
+    with pytest.raises(ValueError, match="would replace parameters"):
+        ddp.load_state_dict(ddp.state_dict(), assign=True)
 
 
+@alone
 def test_modes_and_attributes_reach_the_wrapped_module_and_others_are_not_forwarded():
-    def fn():
-        module = _norm()
-        module.extra = 3
-        ddp = DistributedDataParallel(module)
-        assert ddp.module is module
-        assert not ddp.eval().module[1].training
-        assert ddp.train().module[1].training
-        with pytest.raises(AttributeError, match="extra"):
-            _ = ddp.extra
-
-    _alone(fn)
+    module = _norm()
+    module.extra = 3
+    ddp = DistributedDataParallel(module)
+    assert ddp.module is module
+    assert not ddp.eval().module[1].training
+    assert ddp.train().module[1].training
+    with pytest.raises(AttributeError, match="extra"):
+        _ = ddp.extra
 
 
 @pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps, lambda ddp: torch.save(ddp, io.BytesIO())])
+@alone
 def test_copies_and_pickles_are_refused_and_those_of_the_module_are_not(act):
-    def fn():
-        ddp = DistributedDataParallel(nn.Linear(2, 2))
-        ddp(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(TypeError, match=r"can't be pickled or copied.*Save ddp\.state_dict\(\)"):
-            act(ddp)
-        act(ddp.module)
-
-    _alone(fn)
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    ddp(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(TypeError, match=r"can't be pickled or copied.*Save ddp\.state_dict\(\)"):
+        act(ddp)
+    act(ddp.module)
 
 
+@alone
 def test_a_dropped_wrapper_is_freed_and_leaves_the_module_free_of_hooks():
-    def fn():
-        module = nn.Linear(2, 2)
-        ddp = DistributedDataParallel(module)
-        reducer = weakref.ref(ddp._reducer)
-        module(torch.ones(1, 2)).sum().backward()  # past the wrapper: nothing to average, nothing to raise
-        del ddp
-        gc.collect()
-        assert reducer() is None
-        again = DistributedDataParallel(module)
-        again(torch.ones(1, 2)).sum().backward()
-        assert len(module.weight._post_accumulate_grad_hooks) == 1
-
-    _alone(fn)
+    module = nn.Linear(2, 2)
+    ddp = DistributedDataParallel(module)
+    reducer = weakref.ref(ddp._reducer)
+    module(torch.ones(1, 2)).sum().backward()  # past the wrapper: nothing to average, nothing to raise
+    del ddp
+    gc.collect()
+    assert reducer() is None
+    again = DistributedDataParallel(module)
+    again(torch.ones(1, 2)).sum().backward()
+    assert len(module.weight._post_accumulate_grad_hooks) == 1
 
 
+@alone
 def test_forward_passes_anything_through():
-    def fn():
-        class Anything(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.weight = nn.Parameter(torch.ones(1))
+    class Anything(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
 
-            def forward(self, *args, **kwargs):
-                return args, kwargs, None, "text", self.weight
+        def forward(self, *args, **kwargs):
+            return args, kwargs, None, "text", self.weight
 
-        args, kwargs, *rest = DistributedDataParallel(Anything())(1, key=object)
-        assert (args, kwargs, rest[:2]) == ((1,), {"key": object}, [None, "text"])
-
-    _alone(fn)
+    args, kwargs, *rest = DistributedDataParallel(Anything())(1, key=object)
+    assert (args, kwargs, rest[:2]) == ((1,), {"key": object}, [None, "text"])
 
 
+@alone
 def test_functional_call_runs_with_other_parameters():
-    def fn():
-        ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-        other = {"module.weight": torch.tensor([[2.0, 3.0]])}
-        assert torch.func.functional_call(ddp, other, (torch.ones(1, 2),)).item() == 5.0
-
-    _alone(fn)
+    ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    other = {"module.weight": torch.tensor([[2.0, 3.0]])}
+    assert torch.func.functional_call(ddp, other, (torch.ones(1, 2),)).item() == 5.0
 
 
 @on_ranks(3)
@@ -271,57 +248,45 @@ def test_the_arguments_are_those_of_pytorch_in_the_same_order():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
+@alone
 def test_what_is_not_supported_is_refused_by_name(options, message):
-    def fn():
-        with pytest.raises(ValueError, match=message):
-            DistributedDataParallel(nn.Linear(2, 2), **options)
-
-    _alone(fn)
+    with pytest.raises(ValueError, match=message):
+        DistributedDataParallel(nn.Linear(2, 2), **options)
 
 
+@alone
 def test_bucket_caps_decide_the_plan():
-    def fn():
-        layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]  # 1 MiB each
-        assert len(DistributedDataParallel(nn.Sequential(*layers)).plan.buckets) == 2  # 1 MiB first, then up to 25
-        assert len(DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=2).plan.buckets) == 2
-        assert len(DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.5).plan.buckets) == 4
-        assert len(DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb_list=[1, 2]).plan.buckets) == 3
-
-    _alone(fn)
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]  # 1 MiB each
+    assert len(DistributedDataParallel(nn.Sequential(*layers)).plan.buckets) == 2  # 1 MiB first, then up to 25
+    assert len(DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=2).plan.buckets) == 2
+    assert len(DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.5).plan.buckets) == 4
+    assert len(DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb_list=[1, 2]).plan.buckets) == 3
 
 
+@alone
 def test_check_reduction_warns_that_it_does_nothing():
-    def fn():
-        with pytest.warns(FutureWarning, match="check_reduction has no effect"):
-            DistributedDataParallel(nn.Linear(2, 2), check_reduction=True)
-
-    _alone(fn)
+    with pytest.warns(FutureWarning, match="check_reduction has no effect"):
+        DistributedDataParallel(nn.Linear(2, 2), check_reduction=True)
 
 
+@alone
 def test_a_module_with_nothing_to_train_is_refused():
-    def fn():
-        for module in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
-            with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
-                DistributedDataParallel(module)
-
-    _alone(fn)
+    for module in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
+        with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
+            DistributedDataParallel(module)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
+@alone
 def test_a_lazy_module_is_refused_by_its_parameters_name():
-    def fn():
-        with pytest.raises(RuntimeError, match="Parameter 'weight' has no shape yet"):
-            DistributedDataParallel(nn.LazyLinear(2))
-
-    _alone(fn)
+    with pytest.raises(RuntimeError, match="Parameter 'weight' has no shape yet"):
+        DistributedDataParallel(nn.LazyLinear(2))
 
 
+@alone
 def test_a_module_on_several_devices_is_refused():
-    def fn():
-        with pytest.raises(ValueError, match="one device, this one lies on cpu, meta"):
-            DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")), init_sync=False)
-
-    _alone(fn)
+    with pytest.raises(ValueError, match="one device, this one lies on cpu, meta"):
+        DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")), init_sync=False)
 
 
 def test_without_a_process_group_the_message_says_what_to_call():

@@ -5,7 +5,7 @@ import logging
 import operator
 import os
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 from tests.on_ranks import on_ranks
@@ -48,23 +48,6 @@ def test_word_count_is_that_of_a_counter(text, combine):
     assert sorted(dict(pair for number in result.partitions for pair in result.partition(number))) == sorted(
         counted(text)
     )
-
-
-@pytest.mark.slow
-def test_values_come_in_the_order_of_the_input_also_from_disk(tmp_path):
-    """With a MiB for 20 MB of values tables, buckets and runs go to disk, and every value is where it belongs."""
-    want = defaultdict(list)
-    for number in range(20_000):
-        want[number % 7].append((number, "x" * (number % 2000)))
-
-    def numbered(number):
-        yield number % 7, (number, "x" * (number % 2000))
-
-    result = map_reduce(range(20_000), numbered, lambda key, values: list(values), memory_bytes=1 << 20)
-    assert dict(result) == want
-    assert os.listdir(tmp_path) == []
-    result.close()
-    assert list(result) == []
 
 
 def test_an_inverted_index(tmp_path):

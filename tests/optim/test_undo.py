@@ -14,8 +14,8 @@ from tests.optim.models import backward, wrapped
 from tests.training import copy_parameters
 from torch import optim
 
-from phalanx import DeadlineError, PeerLostError, ZeroRedundancyOptimizer, _core, shared_empty
-from phalanx.optim import rank_words, undo
+from phalanx import DeadlineError, PeerLostError, ZeroRedundancyOptimizer, _core
+from phalanx.optim import undo
 from phalanx.testing import run_ranks
 
 VICTIM = 1
@@ -275,35 +275,6 @@ def train_until_killed(rank, world_size, delay):
     except PeerLostError:
         got = copy_parameters(ddp)
         return step if all_equal(got, old) else step + 1 if all_equal(got, new) else "torn"
-
-
-@pytest.mark.slow
-@on_ranks(3)
-def test_whoever_sees_a_word_sees_what_was_written_before_it(rank, world_size):
-    """The words were elements of a tensor: plain stores, which on ARM may become visible in another order than written.
-
-    Values can show that on ARM only; that the words release and acquire, tests/csrc/words.c shows under the thread
-    sanitizer on any processor.
-    """
-    # Rank 0 writes bytes and then its word; whoever sees the word must see the bytes. And nothing passes the word.
-    rounds = 300
-    words = shared_empty(world_size * rank_words._WORDS_APART, dtype=torch.int64, owner=0)
-    data = shared_empty(256, dtype=torch.int64, owner=0)
-    at = [words.data_ptr() + other * rank_words._WORDS_APART * 8 for other in range(world_size)]
-    _core.store_word(at[rank], 0)
-    torch.distributed.barrier()
-    for number in range(1, rounds):
-        if rank == 0:
-            data.fill_(number)
-            _core.store_word(at[0], number)
-            while min(_core.load_word(other) for other in at[1:]) < number:
-                os.sched_yield()
-        else:
-            while _core.load_word(at[0]) < number:
-                os.sched_yield()
-            assert data.unique().tolist() == [number]
-            _core.store_word(at[rank], number)
-    torch.distributed.barrier()
 
 
 def test_a_word_is_a_whole_one():

@@ -119,6 +119,7 @@ def _lose(rank, folder, kind, seed):
         return find_difference(found, expected)
 
 
+@pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("seed", range(3))
 def test_a_replica_goes_on_with_the_groups_options_and_clipping_of_a_lost_server(seed):
     kind = [torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor][seed]

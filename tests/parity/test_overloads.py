@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from tests.backend.staged import join_staged
 from tests.parity.overload_calls import LEFT_OUT, every_call, overloads
-from tests.system.hosts_jobs import on_hosts
 
-from phalanx._comm.backend import create
-from phalanx.testing import run_ranks, why_no_hosts
+from phalanx.testing import run_ranks
 
 
 def _every_call(rank, world_size, *_):
@@ -68,17 +66,5 @@ def test_every_overload_does_what_it_does_with_gloo(world_size):
     _assert_as_gloo(run_ranks(_every_call, world_size, timeout=120), world_size)
 
 
-@pytest.mark.slow
-def test_every_overload_without_the_c_core(monkeypatch):
-    monkeypatch.setattr(create, "_core", None)
-    _assert_as_gloo(run_ranks(_every_call, 2, timeout=120), 2)
-
-
 def test_every_overload_with_tensors_of_a_device_through_the_host(tmp_path):
     _assert_as_gloo(run_ranks(_staged, 2, str(tmp_path / "s"), init=False, timeout=120), 2)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
-def test_every_overload_between_hosts():
-    _assert_as_gloo(on_hosts((1, 1), _every_call, run_s=120), 2)

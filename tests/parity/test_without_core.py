@@ -104,30 +104,6 @@ def test_remote_calls_go_over_sockets(tmp_path):
     assert _run(_CALLS, str(tmp_path / "store")) == "called\n"
 
 
-_TRAINING = """
-import torch
-import phalanx
-from phalanx.testing import run_ranks
-
-def train(rank, world_size):
-    torch.manual_seed(0)
-    model = phalanx.DistributedDataParallel(torch.nn.Linear(2, 1))
-    optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    model(torch.full((4, 2), float(rank))).sum().backward()
-    optimizer.step()
-    return [p.detach().tolist() for p in model.parameters()], phalanx.shared_empty(5).shape
-
-(ours, shape), (other, _) = run_ranks(train, 2, timeout=60)
-assert (ours, shape) == (other, (5,))
-print("trained")
-"""
-
-
-@pytest.mark.slow
-def test_training_goes_over_gloo():
-    assert _run(_TRAINING).endswith("trained\n")
-
-
 _REPORT = """
 import phalanx.report
 try:

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 import phalanx
 from phalanx import strategies
 from phalanx.errors import CheckpointError
-from phalanx.testing import run_ranks
 from phalanx.trainer import Callback, EarlyStopping, LambdaCallback
 from phalanx.trainer.metrics import Sums
 
@@ -112,43 +111,6 @@ def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, end, a
     assert (again.epoch, again.step) == (whole.epoch, whole.step) == (3, 18)
     finished = run(tmp_path / "limited")  # nothing is left to do
     assert finished.step == 18
-
-
-@pytest.mark.slow
-def test_two_ranks_resume_to_the_same_bits_and_validate_each_sample_once(tmp_path):
-    def train(rank, world_size):
-        trainers = []
-        for strategy, folder, steps in (
-            ("mirrored", "whole", None),
-            ("mirrored", "cut", 5),
-            ("mirrored", "cut", None),
-            ("sharded", "sharded", 4),
-            ("sharded", "sharded", None),
-        ):
-            trainer = make(
-                make_model(dropout=0.3),
-                strategy=strategies.get(strategy),
-                max_epochs=2,
-                max_steps=steps,
-                seed=4,
-                checkpoint=tmp_path / folder,
-                save_every=3,
-                metrics={"error": lambda result, target: (result - target).abs()},
-            )
-            trainer.fit(DataLoader(make_data(), 16, shuffle=True), DataLoader(make_data(37), 8))
-            trainers.append(trainer)
-        whole, _, resumed, _, sharded = trainers
-        assert torch.equal(weights(resumed), weights(whole))
-        torch.testing.assert_close(weights(sharded), weights(whole))
-        model = whole.strategy.bare_model.eval()
-        inputs, targets = make_data(37).tensors
-        with torch.no_grad():
-            expected = F.mse_loss(model(inputs), targets).item(), (model(inputs) - targets).abs().mean().item()
-        return whole.metrics, expected, resumed.metrics
-
-    for metrics, expected, resumed in run_ranks(train, 2, timeout=120):
-        assert (metrics["loss"], metrics["error"]) == pytest.approx(expected)
-        assert metrics == resumed
 
 
 @on_ranks(3, timeout=120)
