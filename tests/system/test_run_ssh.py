@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -48,6 +49,7 @@ state = elastic.State(model=model)
 @elastic.run(state)
 def train(state):
     print('trains with', dist.get_world_size(), flush=True)
+    open(f'with-{dist.get_world_size()}-{os.getpid()}', 'w').close()
     while True:
         over = torch.tensor(float(os.path.exists('enough')))
         dist.all_reduce(over)
@@ -66,6 +68,11 @@ def told(out: str) -> list[dict[str, object]]:
     """What the ranks of `_TELLS` said, by rank."""
     said = [json.loads(line.partition("] ")[2]) for line in out.splitlines() if line.endswith("}")]
     return sorted(said, key=lambda each: int(each["RANK"]))
+
+
+def wait_for_files(folder: Path, pattern: str, count: int) -> None:
+    while len(list(folder.glob(pattern))) < count:
+        time.sleep(0.02)
 
 
 def assert_nothing_is_left(cluster: SshHosts, running: Running) -> None:
@@ -521,17 +528,24 @@ def test_an_elastic_job_goes_on_without_its_first_host_which_comes_back_over_ssh
         command = start(*cluster.words(*words), before=cluster.terminal.command, stderr=subprocess.STDOUT)
         with command as running:
             running.read_until("would lead the job")
+            wait_for_files(folder, "with-3-*", 3)
             if how == "cut off":
                 first.machine.cut_off()
             else:
                 for pid in [*first.sessions(), *(first.pids() if how == "killed" else ())]:
-                    os.kill(pid, signal.SIGKILL)
-            seen = running.read_until("this host leads the job now")
-            assert f"the connection to {first.address} is lost" in seen
-            running.read_until("trains with 2")
-            first.machine.plug_in()
-            running.read_until(f"{first.address} answers again, and is started again")
-            running.read_until("taken in; 3 ranks on 3 hosts go on")
+                    with contextlib.suppress(ProcessLookupError):  # it has died with another one
+                        os.kill(pid, signal.SIGKILL)
+            waiting = {
+                "this host leads the job now",
+                f"the connection to {first.address} is lost",
+                f"{first.address} answers again, and is started again",
+            }
+            while waiting:  # they come in any order
+                line = running.read_until("")
+                waiting = {text for text in waiting if text not in line}
+                if "this host leads" in line:
+                    first.machine.plug_in()
+            wait_for_files(folder, "with-3-*", 4)
             (folder / "enough").touch()
             finished = running.finish()
             assert finished.code == 0, finished.out

@@ -31,6 +31,21 @@ if os.environ["RANK"] == "3":
     sys.exit(7)
 time.sleep(600)
 """
+_ELASTIC = """
+import os, time, torch, torch.distributed as dist, phalanx
+from phalanx import elastic
+dist.init_process_group('phalanx')
+model = torch.nn.Linear(2, 2)
+state = elastic.State(model=model)
+@elastic.run(state)
+def train(state):
+    print('trains with', dist.get_world_size(), flush=True)
+    while True:
+        dist.all_reduce(torch.ones(1))
+        state.commit()
+        time.sleep(0.01)
+train()
+"""
 _RANKS = ("--nproc-per-node", "2", "--no-preload", "--shutdown-timeout", "1")
 _DETACH = ("--detach", "--log-dir", "logs")
 _GONE_S = 60.0
@@ -48,10 +63,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two: SshHosts) -> It
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     left = [pid for pids in two.left() for pid in pids]
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill_all(left)
     assert left == []
+
+
+def kill_all(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has died with another one
+            os.kill(pid, signal.SIGKILL)
 
 
 def detach(cluster: SshHosts, *words: str, hosts: str = "", before: tuple[str, ...] = ()) -> Finished:
@@ -197,3 +216,36 @@ def test_a_folder_for_the_output_that_cannot_be_written_is_a_problem_before_the_
     assert finished.code == 2
     assert finished.err.startswith("phalanx run: nothing was started: 2 of 2 hosts cannot run this job")
     assert finished.err.count("--log-dir logs: logs cannot be written: File exists") == 2
+
+
+@pytest.mark.slow
+def test_a_detached_elastic_job_goes_on_without_its_first_host_and_ends_at_any_other(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The host that leads then writes what all print into its own log."""
+    script = write_script(folder, _ELASTIC)
+    options = ("--nproc-per-node", "1", "--nnodes", "2:3", "--host-timeout", "3", "--shutdown-timeout", "1")
+    with ssh_hosts(3, tmp_path) as cluster:
+        logs = [folder / "logs" / f"host-{number}.log" for number in range(3)]
+
+        def wait_for(text: str, *numbers: int) -> int:
+            """Return which of these hosts has written `text`."""
+            while True:
+                for number in numbers:
+                    if text in logs[number].read_text():
+                        return number
+                time.sleep(0.02)
+
+        detach(cluster, *options, *_DETACH, script)
+        wait_for("would lead the job", 0)
+        kill_all(cluster.hosts[0].pids())
+        leader = wait_for("this host leads the job now", 1, 2)
+        wait_for("trains with 2", leader)
+        other = cluster.hosts[3 - leader].address
+        top = [sys.executable, "-m", "phalanx.cli", "top", "--once", "--host", other, "--ssh", cluster.ssh]
+        shown = subprocess.run([*cluster.terminal.command, *top], capture_output=True, text=True, check=True).stdout
+        end = [*shlex.split(cluster.ssh), other, "kill", "-INT", shown.split()[1].rstrip(":,")]  # Job 4711, …
+        subprocess.run([*cluster.terminal.command, *end], check=True)
+        assert Deadline.after(_GONE_S).wait_until(lambda: not any(cluster.left()), 0.02), cluster.left()
+        assert [log.read_text().splitlines()[-1] for log in logs[1:]] == ["phalanx run: ended with exit code 130"] * 2
+        assert "ended with exit code" not in logs[0].read_text()
