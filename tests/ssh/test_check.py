@@ -10,7 +10,7 @@ import phalanx
 from phalanx._job.ssh.check import Problem, choose_address, explain_ssh, find_problems, format_table
 from phalanx._job.ssh.facts import Facts
 
-GOOD = Facts(phalanx.__version__, "3.12.1", "2.13.0", "machine-0", "node-0", "digest")
+GOOD = Facts(phalanx.__version__, "3.12.1", "2.13.0", "machine-0", "digest")
 
 
 def judge(**facts: Facts) -> list[tuple[str, str]]:
@@ -39,6 +39,11 @@ def test_one_machine_under_two_names_is_recognized() -> None:
     assert find_problems({"a": GOOD, "b": GOOD}, "/work") == [
         Problem("b", "it is the same machine as a", "List it once: a:N")
     ]
+
+
+def test_a_problem_of_the_host_itself_comes_without_advice_to_copy_the_script() -> None:
+    bad = replace(GOOD, machine="other", problem="this host has no GPU")
+    assert find_problems({"a": GOOD, "b": bad}, "/work") == [Problem("b", "this host has no GPU")]
 
 
 def test_a_missing_folder_comes_with_the_line_that_copies_it() -> None:

@@ -100,6 +100,7 @@ def ssh_hosts(
     uid: int = 0,
     mounts: Mapping[int, str] | None = None,
     dead_end: bool = False,
+    banner: str = "",
 ) -> Iterator[SshHosts]:
     """Yield `count` hosts with an sshd each, in `folder`; nothing of them is left on the way out.
 
@@ -109,6 +110,7 @@ def ssh_hosts(
         uid: the number of its user.
         mounts: commands of sh that mount something for one host alone, by the host's number.
         dead_end: as in `hosts`.
+        banner: what sshd tells everybody before the login.
     """
     assert _SSHD is not None
     keys = folder / "ssh"
@@ -120,6 +122,7 @@ def ssh_hosts(
     for name, text in (home or {}).items():
         (account / name).parent.mkdir(parents=True, exist_ok=True)
         (account / name).write_text(text)
+    (keys / "banner").write_text(banner)
     (keys / "passwd").write_text(
         Path("/etc/passwd").read_text() + f"{_USER}:x:{uid}:{uid}:a test's:{account}:{shell}\n"
     )
@@ -134,6 +137,7 @@ def ssh_hosts(
             (own / "config").write_text(
                 f"Port {_PORT}\nHostKey {own}/key\nPidFile {own}/pid\nAuthorizedKeysFile {keys}/id.pub\nUsePAM no\n"
                 "StrictModes no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nMaxStartups 100\n"
+                f"Banner {keys}/banner\n"
             )
             words = f'mount --bind "$1" /etc/passwd; {(mounts or {}).get(number, "true")}; shift; exec "$@"'
             line = ["unshare", "--mount", "sh", "-c", words, "sh", str(keys / "passwd"), _SSHD, "-D", "-e", "-f",

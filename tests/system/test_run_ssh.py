@@ -353,20 +353,32 @@ def test_a_folder_that_a_host_lacks_is_named(two: SshHosts, folder: Path) -> Non
     assert err.count("the folder /no/such/folder cannot be entered: No such file or directory") == 2
 
 
-def test_a_script_that_is_newer_here_is_noticed(two: SshHosts, folder: Path) -> None:
+def test_a_script_that_is_newer_here_is_noticed(folder: Path, tmp_path: Path) -> None:
+    (folder / "old").mkdir()
+    (folder / "work").mkdir()
+    os.chdir(folder / "work")
+    write_script(folder / "old", "print('old')", "train.py")
+    write_script(folder / "work", "print('new')", "train.py")
+    with ssh_hosts(1, tmp_path, mounts={0: f"mount --bind {folder}/old {folder}/work"}) as cluster:
+        code, out, err = on(cluster, *_RANKS, "train.py")
+    assert (code, "old" in out) == (0, True)
+    assert "train.py here differs from the one on the hosts, which they run. To copy it: rsync -a" in err
+
+
+def test_a_script_here_does_not_count_where_another_folder_was_chosen(two: SshHosts, folder: Path) -> None:
     other = folder / "there"
     other.mkdir()
     write_script(other, "print('old')", "train.py")
     write_script(folder, "print('new')", "train.py")
     code, out, err = on(two, *_RANKS, "--remote-dir", str(other), "train.py")
-    assert (code, "old" in out, "differs" in err) == (0, True, False)  # that folder was chosen
+    assert (code, "old" in out, "differs" in err) == (0, True, False)
 
 
 @pytest.mark.parametrize("shell", ["bash", "dash", "zsh", "fish", "tcsh"])
 def test_what_a_script_receives_is_what_was_typed_whatever_the_login_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, shell: str
 ) -> None:
-    """Blanks and quotes were lost between two shells, and what a .bashrc prints got between the messages."""
+    """Blanks and quotes were lost between two shells; banners and what a .bashrc prints got between the messages."""
     path = next((f"{place}/{shell}" for place in ("/bin", "/usr/bin") if os.path.exists(f"{place}/{shell}")), None)
     if path is None:
         pytest.skip(f"{shell} is not installed")
@@ -379,7 +391,7 @@ def test_what_a_script_receives_is_what_was_typed_whatever_the_login_shell(
     write_script(work, _TELLS, "it's a script.py")
     noise = "echo this is noise\necho and this >&2\n"
     home = {".bashrc": noise, ".zshenv": noise, ".tcshrc": "echo this is noise\n", ".config/fish/config.fish": noise}
-    with ssh_hosts(1, tmp_path, shell=path, home=home) as cluster:
+    with ssh_hosts(1, tmp_path, shell=path, home=home, banner="no noise here\n") as cluster:
         words = ("--nproc-per-node", "1", "--no-preload", "--env", "MINE=" + arguments[0], "it's a script.py")
         code, out, err = on(cluster, *words, *arguments)
     assert code == 0, err

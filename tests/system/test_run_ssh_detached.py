@@ -166,6 +166,24 @@ def test_the_first_host_of_a_detached_job_may_be_the_one_where_the_command_is_ty
     wait_end(two, 130)
 
 
+def test_a_detached_job_outlives_the_control_sockets_that_brought_it(two: SshHosts, folder: Path) -> None:
+    """The connections stay behind the command, until the user closes them."""
+    script = write_script(folder, _WAITS)
+    config = folder / "config"
+    own = f"ControlMaster auto\nControlPath {folder}/%h\nControlPersist yes\n"
+    config.write_text(own + (two.folder / "config").read_text())
+    words = ("run", "--hosts", two.names, "--ssh", f"ssh -F {config}", *_RANKS, *_DETACH, script)
+    env = {"PHALANX_TEST_MARK": "of a detached job"}
+    with start(*words, before=two.terminal.command, env=env) as running:
+        assert running.finish().code == 0
+    for host in two.hosts:
+        end = [*two.terminal.command, "ssh", "-F", str(config), "-O", "exit", host.address]
+        subprocess.run(end, check=True, capture_output=True)
+    assert Deadline.after(_GONE_S).wait_until(lambda: not any(host.sessions() for host in two.hosts), 0.02)
+    (folder / "enough").touch()
+    wait_end(two, 7)
+
+
 @pytest.mark.parametrize("end", ["SIGINT", "SIGKILL", "a lost host"])
 def test_until_all_ranks_have_started_the_connections_keep_the_job(two: SshHosts, folder: Path, end: str) -> None:
     """The ranks wait for the import of torch, which does not return."""

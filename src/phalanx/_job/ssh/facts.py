@@ -36,7 +36,6 @@ class Facts:
     python: str
     torch: str
     machine: str
-    name: str
     script: str = ""
     addresses: tuple[tuple[str, str, int], ...] = ()
     problem: str = ""
@@ -59,7 +58,7 @@ def collect_facts(request: Mapping[str, Any], environ: dict[str, str]) -> tuple[
     The working folder becomes the job's. `environ` gets the variables that were passed on.
     """
     facts = Facts(
-        phalanx.__version__, platform.python_version(), _find_torch(), _identify_machine(), socket.gethostname(),
+        phalanx.__version__, platform.python_version(), _find_torch(), _identify_machine(),
         addresses=tuple((own.address, own.interface, _find_rate(own.interface)) for own in own_addresses()
                         if own.is_global),
     )  # fmt: skip

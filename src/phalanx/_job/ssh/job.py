@@ -82,7 +82,6 @@ class SshJob:
         self._secret = secrets.token_hex(_SECRET_BYTES) if len(request.hosts) > 1 else ""
         self._out = Writer(1)
         self._err = self._out if os.path.sameopenfile(1, 2) else Writer(2)
-        self._has_terminal = is_terminal()
         rendezvous = request.settings.rendezvous
         timeout_s = rendezvous.host_timeout_s if rendezvous is not None else HOST_TIMEOUT_S
         self._silence_s = max(timeout_s, _LEAST_SIGNS * ALIVE_S)
@@ -213,20 +212,16 @@ class SshJob:
 
     def _start(self, connection: Connection) -> None:
         node = self._connections.index(connection)
+        has_terminal = node == 0 and is_terminal() and not self._request.detach
         connection.phase = Phase.RUNNING
         connection.put(
             "start",
             node=node,
             endpoint=self._endpoint,
             key=None if self._key is None else str(self._key),
-            terminal=self._describe_terminal() if node == 0 and not self._request.detach else None,
+            terminal={"size": _read_size(), "has_stderr": os.isatty(2)} if has_terminal else None,
             silence_s=self._silence_s,
         )
-
-    def _describe_terminal(self) -> dict[str, Any] | None:
-        if not self._has_terminal:
-            return None
-        return {"size": _read_size(), "has_stderr": os.isatty(2)}
 
     def _detach(self) -> bool:
         """Wait until all ranks have started, and let the hosts go on alone; return whether they do.
