@@ -16,8 +16,7 @@ from tests.on_ranks import on_ranks
 
 from phalanx._comm.backend import shared_empty
 from phalanx._comm.backend.shared_reducer import SharedReducer
-from phalanx._comm.diagnostics.flight_recorder import read
-from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxError
+from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import run_ranks
 
 STAGE = 128 * 1024
@@ -156,32 +155,3 @@ def test_it_takes_its_place_among_the_groups_collectives():
     numbers = run_ranks(check, 3)
     assert numbers[0] == numbers[1] == numbers[2]
     assert [b - a for a, b in zip(numbers[0], numbers[0][1:], strict=False)] == [3, 3]
-
-
-def test_in_a_signal_handler_that_interrupted_a_collective_it_says_so():
-    def check(rank, world_size):
-        told = []
-
-        def handle(signum, frame):
-            try:
-                _broadcast(torch.ones(1))
-            except PhalanxError as error:
-                told.append(str(error))
-            dist.send(torch.ones(1), 0, tag=9)
-
-        if rank == 1:
-            signal.signal(signal.SIGUSR1, handle)
-        pid = torch.tensor([os.getpid()])
-        _broadcast(pid, 1)
-        if rank == 0:
-            core = dist.group.WORLD.symm_mem.core
-            while not ((records := read(core, 1)) and records[-1].name == "barrier" and not records[-1].leave_ns):
-                pass
-            os.kill(int(pid), signal.SIGUSR1)
-            dist.recv(torch.ones(1), 1, tag=9)  # the handler is over
-        dist.barrier()
-        return told
-
-    nobody, somebody = run_ranks(check, 2)
-    assert nobody == []
-    assert ["called in a signal handler" in text for text in somebody] == [True]

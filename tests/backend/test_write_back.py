@@ -168,6 +168,7 @@ def _every_sparse(rank, world_size):
     return found
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_sparse_tensor_of_a_call_holds_the_sum(world_size):
     assert_same_as_gloo(_every_sparse, world_size)

@@ -12,11 +12,9 @@ with warnings.catch_warnings():
     from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
     from torch.distributed.algorithms.ddp_comm_hooks import (
         ddp_zero_hook,
-        debugging_hooks,
         default_hooks,
         mixed_precision_hooks,
         optimizer_overlap_hooks,
-        post_localSGD_hook,
         powerSGD_hook,
         quantization_hooks,
     )
@@ -67,55 +65,6 @@ def test_power_sgd_gives_what_it_gives_under_pytorchs_own(rank, backend):
 
     theirs = gradients(nn.parallel.DistributedDataParallel)
     torch.testing.assert_close(gradients(DistributedDataParallel), theirs)
-
-
-class _Convolutional(nn.Module):
-    """In channels_last, so that the order of memory is not that of indices; in several buckets, so order matters."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-        self.head = nn.Linear(8 * 16, 12)
-
-    def forward(self, images):
-        return self.head(torch.tanh(self.conv(images)).flatten(1))
-
-
-def _power(**options):
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, **options)
-
-
-def _post_local(**options):
-    return post_localSGD_hook.PostLocalSGDState(None, dist.new_subgroups(group_size=1)[0], 2, **options)
-
-
-PYTORCHS = {
-    "power": lambda: (_power(), powerSGD_hook.powerSGD_hook),
-    "power, same shapes": lambda: (_power(batch_tensors_with_same_shape=True), powerSGD_hook.powerSGD_hook),
-    "power, no feedback": lambda: (_power(use_error_feedback=False), powerSGD_hook.powerSGD_hook),
-    "power in fp16": lambda: (_power(), default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
-    "post-local": lambda: (_post_local(), post_localSGD_hook.post_localSGD_hook),
-    "local": lambda: (_post_local(post_local_gradient_allreduce=False), post_localSGD_hook.post_localSGD_hook),
-    "noop": lambda: (None, debugging_hooks.noop_hook),
-}
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_pytorchs_stateful_hooks_give_what_they_give_under_pytorchs_own(rank):
-    def gradients(wrap, made):
-        ddp = wrap(_Convolutional(), bucket_cap_mb=0.003)
-        ddp.register_comm_hook(*made)
-        for step in range(4):
-            ddp.zero_grad()
-            ddp(batch_of(rank, step, shape=(4, 3, 6, 6))).square().mean().backward()
-        return copy_gradients(ddp)
-
-    for name, make in PYTORCHS.items():
-        theirs = gradients(nn.parallel.DistributedDataParallel, make())
-        ours = gradients(DistributedDataParallel, make())
-        torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_a_hook_sees_the_bucket_as_pytorchs_interface_describes_it():

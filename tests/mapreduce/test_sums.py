@@ -192,7 +192,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
+@pytest.mark.parametrize("memory_bytes", [1 << 20, pytest.param(1 << 26, marks=pytest.mark.slow)])
 def test_a_job_gives_the_same_with_and_without_it(monkeypatch, name, memory_bytes):
     """Little memory: tables are emptied in between, and partitions sorted by merging."""
     rng = random.Random(name)

@@ -70,6 +70,12 @@ def _measure(rank, world_size, kinds, size):
     return found
 
 
+@pytest.mark.slow(
+    but=(
+        "1-2",
+        "7-3",
+    )
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("size", [1, 7, 12])
 def test_a_validation_counts_each_sample_once_whatever_it_reads(world_size, size):
@@ -90,6 +96,12 @@ def _train_iterable(rank, world_size, size, batch, accumulate):
         return trainer.step, copy_parameters(trainer.strategy.bare_model)
 
 
+@pytest.mark.slow(
+    but=(
+        "20-6-2",
+        "13-5-1",
+    )
+)
 @pytest.mark.parametrize(("size", "batch", "accumulate"), [(20, 6, 1), (20, 6, 2), (7, 4, 3), (13, 5, 1), (1, 4, 1)])
 def test_what_can_only_be_iterated_trains_as_one_process_does_with_any_number_of_ranks(size, batch, accumulate):
     """Batches that replicas can't share evenly, and last ones of which some have nothing, count by their samples."""
@@ -124,6 +136,7 @@ def _step_over_iterable(rank, world_size, size, batch):
         return copy_parameters(strategy.bare_model)
 
 
+@pytest.mark.slow(but=("13-5",))
 @pytest.mark.parametrize(("size", "batch"), [(20, 6), (7, 4), (13, 5), (1, 4)])
 def test_a_loop_of_ones_own_counts_what_can_only_be_iterated_by_its_samples(size, batch):
     """The part of a last batch that has fewer samples counted as much as a full one, and so did the sample that a

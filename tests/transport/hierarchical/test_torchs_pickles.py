@@ -160,6 +160,7 @@ def _exchange(rank, world_size, machines, path, number):
     return found, len(messages)
 
 
+@pytest.mark.slow(but=("save",))
 def test_honest_ones_arrive_time_after_time_and_are_authenticated(number, tmp_path):
     (sent, messages), (received, _) = on_hosts((1, 1), _exchange, str(tmp_path), number)
     assert messages >= 2
