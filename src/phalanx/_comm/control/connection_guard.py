@@ -26,6 +26,7 @@ from phalanx._base.loss_detection import CONNECTION_ENDED_S
 from phalanx._comm.control.admission import Complaints, gone_peers
 
 HANDSHAKE_S = 5.0
+_YOUNG_S = HANDSHAKE_S + 1.0  # who has not said anything by then is authenticated, or would be closed by ZeroMQ
 PIECE_BYTES = 1 << 14  # the most that ZeroMQ allocates at once for a connection that is not authenticated
 _CURVE_BYTES = 64  # encryption adds at most so much to a piece
 _EVENT_BYTES = 6
@@ -67,6 +68,7 @@ class ConnectionGuard:
         )
         self._peers: dict[int, _Place | None] = {}  # by descriptor: the address and port of the other end
         self._young: dict[int, float] = {}  # by descriptor, the oldest first: when it was accepted
+        self._unread: set[int] = set()  # descriptors that are no longer young, and whose first message was not read yet
         self._members: dict[int, bytes] = {}  # by descriptor: the identity of the member whose connection it is
         self._current: dict[bytes, int] = {}  # by identity: the descriptor of the newest connection
         self._ended: dict[bytes, _Ended] = {}  # by identity
@@ -82,6 +84,11 @@ class ConnectionGuard:
     def num_young(self) -> int:
         """Return the number of connections over which no message has come yet."""
         return len(self._young)
+
+    @property
+    def needs_admission(self) -> bool:
+        """Return whether the next message may be the first of its connection, and must be given to `admit`."""
+        return bool(self._young or self._unread)
 
     @property
     def is_watching(self) -> bool:
@@ -101,6 +108,7 @@ class ConnectionGuard:
             pass
         self._ended.pop(identity, None)
         self._young.pop(fd, None)
+        self._unread.discard(fd)
         self._members[fd] = identity
         self._current[identity] = fd
 
@@ -111,8 +119,10 @@ class ConnectionGuard:
         held up, and members are heard between two calls.
         """
         self._now = now
-        while self._young and now - next(iter(self._young.values())) > HANDSHAKE_S + 1.0:
-            del self._young[next(iter(self._young))]  # ZeroMQ has authenticated it, or it would be closed
+        while self._young and now - next(iter(self._young.values())) > _YOUNG_S:
+            fd = next(iter(self._young))
+            del self._young[fd]
+            self._unread.add(fd)
         for _ in range(_ROUND_EVENTS):
             if not self._read_event():
                 return
@@ -152,6 +162,7 @@ class ConnectionGuard:
     def _forget(self, fd: int) -> bytes:
         """Forget what is known of a descriptor; return the member whose newest connection it was."""
         self._young.pop(fd, None)
+        self._unread.discard(fd)
         identity = self._members.pop(fd, b"")
         if self._current.get(identity) != fd:
             return b""

@@ -299,7 +299,7 @@ class Service:
     def _read_frame(self, listener: int, router: zmq.Socket[bytes], identity: bytes) -> bytes:
         """Return what follows a route: a message is there whole, or not at all."""
         guard = self._guard
-        if guard is not None and guard.num_young and listener == OTHER_HOSTS:
+        if guard is not None and guard.needs_admission and listener == OTHER_HOSTS:
             first = router.recv(copy=False)
             guard.admit(first, identity)
             frame = first.bytes
