@@ -10,7 +10,6 @@ import time
 import pytest
 import zmq
 from tests.coordination.random_frames import random_frame, random_message
-from tests.system.strangers.attacker import random_bytes
 
 from phalanx._comm.control.client import Client
 from phalanx._comm.control.connection_guard import cut
@@ -151,7 +150,7 @@ def test_a_member_that_takes_no_events_is_lost_before_they_fill_the_memory():
 
 
 def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(effort):
-    num_frames = 5_000 * effort
+    num_frames = 1_500 * effort
     rng = random.Random(7)
     said = []
     with Service("127.0.0.1:0", KEY, say=said.append) as service:
@@ -173,12 +172,12 @@ def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(effor
 
 
 def rubbish(rng):
-    """What a stranger says, from nothing to something that begins like one of us."""
+    """What a stranger says, from nothing to something that begins like one of us; some of it changed."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01"
     stranger = pack(Op.SET, 1, b"stranger", b"was here")
     old = b"\x00" + bytes([len(stranger)]) + stranger
     curve, null = b"CURVE".ljust(20, b"\0") + bytes(32), b"NULL".ljust(20, b"\0") + bytes(32)
-    return rng.choice(
+    said = rng.choice(
         [
             b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
             b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200),  # TLS
@@ -196,11 +195,15 @@ def rubbish(rng):
             b"",
         ]
     )
+    data = bytearray(said)
+    for _ in range(rng.choice([0, 0, 1, 5]) if said else 0):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)
 
 
 def test_strangers_do_not_get_in_and_members_go_on(effort, seed):
-    num_strangers = 200 * effort
     """No key, another key, half a handshake, silence, HTTP, noise; some hang up, some reset, most stay."""
+    num_strangers = 200 * effort
     rng = random.Random(seed)
     said = []
     with Service("127.0.0.1:0", KEY, say=said.append) as service:
@@ -212,7 +215,8 @@ def test_strangers_do_not_get_in_and_members_go_on(effort, seed):
             stranger.settimeout(10.0)
             stranger.connect(place)
             with contextlib.suppress(OSError):
-                stranger.sendall(rubbish(rng))
+                for _ in range(rng.randrange(1, 5)):
+                    stranger.sendall(rubbish(rng))
             if n % 3 == 0:
                 if n % 2:
                     stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
@@ -239,29 +243,6 @@ def test_strangers_do_not_get_in_and_members_go_on(effort, seed):
     assert sessions == 2
     assert any(line.startswith("refused a connection from 127.0.0.1: ") for line in said)
     assert len(said) <= 21 + num_strangers // 500  # a few lines, not one for each
-
-
-def test_what_strangers_say_in_the_handshake_ends_nothing_and_members_go_on(effort, seed):
-    num_frames = 5_000 * effort
-    """Random parts of ZeroMQ's handshake, as tests/system/strangers sends them to a whole job for longer."""
-    rng = random.Random(seed)
-    said = []
-    with Service("127.0.0.1:0", KEY, say=said.append) as service:
-        work = Work(service)
-        before, num_sent = work.steps, 0
-        while num_sent < num_frames:
-            with contextlib.ExitStack() as stack:
-                for _ in range(20):
-                    stranger = stack.enter_context(socket.create_connection(("127.0.0.1", service.address.port), 10.0))
-                    with contextlib.suppress(OSError):  # it was shown out
-                        for _ in range(8):
-                            num_sent += 1
-                            stranger.send(random_bytes(rng))
-        while work.steps < before + 50:
-            pass
-        work.end()
-    assert service.num_refused > num_frames // 200  # a stranger may have gone before it was read
-    assert len(said) <= 21 + num_frames // 500
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_hosts_come_to_the_same_whether_or_not_messages_are_left_out_that_change
     assert find_all(Job(3, *case))[1] > 2 * num_states
 
 
-@pytest.mark.slow(but=("standbys4-limits4",))
+@pytest.mark.slow
 @pytest.mark.parametrize(("standbys", "limits"), LARGE)
 def test_and_with_more_going_on_as_many_states_as_there_is_time_for(standbys, limits, effort):
     explore(Job(3, standbys, limits), 30_000 * effort)

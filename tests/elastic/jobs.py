@@ -7,15 +7,13 @@ import functools
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from tests.elastic.lost_host import ask_own_agent_to_leave, lose_own_host
 from tests.small_models import mlp
 from tests.training import copy_state
 from torch import Tensor, nn
@@ -25,7 +23,6 @@ import phalanx
 from phalanx import elastic
 from phalanx._comm.diagnostics.progress_page import open_page, parse_page
 from phalanx.elastic import points
-from phalanx.elastic.state import commits_of
 from phalanx.optim import undo
 
 
@@ -42,11 +39,26 @@ class Numbers(Dataset[Any]):
         return i, torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.tensor(float(i % 3))
 
 
+def lose_own_host() -> NoReturn:
+    """Kill every process of the host that this one is on, this one last.
+
+    All are stopped before the first one is killed: otherwise one that still runs tells the first host of its loss.
+    """
+    here = os.readlink("/proc/self/ns/net")
+    for sent in (signal.SIGSTOP, signal.SIGKILL):
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if name.isdecimal() and int(name) != os.getpid() and os.readlink(f"/proc/{name}/ns/net") == here:
+                    os.kill(int(name), sent)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("this process was killed")
+
+
 @dataclass(frozen=True)
 class Strike:
     """Rank `rank` is killed the first time it gets to `place` at step `step`, or at any step (-1).
 
-    With `host` all processes of its host are. With `leaves` nobody is: the agent of its host is told to leave.
+    With `host` all processes of its host are.
     """
 
     rank: int
@@ -54,7 +66,6 @@ class Strike:
     step: int
     signal: signal.Signals = signal.SIGKILL
     host: bool = False
-    leaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,17 +86,10 @@ class Job:
     amp: bool = False
     scheduler: bool = False
     padding: bool = True
-    drop_last: bool = False  # of the loader
-    late_collective: bool = False
     draws: bool = True
     checkpoint: str = ""
     resume: str = ""
     batch_of: str | None = None
-    clip: bool = False
-    zero_first: bool = False
-    layer_norm: bool = False
-    wait_at: int = -1  # at that step for the file `come`, once a rank has been lost
-    grow_at: int = -1  # at that step until it is known that others are let in at its commit
 
     # -- faults --------------------------------------------------------------------------------------------------
 
@@ -98,27 +102,9 @@ class Job:
                     os.close(os.open(f"{self.folder}/struck-{number}", os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
                     continue
-                if one.leaves:
-                    ask_own_agent_to_leave()
-                    return
                 if one.host:
-                    lose_own_host(self.folder)
+                    lose_own_host()
                 os.kill(os.getpid(), one.signal)
-
-    def wait(self, step: int) -> None:
-        """Say that this rank waits, and wait."""
-        if step == self.wait_at and not os.path.exists(f"{self.folder}/come"):
-            Path(f"{self.folder}/waits-{os.getpid()}").touch()
-            while not os.path.exists(f"{self.folder}/come"):
-                time.sleep(0.01)
-
-    def wait_for_others(self, state: elastic.State) -> None:
-        """Say that this rank waits, and wait until others are let in."""
-        runner: Any = commits_of(state).tracker.runner
-        if state.step == self.grow_at and runner.generation == 0:
-            Path(f"{self.folder}/waits-{os.getpid()}").touch()
-            while not runner._membership.newer_than(0):
-                time.sleep(0.01)
 
     # -- what it leaves ------------------------------------------------------------------------------------------
 
@@ -148,8 +134,9 @@ class Job:
 def build(job: Job) -> tuple[nn.Module, Any, Any]:
     """The same on every rank, but for what is drawn in training."""
     torch.manual_seed(1)
-    norm = nn.LayerNorm(16) if job.layer_norm else nn.BatchNorm1d(16)
-    model = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.3 if job.draws else 0.0), nn.Linear(16, 1))
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3 if job.draws else 0.0), nn.Linear(16, 1)
+    )
     if job.optimizer == "offload":  # in half precision: what is lost with a master's last bits shows in later steps
         model.bfloat16().register_forward_pre_hook(lambda _, inputs: inputs[0].bfloat16())
     kinds: dict[str, Callable[..., Any]] = {
@@ -184,7 +171,6 @@ def train_job(job: Job) -> dict[str, Any]:
             sampler=sampler,
             num_workers=job.workers,
             persistent_workers=job.persistent and job.workers > 0,
-            drop_last=job.drop_last,
         )
         things: dict[str, Any] = {"model": ddp, "optimizer": optimizer, "sampler": sampler, "history": []}
         if job.scheduler:
@@ -207,18 +193,13 @@ def train_job(job: Job) -> dict[str, Any]:
         @elastic.run(state, checkpoint=job.checkpoint or None)
         def train(state: Any) -> None:
             for epoch in state.epochs(job.epochs):
-                loss_sum = torch.zeros(())
                 for number, (ids, x, y) in enumerate(loader, start=1):
                     job.strike("batch", state.step)
                     job.log(state.step, epoch, ids.tolist())
-                    job.wait(state.step)
-                    job.wait_for_others(state)
                     is_last = number % job.accumulate == 0 or number == len(loader)
                     ddp.require_backward_grad_sync = is_last
                     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job.amp):
                         loss = (ddp(x).squeeze(1) - y).float().pow(2).mean() / job.accumulate
-                    if job.zero_first:  # behind the forward, where PyTorch's tutorials have it
-                        optimizer.zero_grad()
                     if job.draws:
                         loss = loss * (1.0 + 0.01 * random.Random(random.getrandbits(32)).random())
                     if job.amp:
@@ -227,23 +208,14 @@ def train_job(job: Job) -> dict[str, Any]:
                         loss.backward()
                     if not is_last:
                         continue
-                    if job.clip:
-                        if job.amp:
-                            state.scaler.unscale_(optimizer)
-                        nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
                     if job.amp:
                         state.scaler.step(optimizer)
                         state.scaler.update()
                     else:
                         optimizer.step()
-                    if not job.zero_first:
-                        optimizer.zero_grad()
+                    optimizer.zero_grad()
                     if job.scheduler:
                         state.scheduler.step()
-                    if job.late_collective:
-                        loss_sum += loss.detach()
-                        job.strike("late", state.step)
-                        dist.all_reduce(loss_sum)
                     if job.batch_of is None or state.step not in state.history:
                         state.history.append(state.step)
                     state.commit()

@@ -1,23 +1,22 @@
 """A launcher for tests: ranks that are forked from here, replaced when they end badly, told of each generation.
 
 It speaks the words of `phalanx run` to its ranks (elastic.md), with none of its decisions: whoever is lost is
-replaced, or, with `replace=False`, missed. Ranks may be on several hosts (network namespaces); those of a host that is
-lost as a whole are replaced on one that was spare.
+replaced, or, with `replace=False`, missed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import pickle
 import select
 import signal
 import socket
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,16 +24,14 @@ from typing import Any
 
 import torch
 import torch._dynamo  # what a rank needs is imported once, here, as a zygote does it
-from tests.elastic.lost_host import find_lost_hosts
 
 from phalanx._base.ipc.agent import listen
 from phalanx._base.ipc.channel import Channel
 from phalanx._base.processes import die_with_parent
 from phalanx._job.launch.calls import outcome
-from phalanx.testing.namespaces import Host
 
 Body = Callable[..., Any]
-LEAVES = signal.SIGVTALRM  # whom it ends is not replaced
+_MOST_LOSSES = 20
 
 
 @dataclass
@@ -45,7 +42,6 @@ class Slot:
     generation: int
     connection: Channel | None = None
     is_over: bool = False
-    lost: int = 0
 
 
 @dataclass
@@ -58,10 +54,7 @@ class Ended:
 
 
 class SmallAgent:
-    """Runs `body(*args)` on `world_size` ranks until all have returned.
-
-    With `sizes` they are on the first of `machines`, as many on each as it says; the others are spare.
-    """
+    """Runs `body(*args)` on `world_size` ranks until all have returned."""
 
     def __init__(
         self,
@@ -70,18 +63,12 @@ class SmallAgent:
         *args: Any,
         folder: Path,
         replace: bool = True,
-        timeout_s: float = 120.0,
-        most_losses: int = 20,
-        may_raise: bool = False,
         end_on_loss: bool = False,
         on_turn: Callable[[SmallAgent], None] | None = None,
-        machines: Sequence[Host] = (),
-        sizes: Sequence[int] = (),
     ) -> None:
         self._body, self._args, self._folder, self._replace = body, args, folder, replace
-        self._deadline = time.monotonic() + timeout_s
-        self._most_losses = most_losses
-        self._may_raise = may_raise
+        self._deadline = time.monotonic() + 600.0
+        self._num_losses = 0
         self._end_on_loss = end_on_loss
         self.ends: list[str] = []
         self._on_turn = on_turn
@@ -90,10 +77,7 @@ class SmallAgent:
         self.progress: dict[int, int] = {}
         self._token = os.urandom(8).hex()
         self._name = f"phalanx-test-{os.getpid()}-{os.urandom(4).hex()}"
-        self._machines = list(machines)
-        self._places = {slot: host for slot, host in enumerate(host for host, n in enumerate(sizes) for _ in range(n))}
-        self._spare = list(range(len(sizes), len(machines)))
-        self._listeners = [_listen_at(machine, self._name) for machine in machines] or [listen(self._name, 64)]
+        self._listener = listen(self._name, 64)
         self._stores: list[int] = []
         self._pending: list[Channel] = []
         self._new_store()
@@ -108,28 +92,24 @@ class SmallAgent:
         """Return what the rank in `slot` finds, in a generation of all of these."""
         slots = sorted(slots)
         rank, world_size = slots.index(slot), len(slots)
-        here = [one for one in slots if self._places.get(one) == self._places.get(slot)]
         variables = {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(here.index(slot)),
-            "LOCAL_WORLD_SIZE": str(len(here)),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_PORT": "1",
             "MASTER_ADDR": "localhost",
             "PHALANX_STORE": f"/proc/{os.getpid()}/fd/{self._stores[-1]}",
             "PHALANX_STORE_OF": f"{rank}/{world_size}/1/",
             "PHALANX_AGENT": f"{self._name}:{self._token}",
         }
-        if slot in self._places:
-            variables["PHALANX_ADDRESS"] = self._machines[self._places[slot]].address
         return {**variables, "PHALANX_GENERATION": str(self.generation)} if self.generation else variables
 
     def _start(self, slot: int, slots: Iterable[int]) -> None:
         environment = self._environment(slot, slots)
         path = self._folder / f"outcome-{slot}-{self.generation}"
-        machine = self._machines[self._places[slot]] if slot in self._places else None
         process = multiprocessing.get_context("fork").Process(
-            target=_work, args=(self._body, self._args, environment, path, os.getpid(), self._listeners, machine)
+            target=_work, args=(self._body, self._args, environment, path, os.getpid(), self._listener)
         )
         process.start()
         self.slots[slot] = Slot(process, self.generation)
@@ -151,10 +131,10 @@ class SmallAgent:
     def _turn(self) -> None:
         running = {s.process.sentinel: n for n, s in self.slots.items() if not s.is_over}
         links = {s.connection: n for n, s in self.slots.items() if s.connection is not None}
-        ready, _, _ = select.select([*self._listeners, *self._pending, *links, *running], [], [], 0.05)
+        ready, _, _ = select.select([self._listener, *self._pending, *links, *running], [], [], 0.05)
         for one in ready:
-            if one in self._listeners:
-                self._pending.append(Channel(one.accept()[0]))
+            if one is self._listener:
+                self._pending.append(Channel(self._listener.accept()[0]))
             elif one in self._pending:
                 self._pending.remove(one)
                 self._admit(one)
@@ -228,8 +208,7 @@ class SmallAgent:
             self._tell(number)
 
     def _lose(self, bad: list[int]) -> None:
-        bad = self._with_their_hosts(bad)
-        self._most_losses -= len(bad)
+        self._num_losses += len(bad)
         if self._end_on_loss:
             for number in bad:
                 self.ends.append(self._outcome_text(number))
@@ -239,11 +218,11 @@ class SmallAgent:
                     slot.connection.put({"kind": "end", "code": 75, "why": "too few ranks"})
             return
         raised = [n for n in bad if outcome.read(self._path(n)) is not None]
-        if self._most_losses < 0 or (raised and not self._may_raise):
+        if raised or self._num_losses > _MOST_LOSSES:
             raise RuntimeError("\n".join(self._outcome_text(n) for n in raised or bad))
         self.generation += 1
         self._new_store()
-        replaced = [n for n in bad if self._replace and self.slots[n].process.exitcode != -LEAVES]
+        replaced = bad if self._replace else []
         for number in bad:
             self._remove(number)
         slots = [*self.slots, *replaced]
@@ -251,19 +230,6 @@ class SmallAgent:
             self._start(number, slots)
         for number in self.slots:
             self._tell(number)
-
-    def _with_their_hosts(self, bad: list[int]) -> list[int]:
-        """Return these and all other ranks of hosts that are lost; a spare host gets their places."""
-        for place in {self._places[number] for number in bad if number in self._places}:
-            if self._machines[place] not in find_lost_hosts(self._folder, self._machines):
-                continue
-            theirs = [number for number, one in self._places.items() if one == place]
-            instead = self._spare.pop(0)
-            self._places.update(dict.fromkeys(theirs, instead))
-            for number in theirs:
-                self.slots[number].process.join()  # it has been killed
-            bad = sorted({*bad, *theirs})
-        return bad
 
     def _remove(self, number: int) -> None:
         slot = self.slots.pop(number)
@@ -313,38 +279,18 @@ class SmallAgent:
                 slot.connection.close()
         for connection in self._pending:
             connection.close()
-        for listener in self._listeners:
-            listener.close()
+        self._listener.close()
         for fd in self._stores:
             os.close(fd)
 
 
-def _listen_at(machine: Host, name: str) -> socket.socket:
-    """Return a socket of that host: names without a file belong to a network namespace."""
-    made: list[socket.socket] = []
-
-    def listen_there() -> None:
-        machine.enter()
-        made.append(listen(name, 64))
-
-    thread = threading.Thread(target=listen_there)
-    thread.start()
-    thread.join()
-    return made[0]
-
-
 def _work(
     body: Body, args: tuple[Any, ...], environment: dict[str, str], path: Path, parent: int,
-    listeners: list[socket.socket], machine: Host | None,
+    listener: socket.socket,
 ) -> None:  # fmt: skip
-    import faulthandler
-
     die_with_parent(parent)
     os.setpgrp()
-    for listener in listeners:
-        listener.close()
-    if machine is not None:
-        machine.enter()
+    listener.close()
     os.environ.pop("PHALANX_GENERATION", None)
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -352,11 +298,6 @@ def _work(
         faulthandler.enable(stack)
         faulthandler.register(signal.SIGUSR2, stack)
         told = outcome.call(int(environment["RANK"]), lambda: body(*args))
-        if told.failed and os.environ.get("SMALL_AGENT_VERBOSE"):
-            print(told.text, file=sys.stderr)
-            traceback.print_exc()
-        import pickle
-
         outcome.write(path, told, pickle.dumps)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -19,14 +19,11 @@ import phalanx
 from phalanx import elastic
 
 
-def _train(job: Job, wrapper: str, freezes: bool) -> dict[str, Any]:
+def _train(job: Job, freezes: bool) -> dict[str, Any]:
     with phalanx.init(timeout=60.0):
         torch.manual_seed(1)
         net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-        if wrapper == "torch":
-            ddp: nn.Module = nn.parallel.DistributedDataParallel(net)
-        else:
-            ddp = phalanx.DistributedDataParallel(net, find_unused_parameters=freezes)
+        ddp = phalanx.DistributedDataParallel(net, find_unused_parameters=freezes)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         data = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(5)))
         sampler = phalanx.DistributedSampler(data)
@@ -52,31 +49,25 @@ def _train(job: Job, wrapper: str, freezes: bool) -> dict[str, Any]:
         return {"weights": copy_state(ddp), "random": torch.rand(1), "steps": state.step}
 
 
-def _check(strikes: tuple[Strike, ...], folder: Path, wrapper: str, workers: int, freezes: bool) -> None:
+def _check(strikes: tuple[Strike, ...], folder: Path, *, workers: int, freezes: bool) -> None:
     results = []
     for name, those in (("undisturbed", ()), ("disturbed", strikes)):
         (folder / name).mkdir()
         job = Job(str(folder / name), those, workers=workers, persistent=bool(workers))
-        results.append(SmallAgent(_train, 2, job, wrapper, freezes, folder=folder / name).run())
+        results.append(SmallAgent(_train, 2, job, freezes, folder=folder / name).run())
     expected, ended = results
     assert (expected.generations, ended.generations) == (0, len(strikes))
     for mine, theirs in zip(ended.results, expected.results, strict=True):
         assert_equal(mine, theirs)
 
 
-@pytest.mark.slow(but=("0-0",))
-@pytest.mark.parametrize("step", [0, 1, 6])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_workers_that_last_over_a_loss_leave_the_random_states_as_they_would_be(
-    rank: int, step: int, tmp_path: Path
-) -> None:
+def test_workers_that_last_over_a_loss_leave_the_random_states_as_they_would_be(tmp_path: Path) -> None:
     """A survivor went back to before its loader had drawn a seed, and the loader, which lasts, drew none again."""
-    _check((Strike(rank, "forward", step),), tmp_path, "phalanx", 1, freezes=False)
+    strikes = (Strike(0, "forward", 0), Strike(1, "forward", 1), Strike(0, "forward", 6))
+    _check(strikes, tmp_path, workers=1, freezes=False)
 
 
-@pytest.mark.slow(but=("1-7",))
-@pytest.mark.parametrize("step", [7, 12])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_may_be_lost_while_a_layer_is_frozen(rank: int, step: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_rank_may_be_lost_while_a_layer_is_frozen(tmp_path: Path) -> None:
     """The wrapper could not register its hooks with parameters of survivors that were frozen at that moment."""
-    _check((Strike(rank, "forward", step),), tmp_path, "phalanx", 0, freezes=True)
+    _check((Strike(1, "forward", 7), Strike(0, "forward", 12)), tmp_path, workers=0, freezes=True)

@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-def check(program: Program, folder: Path, undisturbed: Any, *strikes: Strike, world_size: int = 2) -> None:
+def check(program: Program, folder: Path, undisturbed: Any, *strikes: Strike, world_size: int) -> None:
     """Everything is as if nobody had been lost."""
     job = Job(str(folder), strikes, samples=16 * world_size)
     ended = SmallAgent(train_program, world_size, job, program, folder=folder).run()
@@ -46,83 +46,29 @@ def check(program: Program, folder: Path, undisturbed: Any, *strikes: Strike, wo
         assert not differences(mine, theirs), f"rank {rank}"
 
 
-LOSSES = (Strike(1, "backward", 3), Strike(0, "commit", 5))
+# Of each rank in turn; in a collective that a step has now and then; two at once, on three ranks.
+LOSSES = {
+    "each rank": (2, Program(), (Strike(1, "backward", 3), Strike(0, "commit", 5))),
+    "late": (2, Program(), (Strike(1, "late", 3),)),
+    "two at once": (3, Program(), (Strike(1, "backward", 3), Strike(0, "commit", 5), Strike(2, "commit", 5))),
+    "after few trials": (2, Program(trial=2), (Strike(1, "commit", 1), Strike(0, "commit", 4))),
+    "BatchNorm over the ranks": (2, Program(sync=True), (Strike(1, "backward", 3), Strike(0, "commit", 5))),
+}
 
 
-@pytest.mark.slow(but=("expanded",))
-@pytest.mark.parametrize("layer", ["late", "growing", "none first", "retyped", "tied", "expanded"])
-def test_buffers_that_change_their_form_are_kept_in_the_form_that_they_have(
-    layer: str, tmp_path: Path, undisturbed: Any
+@pytest.mark.slow(but=("each rank", "late"))
+@pytest.mark.parametrize("loss", LOSSES)
+def test_state_of_every_kind_is_after_a_loss_what_it_would_have_been(
+    loss: str, tmp_path: Path, undisturbed: Any
 ) -> None:
-    """A buffer that was registered late, or grew, was left out of the record, which was read by another layout then:
-    the replacement's running_mean was old variances.
+    """A buffer that was registered late, or grew, was read by another layout: running means were old variances. Scales
+    of float8 (`get_extra_state`), counters, generators and state of an optimizer that hangs on no parameter were not
+    handed over; values that a rank counts for itself, and buffers of averages, became those of another rank; two names
+    for one tensor became two tensors, a group of parameters that the loop had added ended the job, and a rank that was
+    lost drew the same numbers again.
     """
-    check(Program(("norm", layer)), tmp_path, undisturbed, *LOSSES)
-
-
-@pytest.mark.slow(but=("2-own value",))
-@pytest.mark.parametrize("does", ["own value", "own list", "metric"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_each_rank_counts_for_itself_stays_its_own(
-    does: str, world_size: int, tmp_path: Path, undisturbed: Any
-) -> None:
-    """A running mean became that of another rank, on the replacement, and on survivors that were a step behind. With
-    two to receive a state, it was broadcast over everybody's.
-    """
-    strikes = (*LOSSES, Strike(2, "commit", 5)) if world_size == 3 else LOSSES
-    check(Program(does=(does,)), tmp_path, undisturbed, *strikes, world_size=world_size)
-
-
-@pytest.mark.slow(but=("extra",))
-@pytest.mark.parametrize("layer", ["extra", "attribute", "generator"])
-def test_what_a_layer_keeps_outside_of_its_buffers_is_kept(layer: str, tmp_path: Path, undisturbed: Any) -> None:
-    """Scales of float8 (`get_extra_state`), counters and generators were neither handed over nor rolled back."""
-    check(Program(("norm", layer)), tmp_path, undisturbed, *LOSSES)
-
-
-@pytest.mark.slow(but=("100-own value",))
-@pytest.mark.parametrize("does", ["seldom draw", "own value"])
-@pytest.mark.parametrize("trial", [2, 100])
-def test_what_a_rank_first_draws_or_counts_behind_the_backward_is_kept_from_the_first_time_on(
-    does: str, trial: int, tmp_path: Path, undisturbed: Any
-) -> None:
-    """The others committed the step without waiting for its record: who was lost in it drew those numbers again."""
-    strikes = (Strike(1, "commit", 1), Strike(0, "commit", 4))
-    check(Program(does=(does,), trial=trial), tmp_path, undisturbed, *strikes)
-
-
-@pytest.mark.slow
-def test_state_of_an_optimizer_that_hangs_on_no_parameter_is_kept(tmp_path: Path, undisturbed: Any) -> None:
-    """`state["global"]` was not handed over: only what had a parameter was."""
-    check(Program(optimizer="global"), tmp_path, undisturbed, *LOSSES)
-
-
-def test_a_loss_in_a_collective_that_a_step_has_now_and_then_is_taken_back(tmp_path: Path, undisturbed: Any) -> None:
-    """The loss was reduced every fifth step: the survivor's scheduler missed the step in which it failed."""
-    check(Program(does=("late reduce",)), tmp_path, undisturbed, Strike(1, "late", 3))
-
-
-@pytest.mark.parametrize("does", ["average of buffers", "average"])
-def test_the_buffers_of_an_average_are_those_of_the_rank(does: str, tmp_path: Path, undisturbed: Any) -> None:
-    """Its weights were exact, and its buffers those of another rank."""
-    check(Program(does=(does,)), tmp_path, undisturbed, *LOSSES)
-
-
-@pytest.mark.slow
-def test_two_names_for_one_tensor_stay_two_names_for_one_tensor(tmp_path: Path, undisturbed: Any) -> None:
-    """They were two tensors after a loss."""
-    check(Program(does=("alias",)), tmp_path, undisturbed, *LOSSES)
-
-
-def test_a_group_of_parameters_that_the_loop_adds_is_handed_over(tmp_path: Path, undisturbed: Any) -> None:
-    """The next loss ended the job: "zip() argument 2 is longer"."""
-    check(Program(does=("new group",)), tmp_path, undisturbed, Strike(1, "backward", 4), Strike(0, "commit", 6))
-
-
-@pytest.mark.slow
-def test_a_replacement_has_the_batchnorm_layers_that_the_others_have(tmp_path: Path, undisturbed: Any) -> None:
-    """`sync_batchnorm="auto"` had decided to span the ranks, in a step that the replacement had not seen."""
-    check(Program(does=("auto",)), tmp_path, undisturbed, *LOSSES)
+    world_size, program, strikes = LOSSES[loss]
+    check(program, tmp_path, undisturbed, *strikes, world_size=world_size)
 
 
 class Counting:
@@ -183,12 +129,6 @@ def test_state_of_no_parameter_in_a_sharded_optimizer_is_refused_by_name(tmp_pat
     """It was left out of what is kept, and of checkpoints, in silence."""
     with pytest.raises(RuntimeError, match=r"GlobalSGD keeps state\['global'\], which belongs to no parameter"):
         SmallAgent(_train_sharded, 2, folder=tmp_path).run()
-
-
-@pytest.mark.slow
-def test_a_chained_scheduler_is_kept(tmp_path: Path, undisturbed: Any) -> None:
-    """`State` raised AttributeError: it has no `last_epoch` of its own."""
-    check(Program(does=("chained",)), tmp_path, undisturbed, *LOSSES)
 
 
 def _train_elsewhere(kind: str) -> str:

@@ -57,7 +57,6 @@ def train_stream(
                 for ids, x in loader:
                     job.strike("batch", state.step)
                     job.log(state.step, epoch, ids.tolist())
-                    job.wait(state.step)
                     ddp(x).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()

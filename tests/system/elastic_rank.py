@@ -14,11 +14,18 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
-from phalanx._base.ipc.agent import connect, split
-from phalanx._comm.diagnostics.progress_page import open_page
-from phalanx._comm.rendezvous.launchers import COORDINATOR
-from phalanx.elastic.channel import outlive_zygote
+import phalanx
+
+# The package itself imports torch, which takes longer than all that is done here.
+sys.modules["phalanx.elastic"] = package = types.ModuleType("phalanx.elastic")
+package.__path__ = [os.path.join(os.path.dirname(phalanx.__file__), "elastic")]
+
+from phalanx._base.ipc.agent import connect, split  # noqa: E402
+from phalanx._comm.diagnostics.progress_page import open_page  # noqa: E402
+from phalanx._comm.rendezvous.launchers import COORDINATOR  # noqa: E402
+from phalanx.elastic.channel import outlive_zygote  # noqa: E402
 
 
 class Rank:

@@ -41,16 +41,15 @@ def test_everybody_learns_which_rank_of_another_host_died(sizes):
         dist.barrier()
         if rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
-        begun = time.monotonic()
         with pytest.raises(PeerLostError) as caught:
             dist.all_reduce(torch.ones(1000))
         with pytest.raises(PeerLostError, match="is gone"):  # and it stays so
             dist.barrier()
-        return cause_of(caught.value), caught.value.ranks, str(caught.value), time.monotonic() - begun
+        return cause_of(caught.value), caught.value.ranks, str(caught.value)
 
     results = on_hosts(sizes, check, lost=(victim,))[:victim]
-    assert len({text for text, _, _, _ in results}) == 1
-    for rank, (text, ranks, message, _) in enumerate(results):
+    assert len({text for text, _, _ in results}) == 1
+    for rank, (text, ranks, message) in enumerate(results):
         assert ranks == (victim,)
         assert f"all_reduce #3 in group '0' on rank {rank}: rank {victim} (pid " in message
         assert f"10.77.0.{len(sizes)}) is gone: " in text
@@ -59,61 +58,40 @@ def test_everybody_learns_which_rank_of_another_host_died(sizes):
             assert "killed by SIGKILL" in text or "it ended without a word" in text
 
 
-@pytest.mark.slow(but=("False",))
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_rank_that_dies_in_the_middle_of_a_large_transfer_is_named_before_the_timeout(is_async):
+TRANSFERS = {
+    "broadcast": lambda tensor, rank: dist.broadcast(tensor, src=1),
+    "asynchronous broadcast": lambda tensor, rank: dist.broadcast(tensor, src=1, async_op=True).wait(),
+    "message": lambda tensor, rank: dist.send(tensor, 0) if rank == 1 else dist.recv(tensor, 1),
+}
+
+
+@pytest.mark.slow(but=("broadcast-1-True-False", "message-0-True-False"))
+@pytest.mark.parametrize("without_memory", [False, True])
+@pytest.mark.parametrize("in_main", [True, False])
+@pytest.mark.parametrize(
+    ("what", "victim"), [("broadcast", 1), ("asynchronous broadcast", 1), ("message", 1), ("message", 0)]
+)
+def test_a_rank_that_dies_in_the_middle_of_a_transfer_is_named_before_the_timeout_and_in_the_next_call(
+    monkeypatch, what, victim, in_main, without_memory
+):
     """Gloo wakes whoever waits for a message when its connection goes, but not if the message had begun to come: the
-    others heard of a death in the middle of a segment when their time was up, and called it late.
+    others heard of a death in the middle of a segment when their time was up, and called it late. The thread that
+    waited in Gloo kept the group's lock: a barrier in an `except` waited until the timeout, and said in the end that
+    another thread's collective was still under way. Where ranks cannot share memory, nobody looked at the connections;
+    outside of the main thread nothing was heard at all.
     """
+    if without_memory:
+        monkeypatch.setattr("phalanx._comm.backend.create._cannot_share", lambda *_: "the test says so")
 
     def check(rank, world_size, machines):
-        tensor = torch.ones(2 * 2**20)
+        tensor, heard = torch.ones(2 * 2**20), []
         dist.barrier()
-        if rank == 1:
+        if rank == victim:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        with pytest.raises(PeerLostError) as caught:
-            _broadcast_until_it_fails(tensor, is_async)
-        return caught.value.ranks
-
-    assert on_hosts((1, 1), check, lost=(1,), timeout_s=10.0, rate="1gbit")[0] == (1,)
-
-
-def test_after_a_death_in_the_middle_of_a_transfer_the_next_operation_tells_the_same():
-    """The thread that waited in Gloo kept the group's lock: a barrier in an `except` waited until the timeout, and said
-    in the end that another thread's collective was still under way.
-    """
-
-    def check(rank, world_size, machines):
-        tensor = torch.ones(2 * 2**20)
-        dist.barrier()
-        if rank == 1:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        with pytest.raises(PeerLostError) as caught:
-            _broadcast_until_it_fails(tensor, is_async=False)
-        with pytest.raises(PeerLostError, match=r"barrier.* in group '0' on rank 0: rank 1 "):
-            dist.barrier()
-        return caught.value.ranks
-
-    assert on_hosts((1, 1), check, lost=(1,), timeout_s=90.0, rate="1gbit")[0] == (1,)
-
-
-@pytest.mark.slow
-def test_over_gloo_alone_a_rank_that_dies_in_the_middle_of_a_transfer_is_named_in_every_thread(monkeypatch):
-    """Where ranks cannot share memory, nobody looked at the connections: the death was heard when time was up, and the
-    rank was called late. Outside of the main thread nothing was heard at all.
-    """
-    monkeypatch.setattr("phalanx._comm.backend.create._cannot_share", lambda *_: "the test says so")
-
-    def check(rank, world_size, machines, in_main):
-        tensor = torch.ones(2 * 2**20)
-        dist.barrier()
-        if rank == 1:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        heard = []
 
         def move():
             with pytest.raises(PeerLostError) as caught:
-                _broadcast_until_it_fails(tensor, is_async=False)
+                _call_until_it_fails(lambda: TRANSFERS[what](tensor, rank))
             heard.append(caught.value.ranks)
 
         if in_main:
@@ -122,36 +100,11 @@ def test_over_gloo_alone_a_rank_that_dies_in_the_middle_of_a_transfer_is_named_i
             thread = threading.Thread(target=move)
             thread.start()
             thread.join()
-        with pytest.raises(PeerLostError):  # and it stays so
+        with pytest.raises(PeerLostError, match=rf"barrier.* in group '0' on rank {1 - victim}: rank {victim} "):
             dist.barrier()
-        return type(dist.group.WORLD.transport).__name__, heard
+        return heard
 
-    for in_main in (True, False):
-        results = on_hosts((1, 1), check, in_main, lost=(1,), timeout_s=90.0, rate="1gbit")
-        assert results[0] == ("GlooTransport", [(1,)])
-
-
-@pytest.mark.slow(but=("False-receiver",))
-@pytest.mark.parametrize("victim", ["sender", "receiver"])
-@pytest.mark.parametrize("without_memory", [False, True])
-def test_a_peer_that_dies_in_the_middle_of_a_message_is_named_before_the_timeout(monkeypatch, victim, without_memory):
-    """A sender that was killed in the middle of a message was waited for until the timeout, and 'did not answer'."""
-    if without_memory:
-        monkeypatch.setattr("phalanx._comm.backend.create._cannot_share", lambda *_: "the test says so")
-    dead = 1 if victim == "sender" else 0
-
-    def check(rank, world_size, machines):
-        tensor = torch.ones(2 * 2**20)
-        dist.barrier()
-        if rank == dead:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        with pytest.raises(PeerLostError) as caught:
-            _call_until_it_fails(lambda: dist.send(tensor, 0) if rank == 1 else dist.recv(tensor, 1))
-        with pytest.raises(PeerLostError):  # and it stays so
-            dist.barrier()
-        return caught.value.ranks
-
-    assert on_hosts((1, 1), check, lost=(dead,), timeout_s=90.0, rate="1gbit")[1 - dead] == (dead,)
+    assert on_hosts((1, 1), check, lost=(victim,), timeout_s=90.0, rate="1gbit")[1 - victim] == [(victim,)]
 
 
 @pytest.mark.slow
@@ -165,9 +118,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_small_collective_is_named_before_th
             Path("/proc/sys/net/ipv4/tcp_wmem").write_text("4096 16384 16384")  # of this host's network alone
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
         with pytest.raises(PeerLostError) as caught:
-            _broadcast_until_it_fails(tensor, is_async=False)
-        with pytest.raises(PeerLostError):  # and it stays so
-            dist.barrier()
+            _call_until_it_fails(lambda: dist.broadcast(tensor, src=1))
         return caught.value.ranks
 
     assert on_hosts((1, 1), check, lost=(1,), timeout_s=90.0, rate="20mbit")[0] == (1,)
@@ -176,13 +127,6 @@ def test_a_rank_that_dies_in_the_middle_of_a_small_collective_is_named_before_th
 def _call_until_it_fails(call):
     while True:
         call()
-
-
-def _broadcast_until_it_fails(tensor, is_async):
-    while True:
-        work = dist.broadcast(tensor, src=1, async_op=is_async)
-        if work is not None:
-            work.wait()
 
 
 def test_a_rank_that_dies_while_others_wait_for_its_message_is_named():
@@ -196,42 +140,6 @@ def test_a_rank_that_dies_while_others_wait_for_its_message_is_named():
 
     message = on_hosts((1, 1), check, lost=(1,))[0]
     assert "recv from rank 1 in group '0' on rank 0: rank 1 (pid " in message
-
-
-@pytest.mark.slow(but=("operation-1", "dtype-3"))
-@pytest.mark.parametrize(("how", "odd"), [("operation", 1), ("size", 3), ("dtype", 3), ("root", 3)])
-def test_a_disagreement_names_every_ranks_call_and_changes_no_tensor(how, odd):
-    def call(tensor, rank, world_size):
-        if how == "operation" and rank == odd:
-            dist.all_gather([torch.empty(6) for _ in range(world_size)], tensor)
-        elif how == "root":
-            dist.broadcast(tensor, src=odd if rank == odd else 0)
-        elif how == "size" and rank == odd:
-            dist.all_reduce(tensor[:5])
-        else:
-            dist.all_reduce(tensor)
-
-    def check(rank, world_size, machines):
-        tensor = torch.ones(6, dtype=torch.float64 if how == "dtype" and rank == odd else torch.float32)
-        with pytest.raises(MismatchError) as caught:
-            call(tensor, rank, world_size)
-        assert torch.equal(tensor, torch.ones_like(tensor))
-        return cause_of(caught.value), caught.value.calls
-
-    results = on_hosts((2, 2), check)
-    assert len({text for text, _ in results}) == 1, results
-    text, calls = results[0]
-    assert sorted(calls) == [0, 1, 2, 3]
-    assert "the ranks called different things; no tensor was changed." in text
-    assert "test_hosts_failures.py:" in calls[odd]
-    said = {
-        "operation": ("all_gather of float32 (6,)", "all_reduce(SUM) of float32 (6,)"),
-        "size": ("all_reduce(SUM) of float32 (5,)", "all_reduce(SUM) of float32 (6,)"),
-        "dtype": ("all_reduce(SUM) of float64 (6,)", "all_reduce(SUM) of float32 (6,)"),
-        "root": (f"broadcast(src={odd}) of float32 (6,)", "broadcast(src=0) of float32 (6,)"),
-    }[how]
-    assert calls[odd].startswith(said[0])
-    assert all(call.startswith(said[1]) for rank, call in calls.items() if rank != odd)
 
 
 SMALL, LARGE = 1000, 200_000  # elements: with the head of the call, and in segments
@@ -250,6 +158,14 @@ def test_whatever_two_ranks_call_differently_is_named_on_all_and_changes_no_tens
             "another reduction": (
                 lambda: dist.all_reduce(tensor, group=group),
                 lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group),
+            ),
+            "another size": (
+                lambda: dist.all_reduce(tensor, group=group),
+                lambda: dist.all_reduce(tensor[:5], group=group),
+            ),
+            "another root": (
+                lambda: dist.broadcast(tensor, src=3, group=group),
+                lambda: dist.broadcast(tensor, src=0, group=group),
             ),
             "as many bytes of another type": (
                 lambda: dist.all_reduce(tensor, group=group),
@@ -298,14 +214,28 @@ def test_whatever_two_ranks_call_differently_is_named_on_all_and_changes_no_tens
             with pytest.raises(MismatchError) as caught:
                 mine()
             assert torch.equal(tensor, torch.ones(SMALL)), name
-            said[name] = (str(caught.value).partition(": ")[2], sorted(caught.value.calls))
+            said[name] = cause_of(caught.value), caught.value.calls
         return said
 
     results = on_hosts((2, 2), check)
-    for name, (text, ranks) in results[0].items():
+    expected = {
+        "another size": ("all_reduce(SUM) of float32 (5,)", f"all_reduce(SUM) of float32 ({SMALL},)"),
+        "another root": (f"broadcast(src=0) of float32 ({SMALL},)", f"broadcast(src=3) of float32 ({SMALL},)"),
+        "as many bytes of another type": (
+            f"all_reduce(SUM) of int32 ({SMALL},)", f"all_reduce(SUM) of float32 ({SMALL},)",
+        ),
+        "another operation on as many bytes": (
+            f"all_reduce(SUM) of float32 ({SMALL},)", f"broadcast(src=3) of float32 ({SMALL},)",
+        ),
+    }  # fmt: skip
+    for name, (text, calls) in results[0].items():
         assert {result[name][0] for result in results} == {text}, name
-        assert ranks == [0, 1, 2, 3], name
-        assert "no tensor was changed" in text
+        assert sorted(calls) == [0, 1, 2, 3], name
+        assert "the ranks called different things; no tensor was changed." in text
+        assert "test_hosts_failures.py:" in calls[odd]
+        one, others = expected.get(name, ("", ""))
+        assert calls[odd].startswith(one), name
+        assert all(call.startswith(others) for rank, call in calls.items() if rank != odd), name
 
 
 def test_a_split_that_does_not_fit_is_named_on_both_sides():
@@ -378,24 +308,6 @@ def test_a_stopped_rank_is_one_that_does_not_answer():
     assert on_hosts((1, 1), check, lost=(1,))[0] == (1,)
 
 
-@pytest.mark.slow
-def test_a_host_that_is_cut_off_is_late_as_a_whole_and_hears_that_it_is_cut_off():
-    def check(rank, world_size, machines):
-        dist.barrier()
-        limit(2.0)
-        if rank == 0:
-            machines[1].cut_off()
-        with pytest.raises(DeadlineError) as caught:
-            _all_reduce_until_it_fails()
-        return caught.value.missing, str(caught.value)
-
-    results = on_hosts((1, 2), check)
-    assert [missing for missing, _ in results] == [(1, 2), (0,), (0,)]
-    assert "Rank 2 (pid " in results[0][1]
-    assert "does not answer: it hangs, is stopped, or is cut off." in results[0][1]
-    assert "The job's store does not answer either: this host may be cut off." in results[2][1]
-
-
 @pytest.mark.slow(but=("False",))
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_rank_that_finds_no_time_to_answer_is_not_taken_for_the_missing_one(stops):
@@ -430,20 +342,20 @@ def test_a_host_whose_link_is_cut_in_the_middle_of_a_large_transfer_is_named_wit
         tensor = torch.ones(4 * 2**20)
         if rank == 0:
             threading.Timer(0.3, machines[1].cut_off).start()
-        begun = time.monotonic()
         with pytest.raises(DeadlineError) as caught:
-            _move_until_it_fails(tensor)
-        return caught.value.missing, str(caught.value), time.monotonic() - begun
+            _call_until_it_fails(lambda: [dist.broadcast(tensor, src=1), dist.all_reduce(tensor)])
+        return caught.value.missing, str(caught.value)
 
     results = on_hosts((2, 2), check)
-    assert [missing for missing, _, _ in results] == [(2, 3), (2, 3), (0, 1), (0, 1)], results
-    assert all("within 3.0 s" in text for _, text, _ in results)
-    assert all(took < 30.0 for _, _, took in results), "it hung"
+    assert [missing for missing, _ in results] == [(2, 3), (2, 3), (0, 1), (0, 1)], results
+    assert all("within 3.0 s" in text for _, text in results)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 2**20])
-def test_ranks_of_a_host_that_is_cut_off_tell_the_same_where_the_time_of_one_is_up_first(size):
+def test_a_host_that_is_cut_off_is_late_as_a_whole_and_its_ranks_tell_that_it_is_where_the_time_of_one_is_up_first(
+    size,
+):
     """The first told why in the job's store, which it could not reach, and woke the others of its host: they knew only
     who had woken them, and called it gone, `killed, or crashed`, though it was in the operation or had ended in order.
     """
@@ -454,11 +366,12 @@ def test_ranks_of_a_host_that_is_cut_off_tell_the_same_where_the_time_of_one_is_
         if rank == 0:
             machines[1].cut_off()
         with pytest.raises(DeadlineError) as caught:
-            _all_reduce_until_it_fails(size)
+            _call_until_it_fails(lambda: dist.all_reduce(torch.ones(size)))  # enough for one may have come before
         return caught.value.missing, cause_of(caught.value)
 
     results = on_hosts((2, 2), check)
-    assert [missing for missing, _ in results[2:]] == [(0, 1)] * 2, results
+    assert [missing for missing, _ in results] == [(2, 3), (2, 3), (0, 1), (0, 1)], results
+    assert "does not answer: it hangs, is stopped, or is cut off." in results[0][1]
     assert results[2][1] == results[3][1]
     assert "no answer from ranks 0, 1 within 2.0 s" in results[3][1]
     assert "The job's store does not answer either: this host may be cut off." in results[3][1]
@@ -496,17 +409,6 @@ def test_a_cut_of_three_seconds_ends_in_an_error_or_is_waited_out_as_the_timeout
         assert "rank 0" in said[1], said  # which may have ended by then, and the store with it
 
 
-def _move_until_it_fails(tensor):
-    while True:
-        dist.broadcast(tensor, src=1)
-        dist.all_reduce(tensor)
-
-
-def _all_reduce_until_it_fails(size=3):
-    while True:  # what the other host had sent before it was cut off may be enough for one
-        dist.all_reduce(torch.ones(size))
-
-
 def test_a_rank_that_ends_with_an_error_says_so_to_the_other_hosts():
     def check(rank, world_size, machines):
         dist.barrier()
@@ -534,13 +436,13 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
                 time.sleep(0.01)
             with pytest.raises(PeerLostError) as caught:
                 dist.all_reduce(torch.ones(3))
-            return str(caught.value), 0.0
-        sent = []
+            group.get_group_store().set("heard", "yes")
+            return str(caught.value)
 
         def is_time():
             return _waits_for_work() if waits_for == "message" else group.transport.session.position.inside
 
-        thread = threading.Thread(target=_signal_when, args=(is_time, signal.SIGINT, sent))
+        thread = threading.Thread(target=_signal_when, args=(is_time,))
         thread.start()
         calls = {
             "collective": (dist.all_reduce, (torch.ones(3),)),
@@ -550,19 +452,11 @@ def test_ctrl_c_is_heard_while_another_host_is_waited_for(waits_for):
         call = calls[waits_for]
         with pytest.raises(KeyboardInterrupt) as caught:
             call[0](*call[1])
-        heard = time.monotonic() - sent[0]
         thread.join()
-        group.get_group_store().wait([f"heard/{waits_for}"], timedelta(seconds=20))
-        return str(caught.value), heard
+        group.get_group_store().wait(["heard"], timedelta(seconds=60))
+        return str(caught.value)
 
-    def whole(rank, world_size, machines):
-        result = check(rank, world_size, machines)
-        if rank == 1:
-            dist.group.WORLD.get_group_store().set(f"heard/{waits_for}", "yes")
-        return result
-
-    (said, heard), (text, _) = on_hosts((1, 1), whole, timeout_s=30.0)
-    assert heard < 5.0, "it waited for the timeout"
+    said, text = on_hosts((1, 1), check, timeout_s=600.0, run_s=300.0)
     if waits_for != "message":
         assert "all_reduce #3 (" in said
         assert (
@@ -643,8 +537,8 @@ def _waits_for_work():
     return named[0] == ("threading.py", "wait") and ("work.py", "wait") in named
 
 
-def _signal_when(is_time, number=signal.SIGINT, sent=None):
-    """Send this process a signal once `is_time()` and its main thread stands in a wait; `sent` gets the time."""
+def _signal_when(is_time, number=signal.SIGINT):
+    """Send this process a signal once `is_time()` and its main thread stands in a wait."""
     main = threading.main_thread()
     before, same = None, 0
     while same < 5:  # asleep at one and the same instruction, each time that it is looked at
@@ -655,8 +549,6 @@ def _signal_when(is_time, number=signal.SIGINT, sent=None):
         same = same + 1 if is_time() and state == "S" and here == before else 0
         before = here
         del frame
-    if sent is not None:
-        sent.append(time.monotonic())
     os.kill(os.getpid(), number)
 
 

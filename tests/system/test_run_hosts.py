@@ -94,39 +94,15 @@ def test_a_host_without_a_key_ends_and_says_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.slow(but=("phalanx",))
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_two_hosts_are_one_job(tmp_path: Path, backend: str) -> None:
-    script = write_script(tmp_path, _ADD_UP)
-    with hosts(2) as machines, commands(machines, *numbered(machines, script=(script, backend))) as jobs:
-        first, second = finish(jobs)
-    assert (first.code, second.code) == (0, 0), first.out
-    assert sums(first) == [
-        ["sum", "10.0", "0", "0", "4", "2", "0", "2", "0"],
-        ["sum", "10.0", "1", "1", "4", "2", "0", "2", "1"],
-        ["sum", "10.0", "2", "0", "4", "2", "1", "2", "2"],
-        ["sum", "10.0", "3", "1", "4", "2", "1", "2", "3"],
-    ]
-    assert (
-        f"2 hosts: {os.uname().nodename}#0 (10.77.0.1) ranks 0-1; {os.uname().nodename}#1 (10.77.0.2) ranks 2-3"
-        in first.out
-    )
-    assert f"[3 {os.uname().nodename}#1] sum" in first.out
-    assert "What they print is shown there" in second.out
-    assert "sum" not in second.out
-
-
-def test_env_of_the_first_host_reaches_the_ranks_of_all_before_they_import_torch(tmp_path: Path) -> None:
+def test_two_hosts_are_one_job_with_the_env_of_the_first(tmp_path: Path, backend: str) -> None:
     """A host that had the variable ignored it, its torch had begun with one thread, and the interface was replaced."""
     names = ("WORD", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "PHALANX_KEY")
-    script = write_script(
-        tmp_path,
-        "import os, torch\n"
-        "assert torch.get_num_threads() == 1\n"
-        f"print('rank', os.environ['RANK'], *(os.environ.get(name) for name in {names}))\n",
-    )
-    given = ("--env", "WORD", "--env", "OMP_NUM_THREADS=1", "--env", "GLOO_SOCKET_IFNAME=chosen")
+    show = f"import os, torch\nassert torch.get_num_threads() == 1\nenv = [os.environ.get(name) for name in {names}]\n"
+    script = write_script(tmp_path, show + _ADD_UP.replace("flush=True", "*env, flush=True"))
+    given = ("--env", "WORD", "--env", "OMP_NUM_THREADS=1", "--env", "GLOO_SOCKET_IFNAME=eth0")
     key = {"PHALANX_KEY": str(Key(bytes(32)))}
     with hosts(2) as machines, contextlib.ExitStack() as stack:
-        first, second = numbered(machines, script=(script,), nproc="1")
+        first, second = numbered(machines, script=(script, backend))
         first = (first[0], *given, *first[1:])
         jobs = [
             stack.enter_context(start(*line, env=environ, before=machine.command, stderr=subprocess.STDOUT))
@@ -135,10 +111,19 @@ def test_env_of_the_first_host_reaches_the_ranks_of_all_before_they_import_torch
                 (machines[1], second, {**key, "WORD": "second", "NCCL_DEBUG": "WARN"}),
             )
         ]
-        ended = finish(jobs)
-    assert [end.code for end in ended] == [0, 0], ended[0].out + ended[1].out
-    said = sorted(line.partition("] rank ")[2] for line in ended[0].lines if "] rank " in line)
-    assert said == ["0 first 1 chosen INFO None", "1 first 1 chosen WARN None"]
+        one, other = finish(jobs)
+    assert (one.code, other.code) == (0, 0), one.out + other.out
+    assert sums(one) == [
+        ["sum", "10.0", "0", "0", "4", "2", "0", "2", "0", "first", "1", "eth0", "INFO", "None"],
+        ["sum", "10.0", "1", "1", "4", "2", "0", "2", "1", "first", "1", "eth0", "INFO", "None"],
+        ["sum", "10.0", "2", "0", "4", "2", "1", "2", "2", "first", "1", "eth0", "WARN", "None"],
+        ["sum", "10.0", "3", "1", "4", "2", "1", "2", "3", "first", "1", "eth0", "WARN", "None"],
+    ]
+    name = os.uname().nodename
+    assert f"2 hosts: {name}#0 (10.77.0.1) ranks 0-1; {name}#1 (10.77.0.2) ranks 2-3" in one.out
+    assert f"[3 {name}#1] sum" in one.out
+    assert "What they print is shown there" in other.out
+    assert "sum" not in other.out
 
 
 @pytest.mark.slow

@@ -262,7 +262,7 @@ def test_a_trainer_saves_at_a_sigterm_and_asks_to_be_started_again(tmp_path: Pat
     assert "finished at step 400" in again.out
 
 
-@pytest.mark.slow(but=("1",))
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_trainer_on_two_hosts_saves_when_one_rank_of_one_host_receives_sigterm(tmp_path: Path, host: int) -> None:
     script = write_script(tmp_path, _TRAINER)
