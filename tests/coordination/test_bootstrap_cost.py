@@ -3,7 +3,6 @@
 import json
 import random
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,6 @@ from phalanx._comm.rendezvous.bootstrap import Bootstrap, exchange
 from phalanx._comm.rendezvous.rank_info import Arrival, RankInfo, host_identity, pack_infos, unpack_infos
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx._job.coordinator.service import Service
-from phalanx.errors import DeadlineError
 
 INFO = RankInfo(host_identity(), "here", "", ProcessId.of_self(), frozenset(), 1)
 
@@ -78,26 +76,6 @@ def test_who_comes_finds_the_start_in_one_round_trip_and_a_later_one_in_two(stor
     assert not store.check(["0/came"])
 
 
-def test_one_who_died_before_it_could_say_who_it_is_hides_nobody(store):
-    come_all(store, range(1, 100), 200)
-    store.add("0/came", 1)
-    come_all(store, range(100, 200), 200)
-    first = Bootstrap(store, 0, 200, INFO, "0", Deadline.after(60.0))
-    before = store.num_requests
-    assert sorted(one.rank for one in first._arrivals.read_all().values()) == list(range(1, 200))
-    assert store.num_requests - before < 60
-
-
-@pytest.mark.slow
-def test_who_waits_for_the_first_asks_seldom(store):
-    """It waits for two seconds, and two more for the first to say who is missing."""
-    come_all(store, [0], 3)
-    before = store.num_requests
-    with pytest.raises(DeadlineError, match="rank 2 of 3 never came"):
-        exchange(store, 1, 3, INFO, "0", Deadline.after(2.0))
-    assert store.num_requests - before < 60  # asking every 20 ms makes 200 and more; asking for the outcome, too, 80
-
-
 def test_the_first_is_told_that_the_last_has_come_and_asks_seldom_before(store, monkeypatch):
     """It asked three things fifty times a second, and looked through all who had come each time."""
     looks = []
@@ -114,16 +92,6 @@ def test_the_first_is_told_that_the_last_has_come_and_asks_seldom_before(store, 
     assert looks == [2, 3]
 
 
-def test_the_first_hears_that_the_last_has_come_however_seldom_it_looks(store, monkeypatch):
-    monkeypatch.setattr(bootstrap, "_CHECK_PROCESSES_S", 1000.0)
-    first = Bootstrap(store, 0, 2, INFO, "0", Deadline.after(60.0))
-    first._arrivals.arrive()
-    come = threading.Timer(0.3, come_all, (store.clone(), [1], 2))
-    come.start()
-    assert len(unpack_infos(first._wait()["ranks"])) == 2
-    come.join()
-
-
 def test_the_first_says_what_does_not_fit_while_others_are_still_missing(store):
     first = Bootstrap(store, 0, 200, INFO, "0", Deadline.after(60.0))
     first._arrivals.arrive()
@@ -131,25 +99,6 @@ def test_the_first_says_what_does_not_fit_while_others_are_still_missing(store):
     come.start()
     assert "different world sizes" in first._wait()["failure"]["text"]
     come.join()
-
-
-@pytest.mark.slow
-def test_who_waits_hears_that_all_have_come(store):
-    """In a group of many, whose ranks look after themselves every five seconds."""
-    first = Bootstrap(store, 0, 5000, INFO, "0", Deadline.after(60.0))
-    first._arrivals.arrive()
-    heard = []
-    waiter = threading.Thread(
-        target=lambda: heard.append(exchange(store.clone(), 1, 5000, INFO, "0", Deadline.after(60.0))),
-        name="phalanx-test-waiter",
-    )
-    waiter.start()
-    while not store.check(["0/rank/1"]):
-        time.sleep(0.01)
-    come_all(store, range(2, 5000), 5000)
-    first._wait()
-    waiter.join()
-    assert len(heard[0].infos) == 5000
 
 
 def test_what_ranks_know_of_each_other_comes_back_and_secrets_of_others_do_not():
@@ -164,20 +113,6 @@ def test_what_ranks_know_of_each_other_comes_back_and_secrets_of_others_do_not()
     ]
     assert unpack_infos(pack_infos(infos)) == expected
     assert "secret 0" not in repr(infos[0])
-
-
-def test_who_waits_reads_few_while_the_first_has_not_said_who_it_is(store):
-    """Each read all who had come, four times a second: 8,000 ranks filled the memory of the store's host."""
-    store.add("0/came", 1)  # the first is between two calls, for longer than a check takes
-    come_all(store, range(1, 150), 5000)
-    late = Bootstrap(store, 150, 5000, INFO, "0", Deadline.after(60.0))
-    late._arrivals.arrive()
-    for _ in range(5):
-        assert not late._check_processes(False)
-        assert set(late._arrivals.known) <= {*range(32), 150}
-    store.set("0/rank/0", json.dumps(Arrival(0, 5000, INFO).to_json()))
-    assert not late._check_processes(False)
-    assert min(late._arrivals.known) == 0
 
 
 def test_who_has_found_the_first_reads_nobody_else_however_long_it_waits(store):
@@ -207,23 +142,6 @@ def test_who_comes_after_others_that_died_in_taking_a_place_is_the_first(store, 
     for waiter in waiters:
         waiter.join()
     assert [len(one.infos) for one in heard] == [3, 3, 3]
-
-
-def test_of_many_ranks_the_first_says_who_is_missing_and_the_others_how_many(store):
-    come_all(store, range(199), 200)
-    late = Bootstrap(store, 199, 200, INFO, "0", Deadline.after(60.0))
-    late._arrivals.arrive()
-    store.set("0/came", "150")
-    before = late._describe_wait(late._deadline, False)
-    assert "waiting for 50 of 200 ranks (the rank that came first says which) for" in before
-    # Thousands of ranks that had not looked for the first read what all had said.
-    assert set(late._arrivals.known) == {199}
-    late._check_processes(False)
-    assert "waiting for 50 of 200 ranks (rank 0 says which) for" in late._describe_wait(late._deadline, False)
-    assert set(late._arrivals.known) == {0, 199}
-    first = Bootstrap(store, 0, 200, INFO, "0", Deadline.after(60.0))
-    first._arrivals.known = {0: first._arrivals.me}
-    assert "waiting for ranks 150-199 for" in first._describe_wait(late._deadline, True)
 
 
 @pytest.mark.parametrize("prefixes", [(), ("default_pg/",), ("0/", "cpu/")])

@@ -16,7 +16,6 @@ import zmq
 
 import phalanx._comm.control.connection_guard as guard_module
 import phalanx._job.coordinator.service as service_module
-from phalanx._base.deadline import Deadline
 from phalanx._base.loss_detection import CONNECTION_ENDED_S
 from phalanx._comm.control.address import Address, listen
 from phalanx._comm.control.admission import Complaints
@@ -144,18 +143,6 @@ def test_the_oldest_connections_of_strangers_go_first(monkeypatch):
         assert all(map(is_open, crowd[-8:]))
 
 
-@pytest.mark.slow
-def test_a_member_for_which_there_is_no_room_is_not_told_that_its_key_is_wrong(monkeypatch):
-    """Of a thousand hosts that began at once some were closed in the handshake: they ended, their key was wrong."""
-    monkeypatch.setattr(service_module, "_MAX_YOUNG", 0)
-    with Service("127.0.0.1:0", KEY) as service:
-        with pytest.raises(DeadlineError):
-            Client(str(service.address), KEY, timeout=5.0)
-        monkeypatch.setattr(service._guard, "_max_young", 8)
-        with Client(str(service.address), KEY) as member:
-            member.set("a", "1")
-
-
 def test_where_members_have_taken_all_connections_another_waits_and_a_line_says_what_to_raise(monkeypatch):
     said = []
     monkeypatch.setattr(service_module, "connections_allowed", lambda: 3)
@@ -173,27 +160,6 @@ def test_where_members_have_taken_all_connections_another_waits_and_a_line_says_
             late.set("a", "1")
         assert len(members[0].members()) >= 2
         assert service.num_open <= 3
-
-
-def test_strangers_from_many_addresses_leave_room_for_members(monkeypatch):
-    """They came from a hundred addresses, eight times from each, and whoever came then was closed for want of room."""
-    monkeypatch.setattr(service_module, "connections_allowed", lambda: 24)
-    said = []
-    with Service("127.0.0.1:0", KEY, say=said.append) as service, contextlib.ExitStack() as stack:
-        first = stack.enter_context(Client(str(service.address), KEY))
-        first.join({"host": "first"})
-        for number in range(120):
-            stack.enter_context(come(service.address.port, b"\xff", f"127.0.{number % 15 + 1}.{number // 15 + 1}"))
-            if number % 10 == 0:
-                with Client(str(service.address), KEY) as member:
-                    member.set("a", str(number))
-        deadline = Deadline.after(60.0)
-        while service.num_open > 24 + 1:  # of the last ten it may have closed none yet
-            assert not deadline.passed
-            first.set("b", "")
-        assert not [event for event in first.take() if event.kind == "expelled"]
-        assert first.members().keys() == {first.member}
-    assert any("24 connections are open" in line for line in said)
 
 
 _CLOSE = """
@@ -342,17 +308,6 @@ def test_pieces_are_as_long_as_they_may_be(nbytes):
     assert b"".join(pieces) == part
     assert len(pieces) == max(1, -(-nbytes // 10))
     assert max(map(len, pieces)) <= 10
-
-
-def test_a_number_that_is_that_of_another_socket_by_now_has_no_other_end(tmp_path, monkeypatch):
-    """While a thousand hosts came, one had gone again, and its number was that of a Unix socket without a name when the
-    guard asked for the second address: the coordinator ended, and the job with it."""
-    monkeypatch.chdir(tmp_path)
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as connection:
-        listener.bind("ab")  # as long as an address and a port
-        listener.listen()
-        connection.connect("ab")
-        assert _find_place(connection.fileno()) is None
 
 
 def test_the_other_end_of_a_connection_is_found_as_long_as_it_is_there():

@@ -1,7 +1,6 @@
 """Connections that break, processes that stop, coordinators that end: nothing is lost, done twice, or silent."""
 
 import contextlib
-import itertools
 import os
 import select
 import signal
@@ -22,7 +21,7 @@ from phalanx._comm.control.wire import KIND, Op, Status, pack, unpack
 from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.relay import Relay
 from phalanx._job.coordinator.service import Service
-from phalanx.errors import ClosedError, CoordinationError, DeadlineError
+from phalanx.errors import CoordinationError, DeadlineError
 
 KEY = Key.generate()
 
@@ -127,21 +126,6 @@ def test_a_coordinator_that_was_started_again_is_told_from_the_one_before():
         (event,) = client.wait_event()
         assert event.kind == "expelled"
         assert "started again" in event.why
-
-
-@pytest.mark.slow
-def test_a_coordinator_that_has_gone_is_told_to_who_waits():
-    with contextlib.ExitStack() as stack:
-        service = stack.enter_context(Service("127.0.0.1:0", KEY, lost_after_s=0.5))
-        client = stack.enter_context(Client(str(service.address), KEY))
-        service.close()
-        with pytest.raises(CoordinationError, match="cannot be reached any more: the connection was cut") as error:
-            client.get("a")
-        assert error.value.reason == "lost"
-        with pytest.raises((CoordinationError, DeadlineError), match=r"the connection (was|is) cut"):
-            client.get("a", timeout=1.0)
-    with pytest.raises(ClosedError, match="this client was closed"):
-        client.get("a")
 
 
 def test_a_coordinator_that_has_ended_is_told_to_members_at_once():
@@ -349,33 +333,6 @@ def test_an_item_is_not_lost_when_it_crosses_the_news_that_its_taker_has_given_u
     assert ask("late", Op.CANCEL, 0, b"1")["next"] == [(Status.OK, 1, [b"item"])]
     assert ask("late", Op.CANCEL, 0, b"1") == {}  # once
     assert ask("giver", Op.QUEUE_LEN, 2, b"q")["giver"][0].fields == [b"0"]
-
-
-def test_items_are_neither_lost_nor_doubled_by_takers_whose_time_is_up():
-    with Service() as service, contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(Client(service.local)) for _ in range(3)]
-        taken = [[] for _ in clients]
-
-        def take(number):
-            for tries in itertools.count(number):
-                with contextlib.suppress(DeadlineError):
-                    taken[number].append(clients[number].queue_pop("q", timeout=0.0001 * 2 ** (tries % 12)))
-                if b"end" in taken[number]:
-                    return
-
-        threads = [threading.Thread(target=take, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        with Client(service.local) as giver:
-            for n in range(500):
-                giver.queue_push("q", b"%d" % n)
-            for _ in threads:
-                giver.queue_push("q", b"end")
-            for thread in threads:
-                thread.join()
-            assert giver.queue_len("q") == 0
-        items = [item for items in taken for item in items if item != b"end"]
-        assert sorted(items) == sorted(b"%d" % n for n in range(500))
 
 
 def test_one_member_counts_another_one_out():

@@ -9,13 +9,11 @@ import time
 import pytest
 from tests.coordination.cable import Cable
 
-import phalanx._job.coordinator.service as service_module
 from phalanx._comm.backend.coordination_store import CoordinationStore
 from phalanx._comm.control.client import Client
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.wire import WRITE_ONCE, Op
 from phalanx._comm.diagnostics.failure_signals import FailureSignals
-from phalanx._job.coordinator.journal import pack_entry
 from phalanx._job.coordinator.relay import Relay
 from phalanx._job.coordinator.service import Service
 from phalanx.errors import ClosedError, CoordinationError, DeadlineError
@@ -139,35 +137,6 @@ def test_a_value_that_is_written_once_is_fetched_once_for_all(service, relay):
         client.close()
 
 
-def test_members_are_heard_between_answers_to_many_hosts(service, monkeypatch):
-    """All hosts were answered in one go. With a thousand of them on a busy machine that took longer than a member may
-    be silent, and the first host took its own coordinator for dead."""
-    monkeypatch.setattr(service_module, "_SENDING_S", 0.0)
-    rounds, send, send_to_relay = [], service._send, service._send_to_relay
-
-    def begin_round():
-        rounds.append(0)
-        send()
-
-    def count(relay, batch):
-        rounds[-1] += 1
-        send_to_relay(relay, batch)
-
-    monkeypatch.setattr(service, "_send", begin_round)
-    monkeypatch.setattr(service, "_send_to_relay", count)
-    with contextlib.ExitStack() as stack:
-        relays = [stack.enter_context(contextlib.closing(Relay(f"tcp://{service.address}", KEY))) for _ in range(6)]
-        clients = [stack.enter_context(Client(relay.path)) for relay in relays]
-        waits = [in_thread(lambda c=client: c.get("late", 30.0)) for client in clients]
-        wait_until(lambda: sum(len(s.parked) for s in list(service.coordinator.sessions.values())) == 6)
-        with Client(service.local) as near:
-            near.set("late", bytes(100_000))
-        for thread, results in waits:
-            thread.join()
-            assert results == [bytes(100_000)]
-    assert max(rounds) == 1
-
-
 def test_ranks_of_a_host_wait_together_for_the_next_failure(service, relay):
     """Each had a request of its own at the coordinator, which it sent again every twenty seconds."""
     stores = [CoordinationStore(relay.path) for _ in range(8)]
@@ -262,23 +231,6 @@ def test_what_ranks_of_a_lost_host_took_from_a_queue_last_is_there_again_and_the
             assert results == [None]
 
 
-@pytest.mark.parametrize("number", [-1, 7, 1 << 62, -(1 << 62)])
-def test_a_relay_of_no_member_does_the_coordinator_no_harm(service, number):
-    """Its copies could not be told of such a number, and the coordinator's thread ended."""
-    service.coordinator.journal.is_kept = True
-    with Client(service.local) as near, Client(str(service.address), KEY) as agent:
-        near.join({"host": "first"})
-        agent.join({"host": "second"}, watch=())
-        with contextlib.closing(Relay(f"tcp://{service.address}", KEY, lambda: number)) as relay:
-            with Client(relay.path) as rank:
-                rank.set("a", "1")
-            near.expel(agent.member, "it is lost")
-        for entry in service.coordinator.journal.take():
-            pack_entry(entry)
-        assert near.get("a") == b"1"
-        assert service.problem is None
-
-
 def queue_pop_or_error(client):
     with contextlib.suppress(CoordinationError):
         return client.queue_pop("work", timeout=60.0)
@@ -302,18 +254,6 @@ def test_clients_of_a_host_that_joins_again_are_those_of_its_new_member(service)
             assert near.queue_len("work") == 0
             near.expel(agent.member, "it is lost")
             assert near.queue_pop("work") == b"begun"
-
-
-@pytest.mark.slow
-def test_who_asks_hears_that_the_coordinator_has_gone():
-    service = Service("127.0.0.1:0", KEY, lost_after_s=0.3)
-    relay = Relay(f"tcp://{service.address}", KEY)
-    with Client(relay.path) as client:
-        client.set("a", b"1")
-        service.close()
-        with pytest.raises(CoordinationError, match="the connection was cut"):
-            client.get("b", 60.0)
-    relay.close()
 
 
 @pytest.mark.slow

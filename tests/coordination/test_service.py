@@ -221,30 +221,6 @@ def test_a_member_in_the_coordinators_own_process_may_be_late_on_a_machine_that_
         assert sorted(watching.members()) == sorted([own.member, watching.member])
 
 
-@pytest.mark.slow
-def test_a_member_in_the_coordinators_own_process_waits_for_it_as_long_as_its_thread_runs():
-    with service(lost_after_s=1.0) as (running, connect, _):
-        own, other = connect(local=True), connect(local=True)
-        begun, go_on = threading.Event(), threading.Event()
-        handle = running.coordinator.handle
-
-        def handle_late(route, frame, now):
-            begun.set()
-            go_on.wait()
-            return handle(route, frame, now)
-
-        for client in (own, other):
-            client.join({}, watch=())
-        running.keep(own)
-        running.coordinator.handle = handle_late
-        assert begun.wait(30.0)
-        assert [event.kind for event in other.wait_event(30.0)] == ["unreachable"]
-        assert own.wait_event(3.0) == []
-        go_on.set()
-        assert [event.kind for event in other.wait_event(30.0)] == ["reachable"]
-        assert own.wait_event(0.5) == []
-
-
 def test_a_member_in_the_coordinators_own_process_is_told_when_its_thread_has_ended(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     with service(lost_after_s=1.0) as (running, connect, said):

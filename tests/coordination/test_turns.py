@@ -10,11 +10,10 @@ import zmq
 
 import phalanx._job.coordinator.service as service_module
 from phalanx._comm.control.client import Client
-from phalanx._comm.control.wire import MAX_FIELDS, MAX_VALUE_BYTES, Op, Status, pack, unpack
+from phalanx._comm.control.wire import MAX_FIELDS, MAX_VALUE_BYTES, Op, pack, unpack
 from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError
 from phalanx._job.coordinator.service import Service
-from phalanx._job.coordinator.session import take_apart
 
 
 def test_a_member_whose_requests_take_long_gets_one_of_them_before_others_are_answered(monkeypatch):
@@ -55,26 +54,6 @@ def test_a_member_whose_requests_take_long_gets_one_of_them_before_others_are_an
                 answered += len(unpack(flood.recv()[8:]))
     assert sum(rounds) == 100
     assert max(rounds) == 1
-
-
-def test_a_long_value_for_many_who_wait_is_held_once_until_it_is_sent():
-    """What all ranks say of themselves was packed for each of a thousand hosts before it was sent to the first."""
-    coordinator, value = Coordinator(), bytes(range(256)) * 4000
-    for waiter in range(100):
-        coordinator.handle(f"waiter {waiter}", pack(Op.GET, 7 + waiter, b"key"), 0.0)
-    frame = pack(Op.SET, 1, b"key", value)
-    tracemalloc.start()
-    try:
-        coordinator.handle("setter", frame, 0.0)
-        assert tracemalloc.get_traced_memory()[1] < 4 * len(value)
-    finally:
-        tracemalloc.stop()
-    told = dict(coordinator.take_outgoing())
-    for waiter in range(100):
-        (session,) = (session for session in told if session.route == f"waiter {waiter}")
-        parts = list(take_apart(told[session]))
-        assert b"".join(parts) == pack(Status.OK, 7 + waiter, value)
-        assert sum(map(len, told[session])) == sum(map(len, parts))
 
 
 def test_an_append_costs_what_it_appends():

@@ -17,12 +17,9 @@ from phalanx._comm.diagnostics import (
     step_tally,
 )
 from phalanx._comm.diagnostics.interruptions import is_interruption
-from phalanx._comm.diagnostics.sample_count import count_samples
 from phalanx._comm.diagnostics.step_machine import (
     BEGIN_BACKWARD,
-    BEGIN_UPDATE,
     END_BACKWARD_WITH_LOSS,
-    END_UPDATE,
     STEP,
     StepMachine,
 )
@@ -42,16 +39,9 @@ def ring(signum, frame):
     raise Alarm("the program's own")
 
 
-class Ring:
-    """A handler that is no function."""
-
-    def __call__(self, *given):
-        ring(*given)
-
-
-@pytest.fixture(params=[ring, Ring(), lambda *given: ring(*given)], ids=["function", "object", "lambda"])
-def alarm(request):
-    before = signal.signal(signal.SIGUSR1, request.param)
+@pytest.fixture
+def alarm():
+    before = signal.signal(signal.SIGUSR1, ring)
     yield lambda: os.kill(os.getpid(), signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, before)
 
@@ -96,44 +86,6 @@ def test_an_alarm_that_comes_while_events_are_made_into_records_reaches_the_prog
     recorder.close(ended=True)
     assert (rung, written(tmp_path).steps_done, written(tmp_path).ended) == (1, 10, True)
     assert capsys.readouterr().err == ""
-
-
-def test_an_alarm_reaches_the_program_also_from_what_the_recorder_asks(tmp_path, recorder, alarm):
-    recorder.on_first_step = lambda recorder: alarm()
-    with pytest.raises(Alarm):
-        recorder.mark(STEP)
-    recorder.on_first_step = lambda recorder: None
-    recorder.device_memory = lambda: alarm() or 0.0
-    with pytest.raises(Alarm):
-        recorder.mark(STEP)
-    recorder.device_memory = float
-    recorder.mark(STEP)
-    assert recorder.num_steps == 3
-
-
-def test_an_alarm_reaches_the_program_from_the_look_at_a_batch_or_a_loss(tmp_path, recorder, alarm):
-    class Batch:
-        is_nested = is_cuda = False
-        is_cpu = True
-
-        @property
-        def shape(self):
-            return alarm()
-
-        def item(self):
-            alarm()
-            return 1.0
-
-    with pytest.raises(Alarm):
-        count_samples(Batch())
-    recorder.mark(BEGIN_BACKWARD)
-    with pytest.raises(Alarm):
-        recorder.end_backward(Batch())
-    for event in (BEGIN_BACKWARD, END_BACKWARD_WITH_LOSS, BEGIN_UPDATE, END_UPDATE, STEP):
-        recorder.mark(event)
-    recorder.close(ended=True)
-    (step,) = written(tmp_path).steps
-    assert step.num_losses == 1  # the backward that it came up in has ended: this one was not inside of it
 
 
 def test_what_fails_in_what_the_recorder_asks_ends_nothing(tmp_path, recorder, capsys):

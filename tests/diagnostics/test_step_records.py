@@ -378,16 +378,6 @@ def test_steps_have_the_runs_numbers_where_a_state_commits_them(tmp_path, clock,
     assert (read.steps_done, read.reached, read.first_broken, read.last_finite) == (5, 63, 62, 63)
 
 
-@pytest.mark.slow
-def test_a_merged_record_does_not_hide_in_which_step_the_loss_broke(tmp_path, recorder, clock):
-    """3,000 steps, the 1,500th without a number, were told as "not a number from step 1504 on"."""
-    for step in range(1, 3001):
-        one_step(recorder, clock, loss=float("nan") if step == 1500 else 1.0)
-    recorder.close(ended=True)
-    read = written(tmp_path)
-    assert (read.first_broken, read.last_finite, read.reached) == (1500, 3000, None)
-
-
 def test_of_too_many_groups_the_first_are_kept(tmp_path):
     """The list of groups was the last fact, and dropped whole when it had no room: no collective could be told."""
     groups = [{"name": f"group {i}", "generation": 0, "again": 0} for i in range(500)]

@@ -141,7 +141,7 @@ def stat_line(name, state, flags, exit_code):
     return f"17 ({name}) {' '.join(fields)}\n"
 
 
-@pytest.mark.parametrize("name", ["python", "a) R 4 9", ") S 1 1 1 1 1 4194308 1 9", "(", "x" * 15])
+@pytest.mark.parametrize("name", ["python", ") S 1 1 1 1 1 4194308 1 9"])
 @pytest.mark.parametrize(
     ("state", "flags", "exit_code", "ends"),
     [

@@ -20,7 +20,7 @@ _PORT = "29479"
 
 
 class Cluster:
-    """Hosts, on each of which a command of one elastic job may run; `by_hand`: each is told its number."""
+    """Hosts, on each of which a command of one elastic job may run."""
 
     def __init__(
         self,
@@ -29,8 +29,6 @@ class Cluster:
         nnodes: str,
         env: dict[str, str],
         options: tuple[str, ...] = ("--no-preload",),
-        *,
-        by_hand: bool = False,
     ) -> None:
         self.machines = machines
         self.jobs: dict[int, Job] = {}
@@ -38,9 +36,6 @@ class Cluster:
         self._folder = folder
         self.environ = {"PHALANX_KEY": str(Key(bytes(32))), **env}
         where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
-        if by_hand:
-            where = ("--master-addr", machines[0].address, "--master-port", _PORT)
-        self._by_hand = by_hand
         named = tuple(word for name in env for word in ("--env", name))
         self._line = (
             "run", "--nnodes", nnodes, *where, *named, *options,
@@ -48,8 +43,7 @@ class Cluster:
 
     def start(self, number: int, ranks: int, script: str = SCRIPT, *words: str) -> Job:
         """The command on a host, which is to have so many ranks."""
-        rank = ("--node-rank", str(number)) if self._by_hand else ()
-        line = (*self._line, *rank, "--nproc-per-node", str(ranks), script, str(self._folder), *words)
+        line = (*self._line, "--nproc-per-node", str(ranks), script, str(self._folder), *words)
         at = self.command_on(number)
         running = self._stack.enter_context(start(*line, env=self.environ, before=at, stderr=subprocess.STDOUT))
         self.jobs[number] = Job(running, self._folder)
@@ -125,10 +119,9 @@ def cluster(
     spare: int = 0,
     env: dict[str, str] | None = None,
     options: tuple[str, ...] = (),
-    rate: str | None = None,
 ) -> Iterator[Cluster]:
     """Hosts with so many ranks each, all of which have joined; and `spare` more without a command."""
-    with hosts(len(sizes) + spare, rate=rate, both_ways=True) as machines:
+    with hosts(len(sizes) + spare, both_ways=True) as machines:
         made = Cluster(machines, folder, nnodes, env or {}, ("--no-preload", *options))
         try:
             for number, size in enumerate(sizes):

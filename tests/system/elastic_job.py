@@ -20,7 +20,6 @@ class Job:
         self.folder = folder
         self.lines: list[str] = []
         self.pids: dict[int, int] = {}
-        self.times_told = 0
 
     def wait(self, pattern: str, times: int = 1) -> list[re.Match[str]]:
         """Until so many ranks have said it since the beginning: the same line of several is shown once, with all."""
@@ -39,18 +38,6 @@ class Job:
     def wait_generation(self, number: int, num_ranks: int) -> None:
         """Until so many ranks are in that generation."""
         self.wait(rf"generation {number} as \d+ of {num_ranks} ", num_ranks)
-
-    def wait_stderr(self, text: str) -> None:
-        """Until the command itself has said so."""
-        assert self.running.process.stderr is not None
-        while text not in self.running.process.stderr.readline():
-            pass
-
-    def wait_generation_told(self, number: int) -> None:
-        """Until the command has said so often that all go on: it has heard all that they had to say."""
-        for _ in range(number - self.times_told):
-            self.wait_stderr("ranks go on, ")
-        self.times_told = number
 
     def kill(self, rank: int) -> int:
         """SIGKILL; returns which process it was."""

@@ -2,11 +2,8 @@
 
 FOLDER/ORDER-RANK    a file that appears: raise, exit, stop (SIGSTOP), finish; the rank follows it once
 FOLDER/finish        all ranks end well
-FOLDER/save-RANK     this rank saves then, until FOLDER/saved is there
-FOLDER/let-go        ranks that have raised end, which linger where LINGER is set
 """
 
-import atexit
 import contextlib
 import os
 import select
@@ -59,8 +56,6 @@ class Rank:
             self.say("outlives")
         if os.environ.get("CHILD"):  # as a DataLoader has workers: they are in the rank's process group
             self.shout("child", subprocess.Popen(["sleep", "600"]).pid, "of", os.environ["RANK"])
-        if os.environ.get("TELL"):  # an attacker that has read the environment of a rank
-            self.shout("agent", os.environ["PHALANX_AGENT"])
         open_page(os.environ["PHALANX_AGENT"])  # of which the agent holds a descriptor, as long as this process lives
         self.shout("joined", self.generation, "as", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.getpid())
 
@@ -85,15 +80,6 @@ class Rank:
             self.shout("told to end:", message["why"])
             sys.exit(message["code"])
 
-    def obey_early(self, folder: str) -> None:
-        """Follow the order to die before the agent hears that this rank is elastic."""
-        path = os.path.join(folder, f"early-{os.environ['RANK']}")
-        if os.path.exists(path):
-            os.unlink(path)
-            while not os.path.exists(os.path.join(folder, "die")):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-
     def obey(self, folder: str) -> bool:
         """Follow the orders for this rank; False when it is to end."""
         for order in ("raise", "exit", "stop"):
@@ -101,7 +87,7 @@ class Rank:
             if os.path.exists(path):
                 os.unlink(path)
                 if order == "raise":
-                    self.say("failed", step=int(os.environ.get("STEP", "3")))
+                    self.say("failed", step=3)
                     raise ValueError("the sample is bad")
                 if order == "exit":
                     os._exit(7)
@@ -109,23 +95,12 @@ class Rank:
         return not os.path.exists(os.path.join(folder, "finish"))
 
 
-def linger() -> None:
-    sys.stdout.write(f"lingering {os.environ['RANK']}\n")
-    while not os.path.exists(os.path.join(sys.argv[1], "let-go")):
-        time.sleep(0.01)
-
-
 def main() -> None:
-    if os.environ.get("LINGER"):
-        atexit.register(linger)
     rank = Rank()
-    rank.obey_early(sys.argv[1])
     rank.join()
     while rank.obey(sys.argv[1]):
         if select.select([rank.channel], [], [], 0.02)[0]:
             rank.hear()
-        elif os.environ.get("STEPS"):
-            rank.say("progress", step=time.monotonic_ns() // 10_000_000)
     rank.say("finished")
     rank.shout("finished")
     if os.path.exists(os.path.join(sys.argv[1], "save")):
@@ -133,10 +108,6 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1)  # longer than the others of a failed job are given to say what they saw
         rank.shout("saved")
-    if os.path.exists(os.path.join(sys.argv[1], f"save-{os.environ['RANK']}")):
-        rank.shout("saving")
-        while not os.path.exists(os.path.join(sys.argv[1], "saved")):
-            time.sleep(0.01)
 
 
 main()

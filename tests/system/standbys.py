@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import time
 from typing import Literal
 
 from tests.system.elastic_hosts import Cluster
@@ -30,14 +28,6 @@ def find_leader(made: Cluster, *numbers: int, changes: int = 1) -> int:
         if "this host leads the job now" in told[-1]:
             return number
     raise AssertionError("no host says that it leads the job")
-
-
-def await_ended(job: Job, *ranks: int) -> None:
-    """Until these ranks have ended, and their agents have told the leader, and that one the others that could lead."""
-    for rank in ranks:
-        while os.path.exists(f"/proc/{job.pids[rank]}"):
-            time.sleep(0.02)
-    time.sleep(1.0)
 
 
 def address_of(job: Job) -> str:

@@ -47,29 +47,6 @@ def compressed_steps(rank, world_size, machines):
     return bytes_sent
 
 
-def apart(rank, world_size, machines):
-    torch.manual_seed(rank)
-    model = nn.Linear(40, 50)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    with phalanx.DiLoCo(model, inner, outer, sync_every=2):
-        for _ in range(3 + rank):
-            inner.zero_grad()
-            model(torch.randn(4, 40)).square().mean().backward()
-            inner.step()
-    return model.weight.detach()
-
-
 def test_power_sgd_sends_fewer_bytes_between_hosts_and_leaves_the_same_bits():
     sent = on_hosts((1, 1), compressed_steps)[0]
     assert sent["power"] < 0.1 * sent["none"]
-
-
-@pytest.mark.slow
-def test_where_some_ranks_share_a_host_power_sgd_and_training_apart_leave_the_same_bits():
-    def both(rank, world_size, machines):
-        compressed_steps(rank, world_size, machines)
-        return apart(rank, world_size, machines)
-
-    ended = on_hosts((2, 1), both)
-    assert all(torch.equal(one, ended[0]) for one in ended)

@@ -62,21 +62,6 @@ def test_an_exception_that_a_replacement_raises_again_is_told_and_ends_the_job(t
     assert finished.err.rstrip().endswith("ValueError: the sample is bad")
 
 
-@pytest.mark.slow
-def test_the_command_holds_no_more_after_many_losses_than_before(tmp_path: Path) -> None:
-    """Of each lost process the descriptor of its progress page stayed open: a thousand losses were too many."""
-    with elastic_job(tmp_path, ranks=2, env={"STEPS": "1"}) as job:
-        held = []
-        for generation in range(1, 9):
-            job.kill(1)
-            job.wait_joined(generation, 1)
-            job.wait_generation(generation, 2)
-            job.wait_generation_told(generation)
-            held.append(len(os.listdir(f"/proc/{job.running.process.pid}/fd")))
-        assert job.finish().code == 0
-    assert min(held[5:]) <= max(held[:3])  # a pipe of the latest may not be closed yet
-
-
 def test_what_all_ranks_raise_fails_the_job_at_once(tmp_path: Path) -> None:
     with elastic_job(tmp_path, ranks=2) as job:
         for rank in range(2):
@@ -148,23 +133,6 @@ def test_what_a_lost_rank_has_started_is_ended_with_it(tmp_path: Path) -> None:
         assert os.path.exists(f"/proc/{child[0]}")
         job.wait_joined(2, 2)
         assert job.finish().code == 0
-
-
-@pytest.mark.slow
-def test_nothing_is_left_when_the_agent_is_killed_after_its_zygote(tmp_path: Path) -> None:
-    with elastic_job(tmp_path, env={"CHILD": "1"}) as job:
-        os.kill(find_zygote(job), signal.SIGKILL)
-        job.kill(1)
-        job.wait_joined(1, 1)  # ranks 0 and 2 are the agent's own, rank 1 is the new zygote's
-        job.running.process.kill()
-        job.running.process.wait()
-        job.running.wait_gone()
-    with elastic_job(tmp_path, env={"CHILD": "1"}) as job:
-        os.kill(find_zygote(job), signal.SIGKILL)
-        job.wait_stderr("The ranks go on; ")
-        job.running.process.kill()  # while the new one is starting
-        job.running.process.wait()
-        job.running.wait_gone()
 
 
 @pytest.mark.slow

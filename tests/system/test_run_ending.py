@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -223,37 +221,6 @@ def test_a_stopped_zygote_keeps_nothing_alive(tmp_path: Path, number: int) -> No
             running.wait_gone()
         assert running.survivors() == []
         assert running.process.returncode == (-number if number == signal.SIGKILL else 128 + number)
-
-
-@pytest.mark.slow
-def test_a_zygote_that_cannot_go_on_is_killed_at_the_third_signal(tmp_path: Path) -> None:
-    # SIGCONT does not move a process that a debugger holds.
-    script = write_script(tmp_path, "import os, signal\nprint('family', os.getppid())\nwhile True: signal.pause()\n")
-    hold = (
-        "import ctypes, os, signal, sys\n"
-        "libc, pid = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])\n"
-        "attached = libc.ptrace(16, pid, None, None) == 0\n"
-        "if attached: os.waitpid(pid, 0)\n"
-        "print(attached, flush=True)\n"
-        "signal.pause()\n"
-    )
-    with start("run", "--no-preload", "--shutdown-timeout", "600", "--nproc-per-node", "2", script) as running:
-        zygote = running.read_until("family").split()[-1]
-        debugger = subprocess.Popen([sys.executable, "-c", hold, zygote], stdout=subprocess.PIPE, text=True)
-        try:
-            assert debugger.stdout is not None
-            if debugger.stdout.readline() != "True\n":
-                pytest.skip("this system lets no process trace another")
-            assert running.process.stderr is not None
-            for _ in range(2):
-                running.process.send_signal(signal.SIGTERM)
-                assert "SIGTERM" in running.process.stderr.readline()
-            running.process.send_signal(signal.SIGTERM)
-            assert running.process.wait() == 143
-            assert running.survivors() == []
-        finally:
-            debugger.kill()
-            debugger.communicate()
 
 
 def test_a_stopped_rank_hears_that_the_job_is_to_end(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -263,18 +261,12 @@ def test_a_report_never_goes_into_a_file_of_the_user(tmp_path: Path) -> None:
         assert not any(path.stat().st_size for path in mine)
 
 
-@pytest.mark.slow(but=("257-1", "False-0"))
-@pytest.mark.parametrize(
-    ("code", "status"), [("256", 0), ("257", 1), ("-1", 255), ("2 ** 70", 255), ("0.0", 1), ("False", 0), ("''", 1)]
-)
-def test_an_exit_code_is_what_it_is_without_us(tmp_path: Path, code: str, status: int) -> None:
+def test_exit_code_256_is_a_success_and_said_to_be_one(tmp_path: Path) -> None:
     # sys.exit(256), of a script that passes on what os.system returned, was a failure "with exit code 0".
-    script = write_script(tmp_path, f"import sys; sys.exit({code})")
-    assert subprocess.run([sys.executable, script], capture_output=True).returncode == status
-    finished = run("--no-preload", "--nproc-per-node", "1", script)
-    assert finished.code == status
-    assert ("First failure" in finished.err) == (status != 0)
-    assert ("sys.exit(256) is success" in finished.err) == (code == "256")
+    finished = run("--no-preload", "--nproc-per-node", "1", write_script(tmp_path, "import sys; sys.exit(256)"))
+    assert finished.code == 0
+    assert "First failure" not in finished.err
+    assert "sys.exit(256) is success" in finished.err
 
 
 def test_a_rank_that_failed_and_ends_with_0_has_failed(tmp_path: Path) -> None:
@@ -350,20 +342,6 @@ def test_who_waits_for_the_others_to_end_hears_of_the_failure_and_other_tracebac
     assert "[1] KeyError: 'consequence'" in before
     assert "ValueError: cause" in last
     assert finished.err.count("Traceback") == 2
-
-
-@pytest.mark.slow
-def test_no_traceback_is_told_twice_with_the_hook_of_torch_distributed(tmp_path: Path) -> None:
-    script = write_script(
-        tmp_path,
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('phalanx')\n"  # from here on torch puts [rank0]: in front of each line
-        "raise ValueError('all of us')\n",
-    )
-    finished = run("--nproc-per-node", "2", script)
-    assert finished.code == 1
-    assert finished.err.count("Traceback") == 1, finished.err
-    assert "[rank" not in finished.err
 
 
 @pytest.mark.slow

@@ -107,36 +107,6 @@ def test_a_plugin_that_initialises_cuda_while_torch_is_imported_costs_the_early_
     assert sorted(initialised[1:]) == sorted(pid for pid, _ in said)
 
 
-@pytest.mark.slow
-def test_cuda_that_an_optimizers_import_initialises_costs_that_import_alone(tmp_path: Path) -> None:
-    """Ranks of a script with an optimizer find its import done; where it makes a CUDA context each does it itself."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import ctypes, importlib.abc, sys\n"
-        "class Eager(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'torch._dynamo':\n"
-        "            import torch\n"
-        "            ctypes.CDLL('libcuda.so.1').cuInit(0)\n"
-        "            torch.cuda._initialized = True\n"
-        "sys.meta_path.insert(0, Eager())\n"
-    )
-    script = write_script(
-        tmp_path,
-        "import os, sys\n"
-        "print('torch' in sys.modules, 'torch._dynamo' in sys.modules)\n"
-        "import torch.optim\n"
-        "print(torch.cuda.is_initialized(), os.getppid())\n",
-    )
-    driver = fake_driver.build(tmp_path / "driver", gpus=0)
-    finished = run("--nproc-per-node", "1", script, env={**driver.environment, "PYTHONPATH": str(tmp_path)})
-    assert finished.code == 0, finished.err
-    assert "CUDA was initialised" not in finished.err
-    assert finished.lines[0] == "[0] True False"
-    rank_has_used_it, zygote = finished.lines[1].split()[-2:]
-    assert rank_has_used_it == "False"
-    assert [str(call.pid) for call in driver.calls() if call.function == "cuInit"] == [zygote]
-
-
 class _Torch:
     class cuda:
         initialised = False

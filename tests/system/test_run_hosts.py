@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -271,34 +270,6 @@ def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> No
 
 
 @pytest.mark.slow
-def test_a_host_that_is_killed_while_it_still_imports_is_noticed_at_once(tmp_path: Path) -> None:
-    """Its zygote was ended with the command as long as it imported torch, so that nobody told: the host held its place
-    until `--host-timeout` had passed."""
-    imports = tmp_path / "imports"
-    (imports / "torch").mkdir(parents=True)
-    go = tmp_path / "go"
-    (imports / "torch" / "__init__.py").write_text(
-        f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\nraise ImportError\n"
-    )
-    script = write_script(tmp_path, "print('nothing')")
-    with hosts(2) as machines, contextlib.ExitStack() as stack:
-        lines = numbered(machines, "--host-timeout", "600", script=(script,), nproc="1")
-        environs = [{"PHALANX_KEY": str(Key(bytes(32))), "PYTHONPATH": path} for path in ("", str(imports))]
-        first, second = (
-            stack.enter_context(start(*line, env=environ, before=machine.command, stderr=subprocess.STDOUT))
-            for machine, line, environ in zip(machines, lines, environs, strict=True)
-        )
-        first.read_until("2 hosts: ")
-        second.process.kill()
-        second.process.wait()
-        go.touch()
-        finished = first.finish()
-        assert second.survivors() == []
-    assert finished.code != 0
-    assert f"`phalanx run` (pid {second.process.pid}) was killed there" in finished.out
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "ended", "cut off"])
 def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> None:
     """A first host whose command was killed was waited for as long as one that is silent, though its kernel answered
@@ -319,24 +290,6 @@ def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> No
         assert ("the first host is lost: nothing was heard from it" in other.out) == (how == "cut off")
         said = f"the coordinator at 10.77.0.1:{_PORT} has ended: its host answers, and nothing listens there any more"
         assert (said in other.out) == (how == "killed")
-
-
-@pytest.mark.slow
-def test_a_first_host_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
-    """The coordinator's socket lay in a folder of its own in /tmp, which nobody removed who outlived the agent."""
-    script = write_script(tmp_path, "import time\nprint('running', flush=True)\ntime.sleep(3600)\n")
-    with hosts(1) as machines, contextlib.ExitStack() as stack:
-        temporary = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))  # short: a socket's path has 107 bytes
-        environ = {"PHALANX_KEY": str(Key(bytes(32))), "TMPDIR": temporary}
-        line = ("run", "--nnodes", "1:2", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}", "--rdzv-backend", "c10d")
-        options = ("--rdzv-conf", "last_call_timeout=1", "--nproc-per-node", "1")
-        at = machines[0].command
-        job = stack.enter_context(start(*line, *options, script, env=environ, before=at, stderr=subprocess.STDOUT))
-        job.read_until("running")
-        job.process.kill()
-        job.wait_gone()
-        finish([job])
-        assert os.listdir(temporary) == []
 
 
 @pytest.mark.slow
@@ -488,29 +441,6 @@ def test_ctrl_z_suspends_no_job_on_several_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_line_on_a_restart_says_how_many_ranks_are_started(tmp_path: Path) -> None:
-    """It gave the number of the attempt before, although a host was gone for good."""
-    script = write_script(
-        tmp_path,
-        "import os, time\n"
-        "print('running', os.environ['WORLD_SIZE'], flush=True)\n"
-        "while os.environ['WORLD_SIZE'] == '2':\n"
-        "    time.sleep(1)\n",
-    )
-    with hosts(2) as machines:
-        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines[0].address}:{_PORT}")
-        options = ("--rdzv-conf", "last_call_timeout=10", "--max-restarts", "2", "--host-timeout", "2")
-        line = ("run", "--nnodes", "1:2", *where, *options, "--nproc-per-node", "1", script)
-        with commands(machines, line, line) as jobs:
-            jobs[0].read_until_all("running 2", 2)
-            jobs[1].process.kill()
-            first, _ = finish(jobs)
-    assert first.code == 0, first.out
-    assert "starting all 1 ranks again (up to 2 times more)" in first.out
-    assert "starting all 2" not in first.out
-
-
-@pytest.mark.slow
 def test_stacks_of_all_hosts_are_shown_on_the_first(tmp_path: Path) -> None:
     script = write_script(tmp_path, _FOR_EVER)
     with hosts(2) as machines, commands(machines, *numbered(machines, script=(script,), nproc="1")) as jobs:
@@ -588,25 +518,6 @@ def test_a_host_too_many_is_told_so_and_one_that_is_lost_is_replaced(tmp_path: P
 
 
 @pytest.mark.slow
-def test_what_all_print_arrives_in_order_however_much_it_is(tmp_path: Path) -> None:
-    """5 MB from each rank, more than may wait on the way: each rank's own order is kept, and no line is lost."""
-    script = write_script(
-        tmp_path, "import os\nrank = os.environ['RANK']\nfor i in range(20000):\n    print(rank, i, 'x' * 240)\n"
-    )
-    with (
-        hosts(2) as machines,
-        commands(machines, *numbered(machines, "--no-preload", script=(script,), nproc="1")) as jobs,
-    ):
-        first, second = finish(jobs)
-    assert (first.code, second.code) == (0, 0)
-    for rank in ("0", "1"):
-        said = [line.partition("] ")[2].split()[:2] for line in first.lines if line.startswith(f"[{rank} ")]
-        assert [int(number) for who, number in (pair for pair in said if len(pair) == 2 and pair[0] == rank)] == list(
-            range(20000)
-        )
-
-
-@pytest.mark.slow
 def test_ranks_on_two_hosts_see_what_torchrun_tells_them(tmp_path: Path) -> None:
     """One line, typed for torchrun and for us: the variables are the same, to the address and the job's name."""
     names = (
@@ -636,41 +547,6 @@ def test_ranks_on_two_hosts_see_what_torchrun_tells_them(tmp_path: Path) -> None
             seen.append(sorted(line.partition("see ")[2] for line in lines))
     assert len(seen[0]) == 2
     assert seen[0] == seen[1]
-
-
-@pytest.mark.slow
-def test_a_group_that_is_made_again_and_again_leaves_nothing_open(tmp_path: Path) -> None:
-    """Each time left a connection to the coordinator open (12 descriptors), and the engine's sockets until the garbage
-    collector came: a job that forms its group anew after each loss would run out of them."""
-    script = write_script(
-        tmp_path,
-        "import gc, os, torch, torch.distributed as dist\n"
-        "gc.disable()\n"
-        "def count():\n"
-        "    dist.barrier()\n"
-        "    return len(os.listdir('/proc/self/fd'))\n"
-        "dist.init_process_group('phalanx')\n"
-        "counts = []\n"
-        "for n in range(6):\n"
-        "    x = torch.ones(1 << 20)\n"
-        "    dist.all_reduce(x)\n"
-        "    dist.all_reduce(x[:4])\n"
-        "    del x\n"
-        "    counts.append(count())\n"
-        "    dist.destroy_process_group()\n"
-        "    dist.init_process_group('phalanx')\n"
-        "print('counts', *counts, flush=True)\n"
-        "dist.destroy_process_group()\n",
-    )
-    with hosts(2) as machines:
-        lines = numbered(machines, script=(script,))
-        with commands(machines, *lines) as jobs:
-            first, second = finish(jobs)
-    assert (first.code, second.code) == (0, 0), first.out
-    told = [line.partition("counts ")[2].split() for line in first.lines if "counts" in line]
-    assert told
-    for counts in told:
-        assert int(counts[-1]) < int(counts[0]) + len(counts) - 1, told  # less than one each time
 
 
 def wait_for_files(folder: Path, *names: str) -> None:

@@ -70,11 +70,6 @@ def test_the_end_of_a_script_is_the_interpreters_own(tmp_path: Path) -> None:
     assert finished.lines == ["[0] end of script", "[0] thread joined", "[0] atexit"]
 
 
-def test_a_last_line_without_an_end_is_shown(tmp_path: Path) -> None:
-    script = write_script(tmp_path, "import sys; sys.stdout.write('no newline')")
-    assert run("--no-preload", "--nproc-per-node", "1", script).out == "[0] no newline\n"
-
-
 def test_standard_input_that_is_a_terminal_or_nothing_reads_as_empty(tmp_path: Path) -> None:
     script = write_script(tmp_path, "import sys; print(repr(sys.stdin.read()))")
     assert run("--no-preload", "--nproc-per-node", "2", script).by_rank == [(0, "''"), (1, "''")]
@@ -309,16 +304,6 @@ def test_ranks_that_may_begin_again_find_imported_what_every_optimizer_loads(tmp
     assert finished.code == 0
     assert finished.lines == ["[0] 0 True True", "[0] 1 True True"]
     assert run("--nproc-per-node", "1", script, "once").lines == ["[0] 0 False False"]
-
-
-@pytest.mark.slow
-def test_ranks_of_a_script_with_an_optimizer_find_imported_what_it_loads(tmp_path: Path) -> None:
-    """Four ranks on two cores each took 2 s of processor time, and 70 MB, for the same import."""
-    lines = "import sys\nprint('torch._dynamo' in sys.modules)\nimport torch.optim, torch._dynamo\n"
-    lines += "print(torch._dynamo.config.disable)\n"
-    assert run("--nproc-per-node", "1", write_script(tmp_path, lines)).lines == ["[0] True", "[0] False"]
-    lines = f"import os\nos.environ['TORCH_COMPILE_DISABLE'] = '1'\n{lines}"  # it is read in that import
-    assert run("--nproc-per-node", "1", write_script(tmp_path, lines)).lines == ["[0] False", "[0] True"]
 
 
 @pytest.mark.slow

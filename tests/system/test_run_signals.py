@@ -182,27 +182,6 @@ def test_a_signal_to_every_process_of_two_hosts_reaches_each_rank_once(tmp_path:
     assert [end.code for end in ends] == [0, 0], ends[0].out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_signal_to_every_process_of_one_host_of_two_reaches_the_ranks_of_both_once(
-    tmp_path: Path, first: int
-) -> None:
-    script = write_script(tmp_path, _COUNTS + _PLAIN)
-    with hosts(2) as machines:
-        words = (script, str(tmp_path), str(int(signal.SIGTERM)))
-        lines = numbered(machines, "--no-preload", "--shutdown-timeout", "100", script=words, nproc="1")
-        with commands(machines, *lines) as jobs:
-            pid, zygote = wait_for_ranks(tmp_path, 2)[first]
-            for one in (pid, jobs[first].process.pid, zygote):
-                os.kill(one, signal.SIGTERM)
-            wait_until_received(tmp_path, signal.SIGTERM, 2)
-            for job in jobs:
-                job.process.send_signal(signal.SIGUSR2)
-            ends = [job.finish() for job in jobs]
-    assert received(ends[0].out, 2) == [f"{int(signal.SIGTERM)} {int(signal.SIGUSR2)}"] * 2, ends[0].out
-    assert [end.code for end in ends] == [0, 0], ends[0].out
-
-
 _TRAINER = """
 import os, pathlib, sys, time, torch, phalanx
 from torch.utils.data import DataLoader, TensorDataset
@@ -263,13 +242,12 @@ def test_a_trainer_saves_at_a_sigterm_and_asks_to_be_started_again(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", [0, 1])
-def test_a_trainer_on_two_hosts_saves_when_one_rank_of_one_host_receives_sigterm(tmp_path: Path, host: int) -> None:
+def test_a_trainer_on_two_hosts_saves_when_one_rank_of_one_host_receives_sigterm(tmp_path: Path) -> None:
     script = write_script(tmp_path, _TRAINER)
     with hosts(2) as machines:
         lines = numbered(machines, "--shutdown-timeout", "100", script=(script, str(tmp_path)), nproc="1")
         with commands(machines, *lines) as jobs:
-            os.kill(wait_for_ranks(tmp_path, 2)[host][0], signal.SIGTERM)
+            os.kill(wait_for_ranks(tmp_path, 2)[1][0], signal.SIGTERM)
             ends = [job.finish() for job in jobs]
     assert [end.code for end in ends] == [os.EX_TEMPFAIL] * 2, ends[0].out
     assert len(steps_saved(tmp_path)) == 1

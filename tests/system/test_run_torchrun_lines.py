@@ -1,6 +1,5 @@
 """Command lines of torchrun, and of the launcher before it, typed for `phalanx run` with one word replaced."""
 
-import contextlib
 import json
 import os
 import re
@@ -14,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.system.phalanx_command import Running, run, start, write_script
-
-from phalanx._comm.control.key import Key
+from tests.system.phalanx_command import run, start, write_script
 
 # What may differ between the two launchers in a rank's environment, and why.
 _DIFFERENT = {
@@ -150,42 +147,6 @@ def test_hosts_that_were_given_different_numbers_of_hosts_all_refuse(tmp_path: P
         assert (process.returncode, out) == (2, ""), err
         assert all(f"--nnodes {nnodes}" in err for nnodes in numbers), err
         assert "Give the same number on all hosts" in err
-
-
-@pytest.mark.slow
-def test_a_host_with_another_number_of_hosts_that_comes_late_ends_no_running_job(tmp_path: Path) -> None:
-    """It waited for the job's next start, and ended all hosts then."""
-    over = tmp_path / "over"
-    script = write_script(
-        tmp_path,
-        "import os, sys, time\n"
-        "print('running', flush=True)\n"
-        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        f"    while not os.path.exists({str(over)!r}):\n"
-        "        time.sleep(0.05)\n"
-        "    sys.exit(3)\n",
-    )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = f"127.0.0.1:{free.getsockname()[1]}"
-    environ = {"PHALANX_KEY": str(Key(bytes(32))), "XDG_CONFIG_HOME": str(tmp_path)}
-
-    def begin(nnodes: str, *, leads: bool = False) -> Running:
-        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", place)
-        conf = ("--rdzv-conf", f"last_call_timeout=0.5,is_host={leads}")
-        line = ("run", "--nnodes", nnodes, *where, *conf, "--max-restarts", "1", "--no-preload", script)
-        return stack.enter_context(start(*line, env=environ, stderr=subprocess.STDOUT))
-
-    with contextlib.ExitStack() as stack:
-        jobs = [begin("2:3", leads=True), begin("2:3")]
-        jobs[0].read_until("running")
-        late = begin("2:4").finish()
-        over.touch()
-        ended = [job.finish() for job in jobs]
-    assert late.code == 2, late.out
-    assert [end.code for end in ended] == [0, 0], [end.out for end in ended]
-    for out in (late.out, ended[0].out):
-        assert "with --nnodes 2:3" in out
-        assert "with --nnodes 2:4. " in out
 
 
 @pytest.mark.slow
