@@ -352,6 +352,21 @@ def test_importing_the_facade_loads_no_room():
     assert run.stdout.split() == ["phalanx"]
 
 
+def test_no_class_inherits_through_more_than_three_of_ours():
+    """A transport was nine classes deep in nine files: whoever read one method had to open them all."""
+    bases = {}
+    for module in modules():
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.ClassDef):
+                names = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+                bases.setdefault(node.name, set()).update(set(names) - {node.name})
+
+    def depth(name):
+        return 0 if name not in bases else 1 + max(map(depth, bases[name]), default=0)
+
+    assert {name for name in bases if depth(name) > 4} == set()
+
+
 TORCH_NAMES = {"torch", "dist", "c10d", "dist2", "stores"}
 
 

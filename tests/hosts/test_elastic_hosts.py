@@ -6,7 +6,7 @@ import random
 import signal
 
 from phalanx._base.loss_detection import SILENT_RANK_S
-from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE, TRANSITIONS, Phase
+from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE, TRANSITIONS, ElasticPhase
 from phalanx._job.agent.elastic_actions import (
     LEAVE,
     BeginGeneration,
@@ -333,14 +333,14 @@ def test_with_too_few_hosts_the_ranks_wait_and_the_one_that_comes_back_has_its_s
     job.regroup()
     assert not job.elastic.is_waiting
     job.do(job.elastic.on_time(1000.0))
-    assert job.elastic.phase is not Phase.ENDING
+    assert job.elastic.phase is not ElasticPhase.ENDING
 
 
 def test_after_the_stated_time_they_are_told_to_save_and_end_with_a_code_of_their_own() -> None:
     job = Job(2, 2, limits=Limits(2, 2), wait_s=5.0)
     job.lose(1)
     job.do(job.elastic.on_time(4.9))
-    assert job.elastic.phase is not Phase.ENDING
+    assert job.elastic.phase is not ElasticPhase.ENDING
     job.do(job.elastic.on_time(5.1))
     ends = [each for each in job.take(SendToRank) if isinstance(each, SendToRank)]
     assert [(each.slot, each.message["kind"], each.message["code"]) for each in ends] == [

@@ -52,8 +52,8 @@ _engine: Any = find(
 )
 
 
-class Phase(Enum):
-    """A `Phase` of a reducer: what may come next depends on it, as the module's table says."""
+class ReducerPhase(Enum):
+    """A `ReducerPhase` limits what may come next, as the module's table says."""
 
     IDLE = "idle"
     ACCUMULATING = "accumulating"
@@ -193,10 +193,10 @@ class Reducer:
         return self._backward is not None
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ReducerPhase:
         if self._backward is None:
-            return Phase.INCOMPLETE if self._round.started else Phase.IDLE
-        return Phase.SYNCING if self._backward.syncs else Phase.ACCUMULATING
+            return ReducerPhase.INCOMPLETE if self._round.started else ReducerPhase.IDLE
+        return ReducerPhase.SYNCING if self._backward.syncs else ReducerPhase.ACCUMULATING
 
     @property
     def num_rounds(self) -> int:

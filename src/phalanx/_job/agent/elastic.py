@@ -50,8 +50,8 @@ ALL_LEFT = "all ranks have left their group"
 _HAS_ENDED = "another rank has ended its training"
 
 
-class Phase(Enum):
-    """A `Phase` is how far an elastic job is; the module's drawing shows all of them."""
+class ElasticPhase(Enum):
+    """An `ElasticPhase` is how far an elastic job is; the module's drawing shows all of them."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -63,16 +63,16 @@ class Phase(Enum):
     GIVEN_UP = "given up"
 
 
-OVER = (Phase.FINISHED, Phase.ENDING, Phase.GIVEN_UP)
-TRANSITIONS: Mapping[Phase, Set[Phase]] = {
-    Phase.STARTING: {Phase.TRAINING, *OVER},
-    Phase.TRAINING: {Phase.LOSING, Phase.REGROUPING, Phase.WAITING, *OVER},
-    Phase.LOSING: {Phase.REGROUPING, Phase.WAITING, *OVER},
-    Phase.WAITING: {Phase.REGROUPING, *OVER},
-    Phase.REGROUPING: {Phase.TRAINING, Phase.LOSING, Phase.WAITING, *OVER},
-    Phase.FINISHED: {Phase.GIVEN_UP},
-    Phase.ENDING: set(),
-    Phase.GIVEN_UP: set(),
+OVER = (ElasticPhase.FINISHED, ElasticPhase.ENDING, ElasticPhase.GIVEN_UP)
+TRANSITIONS: Mapping[ElasticPhase, Set[ElasticPhase]] = {
+    ElasticPhase.STARTING: {ElasticPhase.TRAINING, *OVER},
+    ElasticPhase.TRAINING: {ElasticPhase.LOSING, ElasticPhase.REGROUPING, ElasticPhase.WAITING, *OVER},
+    ElasticPhase.LOSING: {ElasticPhase.REGROUPING, ElasticPhase.WAITING, *OVER},
+    ElasticPhase.WAITING: {ElasticPhase.REGROUPING, *OVER},
+    ElasticPhase.REGROUPING: {ElasticPhase.TRAINING, ElasticPhase.LOSING, ElasticPhase.WAITING, *OVER},
+    ElasticPhase.FINISHED: {ElasticPhase.GIVEN_UP},
+    ElasticPhase.ENDING: set(),
+    ElasticPhase.GIVEN_UP: set(),
 }
 
 
@@ -89,7 +89,7 @@ class Elastic:
         self.num_replaced = 0
         self.has_trained = False  # a rank has returned from training, and has said so
         self.finished = False  # a rank has finished its training, or has ended in order
-        self._over: Phase | None = None  # ENDING or GIVEN_UP, once that was decided
+        self._over: ElasticPhase | None = None  # ENDING or GIVEN_UP, once that was decided
         self._outrun = False  # the ranks finished in the generation before the newest, which will never form
         self.is_script_elastic = False  # its source says so; a rank says it later
         self.began_at = 0.0
@@ -105,16 +105,16 @@ class Elastic:
         self._repetition = Repetition()
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ElasticPhase:
         if self._over is not None:
             return self._over
         if self.finished:
-            return Phase.FINISHED
+            return ElasticPhase.FINISHED
         if self._exits or self._gone:
-            return Phase.LOSING
+            return ElasticPhase.LOSING
         if not self.generation.number:
-            return Phase.TRAINING if self._all_have_joined else Phase.STARTING
-        return Phase.TRAINING if self.is_regrouped else Phase.REGROUPING
+            return ElasticPhase.TRAINING if self._all_have_joined else ElasticPhase.STARTING
+        return ElasticPhase.TRAINING if self.is_regrouped else ElasticPhase.REGROUPING
 
     @property
     def _all_have_joined(self) -> bool:
@@ -232,7 +232,7 @@ class Elastic:
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid or exit.status >= 0 or member.report is not None:
             return
-        if self.phase is Phase.STARTING and self.step < 0:
+        if self.phase is ElasticPhase.STARTING and self.step < 0:
             self._killed_early_at = exit.at
 
     def on_unforked(self, slot: int, why: str, now: float) -> list[ElasticAction] | None:
@@ -290,7 +290,7 @@ class Elastic:
 
     def give_up(self) -> GiveUp:
         """Treat losses that are not decided yet, and all later ones, as ordinary failures."""
-        self._over = self._over or Phase.GIVEN_UP
+        self._over = self._over or ElasticPhase.GIVEN_UP
         self._kill_nobody()
         exits, self._exits = self._exits, []
         return GiveUp(tuple(e for e, _ in exits), tuple(r for _, r in exits if r is not None))
@@ -299,7 +299,7 @@ class Elastic:
         """Continue as an ordinary job, and refuse ranks that wait for a generation."""
         self.finished = True
         self._kill_nobody()
-        if self.phase is Phase.ENDING:
+        if self.phase is ElasticPhase.ENDING:
             return []
         members = self.members.values()
         actions: list[ElasticAction] = [
@@ -327,7 +327,7 @@ class Elastic:
             member.holds_state = True
         wait_s = message.get("wait_s")
         member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
-        if self.phase is Phase.ENDING:  # the others were told before
+        if self.phase is ElasticPhase.ENDING:  # the others were told before
             return [SendToRank(member.slot, self._ending)]
         if self._outrun and not member.holds_state:
             return self._turn_away(member)
@@ -338,7 +338,7 @@ class Elastic:
         member.holds_state = True
         if generation != self.generation.number or self._exits or not self.is_regrouped:
             return []
-        if self.phase is Phase.GIVEN_UP:
+        if self.phase is ElasticPhase.GIVEN_UP:
             return []
         lost = self._newest_told
         return [Say(describe_regrouped(lost, len(self.members), now))] if lost else []
@@ -392,11 +392,11 @@ class Elastic:
 
     def _find_no_generation(self) -> str:
         """Return why no other generation will be begun; empty if one may be, or if the ranks were told to end."""
-        if self.phase is Phase.ENDING:
+        if self.phase is ElasticPhase.ENDING:
             return ""
-        if self.phase is Phase.GIVEN_UP:
+        if self.phase is ElasticPhase.GIVEN_UP:
             return "`phalanx run` has given the job up"
-        if self.phase is Phase.FINISHED:
+        if self.phase is ElasticPhase.FINISHED:
             return _HAS_ENDED
         strangers = [slot for slot, other in self.members.items() if not other.joined]
         if strangers and not self.generation.number:
@@ -478,7 +478,7 @@ class Elastic:
         message = self._ending = {"kind": "end", "code": BELOW_MINIMUM_EXIT_CODE, "why": why}
         retired = tuple(slot for slot in self.generation.slots if slot not in {*self.members, *self._forking})
         self._exits = []
-        self._over = Phase.ENDING
+        self._over = ElasticPhase.ENDING
         return [
             Say(f"phalanx run: {why}: the ranks that are left save what they hold, and end"),
             *([Retire(retired)] if retired else []),

@@ -16,7 +16,7 @@ from phalanx._comm.diagnostics.observer import GroupLog
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.agent import limits
 from phalanx._job.agent.attempt import Attempt
-from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE, Phase
+from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE, ElasticPhase
 from phalanx._job.agent.elastic_actions import LostRank
 from phalanx._job.agent.error_files import VARIABLE, ErrorFiles, hand_up
 from phalanx._job.agent.failure import Failure, describe_failures
@@ -232,7 +232,7 @@ def _run_attempts(
             failed
             and bool(left or early)
             and not attempt.ranks.zygote_lost
-            and attempt.elastic.phase is not Phase.ENDING
+            and attempt.elastic.phase is not ElasticPhase.ENDING
         )
         _keep_flight(plan, host, flight, restart_count if again else None)
         if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up and state.interrupted is None:
@@ -271,7 +271,7 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
     if state.overdue:
         host.display.say(describe_overdue(state))
         return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
-    if attempt.elastic.phase is Phase.ENDING and all(end.status in (0, BELOW_MINIMUM_EXIT_CODE) for end in ends):
+    if attempt.elastic.phase is ElasticPhase.ENDING and all(end.status in (0, BELOW_MINIMUM_EXIT_CODE) for end in ends):
         return BELOW_MINIMUM_EXIT_CODE  # why was said
     if not state.failures:
         if plan.verdict:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._job.agent.elastic import ALL_LEFT, OVER, Elastic, Phase
+from phalanx._job.agent.elastic import ALL_LEFT, OVER, Elastic, ElasticPhase
 from phalanx._job.agent.elastic_actions import (
     BeginGeneration,
     DropHost,
@@ -97,8 +97,8 @@ class ElasticHosts(Elastic):
         return self._waits_since is not None and super().phase not in OVER
 
     @property
-    def phase(self) -> Phase:
-        return Phase.WAITING if self.is_waiting else super().phase
+    def phase(self) -> ElasticPhase:
+        return ElasticPhase.WAITING if self.is_waiting else super().phase
 
     def on_started(self, slot: int, pid: int) -> None:
         arrival = self._arrival_of(slot)
