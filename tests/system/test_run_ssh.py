@@ -346,6 +346,22 @@ def test_a_password_is_not_asked_for(two: SshHosts, folder: Path) -> None:
     assert "ssh-copy-id" in finished.err
 
 
+@pytest.mark.slow
+def test_a_host_whose_sshd_is_silent_is_in_the_table_after_ten_seconds(folder: Path, tmp_path: Path) -> None:
+    script = write_script(folder, "print('never')")
+    with ssh_hosts(2, tmp_path) as cluster:
+        cluster.hosts[1].server.send_signal(signal.SIGSTOP)
+        try:
+            code, _, err = on(cluster, script)
+        finally:
+            cluster.hosts[1].server.send_signal(signal.SIGCONT)
+    assert code == 2
+    assert err.splitlines()[1:] == [
+        "  10.77.0.2  it does not answer",
+        "             Is it switched on? Does ssh 10.77.0.2 work?",
+    ]
+
+
 def test_a_folder_that_a_host_lacks_is_named(two: SshHosts, folder: Path) -> None:
     write_script(folder, "print('never')", "train.py")
     code, _, err = on(two, "--remote-dir", "/no/such/folder", "train.py")

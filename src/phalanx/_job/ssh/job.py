@@ -240,8 +240,9 @@ class SshJob:
                 connection.put("detach")
             self._turn_until(lambda: is_over() or all(each.is_detached for each in connections), None)
         if is_over() or self._stopped_by:
-            if self._request.is_elastic or any(each.phase is Phase.LOST for each in connections):
-                self._pass_on(signal.SIGTERM)  # those that go on without it, too
+            is_lost = any(each.phase is Phase.LOST for each in connections)
+            if (is_lost or self._request.is_elastic) and not self._is_stopping:
+                self._pass_on(signal.SIGTERM)  # to those that would go on without the others
             return False
         self._say(self._describe_detached())
         return True
@@ -258,7 +259,7 @@ class SshJob:
         end = [*(() if first.is_here else (*request.ssh, first.name)), "kill", "-INT", str(first.agent)]
         return "\n".join((
             "phalanx run: all ranks have started, and the job does not need this terminal any more",
-            f"  output      {first.name}:{logs}/host-0.log; the last line is the exit code. Others: host-1.log, …",
+            f"  output      {first.name}:{logs}/host-0.log; its last line will be the exit code",
             f"  look at it  {shlex.join(['phalanx', 'top', *place])}",
             f"              {shlex.join(['phalanx', 'stacks', *place])}",
             f"  end it      {shlex.join(end)}",
