@@ -11,8 +11,8 @@
     check        the problems of all hosts in one table, and the address at which they meet
     connection   one ssh process and its host
     job          from the first ssh process to the job's exit code
-    session      the end of a connection on a host (`python -m phalanx._job.ssh`)
-    remote_command   any other command, run on one host: `phalanx top --host a`
+    session      the end of a connection on a host (`python -m phalanx._job.ssh`), which --detach lets outlive it
+    remote_command   Python on a host, and any other command there: `phalanx top --host a`
 
 It is a starter, as a scheduler is: the agents do not know about ssh. Nothing here imports torch.
 """

@@ -136,11 +136,7 @@ class Connection:
     def lose(self) -> None:
         """End the connection: it is broken, or silent for too long."""
         self._channel.close()
-        try:
-            self._process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._wait_process(_EXIT_S)
         # Another process may still have the other end: a control socket's master that ssh has left behind.
         self._read_words({self._stderr})
         self.phase = Phase.LOST
@@ -149,17 +145,20 @@ class Connection:
     def close(self, limit_s: float) -> None:
         """Close the connection, which ends whatever runs on the host, and wait `limit_s` for ssh to end.
 
-        A detached job goes on: ssh, which would wait for it, is ended.
+        A detached job goes on: ssh, which would wait for it, is ended. On this machine there is no ssh.
         """
         self._channel.close()
         if self.is_detached and not self.is_here:
             self._process.terminate()
-        try:
-            self._process.wait(0.0 if self.is_detached and self.is_here else max(0.0, limit_s))
-        except subprocess.TimeoutExpired:
-            if not (self.is_detached and self.is_here):
-                self._process.kill()
-                self._process.wait()
+        if not (self.is_detached and self.is_here):
+            self._wait_process(max(0.0, limit_s))
         if self._stderr >= 0:
             os.close(self._stderr)
             self._stderr = -1
+
+    def _wait_process(self, limit_s: float) -> None:
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
