@@ -9,16 +9,7 @@ import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
-INTEGERS = (
-    torch.uint8,
-    torch.int8,
-    torch.uint16,
-    torch.int16,
-    torch.uint32,
-    torch.int32,
-    torch.uint64,
-    torch.int64,
-)
+INTEGERS = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64)
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)

@@ -45,10 +45,7 @@ OPERATIONS = {
     "gather": (lambda n, p: ([n], [n] * p), lambda g, i, o: dist.gather(i[0], o if g.rank() == 1 else None, 1)),
     "scatter": (lambda n, p: ([n] * p, [n]), lambda g, i, o: dist.scatter(o[0], i if g.rank() == 1 else None, 1)),
     "reduce_scatter": (lambda n, p: ([n] * p, [n]), lambda g, i, o: dist.reduce_scatter(o[0], i)),
-    "reduce_scatter_tensor": (
-        lambda n, p: ([n * p], [n]),
-        lambda g, i, o: g._reduce_scatter_base(o[0], i[0]).wait(),
-    ),
+    "reduce_scatter_tensor": (lambda n, p: ([n * p], [n]), lambda g, i, o: g._reduce_scatter_base(o[0], i[0]).wait()),
     "reduce_scatter_tensor coalesced": (
         lambda n, p: ([n * p, n * p], [n, n]),
         lambda g, i, o: g.reduce_scatter_tensor_coalesced(o, i).wait(),

@@ -52,8 +52,7 @@ def form(rank, world_size, machines, folder, place, stuck):
 
 @pytest.mark.slow(but=("memory-0",))
 @pytest.mark.parametrize(
-    ("place", "stuck"),
-    [("memory", 0), ("memory", 1), pytest.param("memory", 2, marks=pytest.mark.slow), ("Gloo", 2)],
+    ("place", "stuck"), [("memory", 0), ("memory", 1), pytest.param("memory", 2, marks=pytest.mark.slow), ("Gloo", 2)]
 )
 def test_a_rank_that_stays_behind_holds_nobody_up_who_knows_that_there_will_be_no_group(tmp_path, place, stuck):
     assert on_hosts([2, 1], form, tmp_path, place, stuck, timeout_s=600.0, run_s=300.0) == ["superseded"] * 3

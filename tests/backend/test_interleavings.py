@@ -15,19 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CHECKER = ROOT / "tests" / "csrc" / "interleavings"
-NAMES = (
-    "futex",
-    "layout",
-    "group",
-    "wait",
-    "sync",
-    "agreement",
-    "move",
-    "early",
-    "all_reduce",
-    "copy",
-    "reducer",
-)
+NAMES = ("futex", "layout", "group", "wait", "sync", "agreement", "move", "early", "all_reduce", "copy", "reducer")
 
 
 def _compile(source, target):
@@ -64,10 +52,7 @@ def explore(objects, tmp_path_factory):
 
 
 @pytest.mark.slow(but=("CCB DDB", "-d -c CC CC"))
-@pytest.mark.parametrize(
-    "arguments",
-    ["RS SR", "-c RB RB", "-d R R", "-d -c B B", "CR RC", "CCB DDB", "-d -c CC CC"],
-)
+@pytest.mark.parametrize("arguments", ["RS SR", "-c RB RB", "-d R R", "-d -c B B", "CR RC", "CCB DDB", "-d -c CC CC"])
 def test_every_order_of_two_short_programs(explore, arguments):
     assert "states" in explore(*arguments.split())
 
@@ -95,14 +80,7 @@ def test_all_pairs_of_programs_of_two_calls(explore):
 @pytest.mark.slow(but=("-c -d CDC CDC CDC", "RS RS SR"))
 @pytest.mark.parametrize(
     "arguments",
-    [
-        "ARARB ARARB ARARB",
-        "-c RASB RASB RASB",
-        "-c -d BB BB BB",
-        "RS RS SR",
-        "CRACB CRACB CRACB",
-        "-c -d CDC CDC CDC",
-    ],
+    ["ARARB ARARB ARARB", "-c RASB RASB RASB", "-c -d BB BB BB", "RS RS SR", "CRACB CRACB CRACB", "-c -d CDC CDC CDC"],
 )
 def test_random_orders_of_three_ranks(explore, arguments):
     assert "1000 random schedules" in explore("-r1000", *arguments.split())

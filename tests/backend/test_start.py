@@ -69,12 +69,7 @@ def test_only_a_start_under_phalanx_run_that_names_no_device_is_ours() -> None:
     assert not is_default({}, None, "cpu", ["cpu"])
     assert not is_default({"PHALANX_STORE": ""}, None, "cpu", ["cpu"])
     # Each tells a rank of another launcher that one of ours has started.
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-    ):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         assert not is_default({**ours, name: "7"}, None, "cpu", ["cpu"])
 
 

@@ -64,11 +64,7 @@ def test_the_place_is_the_url_s_or_else_the_environment_s(monkeypatch) -> None:
 
 def _meet(rank, world_size, port, number):
     dist.init_process_group(
-        "phalanx",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=number,
-        world_size=2,
-        timeout=timedelta(seconds=1),
+        "phalanx", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2, timeout=timedelta(seconds=1)
     )
 
 

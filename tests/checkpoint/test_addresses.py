@@ -2,10 +2,8 @@
 
 import json
 import logging
-import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 
@@ -198,30 +196,6 @@ def test_a_damaged_object_is_named_and_the_one_before_is_taken_if_wished(s3):
     alone(damage)
 
 
-@pytest.mark.slow
-def test_one_that_is_removed_while_it_is_read_is_no_error(s3, tmp_path):
-    folder = s3.new_folder()
-
-    def save():
-        manager = CheckpointManager(folder, keep=1)
-        step = 1
-        manager.save(step, state_of(step, 10))
-        (tmp_path / "begun").touch()
-        while not (tmp_path / "read").exists():
-            step += 1
-            manager.save(step, state_of(step, 10))
-
-    def read():
-        while not (tmp_path / "begun").exists():
-            os.sched_yield()
-        manager = CheckpointManager(folder)
-        for _ in range(10):
-            assert_whole(manager.load())
-        (tmp_path / "read").touch()
-
-    run_ranks(lambda rank, world_size: (save, read)[rank](), 2, backend=None, init=False, timeout=120)
-
-
 def test_what_a_living_writer_has_put_there_is_left_alone(s3):
     """A writer of another host cannot be seen: what it has put there within the hour stays; an old one's goes."""
     folder = s3.new_folder()
@@ -290,19 +264,6 @@ def test_a_file_system_in_memory_keeps_them_too(form):
         return len(manager.checkpoints()), inspect("memory://runs/a").step
 
     assert alone(work) == (2, 4)
-
-
-@pytest.mark.slow
-def test_a_script_that_ends_without_waiting_ends_its_save_first(s3):
-    """It is sent by threads of the file system, and by Python's, which end early when an interpreter does."""
-    folder = s3.new_folder()
-    script = f"""
-import torch
-from phalanx.checkpoint import CheckpointManager
-CheckpointManager({folder!r}).async_save(1, {{"w": torch.ones(500_000), "v": [-torch.ones(500_000)], "step": 1}})
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
-    alone(lambda: assert_whole(CheckpointManager(folder).load()))
 
 
 def test_files_of_this_machine_may_be_named_as_addresses(tmp_path):

@@ -29,12 +29,7 @@ def flat(batches: Any) -> list[int]:
     return [sample for batch in batches for sample in batch]
 
 
-@pytest.mark.slow(
-    but=(
-        "1-2-stream",
-        "4-0-indexed",
-    )
-)
+@pytest.mark.slow(but=("1-2-stream", "4-0-indexed"))
 @pytest.mark.parametrize("kind", ["indexed", "stream"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("snapshot", [1, 4])

@@ -183,10 +183,7 @@ def test_hooks_that_cannot_work_are_refused_with_what_to_use_instead():
     fused = _as_overlapped_optim(torch.optim.SGD, None, lr=0.1)._opt_hook_state
     refused = [
         (mixed_precision_hooks._reducer_allreduce_and_upcast_hook, r"mixed_precision.*Use torch\.autocast"),
-        (
-            optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, fused),
-            r"step\(\) after",
-        ),
+        (optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, fused), r"step\(\) after"),
         (_applying_optim_in_backward(), r"step\(\) after"),
         (ddp_zero_hook._hook_with_zero_step_setup, "Use phalanx.ZeroRedundancyOptimizer without it"),
         (

@@ -16,13 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from phalanx import DistributedDataParallel, SyncBatchNorm
 from phalanx.testing import RankFailed, run_ranks
 
-OPTIONS = [
-    {},
-    {"momentum": None},
-    {"affine": False},
-    {"track_running_stats": False},
-    {"eps": 0.5, "momentum": 0.7},
-]
+OPTIONS = [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.5, "momentum": 0.7}]
 
 
 @pytest.mark.parametrize("sizes", [(4,), (3, 2), (1, 4, 2), (0, 5, 1)], ids=str)
@@ -63,12 +57,7 @@ def test_double_precision_is_kept():
     _check(run_ranks(fn, 2), expected, [3, 2], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow(
-    but=(
-        "torch.bfloat16-float32 layer",
-        "torch.float16-half layer",
-    )
-)
+@pytest.mark.slow(but=("torch.bfloat16-float32 layer", "torch.float16-half layer"))
 @pytest.mark.parametrize("layer_dtype", [torch.float32, None], ids=["float32 layer", "half layer"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_types_differ_from_float32_by_one_rounding(dtype, layer_dtype):
@@ -320,12 +309,7 @@ def _network():
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3))
 
 
-@pytest.mark.slow(
-    but=(
-        "phalanx-2-ours",
-        "phalanx-3-torch",
-    )
-)
+@pytest.mark.slow(but=("phalanx-2-ours", "phalanx-3-torch"))
 @pytest.mark.parametrize(
     "wrapper", [DistributedDataParallel, nn.parallel.DistributedDataParallel], ids=["ours", "torch"]
 )

@@ -6,14 +6,7 @@ import pytest
 
 from phalanx.optim.plan import LINE, Extent, Slice, plan_cut, plan_offsets, plan_whole
 
-SIZES = [
-    [],
-    [0],
-    [1],
-    [1000],
-    [0, 5, 0, 33, 32, 31],
-    [7, 100_003, 64, 1],
-]
+SIZES = [[], [0], [1], [1000], [0, 5, 0, 33, 32, 31], [7, 100_003, 64, 1]]
 
 
 def _extents(sizes, itemsize=4):

@@ -137,10 +137,7 @@ def test_groups_have_their_own_options_and_can_be_added(rank):
         ddp = wrapped()
         model = ddp.module
         optimizer = make(
-            [
-                {"params": model.conv.parameters()},
-                {"params": model.hidden.parameters(), "lr": 0.01, "nesterov": True},
-            ]
+            [{"params": model.conv.parameters()}, {"params": model.hidden.parameters(), "lr": 0.01, "nesterov": True}]
         )
         train(ddp, optimizer, rank, 2)
         optimizer.add_param_group({"params": [model.scale, *model.head.parameters()], "momentum": 0.0})

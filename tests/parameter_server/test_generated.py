@@ -1,9 +1,7 @@
-"""Generated kills, checkpoints in the midst of a run, and rows beside data parallel layers."""
+"""Checkpoints in the midst of a run, and rows beside data parallel layers, with generated gradients."""
 
 import copy
-import os
 import random
-import signal
 import warnings
 from functools import partial
 
@@ -11,11 +9,10 @@ import pytest
 import torch
 import torch._dynamo  # every optimizer loads it: once here, and not once in each worker
 import torch.distributed as dist
-from tests.parameter_server.trainers import _counting, _ones, check_equal_states, join, meet
-from tests.rpc.workers import pid, run_workers
+from tests.parameter_server.trainers import check_equal_states, join, meet
+from tests.rpc.workers import run_workers
 
 import phalanx
-from phalanx import rpc
 
 SERVERS = ["s0", "s1", "s2"]
 TRAINERS = ["t0", "t1"]
@@ -112,54 +109,6 @@ def _restored(rank, folder, with_group):
 def test_a_run_that_is_restored_in_its_midst_ends_as_the_undisturbed_one(with_group):
     """A trainer that was still pushing when the first one loaded went on from a step that was no more."""
     run_workers(_restored, 5, with_group)
-
-
-# -- kills -------------------------------------------------------------------------------------------------------------
-
-
-def _killed(rank, folder, seed):
-    chance = random.Random(seed)
-    servers = ["s0", "s1", "s2", "s3"]
-    name = [*TRAINERS, *servers][rank]
-    synchronous, victims = bool(seed % 2), chance.sample(servers, 3)
-    kills = dict(zip(sorted(chance.sample(range(5, 100, 5), 3)), victims, strict=True))
-    killers = [chance.randrange(2) for _ in kills]
-    loads = chance.randrange(100)
-    with join(name, rank, 6, folder, loses=True):
-        if rank > 1:
-            return
-        server = _counting(servers, synchronous=synchronous, reduction="sum")
-        ids = torch.tensor([0, 1, 2, 5 - rank])
-        for step in range(110):
-            for killer, (at, victim) in zip(killers, kills.items(), strict=True):
-                if at == step and killer == rank:
-                    meet(name, f"before {at}")  # both have made the step before: each shard has its two copies again
-                    os.kill(rpc.rpc_sync(victim, pid), signal.SIGKILL)
-                elif at == step:
-                    meet(name, f"before {at}")
-            if step == loads:  # what is loaded is where they are
-                meet(name, "to load")
-                server.load_state_dict(server.state_dict() if rank == 0 else _zeros())
-                assert server.step == step
-            server.pull({"t": ids})
-            server.push_gradients(*_ones(ids))
-        meet(name, "all is pushed")
-        state = server.state_dict()
-        assert state["dense"]["d"].tolist() == [-220] * 3, "each push once"
-        assert state["tables"]["t"][:, 1].tolist() == [-220, -220, -220, 0, -110, -110, 0]
-        meet(name, "looked")
-        server.close()
-
-
-def _zeros():
-    return {"step": 0, "dense": {"d": torch.zeros(3)}, "tables": {"t": torch.zeros(7, 2)}, "optimizer": {}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(int(os.environ.get("PHALANX_TEST_SEEDS", "2"))))
-def test_no_push_is_lost_or_applied_twice_while_three_of_four_servers_are_killed_one_after_the_other(seed):
-    victims = random.Random(seed).sample(["s0", "s1", "s2", "s3"], 3)
-    run_workers(_killed, 6, seed, lost=[2 + int(one[1]) for one in victims], timeout=120)
 
 
 # -- beside data parallel layers ---------------------------------------------------------------------------------------

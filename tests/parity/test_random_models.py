@@ -59,10 +59,7 @@ class Trainer:
         if not self.ours or not self.case.optimizer.startswith("zero"):
             return torch.optim.SGD(self.model.parameters(), **arguments)
         return phalanx.ZeroRedundancyOptimizer(
-            self.model.parameters(),
-            torch.optim.SGD,
-            gather_gradients=self.case.optimizer == "zero",
-            **arguments,
+            self.model.parameters(), torch.optim.SGD, gather_gradients=self.case.optimizer == "zero", **arguments
         )
 
     @property

@@ -22,11 +22,7 @@ from phalanx.pipeline import weight_gradients, wire
 from phalanx.testing import run_ranks
 
 # What such a model may be refused for, at the door or after its first step; anything else is a failure.
-REFUSALS = (
-    "too few for",
-    "has buffers and is called in stages",
-    "in place",
-)
+REFUSALS = ("too few for", "has buffers and is called in stages", "in place")
 
 
 def cut_by_dice(model, stages, seed):

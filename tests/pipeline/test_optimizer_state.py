@@ -220,11 +220,7 @@ def test_groups_of_stages_are_merged_by_place_or_by_parameter():
     first = [ParamGroup({"lr": 1.0}, ["c", "a"]), ParamGroup({"lr": 2.0}, [])]
     second = [ParamGroup({"lr": 1.0}, ["d"]), ParamGroup({"lr": 2.0}, ["f", "c"])]
     assert [group.names for group in merge_groups([first, second], order)] == [["a", "c", "d"], ["c", "f"]]
-    third = [
-        ParamGroup({"lr": torch.tensor(3.0)}, ["d", "a"]),
-        ParamGroup({"lr": 2.0}, [""]),
-        ParamGroup({}, ["e"]),
-    ]
+    third = [ParamGroup({"lr": torch.tensor(3.0)}, ["d", "a"]), ParamGroup({"lr": 2.0}, [""]), ParamGroup({}, ["e"])]
     merged = merge_groups(
         [[ParamGroup({"lr": 0.5}, ["b"]), ParamGroup({"lr": torch.tensor(3.0)}, ["a", "c"])], third], order
     )

@@ -57,10 +57,7 @@ same(outputs, [of(r) + 100 * rank for r in ranks])
 if size > 1:
     received = torch.empty(6, dtype=torch.float64)
     works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, mine(), (rank + 1) % size),
-            dist.P2POp(dist.irecv, received, (rank - 1) % size),
-        ]
+        [dist.P2POp(dist.isend, mine(), (rank + 1) % size), dist.P2POp(dist.irecv, received, (rank - 1) % size)]
     )
     for work in works:
         work.wait()

@@ -15,12 +15,7 @@ from phalanx import strategies
 from phalanx.strategies.recipe import Recipe
 from phalanx.testing import run_ranks
 
-WORDS = [
-    ("mirrored", {}),
-    ("sharded", {}),
-    ("sharded", {"shard": "model"}),
-    ("pipeline", {"micro_batches": 2}),
-]
+WORDS = [("mirrored", {}), ("sharded", {}), ("sharded", {"shard": "model"}), ("pipeline", {"micro_batches": 2})]
 
 
 def make_model():

@@ -64,23 +64,6 @@ def alone():
 
 
 @pytest.mark.slow
-@on_ranks(2, timeout=120)
-def test_the_same_losses_come_with_each_word(alone):
-    words = [
-        ("mirrored", {"devices": 2}),
-        ("multi_worker_mirrored", {}),
-        ("sharded", {}),
-        ("sharded", {"gather_gradients": False}),
-        ("sharded", {"shard": "model"}),
-        ("pipeline", {"micro_batches": 4}),
-        ("auto", {}),
-    ]
-    seen = {str(word): train(strategies.get(word[0], **word[1]), max_norm=5.0) for word in words}
-    for word, losses in seen.items():
-        torch.testing.assert_close(losses, alone, msg=f"{word}: {losses[-1]} alone {alone[-1]}")
-
-
-@pytest.mark.slow
 @on_ranks(4, timeout=120)
 def test_pipelines_beside_each_other_share_the_batch(rank, alone):
     strategy = strategies.PipelineStrategy(data=2, micro_batches=2)

@@ -153,13 +153,7 @@ class Numbers(IterableDataset):
         return iter(self.data)
 
 
-@pytest.mark.slow(
-    but=(
-        "2-46-sampler",
-        "2-46-iterable",
-        "2-46-several",
-    )
-)
+@pytest.mark.slow(but=("2-46-sampler", "2-46-iterable", "2-46-several"))
 @pytest.mark.parametrize("kind", ["sampler", "iterable", "several"])
 @pytest.mark.parametrize(("ranks", "total"), [(1, 33), (2, 33), (2, 46), (3, 35)])
 def test_the_line_of_an_epoch_counts_the_samples_that_forward_received(tmp_path, kind, ranks, total):

@@ -14,31 +14,20 @@ def test_the_live_line_says_how_much_how_fast_and_how_long():
     assert live_line(HALF, fancy=False).isascii()
 
 
-def test_without_a_total_it_counts():
+def test_without_a_total_or_before_the_first_step_it_counts_and_more_steps_than_announced_are_all():
     assert live_line(replace(HALF, total_steps=None)) == "epoch 3  1,500 samples  750 samples/s  loss 0.1235"
     assert live_line(replace(HALF, total_steps=0)).startswith("epoch 3  1,500 samples")
-
-
-def test_before_the_first_step_nothing_is_divided_by_nothing():
     start = ProgressState("", "steps", 0, 10, 0, 0.0)
     assert live_line(start, fancy=False) == "--------------------   0%  0.00 steps/s"
-    assert final_line(start) == "0 steps in 0.0 s, 0.00 steps/s"
-    assert start.left_s is None
-
-
-def test_more_steps_than_announced_are_all_of_them():
+    assert (final_line(start), start.left_s) == ("0 steps in 0.0 s, 0.00 steps/s", None)
     late = replace(HALF, steps=12)
     assert late.left_s == 0
     assert "100%" in live_line(late)
 
 
-def test_long_times_have_hours():
-    assert "0:59 left" in live_line(replace(HALF, elapsed_s=59))
-    assert "1:00 left" in live_line(replace(HALF, elapsed_s=59.9))
-    assert "10:00:00 left" in live_line(replace(HALF, elapsed_s=36000))
-
-
-def test_slow_rates_keep_their_digits():
+def test_long_times_have_hours_and_slow_rates_keep_their_digits():
+    for elapsed_s, left in ((59, "0:59 left"), (59.9, "1:00 left"), (36000, "10:00:00 left")):
+        assert left in live_line(replace(HALF, elapsed_s=elapsed_s))
     assert "0.15 samples/s" in live_line(replace(HALF, elapsed_s=10_000))
 
 

@@ -70,12 +70,7 @@ def _measure(rank, world_size, kinds, size):
     return found
 
 
-@pytest.mark.slow(
-    but=(
-        "1-2",
-        "7-3",
-    )
-)
+@pytest.mark.slow(but=("1-2", "7-3"))
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("size", [1, 7, 12])
 def test_a_validation_counts_each_sample_once_whatever_it_reads(world_size, size):
@@ -96,12 +91,7 @@ def _train_iterable(rank, world_size, size, batch, accumulate):
         return trainer.step, copy_parameters(trainer.strategy.bare_model)
 
 
-@pytest.mark.slow(
-    but=(
-        "20-6-2",
-        "13-5-1",
-    )
-)
+@pytest.mark.slow(but=("20-6-2", "13-5-1"))
 @pytest.mark.parametrize(("size", "batch", "accumulate"), [(20, 6, 1), (20, 6, 2), (7, 4, 3), (13, 5, 1), (1, 4, 1)])
 def test_what_can_only_be_iterated_trains_as_one_process_does_with_any_number_of_ranks(size, batch, accumulate):
     """Batches that replicas can't share evenly, and last ones of which some have nothing, count by their samples."""

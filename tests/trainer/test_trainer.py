@@ -78,13 +78,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.slow(
-    but=(
-        "1-1",
-        "6-2",
-        "7-1",
-    )
-)
+@pytest.mark.slow(but=("1-1", "6-2", "7-1"))
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("end", [1, 4, 6, 7, 11])
 def test_a_run_that_was_ended_anywhere_goes_on_to_the_same_bits(tmp_path, end, accumulate):

@@ -61,12 +61,7 @@ class Rows(IterableDataset):
         return iter(self.data)
 
 
-@pytest.mark.slow(
-    but=(
-        "False-3-35",
-        "True-1-35",
-    )
-)
+@pytest.mark.slow(but=("False-3-35", "True-1-35"))
 @pytest.mark.parametrize("num_samples", [35, 48])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("is_stream", [False, True])

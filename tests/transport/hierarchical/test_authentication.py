@@ -175,12 +175,7 @@ def _replay(rank, world_size, machines, path, number):
     return told
 
 
-@pytest.mark.slow(
-    but=(
-        "broadcast",
-        "send",
-    )
-)
+@pytest.mark.slow(but=("broadcast", "send"))
 @pytest.mark.parametrize("number", range(len(WAYS)), ids=lambda n: WAYS[n].__name__.strip("_"))
 def test_a_message_that_is_played_back_is_refused(number, tmp_path):
     """An object of an all_gather could be given again, with a valid MAC, as that of each later one."""
