@@ -207,16 +207,16 @@ class _AgentView:
     def get_debug_info(self) -> dict[str, str]:
         agent = self._agent
         return {
-            "agent.num_pending_requests": str(len(agent.serving.requests)),
+            "agent.num_pending_requests": str(agent.functions.num_waiting),
             "agent.thread_pool_size": str(agent.options.num_worker_threads),
-            "agent.num_idle_threads": str(agent.options.num_worker_threads - agent.serving.num_running),
-            "agent.server_active_calls": str(agent.serving.num_running),
+            "agent.num_idle_threads": str(agent.options.num_worker_threads - agent.room.num_inside),
+            "agent.server_active_calls": str(agent.room.num_inside),
             "agent.server_active_async_calls": "0",
             "agent.client_active_calls": str(agent.num_in_flight),
         }
 
     def join(self, *args: Any, **kwargs: Any) -> None:
-        self._agent.rounds.wait_idle(Deadline.after(60))
+        self._agent.termination.wait_idle(Deadline.after(60))
 
     def get_timeout(self) -> float:
         return self._agent.default_timeout_s
@@ -247,4 +247,4 @@ def _set_rpc_timeout(timeout: float) -> None:
 
 def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = -1.0) -> dict[str, Any]:
     deadline = Deadline.after(timeout if timeout > 0 else None)
-    return current.agent().rounds.all_gather(obj, worker_names, deadline)
+    return current.agent().termination.all_gather(obj, worker_names, deadline)

@@ -15,7 +15,7 @@ from tests.threads import map_in_threads
 from phalanx import rpc
 from phalanx.ddp import DistributedDataParallel
 from phalanx.errors import PeerLostError
-from phalanx.rpc import autograd, current, wire
+from phalanx.rpc import autograd, line, wire
 from phalanx.rpc.autograd.serve import worker as autograd_worker
 
 NAMES = ["w0", "w1", "w2"]
@@ -230,20 +230,20 @@ def clamp_hook(x: torch.Tensor) -> torch.Tensor:
 
 
 def fail_to_answer(fails: bool) -> None:
-    """From here on, what w0 orders of this worker."""
-    agent = current.agent()
-    connection = agent.peer(agent.membership.find("w0")).calls_us
+    """From here on, what others order of this worker over a line."""
     if not fails:
-        del connection.send
+        line.ServedLine.send = _send  # type: ignore[method-assign]
         return
-    send = connection.send
 
-    def send_or_fail(kind, *args):
+    def send_or_fail(self, kind, *args):
         if kind == wire.REPLY:
             raise MemoryError("no room for an answer")
-        send(kind, *args)
+        _send(self, kind, *args)
 
-    connection.send = send_or_fail
+    line.ServedLine.send = send_or_fail  # type: ignore[method-assign]
+
+
+_send = line.ServedLine.send
 
 
 def num_hooked() -> int:

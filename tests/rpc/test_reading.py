@@ -1,4 +1,4 @@
-"""Who reads answers: the thread that waits for one, or the leader; and nobody who is stuck keeps the others waiting."""
+"""Who reads what: the reader, or the thread that waits; and nobody who is stuck keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.threads import map_in_threads
 from phalanx import rpc
 from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.rpc import current, serialization
-from phalanx.rpc.agent import reading, serving
 
 _WAIT_S = 30.0
 
@@ -38,14 +37,20 @@ def whereabouts():
     return Whereabouts()
 
 
-def _reads_for_itself():
-    assert "MainThread" in {rpc.rpc_sync("w1", whereabouts) for _ in range(200)}
+def thread_name():
+    return threading.current_thread().name
+
+
+def _who_reads_and_runs():
+    until(lambda: rpc.rpc_sync("w1", whereabouts) == "MainThread")  # once it has a line
+    assert rpc.rpc_sync("w1", thread_name) == "phalanx-rpc-line"
     futures = [rpc.rpc_async("w1", whereabouts) for _ in range(200)]
-    assert all(one.wait() in ("MainThread", "phalanx-rpc-serve") for one in futures)
+    assert {one.wait() for one in futures} == {"phalanx-rpc-work"}
+    assert rpc.rpc_async("w1", thread_name).wait() == "phalanx-rpc-call"
 
 
 def _callbacks_keep_nobody_waiting():
-    """A callback that blocks is the leader's; the thread that reads goes on."""
+    """The reader goes on, and so do other callbacks."""
     gate, entered = threading.Event(), threading.Event()
 
     def block(_):
@@ -104,44 +109,31 @@ def wait_event_and_lock(name):
     return Locked()
 
 
-def _a_callback_is_added_while_its_answer_is_read():
-    """`then` waited for the answer of which a thread was making a result, without end: that wanted a lock which the
-    caller of `then` held."""
+def _a_callback_is_added_while_its_answer_is_made():
+    """`then` waited for an answer whose unpickling wanted a lock that the caller of `then` held, without end."""
     first = rpc.rpc_async("w1", wait_event_and_lock, ("lock",))
-    second = rpc.rpc_async("w1", wait_event, ("unlock",))
-    reader = threading.Thread(target=second.wait, name="phalanx-test-reader")
-    reader.start()
-    connection = current.agent().peer(current.agent().membership.find("w1")).connection
-    until(lambda: connection.reading._turn is not None)  # else the leader reads it, which claims nothing
     with _users:
         rpc.rpc_async("w1", set_event, ("lock",))
         assert _wanted.wait(_WAIT_S)
         heard = first.then(lambda done: (done.value(), threading.current_thread().name))
-    assert heard.wait() == (7, "phalanx-rpc-serve")
+    assert heard.wait() == (7, "phalanx-rpc-work")
     assert first.wait() == 7
-    rpc.rpc_sync("w1", set_event, ("unlock",))
-    reader.join()
 
 
 def wait_event_and_stick(name):
     return Stuck(wait_event(name))
 
 
-def _who_is_stuck_loses_its_turn():
+def _who_is_stuck_keeps_nobody_waiting():
     """While what an answer runs as it is unpickled blocks, others are answered."""
     first = rpc.rpc_async("w1", wait_event_and_stick, ("first",))
-    second = rpc.rpc_async("w1", wait_event, ("second",))
-    reader = threading.Thread(target=second.wait)
-    reader.start()
     rpc.rpc_async("w1", set_event, ("first",))
     assert _entered.wait(_WAIT_S)
     for number in range(20):
         assert rpc.rpc_sync("w1", same, (number,)) == number
-    rpc.rpc_sync("w1", set_event, ("second",))
-    assert second.wait() == "second"
+        assert rpc.rpc_async("w1", same, (number,)).wait() == number
     _gate.set()
     assert first.wait() == "first"
-    reader.join()
 
 
 def _callbacks_do_not_run_in_a_thread_that_holds_what_they_want():
@@ -189,7 +181,7 @@ def _callbacks_come_while_answers_do():
         assert called.wait(_WAIT_S)
     stop.set()
     reader.join()
-    assert set(ran_in) <= {"MainThread", "phalanx-rpc-serve"}
+    assert set(ran_in) <= {"MainThread", "phalanx-rpc-work"}
 
 
 def _what_waits_for_all_hears_of_the_first_error():
@@ -227,9 +219,6 @@ def _callbacks_of_calls_that_time_out_stop_no_clock():
 
 
 def _answers_that_nobody_waits_for_are_read():
-    for _ in range(20):  # so many waits that the next calls are expected to be waited for as well
-        futures = [rpc.rpc_async("w1", same, (number,)) for number in range(10)]
-        assert [one.wait() for one in futures] == list(range(10))
     futures = [rpc.rpc_async("w1", same, (number,)) for number in range(10)]
     assert torch.futures.wait_all(futures) == list(range(10))
     done = threading.Event()
@@ -252,29 +241,76 @@ def _many_threads_wait():
 
 
 def _time_runs_out_for_who_reads():
-    with pytest.raises(DeadlineError, match=r"rpc_sync\(wait_event\)"):
-        rpc.rpc_sync("w1", wait_event, ("never",), timeout=0.05)
+    """The answer that comes too late is dropped, with the reference in it, and its line is used again."""
+    lines = current.agent().peer(current.agent().membership.find("w1")).connection.lines
+    with pytest.raises(DeadlineError, match=r"rpc_sync\(wait_event_and_refer\)"):
+        rpc.rpc_sync("w1", wait_event_and_refer, ("never",), timeout=0.05)
+    until(lambda: len(lines._left) == 1)
     assert rpc.rpc_sync("w1", same, (1,)) == 1
     rpc.rpc_sync("w1", set_event, ("never",))
+    until(lambda: not lines._left)
+    until(lambda: not rpc.rpc_sync("w1", num_references))
+    assert not current.agent().num_in_flight
+
+
+def wait_event_and_refer(name):
+    wait_event(name)
+    return rpc.RRef(1)
+
+
+def num_references():
+    return current.agent().references.count()["num_owner_rrefs"]
+
+
+def _callbacks_of_one_answer_run_in_order():
+    heard = []
+    for number in range(50):
+        future = rpc.rpc_async("w1", wait_event, (f"order {number}",))
+        for one in range(5):
+            future.add_done_callback(lambda _, one=one: heard.append(one))
+        last = future.then(lambda done: heard.append(5))
+        rpc.rpc_async("w1", set_event, (f"order {number}",))
+        last.wait()
+    assert heard == [0, 1, 2, 3, 4, 5] * 50
+
+
+class _Calls:
+    """Garbage of a circle, whose end waits for a call in whatever thread runs it."""
+
+    def __init__(self, done):
+        self.me, self.done = self, done
+
+    def __del__(self):
+        self.done.append(rpc.rpc_sync("w1", same, (8,)))
+
+
+def _a_finalizer_in_the_reader_may_call():
+    """It waited for what only its own thread could read."""
+    done = []
+    current.agent().reader.put(lambda: _Calls(done).me.__del__())
+    until(lambda: done)
+    assert done[0] == 8
 
 
 def _all(rank, folder):
     with worker(rank, 2, folder):
         if rank == 0:
-            _reads_for_itself()
+            _who_reads_and_runs()
             _callbacks_keep_nobody_waiting()
-            _who_is_stuck_loses_its_turn()
-            _a_callback_is_added_while_its_answer_is_read()
+            _who_is_stuck_keeps_nobody_waiting()
+            _a_callback_is_added_while_its_answer_is_made()
             _answers_that_nobody_waits_for_are_read()
             _many_threads_wait()
             _time_runs_out_for_who_reads()
             _callbacks_do_not_run_in_a_thread_that_holds_what_they_want()
+            _callbacks_of_one_answer_run_in_order()
             _callbacks_come_while_answers_do()
             _what_waits_for_all_hears_of_the_first_error()
             _callbacks_of_calls_that_time_out_stop_no_clock()
+            _a_finalizer_in_the_reader_may_call()
 
 
-def _breaks(rank, folder):
+def _breaks(rank, folder, over_line):
     rpc.init_rpc(
         f"w{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{folder}/s")
     )
@@ -283,16 +319,22 @@ def _breaks(rank, folder):
             rpc.shutdown()
         return
     agent = current.agent()
-    assert rpc.rpc_sync("w1", same, (1,)) == 1
-    connection = agent.peer(agent.membership.find("w1")).connection
+    peer = agent.peer(agent.membership.find("w1"))
+    if over_line:
+        until(lambda: rpc.rpc_sync("w1", same, (1,)) and peer.connection.lines._idle)
+        frames = peer.connection.lines._idle[0]._frames
+    else:
+        frames = agent.connections.connect(peer)._frames
+    sock = frames._socket
 
-    def read():
-        connection.socket.recv(1)
+    def read(take_buffers):
+        sock.recv(1)
         raise ValueError("no such kind of frame")
 
-    connection._read = read
-    with pytest.raises(PeerLostError, match=r"rpc_sync\(same\) to .*: the worker is lost: its connection closed"):
-        rpc.rpc_sync("w1", same, (2,), timeout=20)
+    frames.read = read
+    call = rpc.rpc_sync if over_line else lambda *args, **kwargs: rpc.rpc_async(*args, **kwargs).wait()
+    with pytest.raises(PeerLostError, match=r"\(same\) to .*: the worker is lost: its connection closed"):
+        call("w1", same, (2,), timeout=20)
     rpc.shutdown(graceful=False)
 
 
@@ -301,32 +343,23 @@ def _ends(rank, folder):
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank:
         signal.pause()  # until it is killed
-    reading.LATE_S = serving.LATE_S = 60.0  # nobody is relieved
     agent = current.agent()
+    member = agent.membership.find("w1")
+    peer = agent.peer(member)
     its_pid = rpc.rpc_sync("w1", pid)
-    connection = agent.peer(agent.membership.find("w1")).connection
-    leave, entered = threading.Event(), threading.Event()
-
-    def block(_):
-        entered.set()
-        assert leave.wait(_WAIT_S)
-
-    rpc.rpc_async("w1", wait_event, ("block",)).add_done_callback(block)
-    rpc.rpc_async("w1", set_event, ("block",))
-    assert entered.wait(_WAIT_S)  # the leader reads nothing now
-    first, second = rpc.rpc_async("w1", wait_event_and_stick, ("first",)), rpc.rpc_async("w1", wait_event, ("second",))
-    for one in ("first", "second"):
-        rpc.rpc_async("w1", set_event, (one,))
-    until(lambda: b"second" in _peek(connection.socket))
-    reader = threading.Thread(target=first.wait)
-    reader.start()
-    assert _entered.wait(_WAIT_S)  # it has read both answers, and is stuck in the first
+    until(lambda: rpc.rpc_sync("w1", same, (1,)) and peer.connection.lines._idle)
+    big = torch.arange(1 << 16)  # it lies in memory whose descriptor has not come yet
+    answer = agent.invoke(member, "rpc_sync", "same", (same, (big,), {}), is_awaited=True)
+    until(lambda: _peek(answer._line._socket))
+    entered = threading.Event()
+    stuck = rpc.rpc_async("w1", wait_event_and_stick, ("first",))
+    rpc.rpc_async("w1", set_event, ("first",)).then(lambda _: entered.set())
+    assert _entered.wait(_WAIT_S)  # it has come, and its maker is stuck
     os.kill(its_pid, signal.SIGKILL)
-    leave.set()
-    assert second.wait() == "second"
+    until(lambda: peer.lost)
+    assert torch.equal(answer.wait(), big)
     _gate.set()
-    assert first.wait() == "first"
-    reader.join()
+    assert stuck.wait() == "first"
     with pytest.raises(PeerLostError):
         rpc.rpc_sync("w1", nothing)
     rpc.shutdown(graceful=False)
@@ -340,13 +373,14 @@ def _peek(sock):
 
 
 def test_answers_that_had_come_are_handed_out_after_the_end_of_who_gave_them():
-    """What a thread had read, and not handed out yet, was dropped when the server ended, and told as lost."""
+    """What had come, and had not been read or made yet, was dropped when the server ended, and told as lost."""
     run_workers(_ends, 2, lost=[1])
 
 
-def test_frames_that_make_no_sense_lose_the_worker_whoever_reads_them():
+@pytest.mark.parametrize("over_line", [True, False])
+def test_frames_that_make_no_sense_lose_the_worker_whoever_reads_them(over_line):
     """The thread that waited for an answer raised what parsing did, and what came next was read from its middle."""
-    run_workers(_breaks, 2)
+    run_workers(_breaks, 2, over_line)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from phalanx import rpc
 from phalanx._base.torch_names import find
 from phalanx.rpc import current
 from phalanx.rpc.agent.agent import Agent
-from phalanx.rpc.agent.short_work import ShortWork
 from phalanx.rpc.autograd.leaf_hooks import grads_are_ours
 from phalanx.rpc.autograd.serve import worker
 from phalanx.rpc.wire import Frame, Order
@@ -92,7 +91,6 @@ class LocalOptimizer:
     ) -> None:
         self._params: list[Tensor] = [one.local_value() for one in params]
         self.optim = optimizer_class(self._params, *args, **kwargs)
-        self.work = ShortWork(current.agent().serving, current.agent().threads)
         self._is_functional = not isinstance(self.optim, torch.optim.Optimizer) and not hasattr(self.optim, "zero_grad")
 
     def step(self, context_id: int) -> None:
@@ -176,20 +174,12 @@ def _step(rref_id: Any, context_id: int) -> None:
 
 def _hear_step(agent: Agent, connection: Any, frame: Frame) -> None:
     _, uid, number, context_id = _ORDER.unpack(frame.data)
-
-    def work(is_short: bool) -> None:
-        problem: BaseException | None = None
-        try:
-            _step((uid, number), context_id)
-        except BaseException as error:
-            problem = error
-        agent.answer_order(connection, frame.call, b"", (), problem)
-
-    optimizer = _ours.get((uid, number))
-    if optimizer is None:
-        work(True)  # it raises an error that says so
-    else:
-        optimizer.work.run(work)
+    problem: BaseException | None = None
+    try:
+        _step((uid, number), context_id)
+    except BaseException as error:
+        problem = error
+    agent.answer_order(connection, frame.call, b"", (), problem)
 
 
 def _wait_all(waits: Sequence[Callable[[], Any]]) -> list[Any]:

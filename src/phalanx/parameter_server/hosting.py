@@ -449,7 +449,7 @@ def _forget(uid: int) -> None:
 
 
 def _hear_lost(agent: Agent, member: WorkerAddress) -> None:
-    if agent.closing or agent.closed:  # all go
+    if agent.is_leaving:  # all go
         return
     with _registry:
         places = list(_hosted.get(agent.me.uid, {}).values())

@@ -16,7 +16,7 @@ from phalanx._base.torch_names import find
 from phalanx.errors import PeerLostError
 from phalanx.rpc import current, profiler, wire
 from phalanx.rpc.agent.agent import Agent
-from phalanx.rpc.agent.reading import Answer
+from phalanx.rpc.agent.answer import Answer
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT
 from phalanx.rpc.references import RRefId
 from phalanx.rpc.remote_error import error_of, set_error
@@ -68,7 +68,7 @@ def rpc_async(
 
     It waits while too many calls of this worker to `to` are under way (`RpcBackendOptions`).
     """
-    future = _call("rpc_async", to, func, args, kwargs, timeout)
+    future: Future[Any] = _call("rpc_async", to, func, args, kwargs, timeout)
     futures = getattr(_thread, "futures", None)
     if futures is not None:
         futures.append(future)
@@ -103,7 +103,7 @@ def remote(
             except BaseException:
                 _drop(agent, rref_id)
                 raise
-            done.add_done_callback(lambda _: _drop(agent, rref_id))
+            done.on_done(lambda _: _drop(agent, rref_id))
             return rref, done
         ids = rref_id, references.new_id()
         done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=ids, on_answer=take)
@@ -114,7 +114,7 @@ def remote(
     key = _event_name("rpc_remote", func, name, agent.me, member)
     with record_function(key) as event:
         rref, done = send(*_profiled(key, work))
-        rref._set_profiling_future(event._call_end_callbacks_on_future(_heard(done)))
+        rref._set_profiling_future(event._call_end_callbacks_on_future(done))
         return rref
 
 
@@ -135,7 +135,7 @@ def _call(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout: float,
-) -> Future[Any]:
+) -> Any:
     agent = current.agent()
     name = _check(func)
     member = find_worker(agent, to)
@@ -160,7 +160,7 @@ def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
         else:
             made.set_result(value)
 
-    event._call_end_callbacks_on_future(_heard(future)).add_done_callback(settle)
+    event._call_end_callbacks_on_future(future).add_done_callback(settle)
     return made
 
 
@@ -168,12 +168,6 @@ def _profiled(key: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callabl
     """Return the call, and its answer's reader, with the callee's events if this thread's profile gathers them."""
     gathers = profiler.gatherer()
     return (work, None) if gathers is None else gathers.wrap(key, work)
-
-
-def _heard(future: Answer[Any]) -> Answer[Any]:
-    """Return the same future, of whose end the profiler is told."""
-    future.needs_leader()
-    return future
 
 
 def _check(func: Callable[..., Any]) -> str:

@@ -58,7 +58,7 @@ Welcome = Callable[[WorkerAddress], None]
 class NetworkConnection:
     """`NetworkConnection` is one direction of a pair of workers: calls to `peer`, or, with `identity`, answers."""
 
-    reading = None  # the network's thread reads
+    lines = None  # the network's thread reads
 
     def __init__(self, network: Network, peer: WorkerAddress, identity: bytes = b"") -> None:
         self.peer = peer

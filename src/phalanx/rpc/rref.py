@@ -76,7 +76,7 @@ class RRef(Generic[T]):
         fork = getattr(self, "_fork", None)
         if fork is not None and not self._agent.closed:
             self._agent.references.dropped.append((self._owner.uid, self._id, fork))
-            self._agent.serving.wake_clock(0.0)
+            self._agent.reader.wake_by(0.0)
 
     def is_owner(self) -> bool:
         """Return whether the object is on this worker."""
@@ -110,11 +110,13 @@ class RRef(Generic[T]):
             return value
         if self._profiling is not None:
             self._profiling.wait()
-        return _wait(self._fetch(timeout))  # type: ignore[no-any-return]
+        return self._fetch(timeout, is_awaited=True).wait()  # type: ignore[no-any-return]
 
-    def _fetch(self, timeout: float = UNSET_RPC_TIMEOUT) -> Future[Any]:
+    def _fetch(self, timeout: float = UNSET_RPC_TIMEOUT, *, is_awaited: bool = False) -> Any:
         self._raise_if_failed()
-        return self._agent.invoke(self._owner, "RRef.to_here", str(self._id), self._id, timeout, kind=wire.FETCH)
+        return self._agent.invoke(
+            self._owner, "RRef.to_here", str(self._id), self._id, timeout, kind=wire.FETCH, is_awaited=is_awaited
+        )
 
     def local_value(self) -> T:
         """Return the object, on its owner. It waits until the object has been made.
@@ -156,7 +158,7 @@ class RRef(Generic[T]):
             if dist_autograd_ctx_id == -1:
                 raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
             work: Any = (_run_backward, (self, dist_autograd_ctx_id, retain_graph), {})
-            self._agent.invoke(self._owner, "RRef.backward", str(self._id), work, 0.0).wait()
+            self._agent.invoke(self._owner, "RRef.backward", str(self._id), work, 0.0, is_awaited=True).wait()
         else:
             _run_backward(self, dist_autograd_ctx_id, retain_graph)
 
@@ -344,8 +346,9 @@ def serve_references(agent: Agent) -> None:
         assert fork is not None
         confirmed: Future[Any] | None = None
         if parent != owner_uid:
-            confirmed = agent.control(owner, "announce_fork", (rref_id, fork), 0.0)
-            confirmed.add_done_callback(lambda _: _tell_parent(parent, fork))
+            told = agent.control(owner, "announce_fork", (rref_id, fork), 0.0)
+            told.on_done(lambda _: _tell_parent(parent, fork))
+            confirmed = told
         return RRef._make(agent, owner, rref_id, fork, None, confirmed)
 
     def _tell_parent(parent: int, fork: RRefId) -> None:
@@ -360,8 +363,7 @@ def serve_references(agent: Agent) -> None:
             )
 
     def drop_forks(holder: WorkerAddress, told: list[tuple[RRefId, RRefId]]) -> None:
-        freed = [agent.references.drop_fork(*one) for one in told]
-        del freed
+        agent.release_later([one for one in (agent.references.drop_fork(*pair) for pair in told) if one is not None])
 
     def fork_arrived(holder: WorkerAddress, fork: RRefId) -> None:
         agent.references.has_arrived(fork)
@@ -371,7 +373,7 @@ def serve_references(agent: Agent) -> None:
         for owned in orphans:
             text = f"RRef: {member} was lost before its call made the object."
             set_error(owned.future, partial(PeerLostError, text, ranks=(member.info.id,)))
-        freed.clear()
+        agent.release_later(freed)
 
     agent.make_rref = make
     agent.controls.update(announce_fork=announce_fork, drop_forks=drop_forks, fork_arrived=fork_arrived)

@@ -211,6 +211,10 @@ class Borrower:
         """Unmap a segment that will not come again."""
         self._maps.pop(number, None)
 
+    def forget_all(self) -> None:
+        """Unmap all segments, of which some tensors may still hold their own."""
+        self._maps.clear()
+
 
 _FIXED_AND_MAY_MOVE = 3  # of mremap(2)
 

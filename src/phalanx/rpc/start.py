@@ -32,7 +32,7 @@ from phalanx.errors import AuthenticationError, PhalanxError
 from phalanx.rpc import current
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.agent import Agent
-from phalanx.rpc.agent.reading import Answer
+from phalanx.rpc.agent.answer import Answer
 from phalanx.rpc.autograd.serve import serve_autograd
 from phalanx.rpc.options import BackendType, RpcBackendOptions
 from phalanx.rpc.remote_error import error_of, set_error
@@ -260,7 +260,10 @@ class _Collection:
         self._left = len(self._futures)
         self._lock = threading.Lock()  # it guards the count; callbacks run without it
         for one in self._futures:
-            one.add_done_callback(self._hear)
+            if isinstance(one, Answer):
+                one.on_done(self._hear)
+            else:
+                one.add_done_callback(self._hear)
 
     def _hear(self, done: Any) -> None:
         try:

@@ -21,6 +21,7 @@ from torch.futures import Future
 from phalanx._base.deadline import Deadline
 from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.rpc.agent.agent import Agent
+from phalanx.rpc.agent.state import State
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.worker_info import WorkerAddress
 
@@ -65,7 +66,7 @@ class Termination:
         leader = next(one for one in members if one.info.id == ranks[0])
         future = agent.control(leader, "come", (key, value, tuple(ranks)), 0.0)
         done = threading.Event()
-        future.add_done_callback(lambda _: done.set())
+        future.on_done(lambda _: done.set())
         if leader.uid == agent.me.uid:
             self._watch([one for one in members if one.info.id in ranks])
         if not done.wait(None if deadline.timeout_s > 1e8 else deadline.left_s):
@@ -122,11 +123,11 @@ class Termination:
         """Wait until no call of ours is under way, and we run none."""
         agent = self._agent
         if not deadline.wait_until(
-            lambda: not (agent.num_in_flight or agent.serving.num_running or agent.serving.requests), _PAUSE_S
+            lambda: not (agent.num_in_flight or agent.room.num_inside or agent.functions.num_waiting), _PAUSE_S
         ):
             raise DeadlineError(
                 f"shutdown of {agent.me}: {agent.num_in_flight} of its calls are not answered, and it still runs "
-                f"{agent.serving.num_running} of others, after {deadline.timeout_s:.1f} s."
+                f"{agent.room.num_inside} of others, after {deadline.timeout_s:.1f} s."
             )
 
     def finish(self, deadline: Deadline) -> None:
@@ -140,9 +141,9 @@ class Termination:
             try:
                 counts = self.gather(f"end-{number}", agent.num_calls, deadline)
             except PeerLostError:
-                agent.closing = True  # the others have heard the same
+                agent.become(State.LEAVING)  # the others have heard the same
                 raise
             if counts == before:
-                agent.closing = True
+                agent.become(State.LEAVING)
                 return
             before = counts

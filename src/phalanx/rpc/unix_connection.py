@@ -1,8 +1,8 @@
-"""Two Unix sockets connect two workers of one host: one for frames, one for the descriptors of segments.
+"""Two Unix sockets connect two workers of one host: one for frames, one for descriptors, of segments and of lines.
 
 A sender puts its frame into the queue and writes what the socket takes. If another thread is writing, it leaves the
 frame to that thread, so that frames that come at the same time go in one system call. What the socket does not take is
-written when it can be (the serving thread is told by `change`). No thread blocks.
+written when it can be (the reader is told by `change`). No thread blocks. The reader alone reads.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import itertools
+import os
 import select
 import socket
 import struct
@@ -28,17 +29,84 @@ from phalanx.rpc.segments import FROM_BYTES, Borrower, Lender
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
 
 _READ_BYTES = 1 << 18
-_MOST_PARTS = 512  # the most parts of one system call; Linux takes 1024
+MOST_PARTS = 512  # the most parts of one system call; Linux takes 1024
 _DESCRIPTOR_S = 30.0  # a descriptor must arrive within this time; it is sent before the frame that needs it
 _NUMBER = struct.Struct("<Q")
+_LINE = 1 << 63  # in the number of a descriptor that is a line's
+_OF_SEGMENTS = frozenset((wire.RELEASE, wire.FORGET, wire.MISSED))
 _numbers = itertools.count(1)
+
+
+class FrameReader:
+    """`FrameReader` cuts into frames what a socket receives."""
+
+    def __init__(self, sock: socket.socket, nbytes: int) -> None:
+        self._socket = sock
+        self._nbytes = nbytes
+        self._received = bytearray(nbytes)
+        self._view = memoryview(self._received)
+        self._have = 0
+
+    def read(self, take_buffers: Callable[[Any, memoryview, int], Any]) -> list[Frame] | None:
+        """Return the frames that have come; None when the other end is gone.
+
+        `take_buffers(table, received, at)` makes buffers of a frame's table, and of what has been received from `at`.
+        """
+        if not self._received:  # it was released
+            return None
+        try:
+            got = self._socket.recv_into(self._view[self._have :])
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if got == 0:
+            return None
+        have = self._have + got
+        received, view, at = self._received, self._view, 0
+        frames = []
+        needs = 0
+        while have - at >= HEAD.size:
+            nbytes, call, data, extras, num_buffers, kind = HEAD.unpack_from(received, at)
+            if have - at < nbytes:
+                needs = nbytes
+                break
+            begin = at + HEAD.size
+            if num_buffers:
+                begin += BUFFER.size * num_buffers
+            end = begin + data
+            frame = Frame(kind, call, bytes(view[begin:end]))
+            if extras:
+                begin, end = end, end + extras
+                frame.extras = bytes(view[begin:end])
+            if num_buffers:
+                table = BUFFER.iter_unpack(view[at + HEAD.size :][: BUFFER.size * num_buffers])
+                frame.buffers = take_buffers(table, view, end)
+            at += nbytes
+            frames.append(frame)
+        self._have = have - at
+        if needs > len(received):  # this makes room for all of it
+            grown = bytearray(needs)
+            grown[: self._have] = view[at:have]
+            self._received, self._view = grown, memoryview(grown)
+        elif at and self._have:
+            received[: self._have] = received[at:have]
+        elif not self._have and len(received) > 4 * self._nbytes:
+            self._received = bytearray(self._nbytes)
+            self._view = memoryview(self._received)
+        return frames
+
+    def release(self) -> None:
+        """Release the memory at once: a reference cycle would keep it until Python collects it."""
+        self._received, self._view = bytearray(), memoryview(b"")
+        self._have = 0
 
 
 class UnixConnection:
     """`UnixConnection` is one end. `peer` is what the agent says is at the other one.
 
-    `change(connection)` is called when the leader must wait for other events: for `is_full`, it writes what is left as
-    soon as it can; for `is_muted`, it does not read. `has_release(connection)` is called when a segment died.
+    `change(connection)` is called when the reader must wait for other events: for `is_full`, it writes what is left as
+    soon as it can. `has_release(connection)` is called when a segment died.
     """
 
     def __init__(
@@ -54,10 +122,10 @@ class UnixConnection:
         self.socket = sock
         self.number = next(_numbers)
         self.peer: Any = None
-        self.reading: Any = None  # the Reading of this connection, if we make calls over it
+        self.lines: Any = None  # the Lines of this connection, if we make calls over it
+        self.line_ends: set[Any] = set()  # the ends of all lines, of either side, that are to be closed with this
         self.closed = False
         self.is_full = False
-        self.is_muted = False
         self._fd_socket = fd_sock
         self._lender = lender
         self._change = change
@@ -66,13 +134,12 @@ class UnixConnection:
         self._queue: deque[list[Any]] = deque()
         self._rest: list[Any] = []  # what the socket has not taken
         self._writing = threading.Lock()
-        self._parsing = threading.Lock()
-        self._received = bytearray(_READ_BYTES)
-        self._view = memoryview(self._received)
-        self._have = 0
+        self._taking = threading.Lock()
+        self._frames = FrameReader(sock, _READ_BYTES)
         self._is_broken = False
         self.releases: deque[int] = deque()
         self._borrower = Borrower(self._released)
+        self._line_fds: dict[int, int] = {}
         lender.join(self.number, self._forget)
 
     # -- out -----------------------------------------------------------------------------------------------------------
@@ -84,29 +151,33 @@ class UnixConnection:
 
     def put(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
         """Queue a frame, which is sent at the next `flush`."""
+        self._queue.append(self.lay_out(kind, call, data, extras, buffers))
+
+    def lay_out(self, kind: int, call: int, data: Any, extras: Any, buffers: Sequence[Any]) -> list[Any]:
+        """Return the parts of a frame; large buffers are copied into segments, for the process at the other end."""
         if not buffers:
-            parts: list[Any] = [wire.head(kind, call, data, extras, ()), data]
-            if extras:
-                parts.append(extras)
-        else:
-            table: list[tuple[int, int]] = []
-            inline = []
-            try:
-                for one in buffers:
-                    view = wire.view_bytes(one)
-                    segment = self._lend(view) if view.nbytes >= FROM_BYTES else 0
-                    table.append((view.nbytes, segment))
-                    if not segment:
-                        inline.append(view)
-                parts = [wire.head(kind, call, data, extras, table), data]
-            except BaseException:
-                for _, segment in table:
-                    self._lender.take_back(segment)
-                raise
-            if extras:
-                parts.append(extras)
-            parts += inline
-        self._queue.append(parts)
+            return (
+                [wire.head(kind, call, data, extras, ()), data, extras]
+                if extras
+                else [wire.head(kind, call, data, extras, ()), data]
+            )
+        table: list[tuple[int, int]] = []
+        inline = []
+        try:
+            for one in buffers:
+                view = wire.view_bytes(one)
+                segment = self._lend(view) if view.nbytes >= FROM_BYTES else 0
+                table.append((view.nbytes, segment))
+                if not segment:
+                    inline.append(view)
+            parts = [wire.head(kind, call, data, extras, table), data]
+        except BaseException:
+            for _, segment in table:
+                self._lender.take_back(segment)
+            raise
+        if extras:
+            parts.append(extras)
+        return parts + inline
 
     def _lend(self, view: memoryview) -> int:
         """Return the number of a segment with a copy of this memory; 0 if memory cannot be shared."""
@@ -115,9 +186,7 @@ class UnixConnection:
         except (PhalanxError, OSError):
             return 0
         if self.number not in segment.known_to:
-            try:
-                socket.send_fds(self._fd_socket, [_NUMBER.pack(segment.number)], [segment.fd])
-            except OSError:  # the receiver has many to take in, or is gone
+            if not self._send_fd(segment.number, segment.fd):
                 self._lender.take_back(segment.number)
                 return 0
             segment.known_to.add(self.number)
@@ -126,6 +195,20 @@ class UnixConnection:
         else:
             segment.bytes[: view.nbytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
         return segment.number
+
+    def _send_fd(self, number: int, fd: int) -> bool:
+        try:
+            socket.send_fds(self._fd_socket, [_NUMBER.pack(number)], [fd])
+        except OSError:  # the receiver has many to take in, or is gone
+            return False
+        return True
+
+    def offer_line(self, number: int, end: socket.socket) -> bool:
+        """Send one end of a line, and ask for the line to be opened; return False if that is not possible now."""
+        if not self._send_fd(_LINE | number, end.fileno()):
+            return False
+        self.send(wire.LINE, number, b"")
+        return True
 
     @without_collector
     def flush(self) -> None:
@@ -153,15 +236,10 @@ class UnixConnection:
                 self._be(full=False)
         self.flush()
 
-    def mute(self, muted: bool) -> None:
-        """Stop or resume the leader's reading of this connection."""
-        self._be(muted=muted)
-
     @without_collector
-    def _be(self, *, full: bool | None = None, muted: bool | None = None) -> None:
+    def _be(self, *, full: bool) -> None:
         with self._changing:
-            self.is_full = self.is_full if full is None else full
-            self.is_muted = self.is_muted if muted is None else muted
+            self.is_full = full
             if not self.closed:
                 self._change(self)
 
@@ -175,23 +253,23 @@ class UnixConnection:
     def _write(self) -> None:
         while not self.closed:
             parts = self._rest
-            while self._queue and len(parts) < _MOST_PARTS:
+            while self._queue and len(parts) < MOST_PARTS:
                 parts += self._queue.popleft()
             if not parts:
                 return
             try:
-                if len(parts) <= _MOST_PARTS:
+                if len(parts) <= MOST_PARTS:
                     sent = self.socket.sendmsg(parts)
                 else:
-                    sent = self.socket.sendmsg(parts[:_MOST_PARTS])
+                    sent = self.socket.sendmsg(parts[:MOST_PARTS])
             except BlockingIOError:
                 sent = 0
             except OSError:  # the other end is gone: the thread that reads notices it
                 self._rest = []
                 self._queue.clear()
                 return
-            self._rest = _after(parts, sent)
-            if self._rest and (sent == 0 or len(parts) <= _MOST_PARTS):
+            self._rest = after(parts, sent)
+            if self._rest and (sent == 0 or len(parts) <= MOST_PARTS):
                 self._be(full=True)
                 return
 
@@ -199,87 +277,63 @@ class UnixConnection:
 
     @without_collector
     def read(self) -> list[Frame] | None:
-        """Return the frames that have come; None when the other end is gone."""
-        with self._parsing:
-            if self._is_broken:
-                return None
-            try:
-                return self._read()
-            except BaseException:
-                self._is_broken = True  # what follows would be read from the middle of a frame
-                raise
-
-    def _read(self) -> list[Frame] | None:
+        """Return the frames that have come; None when the other end is gone. The reader calls it."""
+        if self._is_broken:
+            return None
         try:
-            got = self.socket.recv_into(self._view[self._have :])
-        except BlockingIOError:
-            return []
-        except OSError:
+            frames = self._frames.read(self.take_buffers)
+        except BaseException:
+            self._is_broken = True  # what follows would be read from the middle of a frame
+            raise
+        if frames is None:
             return None
-        if got == 0:
-            return None
-        have = self._have + got
-        received, view, at = self._received, self._view, 0
-        frames = []
-        needs = 0
-        while have - at >= HEAD.size:
-            nbytes, call, data, extras, num_buffers, kind = HEAD.unpack_from(received, at)
-            if have - at < nbytes:
-                needs = nbytes
-                break
-            begin = at + HEAD.size
-            if num_buffers:
-                begin += BUFFER.size * num_buffers
-            end = begin + data
-            frame = Frame(kind, call, bytes(view[begin:end]))
-            if extras:
-                begin, end = end, end + extras
-                frame.extras = bytes(view[begin:end])
-            if num_buffers:
-                frame.buffers = self._buffers(
-                    BUFFER.iter_unpack(view[at + HEAD.size :][: BUFFER.size * num_buffers]), end
-                )
-            at += nbytes
-            if kind == wire.RELEASE or kind == wire.MISSED:
-                self._take_back(frame.data, arrived=kind == wire.RELEASE)
-            elif kind == wire.FORGET:
-                for (number,) in _NUMBER.iter_unpack(frame.data):
-                    self._borrower.forget(number)
-            else:
-                frames.append(frame)
-        self._have = have - at
-        if needs > len(received):  # this makes room for all of it
-            grown = bytearray(needs)
-            grown[: self._have] = view[at:have]
-            self._received, self._view = grown, memoryview(grown)
-        elif at and self._have:
-            received[: self._have] = received[at:have]
-        elif not self._have and len(received) > 4 * _READ_BYTES:
-            self._received = bytearray(_READ_BYTES)
-            self._view = memoryview(self._received)
-        return frames
+        return [one for one in frames if one.kind not in _OF_SEGMENTS or self._take_note(one)]
 
-    def _buffers(self, table: Any, at: int) -> Any:
+    def _take_note(self, frame: Frame) -> bool:
+        """Take what the other end says of segments; return False: nobody else has to know."""
+        if frame.kind == wire.FORGET:
+            for (number,) in _NUMBER.iter_unpack(frame.data):
+                self._borrower.forget(number)
+        else:
+            self._take_back(frame.data, arrived=frame.kind == wire.RELEASE)
+        return False
+
+    def take_buffers(self, table: Any, received: memoryview, at: int) -> Any:
+        """Return the buffers of a frame; any thread that reads a line of this connection calls it, too."""
         found: list[Any] = []
         missed = array.array("Q")
         for nbytes, segment in table:
             if segment:
-                if not self._borrower.knows(segment):
-                    self._receive_segments(segment)
-                if self._borrower.knows(segment):
-                    found.append(self._borrower.view(segment, nbytes))
+                view = self._view(segment, nbytes)
+                if view is not None:
+                    found.append(view)
                 else:
                     missed.append(segment)
             else:
-                found.append(bytearray(self._view[at : at + nbytes]))
+                found.append(bytearray(received[at : at + nbytes]))
                 at += nbytes
         if not missed:
             return found
         self.send(wire.MISSED, 0, missed.tobytes())
         return Missed()
 
-    def _receive_segments(self, until: int) -> None:
-        """Receive descriptors until that of segment `until` has come: they precede the frames that need them."""
+    @without_collector
+    def _view(self, segment: int, nbytes: int) -> Any:
+        with self._taking:
+            if not self._borrower.knows(segment):
+                self._receive_fds(segment)
+            return self._borrower.view(segment, nbytes) if self._borrower.knows(segment) else None
+
+    def take_line(self, number: int) -> socket.socket | None:
+        """Return this end of the line with this number; None if the kernel had no room for its descriptor."""
+        with self._taking:
+            if number not in self._line_fds:
+                self._receive_fds(_LINE | number)
+            fd = self._line_fds.pop(number, None)
+        return None if fd is None else socket.socket(fileno=fd)
+
+    def _receive_fds(self, until: int) -> None:
+        """Receive descriptors until that with number `until` has come: they precede the frames that need them."""
         number = 0
         while number != until:
             poll = select.poll()
@@ -289,8 +343,12 @@ class UnixConnection:
             if not data:
                 raise PhalanxError("rpc: no descriptor came for the memory of a tensor: the sender is gone.")
             (number,) = _NUMBER.unpack(data)
-            with contextlib.suppress(OSError):  # it cannot be mapped
-                if fds:  # otherwise the kernel has dropped the descriptor: there was no room for it
+            if not fds:  # the kernel has dropped the descriptor: there was no room for it
+                continue
+            if number & _LINE:
+                self._line_fds[number ^ _LINE] = fds[0]
+            else:
+                with contextlib.suppress(OSError):  # it cannot be mapped
                     self._borrower.add(number, fds[0])
 
     def _take_back(self, data: bytes, *, arrived: bool) -> None:
@@ -314,32 +372,47 @@ class UnixConnection:
     def abandon(self) -> None:
         """Close this process's descriptors in a fork, without a word to the other end."""
         self.closed = True
-        if self.reading is not None:
-            self.reading.abandon()
+        for end in list(self.line_ends):
+            end.abandon()
         self.socket.close()
         self._fd_socket.close()
+
+    def break_off(self) -> None:
+        """Make both ends notice the end of this connection."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the sockets. Memory that was handed over stays as it is."""
         if self.closed:
             return
         self.closed = True
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        if self.reading is not None:
-            self.reading.close()
+        self.break_off()
+        for end in list(self.line_ends):
+            end.break_off()
         self.socket.close()
-        self._fd_socket.close()
         self._lender.lost(self.number)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Release the memory that it read into at once: a reference cycle would keep it until Python collects it."""
-        self._borrower = Borrower(_ignore)
-        self._received, self._view = bytearray(), memoryview(b"")
-        self._have, self._rest, self.reading = 0, [], None
+        self._frames.release()
+        if self.lines is not None:
+            self.lines.close()
+        self._rest, self.lines = [], None
         self._queue.clear()
         self.releases.clear()
+        self._close_descriptors()
+
+    def forget_line(self, end: Any) -> None:
+        """Forget an end of a line, which has been closed."""
+        self.line_ends.discard(end)
+        if self.closed:
+            self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        """Close what lines need to read their last answers, once they have."""
+        if not self.line_ends:
+            self._fd_socket.close()
+            self._borrower.forget_all()
+            while self._line_fds:
+                os.close(self._line_fds.popitem()[1])
 
 
 class Missed:
@@ -352,12 +425,8 @@ class Missed:
         )
 
 
-def _ignore(number: int) -> None:
-    """Ignore the release of a segment: its owner is gone."""
-
-
-def _after(parts: list[Any], sent: int) -> list[Any]:
-    """Return what is left of `parts` when `sent` bytes are gone."""
+def after(parts: list[Any], sent: int) -> list[Any]:
+    """Return what is left of the parts of frames when `sent` bytes are gone."""
     for at, part in enumerate(parts):
         nbytes = len(part)
         if sent < nbytes:

@@ -34,9 +34,9 @@ Welcome = Callable[[WorkerAddress, socket.socket, socket.socket], None]
 class Listener:
     """`Listener` is the listening side. It calls `welcome(member, socket, descriptor socket)` for each worker."""
 
-    def __init__(self, welcome: Welcome, serving: Any) -> None:
+    def __init__(self, welcome: Welcome, reader: Any) -> None:
         self._welcome = welcome
-        self._serving = serving
+        self._reader = reader
         self._pending: dict[int, _Visitor] = {}
         self._paused: list[socket.socket] = []
         self._listener = LocalListener(new_token())
@@ -51,12 +51,12 @@ class Listener:
         return str(self._listener.address)
 
     def start(self) -> None:
-        self._serving.watch(self._listener.sockets[0].fileno(), self)
+        self._reader.watch(self._listener.sockets[0].fileno(), self)
 
     def open_to_containers(self) -> None:
         """Listen in the abstract namespace as well, for workers that do not see this process in their /proc."""
         if opened := self._listener.open_to_containers():
-            self._serving.watch(opened.fileno(), self)
+            self._reader.watch(opened.fileno(), self)
 
     def ready(self, events: int) -> None:
         """Accept the processes that have connected."""
@@ -64,11 +64,11 @@ class Listener:
             try:
                 self._accept(listener)
             except OSError as error:
-                # a process that connects waits; the leader would be told of it without end
+                # a process that connects waits; the reader would be told of it without end
                 if error.errno in _NO_DESCRIPTOR:
-                    self._serving.forget(listener.fileno())
+                    self._reader.forget(listener.fileno())
                     self._paused.append(listener)
-                    self._serving.wake_clock(time.monotonic() + _PAUSE_S)
+                    self._reader.wake_by(time.monotonic() + _PAUSE_S)
 
     def _accept(self, listener: socket.socket) -> None:
         _check_room(_NEEDED)
@@ -76,18 +76,18 @@ class Listener:
             if len(self._pending) >= MOST_PENDING:
                 self.dismiss(next(iter(self._pending.values())))
             visitor = self._pending[sock.fileno()] = _Visitor(sock, self)
-            self._serving.watch(sock.fileno(), visitor)
+            self._reader.watch(sock.fileno(), visitor)
             _check_room(_NEEDED)
 
     def resume(self) -> None:
-        """Continue after a pause, because another descriptor may be free. The clock calls this."""
+        """Continue after a pause, because another descriptor may be free. The reader calls this."""
         while self._paused:
-            self._serving.watch(self._paused.pop().fileno(), self)
+            self._reader.watch(self._paused.pop().fileno(), self)
 
     def dismiss(self, visitor: _Visitor, member: WorkerAddress | None = None, fd: int = -1) -> None:
         """Forget a visitor that has said who it is, or that is not one of ours."""
         self._pending.pop(visitor.socket.fileno(), None)
-        self._serving.forget(visitor.socket.fileno())
+        self._reader.forget(visitor.socket.fileno())
         if member is None:
             visitor.socket.close()
             return
@@ -103,7 +103,7 @@ class Listener:
     def close(self) -> None:
         """Stop accepting workers."""
         for listener in self._listener.sockets:
-            self._serving.forget(listener.fileno())
+            self._reader.forget(listener.fileno())
         for visitor in list(self._pending.values()):
             self.dismiss(visitor)
         self._paused.clear()

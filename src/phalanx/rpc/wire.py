@@ -34,6 +34,7 @@ class Kind(enum.IntEnum):
     FETCH = 8  # ask for the object of a reference
     ORDER = 9  # as CONTROL, in bytes: the first one is an Order
     MISSED = 10  # the descriptors of these segments never arrived
+    LINE = 11  # open the line with this number; the answer, of the same kind, says with its data that it is open
 
 
 class Order(enum.IntEnum):
@@ -43,7 +44,7 @@ class Order(enum.IntEnum):
     STEP = 2  # a step of an optimizer
 
 
-REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, ORDER, MISSED = (int(kind) for kind in Kind)
+REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, ORDER, MISSED, LINE = map(int, Kind)
 
 
 class Frame:

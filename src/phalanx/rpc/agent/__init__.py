@@ -1,12 +1,14 @@
 """The agent makes this process a worker. Threads and locks of rpc live in this package.
 
-serving.py      which thread reads, and which ones run the functions that others call
-answering.py    what others ask of the worker itself, and all answers
+agent.py        all of it put together, and who reads what
+state.py        the states of an agent
+reader.py       the thread that reads the connections
+pool.py         the threads that run functions and callbacks
+answer.py       what a call returns, for the reader or for the thread that waits
 calls.py        calls that wait for an answer, and when they have waited too long
-reading.py      which thread reads the answers to calls
 completing.py   what becomes of an answer: the call's result
-modes.py        modes of torch, in which a thread makes no results for others
+request.py      calls of others
+answering.py    what others ask of the worker itself, and all answers
 interrupts.py   Ctrl-C and handlers that raise, where a thread must not be left
 connections.py  who the other workers are, and how they are reached
-agent.py        all of it put together
 """

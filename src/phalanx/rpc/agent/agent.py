@@ -1,53 +1,63 @@
 """The agent is this process as a worker, which calls others and is called.
 
-caller                                             callee
-invoke: pickle, count the call, send
-                        -- REQUEST or REMOTE -->   the leader reads it
-                                                   a thread runs the function
-                        <-- REPLY or ERROR --      pickles the result, sends
-the leader reads it, the future has it
+Who reads what:
+
+    The reader, one thread of each worker, reads all its connections: it leaves the functions that others call, and the
+    callbacks of answers, to threads of a pool, and sets the futures of `rpc_async` itself.
+    A thread that waits at once, as in `rpc_sync`, takes a line of its own to the callee, and reads its answer there.
+    At the other end of the line one thread reads its calls, runs them, and answers.
+
+    caller                                              callee
+    rpc_async: pickle, count the call, send
+                        -- REQUEST or REMOTE -->        the reader reads it
+                                                        a thread runs the function
+                        <-- REPLY or ERROR --           pickles the result, sends
+    the reader reads it, and sets the future
+
+    rpc_sync: the same     == REQUEST ==>               the line's thread reads it, runs the function,
+    the thread reads it    <== REPLY or ERROR ==        pickles the result, sends
+
+A line is opened beside the first call that has none, which goes over the connection. So does a call to another host,
+to this worker itself, or of a thread in which reading would be seen (a mode of torch) or torn (a handler that raises).
 """
 
 from __future__ import annotations
 
 import math
 import pickle
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from phalanx._base.deadline import join_all
 from phalanx._base.log import get_logger
-from phalanx._base.torch_names import find
 from phalanx._comm.control.key import Key
 from phalanx.errors import ClosedError, PhalanxError
 from phalanx.rpc import wire
 from phalanx.rpc.agent import interrupts
+from phalanx.rpc.agent.answer import Answer, LineAnswer
 from phalanx.rpc.agent.answering import Answering
 from phalanx.rpc.agent.calls import Call, Callee, count, describe_timeout, why_failed
-from phalanx.rpc.agent.completing import Completing
+from phalanx.rpc.agent.completing import Completing, is_in_mode
 from phalanx.rpc.agent.connections import Connections
-from phalanx.rpc.agent.reading import Answer
+from phalanx.rpc.agent.pool import Pool, Room
+from phalanx.rpc.agent.reader import Reader, this_thread
 from phalanx.rpc.agent.request import Request
-from phalanx.rpc.agent.serving import Lead, Serving, Task
-from phalanx.rpc.agent.threads import Threads
+from phalanx.rpc.agent.state import TRANSITIONS, State
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.collector import without_collector
+from phalanx.rpc.line import Line, Lines, ServedLine, open_line
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, seconds_of
 from phalanx.rpc.references import References
-from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.serialization import serialize, serialize_call
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
 from phalanx.rpc.workers import Workers
 
-_Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
-
 _logger = get_logger(__name__)
-_TICK_S = 1.0  # the clock ticks so often while calls are under way
+_TICK_S = 1.0  # the reader ticks so often while calls are under way
 _CONNECT_S = 30.0
+_JOIN_S = 0.2
 _LAST_S = 5.0  # for what the end of this worker runs of the user's
 
 
@@ -57,40 +67,53 @@ class Agent:
     def __init__(self, name: str, number: int, host: str, options: RpcBackendOptions) -> None:
         self.options = options
         self.default_timeout_s = options.rpc_timeout
+        self.state = State.STARTING
         self._answering = answering = Answering(self)
         self.controls, self.orders = answering.controls, answering.orders
         self.answer, self.answer_order = answering.answer, answering.answer_order
-        self._completing = Completing(self, answering)
+        self._completing = Completing(self)
         self.on_lost: list[Callable[[WorkerAddress], None]] = []
         self.on_close: list[Callable[[], None]] = []
-        self.serving = Serving(options.num_worker_threads, self._handle, answering.flush, self._tick)
-        take = self._completing.take_back
-        self.connections = Connections(name, number, host, options, self.serving, take, self._lose)
+        self.room = Room(options.num_worker_threads)
+        self.functions = Pool("phalanx-rpc-call", options.num_worker_threads, answering.flush)
+        self.threads = Pool("phalanx-rpc-work")  # for callbacks and orders, which may wait for each other
+        self.reader = Reader(self._handle, self.threads.put, self._relieve, self._tick)
+        self.connections = Connections(name, number, host, options, self.reader, self._lose)
         self.me = self.connections.me
         self.peers = self.connections.peers
         self.peer, self.why_lost = self.connections.peer, self.connections.why_lost
-        self.threads = Threads("phalanx-rpc-work")
         self.references = References(self.me.uid)
         self.membership: Workers
-        self.closed = False
-        self.closing = False  # others may go now without being lost
         self.num_calls = 0
         self.termination: Any = None
-        self._is_over = False  # nobody leads any more
-        self._last: list[threading.Thread] = []
-        self._is_open = False
         self._early: deque[tuple[Any, Frame]] = deque()
+        self._served_lines: list[ServedLine] = []
         self.controls["goodbye"] = self._hear_goodbye
 
     def start(self, membership: Workers) -> None:
         """Serve, and call."""
         self.membership = membership
         self.connections.start(membership)
-        self.serving.start()
+        self.reader.start()
+
+    def become(self, state: State) -> None:
+        """Go to another state."""
+        assert state in TRANSITIONS[self.state], (self.state, state)
+        self.state = state
+
+    @property
+    def closed(self) -> bool:
+        """Return whether this worker makes no more calls."""
+        return self.state is State.ENDING or self.state is State.CLOSED
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether this worker leaves with all others, or has left."""
+        return self.state is State.LEAVING or self.closed
 
     def open_for_calls(self) -> None:
         """From here on carry out what others ask, and first what they have asked too early: `current` knows us now."""
-        self.serving.put(Task(self._open))
+        self.reader.put(self._open)
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
@@ -106,10 +129,10 @@ class Agent:
         rref: Any = None,
         on_answer: Callable[[Any], Any] | None = None,
         is_awaited: bool = False,
-    ) -> Answer[Any]:
-        """Send `obj` to a worker, as `kind`; the answer comes in the future. Raises what pickling raises.
+    ) -> Any:
+        """Send `obj` to a worker, as `kind`; return its `Answer`. Raises what pickling raises.
 
-        `is_awaited`: the caller waits for it at once.
+        `is_awaited`: this thread waits for it at once, by the answer's `wait` alone: it may be a `LineAnswer`.
 
         Raises:
             ClosedError: this worker was shut down.
@@ -134,8 +157,8 @@ class Agent:
             payload.revoke()
             raise
         finally:
-            interrupts.allow()
-        return call.future
+            interrupts.allow(may_raise=call.line_answer is None)  # whoever waits for it hears of Ctrl-C
+        return call.answer
 
     def _send(
         self,
@@ -150,29 +173,40 @@ class Agent:
     ) -> bool:
         """Send a call; return False if it has failed instead."""
         peer = self.peer(to)
-        if peer.lost:
-            self._fail(peer, call)
-            return False
-        connection = peer.connection or self._connect(peer, call)
+        connection = None if peer.lost else peer.connection or self.connections.connect(peer, call.timeout_s)
+        line = self._line_for(connection) if is_awaited and connection is not None else None
+        if line is None:
+            call.future = Answer()
+        else:
+            call.line_answer = LineAnswer(line, self, call)
         if connection is None:
+            call.fail(why_failed(peer, call))
             return False
-        reading = call.future.reading = connection.reading
-        waits = kind == wire.REQUEST or kind == wire.REMOTE
         try:
-            peer.add(call, nbytes, waits=waits)
-            if call.deadline < self.serving.due:
-                self.serving.wake_clock(call.deadline)
+            peer.add(call, nbytes, waits=kind == wire.REQUEST or kind == wire.REMOTE)
+            if call.deadline < self.reader.due:
+                self.reader.wake_by(call.deadline)
             if kind != wire.CONTROL and kind != wire.ORDER:
                 self.num_calls += 1
-            self._write(connection, kind, call.number, data, extras, buffers)
+            if line is None:
+                self._write(connection, kind, call.number, data, extras, buffers)
+            else:
+                line.send(kind, call.number, data, extras, buffers)
         except BaseException:
             peer.take(call.number)  # nobody waits for it
+            if call.line_answer is not None:
+                call.line_answer.close()
             raise
-        if reading is not None and not is_awaited:
-            reading.sent()
-        if (peer.is_lost() or self.closed) and peer.take(call.number) is not None:  # else who failed all others had it
-            self._fail(peer, call)
+        if (peer.is_lost() or self.closed) and call.take():  # else who failed all others had it
+            call.fail(why_failed(peer, call))
         return True
+
+    def _line_for(self, connection: Any) -> Line | None:
+        """Return a line for a call of this thread, in which reading would be neither seen nor torn; or None."""
+        lines: Lines | None = connection.lines
+        if lines is None or this_thread.read_more is not None or interrupts.may_raise() or is_in_mode():
+            return None
+        return lines.take()
 
     @without_collector
     def _write(self, connection: Any, kind: int, number: int, data: Any, extras: bytes, buffers: Sequence[Any]) -> None:
@@ -184,24 +218,19 @@ class Agent:
 
     def control(self, to: WorkerAddress, name: str, argument: Any, timeout_s: float = UNSET_RPC_TIMEOUT) -> Answer[Any]:
         """Ask something of a worker itself."""
-        return self.invoke(to, "rpc", name, (name, argument), timeout_s, kind=wire.CONTROL)
+        return self.invoke(  # type: ignore[no-any-return]
+            to, "rpc", name, (name, argument), timeout_s, kind=wire.CONTROL
+        )
 
     def tell(self, to: WorkerAddress, name: str, argument: Any) -> None:
         """Send as `control` does, without an answer; a worker that is gone is not told."""
         peer = self.peer(to)
         connection = peer.connection
         if connection is None and not peer.lost and not self.closed:
-            connection = self._connect(peer, Call("rpc", name, _CONNECT_S))
+            connection = self.connections.connect(peer, _CONNECT_S)
         if connection is not None:
             payload = serialize((name, argument), to)
             connection.send(wire.CONTROL, 0, payload.data, b"", payload.buffers)
-
-    def _connect(self, peer: Callee, call: Call) -> Any:
-        """Return the connection to a worker; None if there can be none: the call has failed."""
-        connection = self.connections.connect(peer, call.timeout_s)
-        if connection is None:
-            self._fail(peer, call)
-        return connection
 
     def order(
         self,
@@ -212,8 +241,8 @@ class Agent:
         timeout_s: float = UNSET_RPC_TIMEOUT,
         *,
         read: Callable[[Frame], Any] | None = None,
-    ) -> Answer[Any]:
-        """Ask as `control` does, in bytes, and wait for the answer, of which `read` makes something."""
+    ) -> Answer[Any] | LineAnswer:
+        """Ask as `control` does, in bytes; this thread waits for the answer, of which `read` makes something."""
         if self.closed:
             raise ClosedError(f"{what} to {to}: this worker was shut down.")
         call = Call("rpc", what, seconds_of(timeout_s, self.default_timeout_s))
@@ -222,51 +251,78 @@ class Agent:
         try:
             self._send(to, call, wire.ORDER, data, b"", buffers, 0, True)
         finally:
-            interrupts.allow()
-        return call.future
+            interrupts.allow(may_raise=call.line_answer is None)
+        return call.answer
 
-    def tell_order(self, to: WorkerAddress, data: bytes, buffers: Sequence[Any], *, back: bool) -> None:
-        """Send as `tell` does, in bytes; with `back` the thread that waits for an answer of ours hears it."""
+    def tell_order(self, to: WorkerAddress, data: bytes, buffers: Sequence[Any]) -> None:
+        """Send as `tell` does, in bytes."""
         peer = self.peer(to)
-        connection = (peer.calls_us if back else None) or peer.connection
+        connection = peer.connection
         if connection is None and not peer.lost and not self.closed:
-            connection = self._connect(peer, Call("rpc", "order", _CONNECT_S))
+            connection = self.connections.connect(peer, _CONNECT_S)
         if connection is not None:
             connection.send(wire.ORDER, 0, data, b"", buffers)
 
-    def _fail(self, peer: Callee, call: Call) -> None:
-        call.fail(why_failed(peer, call))
-
     # -- what comes in -------------------------------------------------------------------------------------------------
 
-    def _open(self, lead: Lead) -> None:
+    def _open(self) -> None:
         """Take what has come too early, in the order in which it came, and before all that follows."""
-        self._is_open = True
+        if self.state is State.STARTING:
+            self.become(State.RUNNING)
         while self._early:
-            self._handle(*self._early.popleft(), lead)
+            self._handle(*self._early.popleft())
 
-    def _handle(self, connection: Any, frame: Frame, lead: Lead) -> None:
-        """Take a frame that has come, in the thread that leads."""
+    def _handle(self, connection: Any, frame: Frame) -> None:
+        """Take a frame that has come, in the reader."""
         kind = frame.kind
-        if not self._is_open and kind not in (wire.REPLY, wire.ERROR):
+        if kind == wire.REPLY or kind == wire.ERROR:
+            peer = self.peers.get((connection.peer or self.me).uid)
+            self._completing.complete(connection, frame, peer.take(frame.call) if peer is not None else None)
+        elif self.state is State.STARTING:
             self._early.append((connection, frame))
-            return
-        if kind == wire.REQUEST or kind == wire.REMOTE:
-            self.serving.requests.append(Request(self, connection, frame))
-        elif kind == wire.REPLY or kind == wire.ERROR:
-            lead.enter_user_code()
-            self._completing.complete(connection, frame, self._take_call(connection, frame), here=True)
-        elif kind == wire.ORDER:
+        elif kind == wire.REQUEST or kind == wire.REMOTE:
+            self.functions.put(partial(Request(self, connection, frame).run, self.room, self._num_waiting))
+        elif kind == wire.ORDER and not frame.call:
             self._answering.take_order(connection, frame)
+        elif kind == wire.ORDER:
+            self.threads.put(partial(self._answering.take_order, connection, frame))
         elif kind == wire.CONTROL:
             self._answering.take_control(connection, frame)
         elif kind == wire.FETCH:
-            self._answering.take_fetch(connection, frame)
+            self.threads.put(partial(self._answering.take_fetch, connection, frame))
+        elif kind == wire.LINE:
+            self._take_line(connection, frame)
 
-    def _take_call(self, connection: Any, frame: Frame) -> Call | None:
-        """Return the call that this is the answer of; it waits no more."""
-        peer = self.peers.get((connection.peer or self.me).uid)
-        return peer.take(frame.call) if peer is not None else None
+    def _num_waiting(self) -> int:
+        return self.functions.num_waiting
+
+    def _take_line(self, connection: Any, frame: Frame) -> None:
+        """Open the line that a caller has asked for, or use the one that we have asked for."""
+        if connection.lines is not None:
+            connection.lines.opened(frame.call, bool(frame.data))
+        elif not self.closed and (line := open_line(connection, frame.call, self._serve)) is not None:
+            self._served_lines = [one for one in self._served_lines if one.thread.is_alive()] + [line]
+
+    def _serve(self, line: ServedLine, frame: Frame) -> None:
+        """Carry out what has come over a line, in the line's own thread."""
+        if frame.kind == wire.ORDER:
+            self._answering.take_order(line, frame)
+        elif frame.kind == wire.FETCH:
+            self._answering.take_fetch(line, frame)
+        else:
+            Request(self, line, frame).run(self.room, _none_waiting)
+
+    def receive(self, connection: Any, frame: Frame, call: Call) -> tuple[Any, Callable[[], BaseException] | None]:
+        """Return the result that is in an answer, or what makes the error."""
+        return self._completing.receive(connection, frame, call)
+
+    def leave(self, line: Line, call: Call) -> None:
+        """Have the reader read the answer that comes over a line for which nobody waits any more."""
+        self.reader.put(_LateAnswer(self, line, call).begin)
+
+    def complete_late(self, connection: Any, frame: Frame) -> None:
+        """Drop what is in an answer that came too late."""
+        self._completing.complete(connection, frame, None)
 
     def take_forks(self, forks: Any) -> list[Any]:
         """Return the references that came with a call, as RRefs. Where one cannot be made, the others are let go of."""
@@ -287,20 +343,20 @@ class Agent:
 
     def _fail_all(self, peer: Callee) -> None:
         for call in peer.take_all():
-            self._completing.settle(call, partial(set_error, call.future, why_failed(peer, call)))
+            call.fail(why_failed(peer, call))
 
-    def run_later(self, work: Callable[[], None]) -> None:
-        """Let the leader do something that may run callbacks of the user; it must not raise."""
-
-        def run(lead: Lead) -> None:
-            lead.enter_user_code()
-            work()
-
-        self.serving.put(Task(run, at_end=partial(self._run_last, work)))
-        if self._is_over:
-            self._hand_out_last()
+    def release_later(self, objects: list[Any]) -> None:
+        """Let go of objects of the user's, whose finalizers may wait, in a thread other than the reader."""
+        if objects:
+            self.threads.put(objects.clear)
 
     # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _relieve(self) -> bool:
+        """Have more threads work where some are stuck, and send what they put aside; return whether to look again."""
+        self._answering.flush()
+        is_busy = self.functions.relieve()
+        return self.threads.relieve() or is_busy or self._answering.has_more
 
     def _tick(self, now: float) -> float:
         self.connections.send_releases()
@@ -311,7 +367,7 @@ class Agent:
             late, next_one = peer.expire(now)
             due = min(due, next_one)
             for call in late:
-                self.run_later(partial(call.fail, partial(describe_timeout, *call.described, peer.member)))
+                call.fail(partial(describe_timeout, *call.described, peer.member))
         again = self.references.dropped or any(peer.calls for peer in list(self.peers.values()))
         return min(due, now + _TICK_S) if again else due
 
@@ -344,41 +400,8 @@ class Agent:
 
     def abandon(self) -> None:
         """Let go of the sockets, in a fork of this worker, and of nothing that is shared with it."""
-        self.closed = True
+        self.state = State.CLOSED
         self.connections.abandon()
-
-    def _hand_out_last(self) -> None:
-        """Take what comes in when nobody leads any more: answers, and calls that are to fail.
-
-        What may run code of the user's does so in a thread of its own: it may wait for one of the other calls.
-        """
-        incoming = self.serving.incoming
-        while incoming:
-            try:
-                item = incoming.popleft()
-            except IndexError:  # another thread was faster
-                return
-            if isinstance(item, Task):
-                if item.at_end is not None:
-                    item.at_end()
-                continue
-            connection, frame = item
-            if frame.kind in (wire.REPLY, wire.ERROR):
-                call = self._take_call(connection, frame)
-                self._run_last(partial(self._completing.complete, connection, frame, call, here=True))
-
-    def _run_last(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name="phalanx-rpc-last", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter ends
-            work()
-        else:
-            self._last.append(thread)
-
-    def _join_last(self) -> None:
-        """Wait for them, so long: one may wait for something that comes after the end of this worker."""
-        join_all(list(self._last), _LAST_S)
 
     def close(self, why: str) -> None:
         """Be a worker no more: calls under way fail, connections are closed."""
@@ -386,21 +409,50 @@ class Agent:
             return
         self._send_drops()
         for peer in list(self.peers.values()):
-            if peer.connection is not None and peer.member.uid != self.me.uid and not self.closing:
+            if peer.connection is not None and peer.member.uid != self.me.uid and self.state is not State.LEAVING:
                 self.tell(peer.member, "goodbye", why)
-        self.closed = True
+        self.become(State.ENDING)
         self.connections.stop_to_learn()
-        self.serving.close()
-        self._is_over = True
-        self._hand_out_last()
+        self.room.close()
+        self.functions.close()
+        self.reader.close()
         for peer in list(self.peers.values()):
-            self._fail_all(peer)
-        self.threads.close()
-        self._hand_out_last()
+            self.reader.put(partial(self._fail_all, peer))
         for hear in self.on_close:
-            hear()
-        self._hand_out_last()
-        self._join_last()
+            self.reader.put(hear)
+        self.threads.finish(_LAST_S)  # a callback may wait for another call, or for what comes after the end
+        self.threads.close()
         self.connections.close()
+        for line in self._served_lines:
+            line.thread.join(_JOIN_S)
+        self.reader.release()
+        self.become(State.CLOSED)
         for owned in self.references.clear():
             del owned
+
+
+class _LateAnswer:
+    """`_LateAnswer` is read by the reader, from the line of a thread that waits no more; then the line is free."""
+
+    def __init__(self, agent: Agent, line: Line, call: Call) -> None:
+        self._agent = agent
+        self._line = line
+        self._call = call
+
+    def begin(self) -> None:
+        if self._line.lines.leave(self._line):
+            self._agent.reader.watch(self._line.fd, self)
+
+    def ready(self, events: int) -> None:
+        """Read what has come."""
+        frames = self._line.read()
+        if frames is None or frames:
+            self._call.take()
+            self._agent.reader.forget(self._line.fd)
+            self._line.lines.put_back(self._line, is_over=frames is None)
+        for frame in frames or ():
+            self._agent.complete_late(self._line, frame)
+
+
+def _none_waiting() -> int:
+    return 0

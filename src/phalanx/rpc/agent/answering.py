@@ -31,9 +31,9 @@ Control = Callable[[WorkerAddress, Any], Any]
 class Answering:
     """It answers on behalf of `agent`. `controls` are what workers ask of each other, by name.
 
-    Each control gets the asker, and one argument. It runs in the thread that reads: it must not wait. Its result is the
-    answer; a Future is answered when it is done. `orders` are those that come in bytes, by their first one: given the
-    connection and the frame, they answer themselves.
+    Each control gets the asker, and one argument. It runs in the reader: it must not wait. Its result is the answer; a
+    Future is answered when it is done. `orders` are those that come in bytes, by their first one: given the connection
+    and the frame, they answer themselves. One that wants no answer runs in the reader, too.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -74,7 +74,7 @@ class Answering:
         """Answer with the object of a reference, once it is there."""
         rref_id = pickle.loads(frame.data)
         note = pickle.loads(frame.extras)[2] if frame.extras else None
-        owned = self._agent.references.find(rref_id)
+        owned = self._agent.references.find_or_expect(rref_id)
         if owned is None:
             error = PhalanxError(f"RRef: {self._agent.me} owns no object {rref_id} (any more).")
             self.answer(connection, frame.call, error=error)
@@ -137,9 +137,13 @@ class Answering:
                 self.answer(connection, number, error=problem)
 
     def send_later(self, connection: Any) -> None:
-        """Have the leader send what was put into the queue of a connection."""
-        self._dirty.append(connection)
-        self._agent.serving.wake()
+        """Have the reader send what was put into the queue of a connection."""
+        self._agent.reader.put(connection.flush)
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether something was put aside."""
+        return bool(self._dirty)
 
     def flush(self) -> None:
         """Send what was put aside."""

@@ -12,8 +12,7 @@ from typing import Any
 
 from phalanx.errors import ClosedError, DeadlineError, PeerLostError
 from phalanx.rpc.agent import interrupts
-from phalanx.rpc.agent.reading import Answer
-from phalanx.rpc.remote_error import set_error
+from phalanx.rpc.agent.answer import Answer, LineAnswer
 from phalanx.rpc.worker_info import WorkerAddress
 
 _BIG_BYTES = 1 << 16  # calls of so many bytes count towards the bytes under way
@@ -23,7 +22,8 @@ class Call:
     """A `Call` was sent, or is about to be. `kept` lives until it is answered."""
 
     __slots__ = (
-        "at", "deadline", "future", "kept", "name", "nbytes", "number", "on_answer", "read", "timeout_s", "what"
+        "deadline", "future", "kept", "line_answer", "name", "nbytes", "number", "on_answer", "peer", "read",
+        "timeout_s", "what",
     )  # fmt: skip
 
     def __init__(self, what: str, name: str, timeout_s: float, kept: Any = None) -> None:
@@ -31,7 +31,9 @@ class Call:
         self.name = name  # the name of the function
         self.timeout_s = timeout_s
         self.deadline = math.inf
-        self.future: Answer[Any] = Answer()
+        self.line_answer: LineAnswer | None = None  # if it goes over a line
+        self.future: Answer[Any] | None = None  # otherwise
+        self.peer: Callee
         self.kept = kept
         self.nbytes = 0
         self.number = 0
@@ -40,8 +42,18 @@ class Call:
 
     def fail(self, make: Callable[[], BaseException]) -> None:
         """Set an error, which `make` returns, instead of an answer."""
-        set_error(self.future, make)
-        self.future.rang()
+        self.answer.fail(make)
+
+    @property
+    def answer(self) -> Answer[Any] | LineAnswer:
+        """Return what the caller waits for."""
+        found = self.line_answer or self.future
+        assert found is not None
+        return found
+
+    def take(self) -> bool:
+        """Take the call from those under way; return False if another thread has."""
+        return self.peer.take(self.number) is not None
 
     @property
     def described(self) -> tuple[str, str, float]:
@@ -75,7 +87,7 @@ class Callee:
         Raises:
             DeadlineError: there was no room for it in time; it was not sent.
         """
-        call.number = next(_numbers)
+        call.number, call.peer = next(_numbers), self
         if call.timeout_s:
             call.deadline = time.monotonic() + call.timeout_s
         if waits and (nbytes >= _BIG_BYTES or len(self.calls) >= self._most_calls):

@@ -1,4 +1,4 @@
-"""Give our calls the answers that come, in the thread that leads or in one that reads for itself."""
+"""Give our calls the answers that come, in the reader or in the thread that waits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from phalanx._base.log import get_logger
 from phalanx._base.torch_names import find
 from phalanx.errors import message_of
 from phalanx.rpc import remote_error, wire
-from phalanx.rpc.agent.answering import Answering
 from phalanx.rpc.agent.calls import Call
 from phalanx.rpc.call_hook import call_hook
-from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.serialization import UserCodeError, deserialize
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
@@ -31,48 +29,41 @@ _logger = get_logger(__name__)
 class Completing:
     """`Completing` makes results of answers, and sets the futures of calls."""
 
-    def __init__(self, agent: Agent, answering: Answering) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._answering = answering
 
-    def take_back(self, connection: Any, frame: Frame, call: Call | None, is_awaited: bool) -> None:
-        """Take an answer of `call` in a thread that reads until its own has come: this one, if `is_awaited`."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                self.take_back(connection, frame, call, is_awaited)
-        elif frame.kind == wire.ORDER:
-            if is_in_mode():
-                self._agent.serving.put((connection, frame))
-            else:
-                self._answering.take_order(connection, frame)
-        else:
-            later = is_in_mode()
-            if not later:
-                try:
-                    self.complete(connection, frame, call, no_user_code=not is_awaited)
-                except UserCodeError:
-                    later = True
-            if later:
-                self._agent.run_later(partial(self.complete, connection, frame, call, here=True))
-
-    def complete(
-        self, connection: Any, frame: Frame, call: Call | None, *, here: bool = False, no_user_code: bool = False
-    ) -> None:
-        """Answer a call, in any thread; the user's callbacks run in it only if that is said to be right: `here`.
-
-        Raises:
-            UserCodeError: unpickling the answer runs code of the user's, and there must be `no_user_code`; nothing has
-                been done.
-        """
+    def complete(self, connection: Any, frame: Frame, call: Call | None, *, may_wait: bool = False) -> None:
+        """Set the future of a call; the reader leaves it to a thread that `may_wait` if that runs user code."""
         if call is None:  # it came too late; but references in it are ours now, and go
             if frame.extras:
                 self._drop_forks(frame)
             return
-        data: Any = frame.data
         try:
-            if frame.kind == wire.ERROR:
-                self.settle(call, partial(set_error, call.future, lambda: remote_error.unpack(data)), here)
-                return
+            result, make = self.receive(connection, frame, call, no_user_code=not may_wait)
+        except UserCodeError:
+            self._agent.threads.put(partial(self.complete, connection, frame, call, may_wait=True))
+            return
+        if make is not None:
+            call.fail(make)
+        else:
+            assert call.future is not None
+            call.future.set_result(result)
+
+    def receive(
+        self, connection: Any, frame: Frame, call: Call, *, no_user_code: bool = False
+    ) -> tuple[Any, Callable[[], BaseException] | None]:
+        """Return the result that is in an answer, or what makes the error.
+
+        Raises:
+            UserCodeError: unpickling it runs code of the user's, and there must be `no_user_code`; nothing is done.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.receive(connection, frame, call, no_user_code=no_user_code)
+        data: Any = frame.data
+        if frame.kind == wire.ERROR:
+            return None, partial(remote_error.unpack, data)
+        try:
             if call.read is None:
                 result = self._read_reply(frame, connection.peer or self._agent.me, no_user_code)
             else:
@@ -82,18 +73,8 @@ class Completing:
         except UserCodeError:
             raise
         except BaseException as error:
-            data = remote_error.pack(error, str(self._agent.me.info))
-            self.settle(call, partial(set_error, call.future, lambda: remote_error.unpack(data)), here)
-            return
-        self.settle(call, partial(call.future.set_result, result), here)
-
-    def settle(self, call: Call, work: Callable[[], None], here: bool = False) -> None:
-        """Let the call be answered by `work`: in this thread, or by the leader if callbacks of the user hear of it."""
-        if here or call.future.claim():
-            work()
-            call.future.rang()  # if this thread does not read for it, or does no more, another one may
-        else:
-            self._agent.run_later(lambda: self.settle(call, work, True))
+            return None, partial(remote_error.unpack, remote_error.pack(error, str(self._agent.me.info)))
+        return result, None
 
     def _read_reply(self, frame: Frame, callee: WorkerAddress, no_user_code: bool) -> Any:
         if not frame.extras:

@@ -4,7 +4,7 @@
     on another one   ZeroMQ, both connect (`network`)
     this worker      what is sent arrives
 
-What comes in goes into `serving.incoming`, with its connection. The end of a worker is seen at its sockets, and at its
+What comes in goes into the reader's queue, with its connection. The end of a worker is seen at its sockets, and at its
 process, too: a child of it may keep the sockets open.
 """
 
@@ -15,6 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -25,9 +26,9 @@ from phalanx._comm.control.key import Key
 from phalanx._comm.symmetric_memory.watch import watch
 from phalanx.errors import PeerLostError, PhalanxError
 from phalanx.rpc.agent.calls import Callee
-from phalanx.rpc.agent.reading import Reading
-from phalanx.rpc.agent.serving import Lead, Serving, Task
+from phalanx.rpc.agent.reader import Reader
 from phalanx.rpc.collector import without_collector
+from phalanx.rpc.line import Lines
 from phalanx.rpc.network import Network
 from phalanx.rpc.options import RpcBackendOptions
 from phalanx.rpc.segments import Lender
@@ -50,17 +51,15 @@ class Connections:
         number: int,
         host: str,
         options: RpcBackendOptions,
-        serving: Serving,
-        take_answer: Callable[[Any, Frame, Any, bool], Any],
+        reader: Reader,
         on_lost: Callable[[Callee], None],
     ) -> None:
-        """Make the connections. `take_answer` hands out an answer in its reading thread; the leader calls `on_lost`."""
+        """Make the connections. The reader calls `on_lost`."""
         self._options = options
-        self._serving = serving
-        self._take_answer = take_answer
+        self._reader = reader
         self._on_lost = on_lost
         self.lender = Lender()
-        self.listener = Listener(self._welcome, serving)
+        self.listener = Listener(self._welcome, reader)
         self.me = WorkerAddress.of_self(name, number, host, local=self.listener.address)
         self.membership: Workers
         self.network: Network | None = None
@@ -116,7 +115,7 @@ class Connections:
         else:
             self._watch(peer.member)
             connection = self._add(sock, fd_sock, peer.member)
-            connection.reading = Reading(connection, peer, self._serving, self._take_answer)
+            connection.lines = Lines(connection)
             peer.connection = connection
 
     # -- workers of this host ------------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ class Connections:
         connection = UnixConnection(sock, fd_sock, self.lender, self._change, self._has_release)
         connection.peer = member
         self._open.add(connection)
-        self._serving.watch(sock.fileno(), _ReadyConnection(self, connection))
+        self._reader.watch(sock.fileno(), _ReadyConnection(self, connection))
         return connection
 
     def _welcome(self, member: WorkerAddress, sock: socket.socket, fd_sock: socket.socket) -> None:
@@ -150,21 +149,20 @@ class Connections:
         frames = _read_frames(connection)
         if frames is None:
             self._open.discard(connection)
-            self._serving.forget(connection.socket.fileno())
+            self._reader.forget(connection.socket.fileno())
             self.lose_after_reading(connection.peer, "its connection closed.")
             connection.close()
         else:
-            incoming = self._serving.incoming
             for frame in frames:
-                incoming.append((connection, frame))
+                self._reader.queue((connection, frame))
 
     def _change(self, connection: UnixConnection) -> None:
-        events = (0 if connection.is_muted else select.EPOLLIN) | (select.EPOLLOUT if connection.is_full else 0)
-        self._serving.change(connection.socket.fileno(), events)
+        events = select.EPOLLIN | (select.EPOLLOUT if connection.is_full else 0)
+        self._reader.change(connection.socket.fileno(), events)
 
     def _has_release(self, connection: UnixConnection) -> None:
         self._releasing.append(connection)
-        self._serving.wake_clock(0.0)
+        self._reader.wake_by(0.0)
 
     def send_releases(self) -> None:
         """Tell the other workers which of their segments are free again."""
@@ -172,7 +170,7 @@ class Connections:
             self._releasing.popleft().flush()
 
     def _from_self(self, frame: Frame) -> None:
-        self._serving.put((self._to_self, frame))
+        self._reader.put((self._to_self, frame))
 
     # -- the end of others ---------------------------------------------------------------------------------------------
 
@@ -190,33 +188,28 @@ class Connections:
                 watch.release(process)
                 return
             self._watched[fd] = member
-            self._serving.watch(fd, _EndedProcess(self, member, fd))
+            self._reader.watch(fd, _EndedProcess(self, member, fd))
 
     def ended(self, member: WorkerAddress, fd: int) -> None:
         """Remove a worker whose process has ended."""
-        self._serving.forget(fd)
+        self._reader.forget(fd)
         self._watched.pop(fd, None)
         watch.release(member.process)
         self.lose_after_reading(member, "its process has ended.")
 
     def lose_after_reading(self, member: WorkerAddress, why: str) -> None:
-        """Remove a worker that is gone, after its last answers were handed out by any reader. The leader calls it."""
+        """Remove a worker that is gone, after its last answers. The reader calls it."""
         connection = self.peer(member).connection
         if isinstance(connection, UnixConnection) and not connection.closed:
-            if connection.reading is not None:
-                connection.reading.finish()
             poll = select.poll()
             poll.register(connection.socket, select.POLLIN)
             while poll.poll(0) and (frames := _read_frames(connection)) is not None:
-                self._serving.incoming.extend((connection, frame) for frame in frames)
-        self._serving.incoming.append(Task(lambda lead: self._lose_now(member, why, lead)))
-
-    def _lose_now(self, member: WorkerAddress, why: str, lead: Lead) -> None:
-        lead.enter_user_code()
-        self.lose(member, why)
+                for frame in frames:
+                    self._reader.queue((connection, frame))
+        self._reader.queue(partial(self.lose, member, why))
 
     def lose(self, member: WorkerAddress, why: str) -> None:
-        """Remove a worker that is gone. The leader runs the callbacks: this thread may hold a lock that they want."""
+        """Remove a worker that is gone. The reader fails its calls."""
         peer = self.peer(member)
         if peer.lost or member.uid == self.me.uid:
             return
@@ -224,14 +217,8 @@ class Connections:
         peer.connection = peer.calls_us = None
         if not self._closed:
             self.membership.forget(member)
-        tell = Task(lambda lead: self._tell_lost(peer, lead), at_end=lambda: self._on_lost(peer))
-        self._serving.incoming.append(tell)  # this comes first: `close` finds the worker's calls here, or in the peers
+        self._reader.put(partial(self._on_lost, peer))  # first: `close` finds the calls here, or in the peers
         self.peers.pop(member.uid, None)
-        self._serving.wake()
-
-    def _tell_lost(self, peer: Callee, lead: Lead) -> None:
-        lead.enter_user_code()
-        self._on_lost(peer)
 
     # -- workers of other hosts ----------------------------------------------------------------------------------------
 
@@ -242,10 +229,10 @@ class Connections:
         self.network.me = self.me
 
     def _arrive(self, connection: Any, frame: Frame) -> None:
-        self._serving.put((connection, frame))
+        self._reader.put((connection, frame))
 
     def _lose_network_peer(self, member: WorkerAddress, why: str) -> None:
-        self._serving.put(Task(lambda lead: self._lose_now(member, why, lead)))
+        self._reader.put(partial(self.lose, member, why))
 
     def _hear_hello(self, member: WorkerAddress) -> None:
         """Connect to a worker of another host that has connected, so that its end is noticed."""
@@ -284,7 +271,7 @@ class Connections:
 
 
 class _ReadyConnection:
-    """`_ReadyConnection` is a connection for which the leader waits."""
+    """`_ReadyConnection` is a connection for which the reader waits."""
 
     def __init__(self, connections: Connections, connection: UnixConnection) -> None:
         self._connections = connections
@@ -296,7 +283,7 @@ class _ReadyConnection:
 
 
 class _EndedProcess:
-    """`_EndedProcess` is a process of this host for whose end the leader waits."""
+    """`_EndedProcess` is a process of this host for whose end the reader waits."""
 
     def __init__(self, connections: Connections, member: WorkerAddress, fd: int) -> None:
         self._connections = connections
@@ -320,7 +307,7 @@ class SelfConnection:
     """`SelfConnection` delivers what is sent to this worker itself; `peer` is None."""
 
     peer = None
-    reading = None
+    lines = None
 
     def __init__(self, arrive: Callable[[Frame], None]) -> None:
         self._arrive = arrive

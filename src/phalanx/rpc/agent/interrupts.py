@@ -1,11 +1,11 @@
 """Put Ctrl-C off while the main thread sends or reads, where it would lose a message, or leave a lock behind.
 
     main thread    send | wait in C .. Ctrl-C .. | KeyboardInterrupt
-    main thread    send | read .. Ctrl-C .. | hand out | KeyboardInterrupt
+    main thread    send | read .. Ctrl-C .. | make the result | KeyboardInterrupt
 
 Python raises KeyboardInterrupt between any two steps of the main thread. While a worker is open its handler of SIGINT,
 if it is Python's own, waits until that thread can be left. Handlers of the user's own are left as they are: while there
-is one that may raise at any time (a time-out by SIGALRM), the main thread leaves sending and reading to the leader.
+is one that may raise at any time (a time-out by SIGALRM), the main thread leaves sending and reading to the reader.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def defer() -> None:
         _state.depth += 1
 
 
-def allow() -> None:
-    """End such a part. Raises KeyboardInterrupt if that was put off."""
+def allow(*, may_raise: bool = True) -> None:
+    """End such a part. Raises KeyboardInterrupt if that was put off, and `may_raise`; else the next `check` does."""
     if get_ident() == _main and _state.depth:  # the depth is 0 in a fork that leaves a part that its parent was in
         _state.depth -= 1
-        if _state.is_pending and not _state.depth:
+        if _state.is_pending and may_raise and not _state.depth:
             _state.is_pending = False
             raise KeyboardInterrupt
 

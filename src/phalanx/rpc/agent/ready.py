@@ -1,4 +1,4 @@
-"""Wait until a socket can be read.
+"""Wait until a socket can be read, and spin before, as long as that comes soon.
 
 The core looks for some microseconds before it sleeps: what comes at once costs no change of threads. Without the core
 (no compiler at installation) the kernel's poll sleeps at once, and calls work, only slower.
@@ -7,6 +7,7 @@ The core looks for some microseconds before it sleeps: what comes at once costs 
 from __future__ import annotations
 
 import select
+import threading
 
 try:
     from phalanx._core import wait_ready as wait_ready
@@ -25,3 +26,31 @@ except ImportError:
                 poll.register(number, select.POLLIN)
         found = poll.poll(min(timeout_ms, _MOST_MS) if timeout_ms >= 0 else None)
         return sum({fd: 1, bell: 2}[number] for number, _ in found)
+
+
+_SPIN_NS = 120_000
+_MOST_MISSES = 8
+_spinning = threading.Lock()  # one thread of a process spins at a time
+
+
+class Spin:
+    """`Spin` is how one thread waits: it spins before it sleeps while things come soon, and otherwise now and then."""
+
+    def __init__(self) -> None:
+        self._has_spun = False
+        self._misses = 0  # how often spinning has been in vain
+
+    def wait(self, fd: int, bell: int = -1, most_ms: int = -1) -> int:
+        """Return 1 if `fd` can be read, plus 2 if `bell` can; 0 if neither, after spinning, some time or a signal."""
+        may_spin = self._misses < _MOST_MISSES or self._misses % _MOST_MISSES == 0
+        if may_spin and not self._has_spun and _spinning.acquire(blocking=False):
+            try:
+                ready = wait_ready(fd, bell, _SPIN_NS, 0)
+            finally:
+                _spinning.release()
+            self._has_spun = not ready
+            self._misses = 0 if ready else self._misses
+            return ready
+        self._has_spun = False
+        self._misses += 1
+        return wait_ready(fd, bell, 0, most_ms)

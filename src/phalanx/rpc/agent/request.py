@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -13,7 +12,7 @@ from torch.futures import Future
 from phalanx._base.torch_names import find
 from phalanx.errors import message_of
 from phalanx.rpc import remote_error, serialization, wire
-from phalanx.rpc.agent.serving import SHORT_S
+from phalanx.rpc.agent.pool import Room
 from phalanx.rpc.call_hook import call_hook
 from phalanx.rpc.profiled import Profiled
 from phalanx.rpc.references import Owned, References
@@ -23,10 +22,6 @@ from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
 
 _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
-
-_MOST_REMEMBERED = 10_000
-_WEIGHT = 0.2  # the weight of the last time in the time that a function is expected to take
-_durations: dict[Any, float] = {}
 
 
 class Worker(Protocol):
@@ -52,7 +47,7 @@ class Worker(Protocol):
 
 
 class Request:
-    """`Request` is one call. The leader makes requests in order of arrival, and registers the worker's objects."""
+    """`Request` is one call. Whoever reads it makes it, in order of arrival, and registers the worker's objects."""
 
     __slots__ = (
         "_agent",
@@ -61,7 +56,6 @@ class Request:
         "_error",
         "_forks",
         "_frame",
-        "_function",
         "_note",
         "_owned",
         "_unconfirmed",
@@ -78,7 +72,6 @@ class Request:
         self._owned: Owned | None = None
         self._error: BaseException | None = None
         self._work: Any = None
-        self._function: Any = None
         self._unconfirmed: list[Future[Any]] = []
         if frame.extras:
             self._forks, rref, self._note = pickle.loads(frame.extras)
@@ -86,7 +79,16 @@ class Request:
                 rref_id, fork = rref
                 self._owned = agent.references.make(rref_id, fork, self._caller.uid)
 
-    def prepare(self) -> bool:
+    def run(self, room: Room, more_follow: Callable[[], int]) -> None:
+        """Run the function once there is room, and answer; the answer may wait for `flush` if `more_follow`."""
+        self._prepare()
+        try:
+            if room.enter():
+                self._run(more_follow)
+        finally:
+            room.leave()
+
+    def _prepare(self) -> None:
         frame = self._frame
         try:
             forks = self._agent.take_forks(self._forks) if self._forks else []
@@ -95,42 +97,29 @@ class Request:
                 frame.data, frame.buffers, forks, without_grad=self._note is not None
             )
             frame.buffers = ()
-            self._function = key = _key(self._work[0], self._work[1])
             if self._note is not None:
                 self._work = (*self._work, arrived)
-            return _durations.get(key, 1.0) < SHORT_S and all(one.done() for one in self._unconfirmed)
         except BaseException as error:
             if isinstance(error, AttributeError) and _is_of_pickle(error):
                 error = _explain_missing(error)
             self._error = error
-            return True
 
-    def run(self, more_follow: bool) -> None:
-        """Run the function, and answer."""
-        begin = time.perf_counter()
+    def _run(self, more_follow: Callable[[], int]) -> None:
         try:
             if self._error is not None:
                 raise self._error
             result = self._call()
         except BaseException as error:
             self._work = None
-            self._finish(error=error, later=more_follow)
+            self._finish(error=error, later=bool(more_follow()))
             return
         self._work = None
-        took = time.perf_counter() - begin
-        before = _durations.get(self._function)
-        if before is None:
-            if len(_durations) >= _MOST_REMEMBERED:
-                _durations.clear()
-            _durations[self._function] = took
-        else:
-            _durations[self._function] = before + _WEIGHT * (min(took, 10 * SHORT_S) - before)
         if isinstance(result, _Later):
             future: Future[Any] = result.future
             del result
             future.add_done_callback(self._finish_async)
         else:
-            self._finish(result, later=more_follow)
+            self._finish(result, later=bool(more_follow()))
 
     def _call(self) -> Any:
         for one in self._unconfirmed:  # the function may rely on the owners knowing of its references
@@ -196,16 +185,6 @@ def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     if getattr(function, "_calls_method", False):
         function = getattr(args[0].local_value(), args[1])
     return hasattr(function, "_wrapped_async_rpc_function")
-
-
-def _key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the key under which a call's duration is kept: the function, or a reference's object's method."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return getattr(function, "__qualname__", None) or type(function)
-    if getattr(function, "_calls_method", False):
-        return code, args[1]
-    return code
 
 
 def _is_of_pickle(error: AttributeError) -> bool:

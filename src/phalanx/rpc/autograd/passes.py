@@ -23,16 +23,16 @@ no worker waits for another that waits for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from phalanx.errors import PhalanxError, message_of
-from phalanx.rpc.agent.reading import Answer, Awaited, Reading
+from phalanx.rpc.agent.answer import Answer, LineAnswer, read_any
 from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import MessageId, Reached, Send, chain_gates, current, run_engine, run_engine_from
 from phalanx.rpc.autograd.orders import PassId, Plan
@@ -41,22 +41,6 @@ from phalanx.rpc.worker_info import WorkerAddress
 
 class BackwardError(PhalanxError):
     """A worker's part of a backward pass failed; the error's cause shows where."""
-
-
-class _Change:
-    """`_Change` is what the caller of backward reads for: something that has come, or an error."""
-
-    def __init__(self, run: Pass, has_come: Callable[[], bool]) -> None:
-        self._run = run
-        self._has_come = has_come
-
-    def has_come(self) -> bool:
-        return self._run.error is not None or self._has_come()
-
-    def wait(self) -> None:
-        """Wait for it while another thread reads and reports it."""
-        with self._run._changed:
-            self._run._changed.wait_for(self.has_come)
 
 
 def nothing(message: MessageId) -> None:
@@ -78,19 +62,16 @@ class PassWorker(Protocol):
     def end(self, run: Pass, asked: Any, error: BaseException | None, going: Going) -> None:
         """End our part: tell the worker that began it, and send the gradients that are left to send."""
 
-    def reading_of(self, uid: int) -> Reading | None:
-        """Return the reading of the connection on which that worker answers; None if there is none."""
-
-    def start(self, part: Callable[[bool], None], may_wait: bool) -> None:
-        """Run our part of a pass: `part(True)` here if it will be short, or `part(False)` in a thread of its own."""
+    def timed(self, part: Callable[[bool], None]) -> None:
+        """Run our part of a pass; it is told whether it is expected to be short."""
 
 
 class Pass:
     """`Pass` is the part of one worker. It locks nothing while the engine runs."""
 
     __slots__ = (
-        "_arrived", "_asked", "_changed", "_is_started", "_plan", "_reads", "_retain_graph", "_worker",
-        "begin_others", "context", "context_id", "error", "id", "num_others", "send_gradients",
+        "_arrived", "_asked", "_caller", "_changed", "_plan", "_retain_graph", "_worker",
+        "begin_others", "begun", "context", "context_id", "error", "id", "num_others", "send_gradients",
     )  # fmt: skip
 
     def __init__(self, context: Context, pass_id: PassId, worker: PassWorker) -> None:
@@ -102,16 +83,17 @@ class Pass:
         self.num_others = 0  # how many other parts are not over, in the pass of the caller of backward
         # it begins the parts that a message's gradients may need
         self.begin_others: Callable[[MessageId], None] = nothing
-        self._reads: tuple[Reading, Awaited] | None = None
+        # the parts that the caller of backward has begun, by worker
+        self.begun: dict[int, Answer[Any] | LineAnswer] = {}
+        self._caller = 0  # the thread that has called backward, and reads these lines
         self.send_gradients = worker.send_gradients
         self._changed = threading.Condition(threading.Lock())
         self._arrived: dict[MessageId, list[Tensor | None]] = {}
         self._plan: Plan | None = None
         self._retain_graph = False
         self._asked: list[Any] = []  # the workers that have begun it, and wait for its end
-        self._is_started = False
 
-    # -- what comes from others; in the thread that reads --------------------------------------------------------------
+    # -- what comes from others ----------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -121,93 +103,80 @@ class Pass:
         message: MessageId,
         gradients: Sequence[Tensor | None] | None,
     ) -> None:
-        """Take part, with these messages of ours; `asked` is told of the end. `gradients` are those of `message`."""
+        """Run our part, with these messages of ours; `asked` is told of the end. `gradients` are those of `message`.
+
+        It waits for the first gradients: before that the engine has nothing to do.
+        """
         with self._changed:
             self._asked.append(asked)
             if len(self._asked) > 1:  # the caller has repeated it: Ctrl-C came before it knew that it had asked
                 return
             if gradients is not None:
                 self._arrived[message] = list(gradients)
-                self._changed.notify_all()
             self._plan, self._retain_graph = plan, retain_graph
+            while self.error is None and plan[0][0] not in self._arrived:
+                self._changed.wait()
             failed = self.error is not None
         if failed:
             self._finish()
         else:
-            self._start_if_ready()
+            self._worker.timed(self._run_part)
 
     def put(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         """Accept the gradients of a message of ours."""
         with self._changed:
             self._arrived[message] = list(gradients)
-            self._changed.notify_all()
-        self._ring()
-        self._start_if_ready()
+            self._notify()
 
     def fail(self, error: BaseException) -> None:
         """Give up; the first error is kept."""
         with self._changed:
             if self.error is None:
                 self.error = error
-            self._changed.notify_all()
-            self._ring()
-            over = bool(self._asked) and not self._is_started
-            self._is_started = self._is_started or over
-        if over:
-            self._finish()
+            self._notify()
 
-    def other_is_over(self, done: Future[Any]) -> None:
+    def other_is_over(self, done: Any) -> None:
         """Note that the part of another worker has ended."""
+        failed: BaseException | None = None
         try:
             done.value()
         except BaseException as error:
-            with self._changed:
-                self.num_others -= 1
-            self.fail(error)
-        else:
-            with self._changed:
-                self.num_others -= 1
-                self._changed.notify_all()
-            self._ring()
-
-    def _ring(self) -> None:
-        """Wake the caller of backward, which reads one connection: what it waits for may have come on another one."""
-        reads = self._reads
-        if reads is not None:
-            reads[0].ring(reads[1])
-
-    def _read_until(self, uid: int, has_come: Callable[[], bool]) -> None:
-        """Read the answers of a worker, in the caller of backward, until `has_come` or an error."""
-        reading = self._worker.reading_of(uid)
-        if reading is None or has_come():
-            return
-        awaited = _Change(self, has_come)
-        self._reads = reading, awaited
-        try:
-            reading.read_until(awaited, awaited.wait)
-        finally:
-            self._reads = None
-
-    def _start_if_ready(self) -> None:
-        """Start when the first gradients are here: before that the engine has nothing to do."""
+            failed = error
         with self._changed:
-            if self._is_started or not self._plan or self._plan[0][0] not in self._arrived:
-                return
-            self._is_started = True
-            may_wait = len(self._plan) > 1
-        self._worker.start(self._run_part, may_wait)
+            self.num_others -= 1
+            if self.error is None:
+                self.error = failed
+            self._notify()
+
+    def _notify(self) -> None:
+        """Wake who waits for a change: in the engine, or for what comes over a line. The caller holds the lock."""
+        self._changed.notify_all()
+        if self._caller and self._caller != get_ident():
+            for one in self.lines():
+                one.ring()
+
+    def lines(self) -> list[LineAnswer]:
+        """Return what is yet to come over lines."""
+        return [one for one in list(self.begun.values()) if isinstance(one, LineAnswer) and one.can_come]
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until `holds` does; the caller of backward reads the lines over which it has begun other parts."""
+        while self._caller == get_ident() and not holds() and (lines := self.lines()):
+            if len(lines) == 1:
+                lines[0].read_until(holds)
+            else:
+                read_any(lines)
+        with self._changed:
+            self._changed.wait_for(holds)
 
     # -- what the joints of the graph ask; in the engine ---------------------------------------------------------------
 
     def wait(self, message: MessageId) -> None:
         if message not in self._arrived and self.id[0] == self._worker.me.uid:
             self.begin_others(message)
-            self._read_until(self.context.sends[message].to, lambda: message in self._arrived)
-        with self._changed:
-            while message not in self._arrived:
-                if self.error is not None:
-                    raise self.error
-                self._changed.wait()
+        self._wait_until(lambda: self.error is not None or message in self._arrived)
+        if self.error is not None and message not in self._arrived:
+            raise self.error
 
     def take(self, message: MessageId, number: int) -> Tensor | None:
         """Return the gradient of one tensor; the engine runs only once those of the first message are here."""
@@ -232,7 +201,8 @@ class Pass:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self, roots: Sequence[Tensor], reached: Reached, plan: Plan, retain_graph: bool) -> None:
-        """Run the part of the caller of backward; `reached` is from the roots."""
+        """Run the part of the caller of backward, this thread; `reached` is from the roots."""
+        self._caller = get_ident()
         outputs = list(roots)
         gradients = [torch.ones_like(root) for root in roots]
         all_reached = [reached]
@@ -243,19 +213,13 @@ class Pass:
             all_reached += [send.reached for send in sends]
         self._run_engine(outputs, gradients, all_reached, retain_graph)
 
-    def wait_others(self, begun: Iterable[tuple[int, Answer[Any]]]) -> None:
+    def wait_others(self) -> None:
         """Wait until all other parts are done, or an error has come."""
-        for uid, done in begun:
-            if not done.has_come():
-                self._read_until(uid, done.has_come)
-        with self._changed:
-            while self.num_others and self.error is None:
-                self._changed.wait()
+        self._wait_until(lambda: self.error is not None or not self.num_others)
 
     def wait_all_others(self) -> None:
         """Wait until all other parts are done."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self.num_others)
+        self._wait_until(lambda: not self.num_others)
 
     def _run_part(self, is_short: bool) -> None:
         """Run the part of a worker that did not call backward."""

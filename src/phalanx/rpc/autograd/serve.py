@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -15,9 +17,6 @@ from phalanx.errors import ClosedError, PeerLostError, PhalanxError, message_of
 from phalanx.rpc import current
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.agent import Agent
-from phalanx.rpc.agent.reading import Answer, Reading
-from phalanx.rpc.agent.short_work import ShortWork
-from phalanx.rpc.agent.threads import Threads
 from phalanx.rpc.autograd import orders
 from phalanx.rpc.autograd.contexts import Context, Contexts
 from phalanx.rpc.autograd.graph import MessageId, Reached, make_recv, make_send
@@ -28,6 +27,9 @@ from phalanx.rpc.serialization import Arrived, Payload
 from phalanx.rpc.wire import Frame, Order
 from phalanx.rpc.worker_info import WorkerAddress
 
+_SHORT_S = 300e-6
+_WEIGHT = 0.2  # the weight of a part that took longer than before, in the time that the next one is expected to take
+
 
 class AutogradWorker:
     """`AutogradWorker` is this worker's part in distributed autograd."""
@@ -36,8 +38,7 @@ class AutogradWorker:
         self.agent = agent
         self.me = agent.me
         self.contexts = Contexts(agent.me.info.id, agent.me.uid)
-        self._threads = Threads("phalanx-rpc-backward")
-        self.start = ShortWork(agent.serving, self._threads).run
+        self._took_s = math.inf  # how long a part took lately
         self._numbers = itertools.count()
         agent.orders[Order.GRADIENTS] = self._hear
         agent.controls["autograd.abort"] = self._abort
@@ -73,7 +74,7 @@ class AutogradWorker:
             plans.setdefault(planned[0][1], []).append(planned)
         mine = plans.pop(self.me.uid, [])
         others = {uid: self._member(uid, context) for uid in plans}
-        begun: dict[int, Answer[Any]] = {}
+        begun = run.begun
 
         def begin(
             uid: int, first: MessageId = orders.NO_MESSAGE, gradients: Sequence[Tensor | None] | None = None
@@ -84,7 +85,7 @@ class AutogradWorker:
             interrupts.defer()
             try:
                 begun[uid] = self.agent.order(to, "backward", data, buffers, 0.0, read=partial(_read_end, run))
-                begun[uid].hear(run.other_is_over)
+                begun[uid].on_done(run.other_is_over)
             finally:
                 interrupts.allow()
 
@@ -107,7 +108,7 @@ class AutogradWorker:
             except BaseException as error:
                 run.fail(run.explain(error))
             begin_others()
-            run.wait_others(begun.items())
+            run.wait_others()
             if run.error is not None:
                 for member in others.values():
                     self.agent.tell(member, "autograd.abort", (context.id, run.id, message_of(run.error)))
@@ -115,6 +116,7 @@ class AutogradWorker:
                 raise run.error
         finally:
             context.passes.pop(run.id, None)
+            begun.clear()  # they hold the pass
             run.error = None
             run.begin_others, run.send_gradients = nothing, self.send_gradients  # the originals hold the pass
 
@@ -138,11 +140,12 @@ class AutogradWorker:
         found: Pass | None = context.passes.get(pass_id)
         return context.passes.setdefault(pass_id, Pass(context, pass_id, self)) if found is None else found
 
-    def reading_of(self, uid: int) -> Reading | None:
-        """Return the reading of the connection on which that worker answers; None if there is none."""
-        peer = self.agent.peers.get(uid)
-        connection = None if peer is None else peer.connection
-        return None if connection is None else connection.reading
+    def timed(self, part: Callable[[bool], None]) -> None:
+        """Run our part of a pass; it is told whether it is expected to be short."""
+        begin = time.perf_counter()
+        part(self._took_s < _SHORT_S)
+        took_s = min(time.perf_counter() - begin, 10 * _SHORT_S)
+        self._took_s = took_s if self._took_s > took_s else self._took_s + _WEIGHT * (took_s - self._took_s)
 
     def _hear(self, connection: Any, frame: Frame) -> None:
         try:
@@ -171,7 +174,7 @@ class AutogradWorker:
         else:
             to = self._member(uid, run.context)
             data, buffers = orders.write(to, run.context_id, run.id, message, gradients)
-            self.agent.tell_order(to, data, buffers, back=uid == run.id[0])
+            self.agent.tell_order(to, data, buffers)
 
     def end(self, run: Pass, asked: Any, error: BaseException | None, going: Going) -> None:
         """End our part: tell the worker that began it, and send the gradients that are left to send."""
@@ -190,8 +193,8 @@ class AutogradWorker:
 
     def _abort(self, teller: WorkerAddress, told: tuple[int, PassId, str]) -> None:
         context = self.contexts.get(told[0])
-        run = None if context is None else context.passes.get(told[1])
-        if run is not None:
+        if context is not None:  # it may come before the order to begin, which is sent over a line
+            run = self._pass(context, told[1])
             run.fail(PhalanxError(f"backward of context {told[0]} was given up by {teller}: {told[2]}"))
 
     # -- ends ----------------------------------------------------------------------------------------------------------
@@ -212,7 +215,6 @@ class AutogradWorker:
             for run in list(context.passes.values()):
                 run.fail(ClosedError(f"backward of context {context.id}: {self.agent.me} was shut down."))
             self.contexts.release(context.id)
-        self._threads.close()
         _workers.pop(self.agent.me.uid, None)
 
 

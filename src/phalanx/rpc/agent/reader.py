@@ -1,0 +1,213 @@
+"""The reader is the thread of a worker that reads its connections. It runs no code of the user's, and never waits.
+
+    reader      | poll | read | call: to a thread | answer: set its future | callback: to a thread | poll
+    thread             ............................ | run the function, answer ..
+
+What others put into its queue it does in order, between what it reads. It also keeps the time: `tick` when it is due,
+and `relieve` every millisecond while work waits for threads that are stuck.
+
+A finalizer of the user's may run in any thread, and wait for a call: in the reader it reads on meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from phalanx._base.ipc.wakeup import Wakeup
+from phalanx._base.log import get_logger
+from phalanx.errors import message_of
+from phalanx.rpc.agent.pool import STUCK_S
+from phalanx.rpc.agent.ready import Spin
+from phalanx.rpc.wire import Frame
+
+_logger = get_logger(__name__)
+
+_MOST_S = 3600.0
+Task = Callable[[], None]
+
+
+class Readable(Protocol):
+    """`Readable` is something for which the reader waits until it can be read."""
+
+    def ready(self, events: int) -> None:
+        """Read or write what is ready."""
+
+
+class _ThisThread(threading.local):
+    """`_ThisThread` is set in the reader alone: callbacks that it leaves to others, and how it reads more."""
+
+    callbacks: deque[Task] | None = None
+    read_more: Callable[[], None] | None = None
+
+
+this_thread = _ThisThread()
+
+
+class Reader:
+    """`Reader` is the reader of one agent.
+
+    It gives each frame to `handle(connection, frame)`, and the callbacks of the answers that this sets to `run`.
+    `relieve` returns whether it is to be called again in a millisecond; `tick(now)` returns when it is to be called
+    next. None of them may raise, or wait.
+    """
+
+    def __init__(
+        self,
+        handle: Callable[[Any, Frame], None],
+        run: Callable[[Task], None],
+        relieve: Callable[[], bool],
+        tick: Callable[[float], float],
+    ) -> None:
+        self._handle = handle
+        self._run = run
+        self._relieve = relieve
+        self._tick = tick
+        self._poll = select.epoll()
+        self._readable: dict[int, Readable] = {}
+        self._incoming: deque[tuple[Any, Frame] | Task] = deque()
+        self._wakeup = Wakeup()
+        self._due = math.inf  # the reader ticks by then
+        self._wanted: deque[float] = deque()  # by other threads: when it must tick
+        self._relieve_at = math.inf
+        self._spin = Spin()
+        self._closed = False
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._read_all, name="phalanx-rpc-reader", daemon=True)
+        self.watch(self._wakeup.fileno(), self)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # -- what it waits for ---------------------------------------------------------------------------------------------
+
+    def watch(self, fd: int, readable: Readable, events: int = select.EPOLLIN) -> None:
+        """Call `readable.ready(events)` when `fd` is."""
+        self._readable[fd] = readable
+        self._poll.register(fd, events)
+
+    def change(self, fd: int, events: int) -> None:
+        """Wait for other events of `fd`."""
+        with contextlib.suppress(OSError, ValueError):  # the reader has ended
+            self._poll.modify(fd, events)
+
+    def forget(self, fd: int) -> None:
+        """Stop waiting for `fd`."""
+        if self._readable.pop(fd, None) is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._poll.unregister(fd)
+
+    def put(self, item: tuple[Any, Frame] | Task) -> None:
+        """Queue a frame with its connection, or a task. It takes no lock, since finalizers may call it."""
+        self._incoming.append(item)
+        self._wakeup.ring()
+        if self._has_ended:
+            self._handle_all()
+
+    def queue(self, item: tuple[Any, Frame] | Task) -> None:
+        """Queue an item, in the reader."""
+        self._incoming.append(item)
+
+    @property
+    def due(self) -> float:
+        """Return when it will tick."""
+        return self._due
+
+    def wake_by(self, due: float) -> None:
+        """Have it tick by `due`. It takes no lock, since finalizers may call it."""
+        if due < self._due:
+            self._wanted.append(due)
+            self._wakeup.ring()
+
+    def ready(self, events: int) -> None:
+        self._wakeup.drain()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        this_thread.callbacks, this_thread.read_more = deque(), self._read_more
+        while not self._closed:
+            self._read_more()
+
+    def _read_more(self) -> None:
+        """Handle what has come; if nothing has, wait for what comes next."""
+        if self._incoming:
+            self._handle_all()
+            return
+        now = time.monotonic()
+        while self._wanted:
+            self._due = min(self._due, self._wanted.popleft())
+        if now >= self._due:
+            self._due = math.inf  # this comes first: whoever wants an earlier tick from here on says so
+            self._incoming.append(self._tick_now)
+            return
+        if now >= self._relieve_at:
+            self._relieve_at = math.inf
+        if self._relieve_at == math.inf and self._relieve():
+            self._relieve_at = now + STUCK_S
+        until = min(self._due, self._relieve_at)
+        self._spin.wait(self._poll.fileno(), -1, math.ceil(min(until - now, _MOST_S) * 1000))
+        for fd, events in self._poll.poll(0):
+            readable = self._readable.get(fd)
+            if readable is not None:
+                readable.ready(events)
+        self._handle_all()
+
+    def _tick_now(self) -> None:
+        self._due = min(self._due, self._tick(time.monotonic()))
+
+    def _handle_all(self) -> None:
+        before = this_thread.callbacks
+        callbacks = this_thread.callbacks = deque() if before is None else before
+        try:
+            while self._incoming:
+                try:
+                    item = self._incoming.popleft()
+                except IndexError:  # at the end several threads may be here
+                    return
+                if isinstance(item, tuple):
+                    self._handle(*item)
+                else:
+                    item()
+                del item  # the tensors of a frame
+                if callbacks:
+                    self._run(_in_order(callbacks))
+        finally:
+            this_thread.callbacks = before
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the thread; from here on whoever puts an item in handles it, as this thread does with what is left."""
+        self._closed = True
+        self._wakeup.ring()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._has_ended = True
+        self._handle_all()
+
+    def release(self) -> None:
+        """Close the descriptors."""
+        self._poll.close()
+        self._wakeup.close()
+
+
+def _in_order(callbacks: deque[Task]) -> Task:
+    """Return a task that runs these callbacks one after the other, and take them out."""
+    taken = list(callbacks)
+    callbacks.clear()
+
+    def run() -> None:
+        for one in taken:
+            try:
+                one()
+            except BaseException as error:  # torch, too, reports it and goes on
+                _logger.error("rpc: a callback of a future raised %s: %s", type(error).__name__, message_of(error))
+
+    return run
