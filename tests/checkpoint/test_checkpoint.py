@@ -92,23 +92,16 @@ def test_an_interrupt_leaves_the_old_file_and_no_other(tmp_path):
 # --- what cannot be written --------------------------------------------------------------------------------------
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(
-        CheckpointError, match=r"no/run.pt on rank 0: No such file.*Nothing was written. Create the folder"
-    ):
-        save_checkpoint(tmp_path / "no" / "run.pt", STATE)
-
-
-def test_a_folder_is_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=r"on rank 0: Is a directory.*Give the checkpoint a file name"):
-        save_checkpoint(tmp_path, STATE)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
+def test_a_place_that_cannot_be_a_file_is_named_with_what_to_do(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"Not a directory.*whose folders are folders"):
-        save_checkpoint(tmp_path / "file" / "run.pt", STATE)
+    for path, told in (
+        ("no/run.pt", r"no/run.pt on rank 0: No such file.*Nothing was written. Create the folder"),
+        ("", r"on rank 0: Is a directory.*Give the checkpoint a file name"),
+        ("file/run.pt", r"Not a directory.*whose folders are folders"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            save_checkpoint(tmp_path / path, STATE)
+    assert os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -232,12 +225,9 @@ def test_a_call_on_rank_0_alone_is_told_as_one(tmp_path):
 # --- what cannot be read -----------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"load_checkpoint: .*run.pt could not be read: No such file"):
         load_checkpoint(tmp_path / "run.pt")
-
-
-def test_a_folder_cannot_be_read(tmp_path):
     with pytest.raises(CheckpointError, match="is a directory, and there is no checkpoint in it"):
         load_checkpoint(tmp_path)
 

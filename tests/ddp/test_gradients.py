@@ -1,7 +1,6 @@
 """What backward leaves in `.grad`, compared with the mean of the gradients that plain copies of the model compute."""
 
 import copy
-import itertools
 import os
 import signal
 import sys
@@ -80,17 +79,6 @@ def test_gradients_are_views_of_bucket_memory_unless_told_otherwise(rank, backen
     separate = DistributedDataParallel(mlp(), gradient_as_bucket_view=False)
     _plain(separate, rank)
     assert len({parameter.grad.untyped_storage().data_ptr() for parameter in separate.parameters()}) == 4
-
-
-@on_ranks(2, backend="gloo")
-def test_both_ways_to_zero_gradients_give_the_same(rank, world_size):
-    expected = _mean_gradients(mlp(), _plain, world_size)
-    for as_view, set_to_none in itertools.product((True, False), repeat=2):
-        ddp = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_view)
-        for _ in range(3):
-            ddp.zero_grad(set_to_none=set_to_none)
-            _plain(ddp, rank)
-            _assert_gradients(ddp, expected)
 
 
 def test_buckets_of_the_shared_heap_are_reduced_where_they_lie_also_after_they_are_rebuilt():
@@ -272,18 +260,6 @@ def test_several_forwards_and_backwards_leave_the_mean_of_their_sum(rank, world_
         _agrees(backward, find_unused_parameters=find_unused)(rank, world_size)
 
 
-@on_ranks(2)
-def test_gradient_clipping_sees_the_mean(rank, world_size, backend):
-    ddp = DistributedDataParallel(mlp())
-    _plain(ddp, rank)
-    expected = _mean_gradients(mlp(), _plain, world_size)
-    norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
-    torch.testing.assert_close(norm, torch.stack([g.norm() for g in expected.values()]).norm())
-    _assert_gradients(
-        ddp, {name: gradient * (0.01 / norm) for name, gradient in expected.items()}, rtol=1e-4, atol=1e-7
-    )
-
-
 def test_buckets_are_rebuilt_in_the_order_of_readiness():
     class Backwards(nn.Module):
         """Uses its layers in the reverse order of registration."""
@@ -437,20 +413,6 @@ def test_every_floating_dtype_gets_the_mean(rank, world_size, backend, dtype):
     ddp = DistributedDataParallel(build())
     backward(ddp, rank)
     _assert_gradients(ddp, expected, rtol=2e-2, atol=1e-2) if dtype.itemsize == 2 else _assert_gradients(ddp, expected)
-
-
-@on_ranks(2)
-def test_autocast_trains_the_full_precision_parameters(rank, world_size, backend):
-    def backward(model, rank):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(batch_of(rank)).float().square().mean()
-        loss.backward()
-
-    expected = _mean_gradients(mlp(), backward, world_size)
-    ddp = DistributedDataParallel(mlp())
-    backward(ddp, rank)
-    assert ddp.module[0].weight.grad.dtype == torch.float32
-    _assert_gradients(ddp, expected)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

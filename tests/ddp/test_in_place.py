@@ -69,17 +69,6 @@ def test_freed_gradients_make_room_for_the_next_step(rank):
 
 
 @on_ranks(2)
-def test_a_gradient_that_the_user_keeps_is_not_written_again(rank):
-    ddp = DistributedDataParallel(_build())
-    _step(ddp, rank)
-    kept = next(ddp.parameters()).grad
-    before = kept.clone()
-    for step in range(1, 6):  # more than the pool has spare blocks for
-        _step(ddp, rank, step)
-    assert torch.equal(kept, before)
-
-
-@on_ranks(2)
 def test_gradients_that_are_all_kept_leave_the_pool_empty_and_are_copied(rank, world_size):
     ddp = DistributedDataParallel(_build())
     kept = []

@@ -64,26 +64,21 @@ def test_how_much_they_differ(rank, change, expected, dtype):
     assert expected in message
 
 
-def test_many_ranks_are_named_up_to_a_point():
-    def fn(rank, world_size):
-        layer = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(layer.weight, rank)
-        return _message(lambda: check_replicas(layer))
-
-    message = run_ranks(fn, 4)[0]
+@on_ranks(4)
+def test_many_ranks_are_named_up_to_a_point(rank):
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, rank)
+    message = _message(lambda: check_replicas(layer))
     assert "rank 1 differs from rank 0 by up to 1, rank 2 differs from rank 0 by up to 2, rank 3" in message
 
 
-def test_buffers_count_unless_told_otherwise():
-    def fn(rank, world_size):
-        model = _model()
-        model[1].num_batches_tracked += rank
-        check_replicas(model, buffers=False)
-        return _message(lambda: check_replicas(model))
-
-    assert (
-        "buffer '1.num_batches_tracked' (shape (), int64): rank 1 differs from rank 0 by up to 1" in run_ranks(fn, 2)[0]
-    )
+@on_ranks(2)
+def test_buffers_count_unless_told_otherwise(rank):
+    model = _model()
+    model[1].num_batches_tracked += rank
+    check_replicas(model, buffers=False)
+    message = _message(lambda: check_replicas(model))
+    assert "buffer '1.num_batches_tracked' (shape (), int64): rank 1 differs from rank 0 by up to 1" in message
 
 
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, TorchDDP], ids=["ours", "torch"])
@@ -97,23 +92,19 @@ def test_a_wrapped_model_after_a_step(rank, backend, wrapper):
     assert all("buffer '1.running_mean'" in message for message in messages)
 
 
-def test_tensors_that_the_wrapper_ignores_are_ignored():
-    def fn(rank, world_size):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
-        ddp = DistributedDataParallel(model)
-        nn.init.constant_(model[1].bias, rank)
-        check_replicas(ddp)
-        return _message(lambda: check_replicas(model))
-
-    assert "'1.bias'" in run_ranks(fn, 2)[0]
+@on_ranks(2)
+def test_tensors_that_the_wrapper_ignores_are_ignored(rank):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
+    ddp = DistributedDataParallel(model)
+    nn.init.constant_(model[1].bias, rank)
+    check_replicas(ddp)
+    assert "'1.bias'" in _message(lambda: check_replicas(model))
 
 
-def test_models_of_other_shapes_are_told_apart_by_structure():
-    def fn(rank, world_size):
-        return _message(lambda: check_replicas(nn.Linear(1 + rank, 1)))
-
-    message = run_ranks(fn, 2)[0]
+@on_ranks(2)
+def test_models_of_other_shapes_are_told_apart_by_structure(rank):
+    message = _message(lambda: check_replicas(nn.Linear(1 + rank, 1)))
     assert message.startswith("check_replicas: the ranks' models differ.")
     assert "rank 1 has parameter 'weight' with shape (1, 2)" in message
 
@@ -131,16 +122,14 @@ def test_of_sparse_tensors_what_they_store_is_compared(rank, layout):
     assert "buffer 'graph' (shape (300000, 300000), float32): rank 2 stores other elements than rank 0." in message
 
 
-def test_a_group_of_some_ranks():
-    def fn(rank, world_size):
-        group = dist.new_group([0, 1])
-        layer = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(layer.weight, 5.0 if rank == 2 else 1.0)
-        if rank < 2:
-            check_replicas(layer, group)
-        return _message(lambda: check_replicas(layer))
-
-    assert "rank 2 differs" in run_ranks(fn, 3)[0]
+@on_ranks(3)
+def test_a_group_of_some_ranks(rank):
+    group = dist.new_group([0, 1])
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, 5.0 if rank == 2 else 1.0)
+    if rank < 2:
+        check_replicas(layer, group)
+    assert "rank 2 differs" in _message(lambda: check_replicas(layer))
 
 
 def test_without_tensors_or_a_process_group_there_is_nothing_to_compare():

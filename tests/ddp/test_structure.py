@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tests.on_ranks import on_ranks
 from torch import nn
 
 from phalanx import DistributedDataParallel, MismatchError
@@ -7,10 +8,10 @@ from phalanx.ddp.structure import compare, describe
 from phalanx.testing import run_ranks
 
 
-def _differences(build, world_size, backend, **options):
+def _differences(build, world_size, backend):
     def wrap(rank, world_size):
         with pytest.raises(MismatchError) as caught:
-            DistributedDataParallel(build(rank), **{name: value(rank) for name, value in options.items()})
+            DistributedDataParallel(build(rank))
         return str(caught.value)
 
     messages = run_ranks(wrap, world_size, backend=backend)
@@ -35,37 +36,38 @@ def test_a_missing_and_an_extra_parameter_are_told_by_name(backend):
     assert "rank 1 lacks parameter '0.bias'" in message
 
 
-def test_another_dtype_and_a_frozen_parameter_are_told():
-    def build(rank):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        if rank == 1:
-            model[0].double()
-            model[1].requires_grad_(False)
-        return model
-
-    message = _differences(build, 2, "gloo")
-    assert "'0.weight' with shape (2, 2), float64, requires_grad; rank 0 has it with shape (2, 2), float32" in message
-    assert "'1.weight' with shape (2, 2), float32; rank 0 has it with shape (2, 2), float32, requires_grad" in message
+def _double_and_frozen(rank):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return nn.Sequential(model[0].double(), model[1].requires_grad_(False)) if rank else model
 
 
-def test_a_model_that_is_frozen_on_one_rank_fails_on_all():
-    message = _differences(lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0), 2, "gloo")
-    assert "rank 1 has parameter 'weight'" in message
-
-
-def test_another_buffer_is_told():
-    message = _differences(lambda rank: nn.BatchNorm1d(2, track_running_stats=rank == 0), 2, "gloo")
-    assert "rank 1 lacks buffer 'running_mean' (shape (2,), float32), which rank 0 has" in message
-
-
-def test_other_settings_are_told():
-    message = _differences(lambda rank: nn.Linear(2, 2), 2, "gloo", bucket_cap_mb=lambda rank: rank + 1)
-    assert "rank 1 passes bucket caps in MiB=(2,), rank 0 bucket caps in MiB=(1,)" in message
-
-
-def test_many_differences_are_counted():
-    message = _differences(lambda rank: nn.Sequential(*(nn.Linear(2, 2 + rank) for _ in range(6))), 2, "gloo")
-    assert "and 4 more" in message
+@on_ranks(2)
+def test_each_kind_of_difference_is_told(rank):
+    for build, options, texts in (
+        (
+            _double_and_frozen,
+            {},
+            (
+                "'0.weight' with shape (2, 2), float64, requires_grad; rank 0 has it with shape (2, 2), float32",
+                "'1.weight' with shape (2, 2), float32; rank 0 has it with shape (2, 2), float32, requires_grad",
+            ),
+        ),
+        (lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0), {}, ("rank 1 has parameter 'weight'",)),
+        (
+            lambda rank: nn.BatchNorm1d(2, track_running_stats=rank == 0),
+            {},
+            ("rank 1 lacks buffer 'running_mean' (shape (2,), float32), which rank 0 has",),
+        ),
+        (
+            lambda rank: nn.Linear(2, 2),
+            {"bucket_cap_mb": rank + 1},
+            ("rank 1 passes bucket caps in MiB=(2,), rank 0 bucket caps in MiB=(1,)",),
+        ),
+        (lambda rank: nn.Sequential(*(nn.Linear(2, 2 + rank) for _ in range(6))), {}, ("and 4 more",)),
+    ):
+        with pytest.raises(MismatchError) as caught:
+            DistributedDataParallel(build(rank), **options)
+        assert all(text in str(caught.value) for text in texts), (texts, str(caught.value))
 
 
 def test_the_same_names_in_another_order_are_a_difference():
