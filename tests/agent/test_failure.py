@@ -1,3 +1,4 @@
+import resource
 import signal
 
 import pytest
@@ -133,3 +134,14 @@ def test_signals_are_named_with_what_they_mean() -> None:
     assert "out of memory?" in name_signal(signal.SIGKILL)
     assert name_signal(signal.SIGUSR1) == "SIGUSR1"
     assert name_signal(63) == "signal 63"
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_likely"), [("MemoryError", True), ("ImportError", True), ("ModuleNotFoundError", False)]
+)
+def test_a_limit_on_address_space_is_named_where_it_may_be_the_cause(
+    kind: str, is_likely: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (300 << 20, 300 << 20))
+    failures = decide_failures({0: ended(0, 1, 5.0)}, {0: raised(0, 4.0, kind)}, {})
+    assert ("A process may have 307200 KiB" in describe_failures(failures, 1, "box")) == is_likely

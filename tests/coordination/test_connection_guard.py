@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import random
 import resource
 import socket
 import struct
@@ -16,7 +15,6 @@ import zmq
 
 import phalanx._comm.control.connection_guard as guard_module
 import phalanx._job.coordinator.service as service_module
-from phalanx._base.loss_detection import CONNECTION_ENDED_S
 from phalanx._comm.control.address import Address, listen
 from phalanx._comm.control.admission import Complaints
 from phalanx._comm.control.client import Client
@@ -223,68 +221,6 @@ def test_who_has_spoken_before_its_coming_was_read_is_never_young():
             assert not is_open(stranger) or guard.num_young == 0
         assert guard.num_open == 1
         guard.close()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_members_whose_connections_end_and_are_not_replaced_are_told_once(seed):
-    """Members of several hosts come, go, and come again in any order, beside strangers; time is the test's own."""
-    draw, now = random.Random(seed), 0.0
-    with contextlib.ExitStack() as stack:
-        context = stack.enter_context(zmq.Context())
-        router = stack.enter_context(context.socket(zmq.ROUTER))
-        router.router_handover = True
-        listener = stack.enter_context(listen(Address("127.0.0.1", 0), 10))
-        port = listener.getsockname()[1]
-        guard = ConnectionGuard(router, listener.fileno(), Complaints(lambda line: None), max_young=99, max_open=99)
-        stack.callback(guard.close)
-        router.use_fd = listener.fileno()
-        router.bind(f"tcp://127.0.0.1:{port}")
-        listener.detach()
-        members, gone, told = {}, {}, []
-
-        def connect(number):
-            dealer = members[number] = stack.enter_context(context.socket(zmq.DEALER))
-            dealer.linger, dealer.identity = 0, b"member%d" % number
-            dealer.connect(f"tcp://127.0.0.{number + 2}:0;127.0.0.1:{port}")
-            dealer.send(b"hello")
-            identity, frame = router.recv_multipart(copy=False)
-            guard.admit(frame, identity.bytes)
-
-        def settle():
-            """ZeroMQ's thread has told what became of the connections."""
-            deadline = time.monotonic() + 20
-            while guard.num_open != len(members) and time.monotonic() < deadline:
-                guard.read_events(now)
-            assert guard.num_open == len(members)
-            while guard.socket.poll(20):
-                guard.read_events(now)
-
-        for _ in range(60):
-            number = draw.randrange(5)
-            if number not in members:
-                connect(number)
-                gone.pop(number, None)
-            else:
-                members.pop(number).close()
-                if draw.random() < 0.3:  # and again, before anybody has read that it was away
-                    connect(number)
-                else:
-                    gone[number] = now
-            settle()
-            if draw.random() < 0.2:
-                come(port).close()  # from an address of its own
-                settle()
-            now += draw.choice([0.0, 0.3, 0.6])
-            if draw.random() < 0.1:
-                now += 5.0
-                guard.forgive(5.0, now)
-                gone = {who: at + 5.0 for who, at in gone.items()}
-            due = {b"member%d" % who for who, at in gone.items() if now - at >= CONNECTION_ENDED_S}
-            found = [identity for identity, _ in guard.take_ended(now)]
-            assert sorted(found) == sorted(due)
-            told += found
-            gone = {who: at for who, at in gone.items() if b"member%d" % who not in due}
-        assert told
 
 
 def test_a_value_travels_in_pieces_and_is_whole():

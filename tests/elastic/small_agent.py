@@ -7,6 +7,7 @@ replaced, or, with `replace=False`, missed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import multiprocessing
 import os
@@ -282,6 +283,17 @@ class SmallAgent:
         self._listener.close()
         for fd in self._stores:
             os.close(fd)
+
+
+def run_twice(body: Body, world_size: int, job: Any, *args: Any, folder: Path) -> tuple[Ended, Ended]:
+    """Return how a job ends that nobody disturbs, in FOLDER/quiet, and how with its strikes, in FOLDER/struck."""
+    ends = []
+    for name, strikes in (("quiet", ()), ("struck", job.strikes)):
+        (folder / name).mkdir()
+        own = dataclasses.replace(job, folder=str(folder / name), strikes=strikes)
+        ends.append(SmallAgent(body, world_size, own, *args, folder=folder / name).run())
+    assert [end.generations for end in ends] == [0, len(job.strikes)]
+    return ends[0], ends[1]
 
 
 def _work(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.elastic.jobs import Job, Strike
-from tests.elastic.small_agent import SmallAgent
+from tests.elastic.small_agent import run_twice
 from tests.training import copy_state
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -49,25 +49,17 @@ def _train(job: Job, freezes: bool) -> dict[str, Any]:
         return {"weights": copy_state(ddp), "random": torch.rand(1), "steps": state.step}
 
 
-def _check(strikes: tuple[Strike, ...], folder: Path, *, workers: int, freezes: bool) -> None:
-    results = []
-    for name, those in (("undisturbed", ()), ("disturbed", strikes)):
-        (folder / name).mkdir()
-        job = Job(str(folder / name), those, workers=workers, persistent=bool(workers))
-        results.append(SmallAgent(_train, 2, job, freezes, folder=folder / name).run())
-    expected, ended = results
-    assert (expected.generations, ended.generations) == (0, len(strikes))
-    for mine, theirs in zip(ended.results, expected.results, strict=True):
-        assert_equal(mine, theirs)
-
-
 def test_workers_that_last_over_a_loss_leave_the_random_states_as_they_would_be(tmp_path: Path) -> None:
     """A survivor went back to before its loader had drawn a seed, and the loader, which lasts, drew none again."""
     strikes = (Strike(0, "forward", 0), Strike(1, "forward", 1), Strike(0, "forward", 6))
-    _check(strikes, tmp_path, workers=1, freezes=False)
+    job = Job("", strikes, workers=1, persistent=True)
+    expected, ended = run_twice(_train, 2, job, False, folder=tmp_path)
+    assert_equal(ended.results, expected.results)
 
 
 @pytest.mark.slow
 def test_a_rank_may_be_lost_while_a_layer_is_frozen(tmp_path: Path) -> None:
     """The wrapper could not register its hooks with parameters of survivors that were frozen at that moment."""
-    _check((Strike(1, "forward", 7), Strike(0, "forward", 12)), tmp_path, workers=0, freezes=True)
+    job = Job("", (Strike(1, "forward", 7), Strike(0, "forward", 12)))
+    expected, ended = run_twice(_train, 2, job, True, folder=tmp_path)
+    assert_equal(ended.results, expected.results)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.elastic.jobs import Job, Numbers, Strike
-from tests.elastic.small_agent import SmallAgent
+from tests.elastic.small_agent import run_twice
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -168,15 +168,8 @@ def test_what_a_loop_does_behind_its_update_is_done_once_for_each_step(is_ahead:
     its rank alone. A loop that took batches ahead lost those that it had not used.
     """
 
-    def run(name: str, strikes: tuple[Strike, ...]) -> tuple[Job, Any]:
-        folder = tmp_path / name
-        folder.mkdir()
-        job = Job(str(folder), strikes)
-        return job, SmallAgent(train_loop, 2, job, is_ahead, folder=folder).run()
-
-    _, expected = run("undisturbed", ())
-    job, ended = run("disturbed", STRIKES[is_ahead])
-    assert (expected.generations, ended.generations) == (0, len(job.strikes))
+    expected, ended = run_twice(train_loop, 2, Job("", STRIKES[is_ahead]), is_ahead, folder=tmp_path)
+    job = Job(str(tmp_path / "struck"))
     assert_equal(ended.results, expected.results)
     assert [sorted(used) for used in job.samples_of_epochs()] == [list(range(job.samples))] * job.epochs
 

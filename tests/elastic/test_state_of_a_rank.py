@@ -18,6 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import phalanx
 from phalanx import elastic
+from phalanx.elastic.objects import Objects
+from phalanx.testing import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -82,33 +84,34 @@ class Counting:
         return allreduce_hook(None, bucket)
 
 
-def _train_with_hook(kind: str) -> str:
-    with phalanx.init(timeout=60.0):
+def closure_over(hook: Any) -> Any:
+    return lambda state, bucket: hook(state, bucket)
+
+
+@pytest.mark.parametrize(
+    ("hook", "state", "is_refused"),
+    [
+        (powerSGD_hook, PowerSGDState(None), True),
+        (allreduce_hook, [0], True),
+        (Counting(), None, True),
+        (closure_over(Counting()), None, True),
+        (fp16_compress_wrapper(allreduce_hook), None, False),
+    ],
+)
+def test_a_comm_hook_that_remembers_something_is_refused_by_name(hook: Any, state: Any, is_refused: bool) -> None:
+    """The replacement's hook began anew: the job went on, and ended many steps later, when hooks differed."""
+
+    def refuse(rank: int, world_size: int) -> str:
         model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-        counting = Counting()
-        state, hook = {
-            "PowerSGD": (PowerSGDState(None), powerSGD_hook),
-            "a list": ([0], allreduce_hook),
-            "an object": (None, counting),
-            "a closure": (None, lambda state, bucket: counting(state, bucket)),
-            "none": (None, fp16_compress_wrapper(allreduce_hook)),
-        }[kind]
-        if isinstance(hook, Counting):
-            model._comm_hooks.append((hook, state))  # PyTorch's wrapper takes functions only, ours takes any
-        else:
-            model.register_comm_hook(state, hook)
+        model._comm_hooks.append((hook, state))
         try:
-            elastic.run(elastic.State(model=model))(lambda state: None)()
+            Objects({"model": model}).refuse_what_is_not_kept(2)
         except ValueError as error:
             return str(error)
         return ""
 
-
-@pytest.mark.parametrize("kind", ["PowerSGD", "a list", "an object", "a closure", "none"])
-def test_a_comm_hook_that_remembers_something_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """The replacement's hook began anew: the job went on, and ended many steps later, when hooks differed."""
-    ended = SmallAgent(_train_with_hook, 1, kind, folder=tmp_path).run()
-    assert ("has the comm hook" in ended.results[0]) == (kind != "none"), ended.results[0]
+    (said,) = run_ranks(refuse, 1)
+    assert ("has the comm hook" in said) == is_refused, said
 
 
 def _train_sharded() -> None:
@@ -131,31 +134,22 @@ def test_state_of_no_parameter_in_a_sharded_optimizer_is_refused_by_name(tmp_pat
         SmallAgent(_train_sharded, 2, folder=tmp_path).run()
 
 
-def _train_elsewhere(kind: str) -> str:
-    with phalanx.init(timeout=60.0):
-        some, gloo = dist.new_group([0, 1]), dist.new_group(backend="gloo")
-        dist.barrier()  # Gloo fails on a rank that still connects to one that has left
-        model = nn.Linear(2, 2)
-        group = {"some": some, "gloo": gloo, "all": None}[kind]
-        if dist.get_rank() == 2 and kind == "some":
-            return "no member"
-        optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
-        try:
-            elastic.run(elastic.State(model=model, optimizer=optimizer))(lambda state: None)()
-        except ValueError as error:
-            return str(error)
-        return ""
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit.script, as PyTorch's optimizer is imported
-@pytest.mark.parametrize(
-    ("kind", "told"), [("some", "some ranks of the job"), ("gloo", "ranks that share no memory"), ("all", "")]
-)
-def test_an_optimizer_in_shards_whose_shards_are_not_kept_is_refused_by_name(
-    kind: str, told: str, tmp_path: Path
-) -> None:
+def test_an_optimizer_in_shards_whose_shards_are_not_kept_is_refused_by_name() -> None:
     """On two hosts the first loss ended the job by a ValueError of shared_empty, which nobody had called."""
-    ended = SmallAgent(_train_elsewhere, 3, kind, folder=tmp_path).run()
-    assert [("is a ZeroRedundancyOptimizer over " + told in one) == bool(told) for one in ended.results[:2]] == [
-        True
-    ] * 2
+
+    def refuse(rank: int, world_size: int) -> list[str]:
+        some, gloo, said = dist.new_group([0, 1]), dist.new_group(backend="gloo"), []
+        for group in (some, gloo, None) if rank < 2 else (gloo, None):
+            parameters = nn.Linear(2, 2).parameters()
+            optimizer = phalanx.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, process_group=group, lr=0.1)
+            try:
+                Objects({"optimizer": optimizer}).refuse_what_is_not_kept(world_size)
+            except ValueError as error:
+                said.append(str(error))
+        dist.barrier()
+        return said
+
+    for *some, gloo in run_ranks(refuse, 3):
+        assert all("is a ZeroRedundancyOptimizer over some ranks of the job" in one for one in some)
+        assert "is a ZeroRedundancyOptimizer over ranks that share no memory" in gloo

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.comparisons import assert_equal
 from tests.elastic.jobs import Job, Strike
-from tests.elastic.small_agent import SmallAgent
+from tests.elastic.small_agent import run_twice
 from tests.training import copy_state
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -77,15 +77,9 @@ def test_what_a_dataset_draws_after_a_loss_is_what_it_would_have_drawn(
     epoch had other flips and shifts than in a run that nobody disturbed, on survivors as on the replacement.
     """
 
-    def run(name: str, strikes: tuple[Strike, ...]) -> Any:
-        folder = tmp_path / name
-        folder.mkdir()
-        job = Job(str(folder), strikes, workers=workers, persistent=persistent, starts_workers=method)
-        return SmallAgent(train_augmented, 2, job, folder=folder).run()
-
-    expected = run("undisturbed", ())
-    ended = run("disturbed", (Strike(1, "batch", 3), Strike(0, "batch", 13)))
-    assert (expected.generations, ended.generations) == (0, 2)
+    strikes = (Strike(1, "batch", 3), Strike(0, "batch", 13))
+    job = Job("", strikes, workers=workers, persistent=persistent, starts_workers=method)
+    expected, ended = run_twice(train_augmented, 2, job, folder=tmp_path)
     drawn = {}
     for one in expected.results:
         drawn.update(one["seen"])

@@ -159,65 +159,6 @@ def test_a_run_again_after_a_kill_is_not_mixed_with_the_one_that_was_killed(tmp_
 
 
 @pytest.mark.slow
-def test_a_second_folder_in_one_process_gets_a_report_of_its_own(tmp_path):
-    """What came after a second `begin` was recorded into the first folder, and nothing said so. And a batch that does
-    not like to be asked for its shape was thrown away with an exception.
-    """
-    script = """
-import phalanx, torch
-from torch.utils.data import DataLoader
-
-class Batch:
-    @property
-    def shape(self):
-        raise RuntimeError("no shape")
-
-for name, steps in (("a", 3), ("b", 7), ("b", 2)):
-    phalanx.report.begin(name)
-    assert len(list(DataLoader(range(8), 2, collate_fn=lambda rows: Batch()))) == 4
-    for _ in range(steps):
-        phalanx.report.step(samples=1)
-"""
-    python(tmp_path, script)
-    assert [(read(tmp_path / name).steps, read(tmp_path / name).end) for name in "ab"] == [(3, "ended"), (9, "ended")]
-
-
-@pytest.mark.slow
-def test_ranks_that_only_torch_distributed_knows_leave_one_report(tmp_path):
-    """Each process that was started without RANK took itself for rank 0 of 1 and removed the others' records."""
-    script = """
-import sys, phalanx, torch.distributed as dist
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-phalanx.report.begin("out")
-dist.barrier()
-for _ in range(5):
-    phalanx.report.step(samples=1)
-dist.barrier()
-print("done", flush=True)
-input()
-dist.destroy_process_group()
-"""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PHALANX", "TORCHELASTIC"))}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path / "store"), rank],
-            cwd=tmp_path, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in "01"
-    ]  # fmt: skip
-    for process in ranks:  # neither ends while the other may need it
-        said = []
-        while "done" not in "".join(said):
-            said.append(process.stdout.readline().decode())
-            assert said[-1], "".join(said)
-    second, _ = ranks[1].communicate(b"\n")  # rank 0 writes, and is the last
-    first, _ = ranks[0].communicate(b"\n")
-    assert [process.returncode for process in ranks] == [0, 0], first + second
-    measured = read(tmp_path / "out")
-    assert (measured.world_size, [(rank.rank, rank.steps) for rank in measured.ranks]) == (2, [(0, 5), (1, 5)])
-
-
-@pytest.mark.slow
 def test_the_launchers_folder_is_the_one_for_a_program_that_it_starts(tmp_path):
     """Under `--no-python` the program's own folder was taken in place of `--report`'s, and never read."""
     script = write_script(tmp_path, STEPS)

@@ -345,13 +345,10 @@ def test_who_waits_for_the_others_to_end_hears_of_the_failure_and_other_tracebac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "is_likely"), [("import torch", True), ("raise MemoryError", True), ("import no_such_module", False)]
-)
-def test_too_little_address_space_is_told_with_the_limit(tmp_path: Path, code: str, is_likely: bool) -> None:
+def test_too_little_address_space_is_told_with_the_limit(tmp_path: Path) -> None:
     """It was a bare MemoryError, or a library that could not be mapped."""
-    script = write_script(tmp_path, code)
-    finished = run("--no-preload", "--nproc-per-node", "2", script, before=("prlimit", f"--as={300 << 20}"))
+    script = write_script(tmp_path, "import torch")
+    finished = run("--no-preload", "--nproc-per-node", "1", script, before=("prlimit", f"--as={300 << 20}"))
     assert finished.code == 1
     advice = f"A process may have {300 << 10} KiB of address space here (RLIMIT_AS): raise the limit (ulimit -v)."
-    assert finished.err.rstrip().endswith(advice) == is_likely, finished.err
+    assert finished.err.rstrip().endswith(advice), finished.err
