@@ -34,6 +34,7 @@ def fit(points=(), folder=None, *, most=None):
     return torch.cat([weights(trainer), torch.rand(3), torch.tensor([random.random(), np.random.rand()])])
 
 
+@pytest.mark.slow(but=("points7",))
 @pytest.mark.parametrize("points", [*[(one,) for one in POINTS], tuple(POINTS)])
 def test_callbacks_that_draw_change_nothing_also_where_a_run_goes_on(points, tmp_path):
     """The draws at `on_checkpoint`, `on_epoch_begin` and `on_fit_begin` were those of the model: a run that went on
