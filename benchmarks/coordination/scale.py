@@ -54,7 +54,7 @@ from phalanx._comm.control.connection_guard import cut  # noqa: E402
 from phalanx._comm.control.dealer import EPOCH_BYTES, MEMBER_HEARTBEAT_S, open_dealer  # noqa: E402
 from phalanx._comm.control.key import Key  # noqa: E402
 from phalanx._comm.control.pending_call import PendingCall  # noqa: E402
-from phalanx._comm.control.wire import VERSION, WRITE_ONCE, Op, Status, pack, pack_number, unpack  # noqa: E402
+from phalanx._comm.control.wire import VERSION, WRITE_ONCE, AnswerStatus, Op, pack, pack_number, unpack  # noqa: E402
 from phalanx._job.coordinator.host_requests import HostRequests  # noqa: E402
 from phalanx._job.hosts.node_plan import HostFacts  # noqa: E402
 from phalanx._job.hosts.reach import Responder  # noqa: E402
@@ -218,7 +218,7 @@ class Mux:
         for route, answers in host.requests.take_answers():
             for status, number, fields in unpack(answers):
                 with self.lock:
-                    call = host.calls.pop((route, number), None) if status <= Status.UNKNOWN else None
+                    call = host.calls.pop((route, number), None) if status <= AnswerStatus.UNKNOWN else None
                 if call is not None:
                     call.fields, call.answer = fields, status
                     call.wake.release()  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from phalanx._job.agent.elastic_actions import (
     TellGeneration,
     plan_message,
 )
-from phalanx._job.agent.failure import Exit, Report
+from phalanx._job.agent.failure import ExceptionReport, Exit
 from phalanx._job.agent.generation import HostSlots, SlotPlan
 
 KILLED = -signal.SIGKILL
@@ -46,7 +46,7 @@ def lose(elastic: Elastic, slot: int, status: int = KILLED, now: float = 1.0) ->
 
 
 def raise_in(elastic: Elastic, slot: int, place: str = "train.py:7") -> None:
-    report = Report(
+    report = ExceptionReport(
         slot, elastic.members[slot].pid, 1.0, ("ValueError", "Exception"), "ValueError: bad", place, "Trace"
     )
     assert elastic.on_report(report, 1.0) == []

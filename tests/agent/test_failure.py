@@ -4,19 +4,19 @@ import signal
 import pytest
 
 from phalanx._base.processes import name_signal
-from phalanx._job.agent.failure import Exit, Failure, Report, decide_failures, describe_failures
+from phalanx._job.agent.failure import ExceptionReport, Exit, RankFailure, decide_failures, describe_failures
 
 
-def raised(rank: int, at: float, *types: str, text: str = "Traceback: …") -> Report:
+def raised(rank: int, at: float, *types: str, text: str = "Traceback: …") -> ExceptionReport:
     names = types or ("ValueError", "Exception")
-    return Report(rank, 100 + rank, at, names, f"{names[0]}: boom", "train.py:3", text)
+    return ExceptionReport(rank, 100 + rank, at, names, f"{names[0]}: boom", "train.py:3", text)
 
 
 def ended(rank: int, status: int, at: float, dump: str = "") -> Exit:
     return Exit(rank, 100 + rank, status, at, dump)
 
 
-def order(exits: list[Exit], reports: list[Report], sent: dict[int, float] | None = None) -> list[int]:
+def order(exits: list[Exit], reports: list[ExceptionReport], sent: dict[int, float] | None = None) -> list[int]:
     failures = decide_failures({e.rank: e for e in exits}, {r.rank: r for r in reports}, sent or {})
     return [failure.rank for failure in failures]
 
@@ -61,11 +61,11 @@ def test_a_handler_that_answers_our_sigterm_with_an_exit_code_is_not_the_cause()
 
 @pytest.mark.parametrize(("status", "code"), [(3, 3), (-signal.SIGSEGV, 139), (-signal.SIGKILL, 137), (-2, 130)])
 def test_the_exit_code_is_what_a_shell_would_show(status: int, code: int) -> None:
-    assert Failure(0, None, ended(0, status, 1.0)).code == code
+    assert RankFailure(0, None, ended(0, status, 1.0)).code == code
 
 
 def test_a_rank_that_hung_after_its_exception_failed_with_1() -> None:
-    assert Failure(0, raised(0, 1.0), ended(0, -signal.SIGKILL, 9.0)).code == 1
+    assert RankFailure(0, raised(0, 1.0), ended(0, -signal.SIGKILL, 9.0)).code == 1
 
 
 def test_the_first_failure_is_told_last_with_its_traceback() -> None:
@@ -85,7 +85,7 @@ def test_the_first_failure_is_told_last_with_its_traceback() -> None:
 
 def test_consequences_that_differ_by_a_number_are_one_line_and_other_exit_codes_another() -> None:
     reports = {
-        rank: Report(
+        rank: ExceptionReport(
             rank, 100 + rank, float(rank), ("ValueError",), f"ValueError: sample {17 * rank}", "train.py:3", ""
         )
         for rank in range(5)
@@ -117,11 +117,11 @@ def test_a_fatal_signal_is_told_with_its_name_and_dump_without_our_frames() -> N
 
 def test_a_report_survives_the_way_and_a_huge_one_is_cut_in_the_middle() -> None:
     report = raised(2, 1.5)
-    assert Report.from_bytes(report.to_bytes()) == report
+    assert ExceptionReport.from_bytes(report.to_bytes()) == report
     huge = raised(2, 1.5, text="first\n" + "\x01" * 10**6 + "\nlast")
     data = huge.to_bytes()
     assert len(data) < 110_000
-    received = Report.from_bytes(data)
+    received = ExceptionReport.from_bytes(data)
     assert received is not None
     text = received.traceback
     assert text.startswith("first\n")

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from phalanx._base.loss_detection import SAME_SIGNAL_S, SETTLE_S
-from phalanx._job.agent.failure import Exit, Report
+from phalanx._job.agent.failure import ExceptionReport, Exit
 from phalanx._job.agent.supervision import Kill, Signal, Supervision, Tell
 
 
@@ -20,8 +20,8 @@ def ended(rank: int, status: int = 0, at: float = 1.0) -> Exit:
     return Exit(rank, 100 + rank, status, at)
 
 
-def report(rank: int, at: float = 1.0) -> Report:
-    return Report(rank, 100 + rank, at, ("ValueError",), "ValueError: boom", "a.py:1", "Traceback")
+def report(rank: int, at: float = 1.0) -> ExceptionReport:
+    return ExceptionReport(rank, 100 + rank, at, ("ValueError",), "ValueError: boom", "a.py:1", "Traceback")
 
 
 @pytest.mark.parametrize("seed", range(20))

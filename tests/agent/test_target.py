@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx._job.agent.target import Kind, Target, find_local_rank_flag, find_problem, is_elastic, may_train
+from phalanx._job.agent.target import JobTarget, Kind, find_local_rank_flag, find_problem, is_elastic, may_train
 
 
 def problem(kind: Kind, name: str | Path) -> str:
-    found = find_problem(Target(kind, str(name)), os.environ)
+    found = find_problem(JobTarget(kind, str(name)), os.environ)
     assert found is not None
     return found
 
@@ -16,14 +16,14 @@ def problem(kind: Kind, name: str | Path) -> str:
 def test_a_good_script_module_and_program_have_no_problem(tmp_path: Path) -> None:
     script = tmp_path / "good.py"
     script.write_text("print('it is not run')\nraise SystemExit(1)\n")
-    assert find_problem(Target("script", str(script)), os.environ) is None
-    assert find_problem(Target("module", "json.tool"), os.environ) is None
-    assert find_problem(Target("program", "sh"), os.environ) is None
+    assert find_problem(JobTarget("script", str(script)), os.environ) is None
+    assert find_problem(JobTarget("module", "json.tool"), os.environ) is None
+    assert find_problem(JobTarget("program", "sh"), os.environ) is None
 
 
 def test_an_empty_script_is_a_script(tmp_path: Path) -> None:
     (tmp_path / "empty.py").touch()
-    assert find_problem(Target("script", str(tmp_path / "empty.py")), os.environ) is None
+    assert find_problem(JobTarget("script", str(tmp_path / "empty.py")), os.environ) is None
 
 
 def test_a_missing_script_suggests_its_neighbour(tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_a_script_or_module_that_may_train_is_known_by_its_words(
     (tmp_path / "package" / "inner").mkdir(parents=True)
     for name in ("train.py", "package/inner/train.py", "package/__main__.py"):
         (tmp_path / name).write_text(line)
-    assert may_train(Target("script", str(tmp_path / "train.py"))) is trains
+    assert may_train(JobTarget("script", str(tmp_path / "train.py"))) is trains
     for module in ("train", "package.inner.train", "package"):
-        assert may_train(Target("module", module)) is trains
-    assert not may_train(Target("module", "json.tool"))
-    assert not may_train(Target("program", "train.py"))
+        assert may_train(JobTarget("module", module)) is trains
+    assert not may_train(JobTarget("module", "json.tool"))
+    assert not may_train(JobTarget("program", "train.py"))
 
 
 def test_a_module_gets_its_local_rank_in_its_own_spelling_as_a_script_does(
@@ -152,9 +152,9 @@ def test_a_module_gets_its_local_rank_in_its_own_spelling_as_a_script_does(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("parser.add_argument('--local_rank')")
-    assert find_local_rank_flag(Target("script", "train.py")) == "--local_rank"
-    assert find_local_rank_flag(Target("module", "train")) == "--local_rank"
-    assert find_local_rank_flag(Target("module", "other")) == "--local-rank"
+    assert find_local_rank_flag(JobTarget("script", "train.py")) == "--local_rank"
+    assert find_local_rank_flag(JobTarget("module", "train")) == "--local_rank"
+    assert find_local_rank_flag(JobTarget("module", "other")) == "--local-rank"
 
 
 @pytest.mark.parametrize(
@@ -168,4 +168,4 @@ def test_a_module_gets_its_local_rank_in_its_own_spelling_as_a_script_does(
 )
 def test_a_script_is_elastic_that_mentions_it(tmp_path: Path, source: str, mentions: bool) -> None:
     (tmp_path / "train.py").write_text(source)
-    assert is_elastic(Target("script", str(tmp_path / "train.py"))) == mentions
+    assert is_elastic(JobTarget("script", str(tmp_path / "train.py"))) == mentions

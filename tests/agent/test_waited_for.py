@@ -8,7 +8,7 @@ from dataclasses import replace
 from phalanx._base.core_numbers import ALL_REDUCE, GRADIENTS
 from phalanx._comm.diagnostics.flight_recorder import Record
 from phalanx._comm.diagnostics.observer import GroupLog, RankLog
-from phalanx._job.agent.watch import LatenessCounter, Silent, Watch, describe_slow, describe_wait, find_silent
+from phalanx._job.agent.watch import LatenessCounter, RankWatch, Silent, describe_slow, describe_wait, find_silent
 
 S = 1_000_000_000
 
@@ -132,7 +132,7 @@ def test_a_silent_rank_is_told_ever_more_rarely_and_killed_only_if_asked_for() -
     log = group([record(7, 1)], [record(6, 0.5, 0.6)])
     log = replace(log, ranks=(log.ranks[0], replace(log.ranks[1], pid=own)))
     pids = {0: 100, 1: own}
-    watch = Watch(None, 0.0)
+    watch = RankWatch(None, 0.0)
     assert watch.is_due(15.0)
     (accused,) = watch.look(pids, [log], {}, {}, 15.0)  # the times in the log are long past
     assert (accused.rank, accused.evict) == (1, False)
@@ -141,7 +141,7 @@ def test_a_silent_rank_is_told_ever_more_rarely_and_killed_only_if_asked_for() -
     assert watch.judge(pids, [log], {}, 15.1) == []
     (judged,) = watch.judge(pids, [log], {}, 16.0)
     assert judged.silent.silent_s >= accused.silent.silent_s
-    (accused,) = Watch(2.0, 0.0).look(pids, [log], {}, {}, 15.0)
+    (accused,) = RankWatch(2.0, 0.0).look(pids, [log], {}, {}, 15.0)
     assert accused.evict
 
 
@@ -150,6 +150,6 @@ def test_who_comes_while_it_is_asked_is_acquitted() -> None:
     log = group([record(7, 1)], [record(6, 0.5, 0.6)])
     log = replace(log, ranks=(log.ranks[0], replace(log.ranks[1], pid=own)))
     come = replace(log, ranks=(log.ranks[0], replace(log.ranks[1], records=(record(7, 2),))))
-    watch = Watch(2.0, 0.0)
+    watch = RankWatch(2.0, 0.0)
     assert watch.look({0: 100, 1: own}, [log], {}, {}, 1.0)
     assert watch.judge({0: 100, 1: own}, [come], {}, 2.0) == []

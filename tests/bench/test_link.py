@@ -1,6 +1,6 @@
 import pytest
 
-from phalanx._tools.bench.link import Measured, as_option, find_link, slowest
+from phalanx._tools.bench.link import LinkMeasurement, as_option, find_link, slowest
 from phalanx.collectives import Link
 
 
@@ -20,7 +20,7 @@ def test_times_that_make_no_sense_still_make_a_link():
 
 def test_the_slowest_link_is_the_one_to_reckon_with():
     links = [Link(1e-5, 1e9), Link(1e-4, 2e9)]
-    assert slowest([Measured(("a", "b"), link, {}) for link in links]) == Link(1e-4, 1e9)
+    assert slowest([LinkMeasurement(("a", "b"), link, {}) for link in links]) == Link(1e-4, 1e9)
     assert as_option(Link(1.2345e-4, 1.23456e9)) == (
         "phalanx.Options(link=phalanx.collectives.Link(latency_s=0.00012, bytes_per_s=1.23e+09))"
     )

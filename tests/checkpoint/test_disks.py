@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import phalanx.checkpoint.sharded  # noqa: F401 - imported once, and not in every process that is forked
 from phalanx.checkpoint import CheckpointManager
-from phalanx.checkpoint.background import Saving, Work
+from phalanx.checkpoint.background import SaveWork, Saving
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 
@@ -100,7 +100,7 @@ def test_what_another_rank_writes_while_a_failed_save_is_removed_is_removed_too(
     def discard():
         shutil.rmtree(folder, ignore_errors=True)
 
-    saving = Saving(Work(1, write, commit=lambda: folder, discard=discard), timeout_s=60)
+    saving = Saving(SaveWork(1, write, commit=lambda: folder, discard=discard), timeout_s=60)
     saving.start()
     assert saving.wait(60)
     folder.mkdir()  # another rank's part came between the removal of the files and of the folder

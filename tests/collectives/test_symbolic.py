@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx._comm.schedules import halving_doubling, hierarchical, ring, tree
-from phalanx._comm.schedules.schedule import Operation, Phase
+from phalanx._comm.schedules.schedule import Operation, SchedulePhase
 from phalanx._comm.schedules.symbolic import trace
 from phalanx.collectives import Schedule, Topology, Transfer, check
 
@@ -19,7 +19,7 @@ def by_hand(
     *steps: Sequence[Transfer], world_size: int, operation: Operation = "all_reduce", num_chunks: int = 1
 ) -> Schedule:
     """A schedule written out; receives are combined in the order listed."""
-    phase = Phase(
+    phase = SchedulePhase(
         name="by hand",
         num_steps=len(steps),
         sends=lambda step, rank: [t for t in steps[step] if t.src == rank],

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from phalanx._job.hosts.succession.candidate import Candidate
 from phalanx._job.hosts.succession.config import Config, Term
 from phalanx._job.hosts.succession.primary import Primary
-from phalanx._job.hosts.succession.voter import Accepted, Promised, Refused, Voter
+from phalanx._job.hosts.succession.voter import ConfigAccepted, TermPromised, TermRefused, Voter
 
 NEVER: Term = (0, -1)
 
@@ -173,7 +173,7 @@ def grant(agent: Agent) -> Agent:
     return replace(agent, num_granted=max(agent.num_granted, granted))
 
 
-def _hear(agent: Agent, reply: Accepted | Promised | Refused, *sent: object) -> Step:
+def _hear(agent: Agent, reply: ConfigAccepted | TermPromised | TermRefused, *sent: object) -> Step:
     """A reply, from itself or another one, has reached whoever asked."""
     committed = None
     if agent.primary is not None:
@@ -199,7 +199,7 @@ def read(agent: Agent, message: Any) -> Step | None:
     if isinstance(message, Solicit) and message.term[1] != member:
         changed, reply = voter.solicit(message.term)
         return Step(replace(agent, voter=changed), (reply,))
-    if isinstance(message, Promised | Accepted) and message.voter != member and message.term[1] == member:
+    if isinstance(message, TermPromised | ConfigAccepted) and message.voter != member and message.term[1] == member:
         return _hear(agent, message)
     if isinstance(message, Sync) and message.to == member and message.term > agent.synced_in:
         follows = replace(agent, log=message.log, synced_in=message.term)
@@ -223,7 +223,7 @@ def is_over(agent: Agent, message: Any) -> bool:
     if isinstance(message, Propose):
         config = message.config
         return config.term < agent.voter.promised or agent.member == config.primary or agent.member not in config.voters
-    if isinstance(message, Promised):
+    if isinstance(message, TermPromised):
         return message.term[1] != agent.member or agent.candidate is None or agent.candidate.term > message.term
     if isinstance(message, Sync):
         return message.to != agent.member or message.term <= agent.synced_in
@@ -295,8 +295,8 @@ class Job:
         return number
 
     def _resolve(self, step: Step) -> Resolved:
-        kept = [each for each in step.sent if not isinstance(each, Accepted | Acknowledged | Refused)]
-        heard = [each for each in step.sent if isinstance(each, Accepted | Acknowledged)]
+        kept = [each for each in step.sent if not isinstance(each, ConfigAccepted | Acknowledged | TermRefused)]
+        heard = [each for each in step.sent if isinstance(each, ConfigAccepted | Acknowledged)]
         bits = sum(1 << self._number_message(each) for each in set(kept))
         return Resolved(step, self._number(step.agent), bits, tuple(map(self._number_message, heard)))
 
@@ -313,7 +313,7 @@ class Job:
         num_messages = len(self._message_values)
         for message in range(known, num_messages):
             value = self._message_values[message]
-            if isinstance(value, Accepted | Acknowledged):  # it is heard at once, and has no bit
+            if isinstance(value, ConfigAccepted | Acknowledged):  # it is heard at once, and has no bit
                 continue
             found = self._resolve_read(agent, message)
             is_idle = found is None or (found.then == agent and not found.bits and not found.heard)

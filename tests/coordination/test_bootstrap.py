@@ -21,7 +21,7 @@ from phalanx._base.deadline import Deadline
 from phalanx._comm.backend import create
 from phalanx._comm.rendezvous import bootstrap
 from phalanx._comm.rendezvous.bootstrap import exchange
-from phalanx._comm.rendezvous.rank_info import Arrival, RankInfo, find_dead, find_problem, host_identity
+from phalanx._comm.rendezvous.rank_info import RankArrival, RankInfo, find_dead, find_problem, host_identity
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.errors import DeadlineError, MismatchError, PeerLostError
 from phalanx.testing import run_ranks
@@ -196,19 +196,19 @@ def _info(process=None):
 
 
 def test_who_fits_and_who_does_not() -> None:
-    a, b, c = (Arrival(rank, 3, _info(), time.time()) for rank in range(3))
+    a, b, c = (RankArrival(rank, 3, _info(), time.time()) for rank in range(3))
     assert find_problem([]) is find_problem([c]) is find_problem([c, a, b]) is None
-    assert "different versions of Phalanx" in find_problem([a, Arrival(1, 3, _info(), 0.0, 1)]).text
-    many = find_problem([Arrival(r, 20, _info()) for r in range(20)] + [Arrival(0, 1, _info())])
+    assert "different versions of Phalanx" in find_problem([a, RankArrival(1, 3, _info(), 0.0, 1)]).text
+    many = find_problem([RankArrival(r, 20, _info()) for r in range(20)] + [RankArrival(0, 1, _info())])
     assert "  and 12 more: world size 20" in many.text
-    assert find_problem([a, Arrival.from_json(b.to_json()), c]) is None
+    assert find_problem([a, RankArrival.from_json(b.to_json()), c]) is None
 
 
 def test_only_a_process_that_can_be_seen_counts_as_dead() -> None:
     me, gone = ProcessId.of_self(), ProcessId(1 << 22, 1, ProcessId.of_self().namespace)
-    assert not find_dead([Arrival(0, 2, _info()), Arrival(1, 2, _info())], _info())
-    assert find_dead([Arrival(1, 2, _info(gone))], _info()).ranks == {1: f"pid {1 << 22} on here"}
-    assert not find_dead([Arrival(1, 2, _info(ProcessId(1 << 22, 1, "elsewhere")))], _info())
+    assert not find_dead([RankArrival(0, 2, _info()), RankArrival(1, 2, _info())], _info())
+    assert find_dead([RankArrival(1, 2, _info(gone))], _info()).ranks == {1: f"pid {1 << 22} on here"}
+    assert not find_dead([RankArrival(1, 2, _info(ProcessId(1 << 22, 1, "elsewhere")))], _info())
     assert me.is_running()
     assert not me.has_ended()
     assert not ProcessId(me.pid, me.start_ticks + 1, me.namespace).is_running()

@@ -13,7 +13,7 @@ from phalanx._comm.backend.coordination_store import CoordinationStore
 from phalanx._comm.control.wire import Op
 from phalanx._comm.rendezvous import bootstrap
 from phalanx._comm.rendezvous.bootstrap import Bootstrap, exchange
-from phalanx._comm.rendezvous.rank_info import Arrival, RankInfo, host_identity, pack_infos, unpack_infos
+from phalanx._comm.rendezvous.rank_info import RankArrival, RankInfo, host_identity, pack_infos, unpack_infos
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx._job.coordinator.service import Service
 
@@ -39,7 +39,7 @@ def come_all(store, ranks, world_size):
     """Say what these ranks say when they arrive."""
     for rank in ranks:
         index = store.add("0/came", 1) - 1
-        store.set(f"0/rank/{index}", json.dumps(Arrival(rank, world_size, INFO).to_json()))
+        store.set(f"0/rank/{index}", json.dumps(RankArrival(rank, world_size, INFO).to_json()))
 
 
 def test_the_first_reads_all_who_have_come_at_once(store):

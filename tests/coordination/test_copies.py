@@ -4,19 +4,26 @@ import random
 
 import pytest
 
-from phalanx._comm.control.wire import Op, Status, WireError, pack, pack_number, unpack
-from phalanx._job.coordinator.journal import Entry, Kind, pack_entry, pack_route, unpack_entries, unpack_route
+from phalanx._comm.control.wire import AnswerStatus, Op, WireError, pack, pack_number, unpack
+from phalanx._job.coordinator.journal import (
+    EntryKind,
+    JournalEntry,
+    pack_entry,
+    pack_route,
+    unpack_entries,
+    unpack_route,
+)
 from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
-from phalanx._job.coordinator.session import Direct, Relayed, take_apart
+from phalanx._job.coordinator.session import Direct, RelayedRoute, take_apart
 
 KEYS = [b"a", b"b", b"c", b"q", b"\0barrier/a"]
 
 
 def state(coordinator):
     """All that a coordinator has, in an order that does not depend on who asked first; whom it suspects is its own."""
-    entries = [entry for entry in coordinator.snapshot() if entry.kind != Kind.SUSPECTED]
+    entries = [entry for entry in coordinator.snapshot() if entry.kind != EntryKind.SUSPECTED]
     state = sorted(entries, key=lambda e: (e.kind, pack_route(e.route)) if e.route else (e.kind, b""))
-    return [e._replace(fields=_pairs(e.fields)) if e.kind == Kind.ANSWERS else e for e in state]
+    return [e._replace(fields=_pairs(e.fields)) if e.kind == EntryKind.ANSWERS else e for e in state]
 
 
 def _pairs(fields):
@@ -37,7 +44,7 @@ class Job:
         self.coordinator = ReplicatedCoordinator(job="drawn", max_bytes=1 << 16)
         self.coordinator.journal.is_kept = True
         relay = Direct(1, b"relay")
-        self.routes = [Direct(0, b"x"), Direct(1, b"x"), *(Relayed(relay, bytes([n])) for n in range(3))]
+        self.routes = [Direct(0, b"x"), Direct(1, b"x"), *(RelayedRoute(relay, bytes([n])) for n in range(3))]
         self.numbers = dict.fromkeys(self.routes, 0)
         self.asked = []  # route, number, frame
         self.answers = {}  # (route, number) -> what was granted
@@ -107,7 +114,7 @@ class Job:
                 self.coordinator.undelivered(session, answers)
                 continue
             for message in unpack(b"".join(take_apart(answers))):
-                if message.what == Status.OK:
+                if message.what == AnswerStatus.OK:
                     self.answers[session.route, message.number] = message
 
     def take_over(self):
@@ -148,7 +155,7 @@ def test_a_copy_is_as_the_coordinator_is_and_can_go_on_in_its_place(effort, seed
                 (session.route, message.number): message
                 for session, answers in job.coordinator.take_outgoing()
                 for message in unpack(b"".join(take_apart(answers)))
-                if message.what == Status.OK
+                if message.what == AnswerStatus.OK
             }
             assert told == remembered
             assert state(job.coordinator) == state(lost)
@@ -172,21 +179,21 @@ def test_a_store_that_is_fuller_than_it_may_be_can_be_copied():
 @pytest.mark.parametrize(
     "entry",
     [
-        Entry(Kind.REQUEST, Direct(1, b"x"), 1, [bytes((Op.ADD,)), b"word", b"3"]),
-        Entry(Kind.REQUEST, Direct(1, b"x"), 1, [bytes((Op.LEAVE,)), b"-1", b"why"]),
-        Entry(Kind.REQUEST, Direct(1, b"x"), 1, [b"", b"k"]),
-        Entry(Kind.REQUEST, None, 1, [bytes((Op.SET,)), b"k", b"v"]),
-        Entry(Kind.LOSE, None, 7, [b"why"]),
-        Entry(Kind.KEYS, None, 0, [b"k"]),
-        Entry(Kind.KEYS, Direct(1, b"x"), 0, [b"k", b"v"]),
-        Entry(Kind.BEGIN, None, 0, [b"k", b"v"]),
-        Entry(Kind.TAKEN, None, 0, [b"1", b"no"]),
-        Entry(77, None, 0, []),
+        JournalEntry(EntryKind.REQUEST, Direct(1, b"x"), 1, [bytes((Op.ADD,)), b"word", b"3"]),
+        JournalEntry(EntryKind.REQUEST, Direct(1, b"x"), 1, [bytes((Op.LEAVE,)), b"-1", b"why"]),
+        JournalEntry(EntryKind.REQUEST, Direct(1, b"x"), 1, [b"", b"k"]),
+        JournalEntry(EntryKind.REQUEST, None, 1, [bytes((Op.SET,)), b"k", b"v"]),
+        JournalEntry(EntryKind.LOSE, None, 7, [b"why"]),
+        JournalEntry(EntryKind.KEYS, None, 0, [b"k"]),
+        JournalEntry(EntryKind.KEYS, Direct(1, b"x"), 0, [b"k", b"v"]),
+        JournalEntry(EntryKind.BEGIN, None, 0, [b"k", b"v"]),
+        JournalEntry(EntryKind.TAKEN, None, 0, [b"1", b"no"]),
+        JournalEntry(77, None, 0, []),
     ],
 )
 def test_an_entry_that_a_copy_cannot_follow_is_an_error_and_not_another_state(entry):
     copy = ReplicatedCoordinator()
-    copy.replay(Entry(Kind.REQUEST, Direct(1, b"x"), 9, [bytes((Op.SET,)), b"word", b"none"]), 0.0)
+    copy.replay(JournalEntry(EntryKind.REQUEST, Direct(1, b"x"), 9, [bytes((Op.SET,)), b"word", b"none"]), 0.0)
     with pytest.raises(WireError):
         copy.replay(entry, 0.0)
 
@@ -211,7 +218,7 @@ def test_noise_is_read_as_entries_or_refused_and_ends_nothing(seed):
             pass
 
 
-@pytest.mark.parametrize("route", [None, Direct(0, b""), Direct(1, bytes(255)), Relayed(Direct(1, b"x"), b"")])
+@pytest.mark.parametrize("route", [None, Direct(0, b""), Direct(1, bytes(255)), RelayedRoute(Direct(1, b"x"), b"")])
 def test_a_route_is_read_as_it_was_packed_and_what_is_none_is_refused(route):
     field = pack_route(route)
     assert unpack_route(field) == route

@@ -17,7 +17,7 @@ from phalanx._comm.control import connection_guard
 from phalanx._comm.control.client import Client
 from phalanx._comm.control.dealer import MEMBER_HEARTBEAT_S
 from phalanx._comm.control.key import Key
-from phalanx._comm.control.wire import KIND, Op, Status, pack, unpack
+from phalanx._comm.control.wire import KIND, AnswerStatus, Op, pack, unpack
 from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.relay import Relay
 from phalanx._job.coordinator.service import Service
@@ -329,8 +329,8 @@ def test_an_item_is_not_lost_when_it_crosses_the_news_that_its_taker_has_given_u
 
     ask("late", Op.QUEUE_POP, 1, b"q", b"1")
     ask("next", Op.QUEUE_POP, 1, b"q", b"1")
-    assert ask("giver", Op.QUEUE_PUSH, 1, b"q", b"item")["late"] == [(Status.OK, 1, [b"item"])]
-    assert ask("late", Op.CANCEL, 0, b"1")["next"] == [(Status.OK, 1, [b"item"])]
+    assert ask("giver", Op.QUEUE_PUSH, 1, b"q", b"item")["late"] == [(AnswerStatus.OK, 1, [b"item"])]
+    assert ask("late", Op.CANCEL, 0, b"1")["next"] == [(AnswerStatus.OK, 1, [b"item"])]
     assert ask("late", Op.CANCEL, 0, b"1") == {}  # once
     assert ask("giver", Op.QUEUE_LEN, 2, b"q")["giver"][0].fields == [b"0"]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.coordination.random_frames import random_frame
 
 from phalanx._comm.control.pending_call import RESEND_PARKED_S
-from phalanx._comm.control.wire import VERSION, WRITE_ONCE, Op, Status, WireError, pack, pack_number, unpack
+from phalanx._comm.control.wire import VERSION, WRITE_ONCE, AnswerStatus, Op, WireError, pack, pack_number, unpack
 from phalanx._job.coordinator.coordinator import UNPARKED_AFTER_S, Coordinator
 from phalanx._job.coordinator.host_requests import KEPT_S, OWN, HostRequests
 from phalanx._job.coordinator.session import Direct
@@ -48,7 +48,7 @@ class Host:
     def hear(self):
         """What the coordinator says comes back."""
         for session, answers in self.coordinator.take_outgoing():
-            self.requests.hear(pack(Status.RELAYED, 0, session.route.route, b"".join(answers)), self.now)
+            self.requests.hear(pack(AnswerStatus.RELAYED, 0, session.route.route, b"".join(answers)), self.now)
 
 
 @pytest.fixture
@@ -61,11 +61,11 @@ def host():
 def test_a_greeting_is_answered_here(host):
     host.ask(3, 1, Op.HELLO, pack_number(VERSION))
     host.pass_on()
-    assert host.answers[3, 1] == (Status.OK, [b"job 1", b"10.0"])
+    assert host.answers[3, 1] == (AnswerStatus.OK, [b"job 1", b"10.0"])
     assert len(host.coordinator.sessions) == 2, "the relay itself, and what it asks for several"
     host.ask(3, 2, Op.HELLO, b"77")
     host.pass_on()
-    assert host.answers[3, 2][0] == Status.WRONG_CALL
+    assert host.answers[3, 2][0] == AnswerStatus.WRONG_CALL
 
 
 def test_the_same_question_of_several_is_one_and_who_asks_later_is_answered_by_the_next(host):
@@ -80,8 +80,8 @@ def test_the_same_question_of_several_is_one_and_who_asks_later_is_answered_by_t
     host.pass_on()
     assert sorted(host.asked) == sorted([Op.CHECK] * 2 + [Op.COMPARE_SET])
     for rank in range(8):
-        assert host.answers[rank, 1] == host.answers[rank, 3] == (Status.OK, [b"0"])
-        assert host.answers[rank, 2] == (Status.OK, [b""])
+        assert host.answers[rank, 1] == host.answers[rank, 3] == (AnswerStatus.OK, [b"0"])
+        assert host.answers[rank, 2] == (AnswerStatus.OK, [b""])
 
 
 def test_who_changes_something_does_it_in_its_own_name(host):
@@ -123,7 +123,7 @@ def test_items_that_the_store_refuses_are_refused_to_all_of_them(host):
     for rank in range(3):
         host.ask(rank, 1, Op.ADD_ITEMS, b"came", b"rank/", b"x")
     host.pass_on()
-    assert {host.answers[rank, 1][0] for rank in range(3)} == {Status.WRONG_CALL}
+    assert {host.answers[rank, 1][0] for rank in range(3)} == {AnswerStatus.WRONG_CALL}
     assert len(host.coordinator.store) == 1
 
 
@@ -136,8 +136,8 @@ def test_a_value_that_never_changes_is_waited_for_and_fetched_once(host):
     host.ask(9, 1, Op.SET, KEY, b"value")
     host.pass_on()
     for rank in range(8):
-        assert host.answers[rank, 1] == (Status.OK, [b"value"])
-        assert host.answers[rank, 2] == (Status.OK, [])
+        assert host.answers[rank, 1] == (AnswerStatus.OK, [b"value"])
+        assert host.answers[rank, 2] == (AnswerStatus.OK, [])
     host.asked.clear()
     host.ask(1, 3, Op.CHECK, KEY)
     host.ask(1, 4, Op.GET, KEY)
@@ -160,7 +160,7 @@ def test_who_gives_up_is_answered_no_more_and_with_the_last_the_question_ends(ho
     host.ask(1, 2, Op.CANCEL, b"1")
     host.ask(2, 2, Op.CANCEL, b"1")
     host.pass_on()
-    assert host.answers == {(0, 1): (Status.PARKED, [])}
+    assert host.answers == {(0, 1): (AnswerStatus.PARKED, [])}
     assert sum(len(session.parked) for session in host.coordinator.sessions.values()) == 1
     host.ask(0, 2, Op.CANCEL, b"1")
     host.pass_on()
@@ -182,9 +182,9 @@ def test_values_of_keys_that_may_change_are_asked_for_once_by_all_who_ask_in_a_m
     host.hear()
     host.pass_on()
     for rank in range(8):
-        assert host.answers[rank, 1] == (Status.OK, [b"1", b"2"])
-        assert host.answers[rank, 2] == (Status.OK, [b"1"])
-    assert host.answers[0, 3] == (Status.OK, [b"3"])
+        assert host.answers[rank, 1] == (AnswerStatus.OK, [b"1", b"2"])
+        assert host.answers[rank, 2] == (AnswerStatus.OK, [b"1"])
+    assert host.answers[0, 3] == (AnswerStatus.OK, [b"3"])
     assert host.asked == [Op.MULTI_GET]
     assert len(host.coordinator.sessions) == 2
 
@@ -200,7 +200,7 @@ def test_who_waits_for_several_keys_may_give_up_and_those_who_came_later_go_on(h
     assert sum(len(session.parked) for session in host.coordinator.sessions.values()) == 1
     host.ask(3, 1, Op.MULTI_SET, b"a", b"1", b"b", b"2")
     host.pass_on()
-    assert host.answers == {(1, 1): (Status.OK, [b"1", b"2"]), (3, 1): (Status.OK, [])}
+    assert host.answers == {(1, 1): (AnswerStatus.OK, [b"1", b"2"]), (3, 1): (AnswerStatus.OK, [])}
     host.ask(1, 2, Op.MULTI_GET, b"c")
     host.ask(2, 3, Op.MULTI_GET, b"c")
     host.pass_on()
@@ -259,8 +259,8 @@ def test_what_is_asked_again_takes_nobody_with_it_who_came_meanwhile(host):
     host.ask(1, 2, Op.CHECK, b"a")
     host.pass_on()
     assert host.coordinator.store.get(b"rank/1") == b"second"
-    assert [host.answers[rank, 1] for rank in range(2)] == [(Status.OK, [b"0"]), (Status.OK, [b"1"])]
-    assert host.answers[1, 2] == (Status.OK, [b"1"])
+    assert [host.answers[rank, 1] for rank in range(2)] == [(AnswerStatus.OK, [b"0"]), (AnswerStatus.OK, [b"1"])]
+    assert host.answers[1, 2] == (AnswerStatus.OK, [b"1"])
 
 
 def test_any_calls_are_answered_as_without_others_that_ask_the_same(effort, seed):
@@ -283,7 +283,7 @@ def test_any_calls_are_answered_as_without_others_that_ask_the_same(effort, seed
         after = dict(host.coordinator.store._values)
         for caller, (what, fields) in calls.items():
             status, answer = host.answers.pop(caller)
-            assert status == Status.OK
+            assert status == AnswerStatus.OK
             if what == Op.CHECK:
                 assert answer[0] in {b"%d" % (fields[0] in store) for store in (before, after)}
             elif what == Op.COMPARE_SET:
@@ -301,8 +301,10 @@ def test_no_frame_of_a_rank_or_of_whoever_takes_the_coordinators_place_raises_an
     for _ in range(1000 * effort):
         now += 0.01
         requests.take(b"%d" % rng.randrange(4), random_frame(rng))
-        own = pack(rng.choice([*Status]), rng.randrange(60), *[b"7"] * rng.randrange(3))
-        answer = rng.choice([random_frame(rng), pack(Status.RELAYED, 0, OWN, own), pack(Status.RELAYED, 0, OWN)])
+        own = pack(rng.choice([*AnswerStatus]), rng.randrange(60), *[b"7"] * rng.randrange(3))
+        answer = rng.choice(
+            [random_frame(rng), pack(AnswerStatus.RELAYED, 0, OWN, own), pack(AnswerStatus.RELAYED, 0, OWN)]
+        )
         with contextlib.suppress(WireError, IndexError, ValueError):
             requests.hear(answer, now)
         requests.ask_again(now)

@@ -15,7 +15,7 @@ from phalanx._comm.control.client import Client
 from phalanx._comm.control.connection_guard import cut
 from phalanx._comm.control.dealer import EPOCH_BYTES
 from phalanx._comm.control.key import Key
-from phalanx._comm.control.wire import MAX_FRAME_BYTES, Op, Status, WireError, pack, pack_number, unpack
+from phalanx._comm.control.wire import MAX_FRAME_BYTES, AnswerStatus, Op, WireError, pack, pack_number, unpack
 from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.service import Service
 
@@ -259,7 +259,7 @@ def test_a_client_that_asks_for_much_and_reads_nothing_is_told_so_and_keeps_nobo
                 pass
             dealer.rcvtimeo = 20000
             statuses = {message.what for message in unpack(b"".join(dealer.recv_multipart())[8:])}
-            assert statuses <= {Status.OK, Status.WRONG_CALL}
+            assert statuses <= {AnswerStatus.OK, AnswerStatus.WRONG_CALL}
         work.end()
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from phalanx._comm.rendezvous import launchers
-from phalanx._comm.rendezvous.launchers import Launch, find_incomplete_environment, find_launch, first_of
+from phalanx._comm.rendezvous.launchers import LaunchedProcess, find_incomplete_environment, find_launch, first_of
 
 BODY = {  # of a batch script of four tasks; plain `python train.py` there is one process
     "SLURM_JOB_ID": "17",
@@ -38,7 +38,7 @@ PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_JOBID": "17.0"}
 
 def test_a_step_of_slurm_says_which_task_this_is_and_where_the_first_one_runs() -> None:
     launch = find_launch(STEP)
-    assert launch == Launch("Slurm", 3, 4, 0, 1, "slurm-17.0", "n1", launch.port)
+    assert launch == LaunchedProcess("Slurm", 3, 4, 0, 1, "slurm-17.0", "n1", launch.port)
     assert 20000 <= launch.port < 30000
     assert launch.port == find_launch({**STEP, "SLURM_PROCID": "0"}).port
     assert launch.port != find_launch({**STEP, "SLURM_STEP_ID": "1"}).port
@@ -96,9 +96,9 @@ def test_a_command_typed_into_the_shell_of_a_step_is_alone() -> None:
 
 def test_an_mpiexec_goes_before_the_step_in_which_it_starts_its_helpers() -> None:
     hydra = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-    assert find_launch({**STEP, **hydra}) == Launch("MPICH", 5, 8, 1, 4)
+    assert find_launch({**STEP, **hydra}) == LaunchedProcess("MPICH", 5, 8, 1, 4)
     open_mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prte-7"}
-    assert find_launch({**STEP, **open_mpi}) == Launch("Open MPI", 1, 2, 1, 0, "prte-7")
+    assert find_launch({**STEP, **open_mpi}) == LaunchedProcess("Open MPI", 1, 2, 1, 0, "prte-7")
     assert find_launch({}) is None
 
 

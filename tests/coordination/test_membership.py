@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from phalanx._comm.control.wire import Op, Status, pack, pack_number, unpack
+from phalanx._comm.control.wire import AnswerStatus, Op, pack, pack_number, unpack
 from phalanx._job.coordinator.coordinator import MAX_WAITING_BYTES, Coordinator
 from phalanx._job.coordinator.membership import Membership
 from phalanx._job.coordinator.session import Direct
@@ -59,7 +59,7 @@ def test_each_of_many_members_is_told_to_say_less_often_that_it_is_there(num_mem
     coordinator.handle(Direct(1, b"0"), pack(Op.HEARTBEAT, 0, b"0", b"0"), 1.0)
     ((_, (answer,)),) = coordinator.take_outgoing()
     (message,) = unpack(answer)
-    assert message.what == Status.HEARTBEAT
+    assert message.what == AnswerStatus.HEARTBEAT
     assert float(message.fields[0]) == pytest.approx(expected, abs=0.001)
 
 

@@ -3,7 +3,7 @@
 import itertools
 
 from phalanx._comm.control.pending_call import PendingCall
-from phalanx._comm.control.wire import Op, Status, pack, unpack
+from phalanx._comm.control.wire import AnswerStatus, Op, pack, unpack
 from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.key_value import MAX_KEY_BYTES
 
@@ -33,9 +33,9 @@ def test_a_multi_set_that_is_refused_sets_none_of_its_keys():
     for wrong in ((b"x" * (MAX_KEY_BYTES + 1), b"2"), (b"b", bytes((8 << 20) + 1))):
         sent = talk.ask("setter", Op.MULTI_SET, 1, b"a", b"1", *wrong)
         assert list(sent) == ["setter"]
-        assert sent["setter"][0][0] == Status.WRONG_CALL
+        assert sent["setter"][0][0] == AnswerStatus.WRONG_CALL
         assert len(talk.coordinator.store) == 0
-    assert talk.ask("setter", Op.MULTI_SET, 2, b"a", b"1", b"b", b"2")["waiter"] == [(Status.OK, [b"1"])]
+    assert talk.ask("setter", Op.MULTI_SET, 2, b"a", b"1", b"b", b"2")["waiter"] == [(AnswerStatus.OK, [b"1"])]
 
 
 def test_items_that_are_refused_are_not_counted_and_leave_who_waits_waiting():
@@ -43,11 +43,11 @@ def test_items_that_are_refused_are_not_counted_and_leave_who_waits_waiting():
     assert talk.ask("waiter", Op.GET, 1, b"came") == {}
     sent = talk.ask("adder", Op.ADD_ITEMS, 1, b"came", b"item/", b"1", bytes((8 << 20) + 1))
     assert list(sent) == ["adder"]
-    assert sent["adder"][0][0] == Status.WRONG_CALL
+    assert sent["adder"][0][0] == AnswerStatus.WRONG_CALL
     assert len(talk.coordinator.store) == 0
     sent = talk.ask("adder", Op.ADD_ITEMS, 2, b"came", b"item/", b"1", b"2")
-    assert sent == {"adder": [(Status.OK, [b"0"])], "waiter": [(Status.OK, [b"2"])]}
-    assert talk.ask("adder", Op.ADD_ITEMS, 2, b"came", b"item/", b"1", b"2") == {"adder": [(Status.OK, [b"0"])]}
+    assert sent == {"adder": [(AnswerStatus.OK, [b"0"])], "waiter": [(AnswerStatus.OK, [b"2"])]}
+    assert talk.ask("adder", Op.ADD_ITEMS, 2, b"came", b"item/", b"1", b"2") == {"adder": [(AnswerStatus.OK, [b"0"])]}
 
 
 def test_a_barrier_that_is_sent_again_after_a_long_silence_is_counted_once():
@@ -56,12 +56,12 @@ def test_a_barrier_that_is_sent_again_after_a_long_silence_is_counted_once():
     talk = Talk()
     talk.ask("r0", Op.BARRIER, 1, b"k", b"3")
     talk.coordinator.tick(61.0)
-    assert talk.ask("r0", Op.BARRIER, 1, b"k", b"3", now=61.1) == {"r0": [(Status.PARKED, [])]}
+    assert talk.ask("r0", Op.BARRIER, 1, b"k", b"3", now=61.1) == {"r0": [(AnswerStatus.PARKED, [])]}
     assert talk.ask("r1", Op.BARRIER, 1, b"k", b"3", now=62.0) == {}
     assert talk.coordinator.store.get(b"k") == b"2"
     sent = talk.ask("r2", Op.BARRIER, 1, b"k", b"3", now=63.0)
-    assert sent == {who: [(Status.OK, [])] for who in ("r0", "r1", "r2")}
-    assert talk.ask("r0", Op.BARRIER, 1, b"k", b"3", now=64.0) == {"r0": [(Status.OK, [])]}
+    assert sent == {who: [(AnswerStatus.OK, [])] for who in ("r0", "r1", "r2")}
+    assert talk.ask("r0", Op.BARRIER, 1, b"k", b"3", now=64.0) == {"r0": [(AnswerStatus.OK, [])]}
     assert talk.coordinator.store.get(b"k") == b"3"
 
 
@@ -71,8 +71,8 @@ def test_a_lost_member_that_asks_again_is_not_counted_at_a_barrier_again():
     talk.ask("r0", Op.JOIN, 1, b"{}", b"all")
     talk.ask("r0", Op.BARRIER, 2, b"k", b"3")
     talk.coordinator.tick(11.0)
-    assert [what for what, _ in talk.sent()["r0"]] == [Status.UNKNOWN]
-    assert talk.ask("r0", Op.BARRIER, 2, b"k", b"3", now=11.1) == {"r0": [(Status.PARKED, [])]}
+    assert [what for what, _ in talk.sent()["r0"]] == [AnswerStatus.UNKNOWN]
+    assert talk.ask("r0", Op.BARRIER, 2, b"k", b"3", now=11.1) == {"r0": [(AnswerStatus.PARKED, [])]}
     assert talk.coordinator.store.get(b"k") == b"1"
     talk.coordinator.tick(700.0)  # its process has ended: nothing is kept for ever
     assert not talk.coordinator.sessions
@@ -85,7 +85,7 @@ def test_a_coordinator_that_was_stopped_forgets_no_answers():
     talk.ask("r0", Op.JOIN, 2, b"{}", b"all")
     talk.coordinator.forgive(3600.0, 3601.0)
     assert talk.coordinator.tick(3601.0) == []
-    assert talk.ask("r0", Op.ADD, 1, b"k", b"1", now=3601.1) == {"r0": [(Status.OK, [b"1"])]}
+    assert talk.ask("r0", Op.ADD, 1, b"k", b"1", now=3601.1) == {"r0": [(AnswerStatus.OK, [b"1"])]}
     assert talk.coordinator.store.get(b"k") == b"1"
 
 

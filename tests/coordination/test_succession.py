@@ -9,7 +9,7 @@ from tests.coordination.succession_model import BrokenPromise, Job, Limits, expl
 from phalanx._job.hosts.succession.candidate import Candidate
 from phalanx._job.hosts.succession.config import Config, Electorate
 from phalanx._job.hosts.succession.primary import Primary
-from phalanx._job.hosts.succession.voter import Accepted, Promised, Voter
+from phalanx._job.hosts.succession.voter import ConfigAccepted, TermPromised, Voter
 
 WHOLE = [  # every state, in a few seconds
     ((1,), Limits(request=1, stand=1, change=1, sync=0)),
@@ -76,12 +76,12 @@ def test_five_hosts_on_paths_at_random(seed, effort):
 
 
 def forgets_its_promise(monkeypatch):
-    monkeypatch.setattr(Voter, "solicit", lambda voter, term: (voter, Promised(voter.member, term, voter.newest)))
+    monkeypatch.setattr(Voter, "solicit", lambda voter, term: (voter, TermPromised(voter.member, term, voter.newest)))
 
 
 def accepts_an_old_term(monkeypatch):
     def propose(voter, config):
-        return replace(voter, newest=config), Accepted(voter.member, config.term, config.version)
+        return replace(voter, newest=config), ConfigAccepted(voter.member, config.term, config.version)
 
     monkeypatch.setattr(Voter, "propose", propose)
 
@@ -138,7 +138,7 @@ def ignores_newer_configs(monkeypatch):
     right = Candidate.hear
 
     def hear(candidate, reply):
-        if isinstance(reply, Promised):
+        if isinstance(reply, TermPromised):
             reply = replace(reply, newest=candidate.known)
         return right(candidate, reply)
 

@@ -18,7 +18,7 @@ from phalanx._comm.control.key import Key
 from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.succession.config import Config, Electorate, Stamp, Term
 from phalanx._job.hosts.succession.successor import WitnessTrial
-from phalanx._job.hosts.succession.voter import Accepted, Promised, Refused, Reply
+from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, TermPromised, TermRefused
 from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.hosts.succession.witness.etcd_register import EtcdRegister
 from phalanx._job.hosts.succession.witness.register import CoordinatorRegister, open_register
@@ -53,13 +53,13 @@ def test_it_votes_as_a_host_does_and_forgets_a_job_that_is_over(address: str) ->
     witness = Witness(address, KEY, "job")
     witness.begin()
     first = make_config((1, 0), 3)
-    assert witness.propose(first) == Accepted(WITNESS, (1, 0), 3)
-    assert witness.solicit((2, 1)) == Promised(WITNESS, (2, 1), first)
-    assert witness.propose(make_config((1, 0), 4)) == Refused(WITNESS, (2, 1))
+    assert witness.propose(first) == ConfigAccepted(WITNESS, (1, 0), 3)
+    assert witness.solicit((2, 1)) == TermPromised(WITNESS, (2, 1), first)
+    assert witness.propose(make_config((1, 0), 4)) == TermRefused(WITNESS, (2, 1))
     with contextlib.closing(Witness(address, KEY, "job")) as again:  # its asker repeats it
-        assert again.solicit((2, 1)) == Promised(WITNESS, (2, 1), first)
+        assert again.solicit((2, 1)) == TermPromised(WITNESS, (2, 1), first)
     witness.begin()  # changes nothing
-    assert witness.solicit((1, 0)) == Refused(WITNESS, (2, 1))
+    assert witness.solicit((1, 0)) == TermRefused(WITNESS, (2, 1))
     witness.forget()
     witness.forget()
     witness.close()
@@ -108,14 +108,14 @@ def test_it_takes_nothing_back_whoever_asks_at_the_same_time(address: str, seed:
 
     map_in_threads(ask, range(4))
     assert len(heard) == 4 * 14
-    granted = [one for one in heard if not isinstance(one[3], Refused)]
+    granted = [one for one in heard if not isinstance(one[3], TermRefused)]
     assert granted
     for _, answered_at, term, _ in granted:
         for asked_at, _, later, _ in granted:
             assert asked_at < answered_at or later >= term
     newest: dict[Stamp, Config] = {}
     for _, _, _, reply in heard:  # what is told of a term is what was accepted, and always the same
-        if isinstance(reply, Promised) and reply.newest is not None:
+        if isinstance(reply, TermPromised) and reply.newest is not None:
             stamp = reply.newest.stamp
             assert stamp[0] <= reply.term
             assert newest.setdefault(stamp, reply.newest) == reply.newest
@@ -139,7 +139,7 @@ def test_a_coordinator_that_may_have_voted_and_forgot_it_is_not_asked_to_begin_a
             with pytest.raises(CoordinationError, match="no answer"):
                 witness.begin()
         with contextlib.closing(Witness(f"127.0.0.1:{port}", KEY, "job")) as other:
-            assert other.solicit((2, 1)) == Promised(WITNESS, (2, 1), None)
+            assert other.solicit((2, 1)) == TermPromised(WITNESS, (2, 1), None)
         witness.close()
     with Service(f"127.0.0.1:{port}", KEY):
         witness.begin()
@@ -156,7 +156,7 @@ def test_a_job_begins_at_an_etcd_that_did_not_answer_at_first(tmp_path: Path) ->
     with run_etcd(tmp_path, port) as address:
         assert address == witness.address
         witness.begin()
-        assert witness.propose(make_config((1, 0), 1)) == Accepted(WITNESS, (1, 0), 1)
+        assert witness.propose(make_config((1, 0), 1)) == ConfigAccepted(WITNESS, (1, 0), 1)
         witness.forget()
 
 
@@ -197,7 +197,7 @@ def test_the_leader_is_told_that_it_does_not_answer_once_and_that_it_does_again(
             if found := calls.take():  # and not a second time that it does not answer
                 break
         assert found[0] == f"the witness at 127.0.0.1:{port} votes"
-        assert (found[1] if len(found) > 1 else take()) == Accepted(WITNESS, (1, 0), 2)
+        assert (found[1] if len(found) > 1 else take()) == ConfigAccepted(WITNESS, (1, 0), 2)
         calls.close()
 
 

@@ -9,21 +9,21 @@ from phalanx._comm.diagnostics.failure_report import (
     KILLED,
     NOTHING_CALLED,
     QUIET_END,
+    FailedOperation,
     FailureReport,
-    Operation,
     RankCall,
     describe_interruption,
     describe_wait,
 )
-from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition
 from phalanx._comm.diagnostics.rank_list import format_ranks, name_ranks
 from phalanx.errors import DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
 
-HERE = Operation("all_reduce #42", "dp", 3, 42, "train.py:88")
+HERE = FailedOperation("all_reduce #42", "dp", 3, 42, "train.py:88")
 OVER = "The group can no longer be used."
 LATE = "Read the log of the missing rank first; if it is only slow, raise the timeout of the group."
-IN_BARRIER = Position(41, "barrier #41 (eval.py:7)", inside=True, seconds=3.14)
-DONE = Position(41, "broadcast #41 (train.py:80)")
+IN_BARRIER = RankPosition(41, "barrier #41 (eval.py:7)", inside=True, seconds=3.14)
+DONE = RankPosition(41, "broadcast #41 (train.py:80)")
 ONE = RankCall("all_reduce(SUM) of float32 (4,) at train.py:88", "all_reduce #42 (train.py:88)")
 OTHER = RankCall("barrier at eval.py:7", "barrier #42 (eval.py:7)")
 
@@ -69,7 +69,9 @@ REPORTS = {
         "rank 1 (pid 17) is gone: it ended without a word (killed, or crashed).\nRead its log first.",
     ),
     "lost, because its data ended": (
-        FailureReport("lost", (1,), {1: "pid 17"}, {1: Position(41, "all_reduce #41 (train.py:88)")}, reason=QUIET_END),
+        FailureReport(
+            "lost", (1,), {1: "pid 17"}, {1: RankPosition(41, "all_reduce #41 (train.py:88)")}, reason=QUIET_END
+        ),
         PeerLostError,
         f"rank 1 (pid 17) is gone: {QUIET_END}, after all_reduce #41, in the line that this rank is in.\n"
         f"If its data has ended: {JOIN_ADVICE}\nElse read its log first.",

@@ -11,7 +11,7 @@ from phalanx._comm.backend.coordination_store import CoordinationStore
 from phalanx._comm.diagnostics.failure_report import FailureReport
 from phalanx._comm.diagnostics.failure_signals import FailureSignals
 from phalanx._comm.diagnostics.failure_store import FailureStore
-from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition
 from phalanx._comm.transport.health_monitor import HealthMonitor
 from phalanx._job.coordinator.service import Service
 
@@ -81,7 +81,7 @@ def test_a_group_hears_of_its_failure_and_others_do_not(store):
     signals = FailureSignals(store)
     told = {"a": [], "b": []}
     monitors = [
-        HealthMonitor(failure_store(store, name, signals), lambda: Position(0), lambda: False, told[name].append)
+        HealthMonitor(failure_store(store, name, signals), lambda: RankPosition(0), lambda: False, told[name].append)
         for name in told
     ]
     assert sum(thread.name == "phalanx-health-monitor" for thread in threading.enumerate()) == 1
@@ -97,7 +97,7 @@ def test_a_failure_that_was_posted_before_is_heard(store):
     failure_store(store, "a", FailureSignals(store), rank=1).post(REPORT)
     told = []
     monitor = HealthMonitor(
-        failure_store(store, "a", FailureSignals(store)), lambda: Position(0), lambda: False, told.append
+        failure_store(store, "a", FailureSignals(store)), lambda: RankPosition(0), lambda: False, told.append
     )
     wait_until(lambda: told)
     assert told == [REPORT]
@@ -105,7 +105,7 @@ def test_a_failure_that_was_posted_before_is_heard(store):
 
 
 def test_the_first_that_asks_collects_where_all_are_and_the_others_take_its_report(store):
-    positions = {rank: Position(rank + 1) for rank in range(1, 5)}
+    positions = {rank: RankPosition(rank + 1) for rank in range(1, 5)}
     monitors = [
         HealthMonitor(
             failure_store(store, "a", FailureSignals(store), rank, 6),
@@ -145,7 +145,9 @@ def test_who_hears_nothing_asks_for_nothing():
         handle = service.coordinator._handle
         signals = FailureSignals(store)
         monitors = [
-            HealthMonitor(failure_store(store, name, signals), lambda: Position(0), lambda: False, lambda report: None)
+            HealthMonitor(
+                failure_store(store, name, signals), lambda: RankPosition(0), lambda: False, lambda report: None
+            )
             for name in "abcdefgh"
         ]
         for monitor in monitors:

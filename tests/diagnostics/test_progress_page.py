@@ -49,7 +49,7 @@ def test_of_loops_inside_each_other_the_innermost_counts_and_a_new_one_begins_at
 
 def test_what_state_commits_stands_beside_the_loop_and_may_go_back():
     page, memory = new_page()
-    assert read(memory) == progress_page.Progress(0, None, None)
+    assert read(memory) == progress_page.RankProgress(0, None, None)
     for step in (500, 501, 502, 501):  # a step is lost with a rank, and done again
         page.commit(step, 16)
     page.set_generation(1)
@@ -93,7 +93,7 @@ def test_the_page_that_the_agent_is_given_says_from_the_first_moment_what_it_is(
     pages = Pages()
     try:
         pages.add(4711, message.fds)
-        assert pages.read(4711) == progress_page.Progress(0, None, None)
+        assert pages.read(4711) == progress_page.RankProgress(0, None, None)
         page.commit(7)
         assert pages.read(4711).state.steps == 7
         assert set(pages.fds_of([4711, 4712])) == {4711}

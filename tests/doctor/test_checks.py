@@ -3,13 +3,13 @@ import json
 
 import pytest
 
-from phalanx._tools.doctor.checks import CHECKS, Status, judge, would_train
-from phalanx._tools.doctor.facts import Facts, Kernel, MachineFacts, Probe, Torch
+from phalanx._tools.doctor.checks import CHECKS, CheckStatus, judge, would_train
+from phalanx._tools.doctor.facts import DoctorFacts, Kernel, MachineFacts, Probe, Torch
 from phalanx._tools.doctor.report import as_json, as_text, conclude, print_table
 
 WORKS = Probe(True, "works")
 GIB = 1 << 30
-HEALTHY = Facts(
+HEALTHY = DoctorFacts(
     "0.1.0",
     host=MachineFacts(
         platform="linux",
@@ -44,7 +44,7 @@ def the(topic, facts):
 def test_a_missing_proc_is_a_problem_by_name():
     """It was told as a memfd that a sandbox forbids."""
     finding = the("kernel", on("kernel", proc=Probe(False, "no such file"), memfd=Probe(False, "no such file")))
-    assert finding.status is Status.PROBLEM
+    assert finding.status is CheckStatus.PROBLEM
     assert finding.fact == "/proc does not work (no such file)"
     assert "mount -t proc proc /proc" in finding.advice
 
@@ -52,7 +52,7 @@ def test_a_missing_proc_is_a_problem_by_name():
 def test_a_container_is_told_with_what_it_means():
     assert the("container", HEALTHY).fact == "none: the machine's own process numbers and users"
     inside = the("container", on("kernel", namespaces=("pid", "user")))
-    assert inside.status is Status.OK
+    assert inside.status is CheckStatus.OK
     assert "pid namespace of its own: ranks in other containers share memory with those here" in inside.fact
     assert "user namespace of its own: ranks in other containers count as another host" in inside.fact
 
@@ -60,7 +60,7 @@ def test_a_container_is_told_with_what_it_means():
 def test_a_healthy_host_has_nothing_to_do():
     findings = judge(HEALTHY)
     assert len(findings) == len(CHECKS)
-    assert {finding.status for finding in findings} == {Status.OK}
+    assert {finding.status for finding in findings} == {CheckStatus.OK}
     assert not any(finding.advice for finding in findings)
     assert would_train(findings)
 
@@ -68,17 +68,17 @@ def test_a_healthy_host_has_nothing_to_do():
 def test_the_network_is_told_with_who_can_listen():
     assert the("network", HEALTHY).fact == "no address but the loopback's: nothing leaves this host"
     private = the("network", on("host", addresses={"lo": ("127.0.0.1",), "eth0": ("10.0.0.7",)}))
-    assert private.status is Status.OK
+    assert private.status is CheckStatus.OK
     assert private.fact.startswith(
         "10.0.0.7 (eth0): no public address; what ranks send to other hosts is not encrypted"
     )
     unknown = the("network", on("host", addresses=None))
     assert (unknown.status, unknown.advice) == (
-        Status.WARNING,
+        CheckStatus.WARNING,
         "Raise the limit of open files (see limits), and ask again.",
     )
     public = the("network", on("host", addresses={"eth0": ("10.0.0.7",), "eth1": ("8.8.8.8", "fe80::1")}))
-    assert public.status is Status.WARNING
+    assert public.status is CheckStatus.WARNING
     assert public.fact == "8.8.8.8 (eth1) can be reached from the whole internet"
     assert "a group that would send them to a public address is refused" in public.advice
 
@@ -140,7 +140,7 @@ GPU = {"gpus": ("NVIDIA L4, 535.1",), "gpu_tool": WORKS}
 )
 def test_what_costs_something_is_a_warning_with_advice_and_training_still_works(facts, topic, fact, advice):
     finding = the(topic, facts)
-    assert finding.status is Status.WARNING
+    assert finding.status is CheckStatus.WARNING
     assert fact in finding.fact
     assert advice in finding.advice
     assert would_train(judge(facts))
@@ -160,7 +160,7 @@ def test_what_costs_something_is_a_warning_with_advice_and_training_still_works(
 )
 def test_what_makes_training_impossible_is_a_problem(facts, topic, fact, advice):
     finding = the(topic, facts)
-    assert finding.status is Status.PROBLEM
+    assert finding.status is CheckStatus.PROBLEM
     assert fact in finding.fact
     assert advice in finding.advice
     assert not would_train(judge(facts))
@@ -168,7 +168,7 @@ def test_what_makes_training_impossible_is_a_problem(facts, topic, fact, advice)
 
 def test_without_core_and_without_gloo_nothing_carries_a_tensor():
     facts = dataclasses.replace(on("kernel", core=Probe(False, "no compiler")), torch=on("torch", backends=()).torch)
-    assert the("torch", facts).status is Status.PROBLEM
+    assert the("torch", facts).status is CheckStatus.PROBLEM
 
 
 def test_a_driver_that_does_not_fit_is_told_with_what_torch_says():
@@ -177,7 +177,7 @@ def test_a_driver_that_does_not_fit_is_told_with_what_torch_says():
         torch=dataclasses.replace(HEALTHY.torch, cuda_version="13.0", cuda=Probe(False, "the driver is too old")),
     )
     finding = the("GPUs", facts)
-    assert finding.status is Status.WARNING
+    assert finding.status is CheckStatus.WARNING
     assert "PyTorch (CUDA 13.0) cannot use them: the driver is too old" in finding.fact
 
 
@@ -185,7 +185,7 @@ def test_gpus_that_torch_can_use_are_listed():
     facts = dataclasses.replace(
         on("host", **GPU), torch=dataclasses.replace(HEALTHY.torch, cuda_version="13.0", cuda=Probe(True, "1 devices"))
     )
-    assert the("GPUs", facts).status is Status.OK
+    assert the("GPUs", facts).status is CheckStatus.OK
     assert "NVIDIA L4" in the("GPUs", facts).fact
 
 
@@ -196,7 +196,7 @@ def test_a_platform_that_says_little_is_healthy_as_far_as_it_says():
         kernel=Kernel(core=Probe(False, "no module")),
     )
     assert the("C core", facts).fact == "not built on darwin"
-    assert {finding.status for finding in judge(facts) if finding.topic != "C core"} == {Status.OK}
+    assert {finding.status for finding in judge(facts) if finding.topic != "C core"} == {CheckStatus.OK}
 
 
 def test_the_text_has_a_line_per_finding_and_the_advice_below():
@@ -227,6 +227,6 @@ def test_the_table_shows_square_brackets_as_they_are(capsys):
 
 def test_a_torch_that_nobody_has_tried_is_a_warning():
     finding = the("torch", on("torch", version="9.0.0.dev3+cpu"))
-    assert finding.status is Status.WARNING
+    assert finding.status is CheckStatus.WARNING
     assert "torch 9.0.0.dev3+cpu is newer than the newest that Phalanx is tested with" in finding.fact
     assert "pip install 'torch==" in finding.advice

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from tests.fake_nvml import build_nvml
 
-from phalanx._tools.doctor.checks import Status, judge
+from phalanx._tools.doctor.checks import CheckStatus, judge
 from phalanx._tools.doctor.driver import ask_driver
-from phalanx._tools.doctor.facts import Driver, Facts, Gpu, Kernel, MachineFacts, Probe, Torch
+from phalanx._tools.doctor.facts import DoctorFacts, Driver, Gpu, Kernel, MachineFacts, Probe, Torch
 from phalanx._tools.doctor.gpu_checks import judge_gpus
 
 CUDA = Torch(
@@ -23,7 +23,7 @@ CUDA = Torch(
     Probe(True, "20.0 GB/s to the GPU"),
 )
 GPU = Gpu("H100", "GPU-1", False, False, 345, 1980)
-FACTS = Facts(
+FACTS = DoctorFacts(
     "0.1.0",
     MachineFacts("linux", "3.12", 16, 16, gpus=("H100",), gpu_tool=Probe(True)),
     Kernel(Probe(True)),
@@ -34,7 +34,9 @@ FACTS = Facts(
 
 
 def _warnings(facts):
-    return {found.topic: f"{found.fact} -> {found.advice}" for found in judge_gpus(facts) if found.status != Status.OK}
+    return {
+        found.topic: f"{found.fact} -> {found.advice}" for found in judge_gpus(facts) if found.status != CheckStatus.OK
+    }
 
 
 def _ask(tmp_path, **variables):
@@ -66,7 +68,7 @@ def test_a_driver_that_is_not_loaded_is_told(tmp_path) -> None:
     said = _ask(tmp_path, FAKE_NVML_ERROR="9")
     assert said["nvml"] == {"works": False, "detail": "NVML failed: Driver Not Loaded"}
     [found] = judge_gpus(replace(FACTS, driver=Driver(Probe(**said["nvml"]))))
-    assert found.status is Status.WARNING
+    assert found.status is CheckStatus.WARNING
     assert "Driver Not Loaded" in found.fact
     assert "nvidia-smi must answer" in found.advice
 

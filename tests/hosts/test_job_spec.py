@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from phalanx._job.agent.settings import Settings
-from phalanx._job.agent.target import Target
+from phalanx._job.agent.target import JobTarget
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.hosts.job_spec import JobSpec
 
-FIRST = Settings(Target("script", "train.py", ()), rendezvous=Rendezvous("10.0.0.1:29400"))
-JOINED = Settings(Target("script", "-", ()))
+FIRST = Settings(JobTarget("script", "train.py", ()), rendezvous=Rendezvous("10.0.0.1:29400"))
+JOINED = Settings(JobTarget("script", "-", ()))
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import socket
 import pytest
 
 from phalanx._comm.control.key import Key
-from phalanx._job.hosts.reach import Responder, Target, check_own, choose_targets, try_all
+from phalanx._job.hosts.reach import ReachTarget, Responder, check_own, choose_targets, try_all
 
 KEY = Key(bytes(range(32)))
 
 
 def _try(port: int, key: Key = KEY) -> str:
     results: dict[int, str] = {}
-    try_all([Target(1, "b", "127.0.0.1", port)], key.reach_secret(), results.update).join()
+    try_all([ReachTarget(1, "b", "127.0.0.1", port)], key.reach_secret(), results.update).join()
     return results[1]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx._job.agent.environment import Place
-from phalanx._job.agent.failure import Report
+from phalanx._job.agent.failure import ExceptionReport
 from phalanx._job.hosts.control_channel import ControlMessage
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.leader import RemoteRanks
@@ -36,7 +36,7 @@ MESSAGES = {
     "exit": {"rank": 1, "pid": 31, "status": -9, "at": 1.0, "dump": ""},
     "rank says": {"rank": 1, "pid": 31, "message": {"kind": "lost"}},
     "abandoned": {"rank": 1},
-    "report": {"report": asdict(Report(1, 31, 1.0, ("ValueError",), "no data", "here", ""))},
+    "report": {"report": asdict(ExceptionReport(1, 31, 1.0, ("ValueError",), "no data", "here", ""))},
 }
 
 

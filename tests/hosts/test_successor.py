@@ -15,7 +15,7 @@ from phalanx._job.hosts.succession.config import Electorate
 from phalanx._job.hosts.succession.message import reply_to_json, term_from_json
 from phalanx._job.hosts.succession.succession import Succession
 from phalanx._job.hosts.succession.successor import Successor
-from phalanx._job.hosts.succession.voter import Refused, Voter
+from phalanx._job.hosts.succession.voter import TermRefused, Voter
 
 KEY = Key.generate()
 
@@ -205,7 +205,7 @@ def test_a_leader_goes_on_where_a_standby_has_asked_for_votes_and_was_not_electe
 def test_a_leader_that_asks_for_votes_again_ends_where_another_one_was_proposed_to_a_voter(agents):
     leader, member, rival = agents.succession, agents.channels[2].member, (2, agents.channels[1].member)
     voter, _ = Voter(member).propose(leader._voter.newest.taken_over(rival))
-    leader.hear(member, reply_to_json(Refused(member, rival)))
+    leader.hear(member, reply_to_json(TermRefused(member, rival)))
     assert not leader.is_deposed
     agents.is_leader_deaf = True
     asked = []

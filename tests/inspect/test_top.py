@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 
 from phalanx._base.core_numbers import ALL_REDUCE, BROADCAST, GRADIENTS, RECV
-from phalanx._comm.diagnostics.progress_page import Progress, Track
+from phalanx._comm.diagnostics.progress_page import RankProgress, Track
 from phalanx._job.inspect.top.as_json import as_json
 from phalanx._job.inspect.top.look import (
     MAX_OPERATIONS,
     GroupLook,
     HostLook,
     MemberLook,
-    Operation,
     RankLook,
+    RankOperation,
     from_json,
     to_json,
 )
@@ -35,7 +35,7 @@ NOW = 5_000 * MS
 
 def all_reduce(seq, enter_ms, leave_ms, kind=ALL_REDUCE, root=-1):
     label = f"all_reduce #{seq} (/data/train.py:8)"
-    return Operation(seq, kind, root, enter_ms * MS, leave_ms * MS, label)
+    return RankOperation(seq, kind, root, enter_ms * MS, leave_ms * MS, label)
 
 
 def host(
@@ -203,7 +203,7 @@ def test_groups_that_follow_each_other_under_one_name_are_not_mixed_up():
 
 def test_ranks_of_several_hosts_are_put_on_one_clock():
     here = host([[all_reduce(1, 4000, 4500)]], num_nodes=2, world_size=2)
-    progress = Progress(0, Track(5, None, 40, ((NOW, 40),)), None)
+    progress = RankProgress(0, Track(5, None, 40, ((NOW, 40),)), None)
     there = host([[all_reduce(1, 4400, 4500)]], node=1, num_nodes=2, ranks=[1], world_size=2, progress=[progress])
     ahead = from_json(to_json(there), "host1 (10.0.0.2)", 1000 * MS)
     assert ahead.ranks[0].progress.loop.recent == ((NOW + 1000 * MS, 40),)
@@ -248,7 +248,7 @@ def test_shares_always_make_a_whole_and_survive_anything_that_a_recorder_may_hol
 
 def steps(count, every_ms, samples=32, total=100, last_ms=5000):
     recent = tuple(((last_ms - every_ms * (count - i)) * MS, samples * i) for i in range(count + 1))
-    return Progress(0, Track(count, total, samples * count, recent), None)
+    return RankProgress(0, Track(count, total, samples * count, recent), None)
 
 
 def test_the_step_is_the_one_that_all_have_done_and_samples_are_those_of_all():
@@ -266,7 +266,7 @@ def test_the_pace_falls_when_steps_stop_coming():
 
 def test_committed_steps_go_before_those_of_a_loop_and_rounds_are_the_last_resort():
     loop = steps(3, 100)
-    state = Progress(2, loop.loop, Track(700, None, 0, ((4000 * MS, 0), (4500 * MS, 0))))
+    state = RankProgress(2, loop.loop, Track(700, None, 0, ((4000 * MS, 0), (4500 * MS, 0))))
     job = view([host([[]], progress=[state])], None)
     assert (job.pace.steps_of, job.pace.step, job.generation) == ("phalanx.elastic.State", 700, 2)
     assert job.pace.steps_per_s == pytest.approx(2)

@@ -17,7 +17,7 @@ import os, sys, time
 from phalanx._job.launch.command import run_settings
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.agent.settings import Settings
-from phalanx._job.agent.target import Target
+from phalanx._job.agent.target import JobTarget
 number, meet, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 common = dict(node_rank=number, leads=number == 0, min_nodes=2, max_nodes=2)
 if meet.startswith("/"):
@@ -32,7 +32,8 @@ if meet.startswith("/"):
 else:
     first, *more = meet.split(",")
     rendezvous = Rendezvous(first, more_endpoints=tuple(more), **common)
-sys.exit(run_settings(Settings(Target("script", script), nproc="1", run_id="job", rendezvous=rendezvous), os.environ))
+target = JobTarget("script", script)
+sys.exit(run_settings(Settings(target, nproc="1", run_id="job", rendezvous=rendezvous), os.environ))
 """
 _SCRIPT = """
 import os, torch, torch.distributed as dist

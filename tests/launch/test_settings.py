@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from phalanx._job.agent.settings import Settings
-from phalanx._job.agent.target import Target
+from phalanx._job.agent.target import JobTarget
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx._job.launch.command import decide_num_ranks
 from phalanx._job.launch.command_line import parse
@@ -32,13 +32,13 @@ def test_help_behind_the_script_is_the_scripts():
 
 
 def test_a_script_alone_takes_all_defaults() -> None:
-    assert parse(["train.py"]) == Settings(Target("script", "train.py"))
+    assert parse(["train.py"]) == Settings(JobTarget("script", "train.py"))
 
 
 def test_everything_behind_the_script_belongs_to_the_script() -> None:
     settings = parse(["--nproc-per-node", "2", "train.py", "--nproc-per-node", "3", "-m", "--"])
     assert settings.nproc == "2"
-    assert settings.target == Target("script", "train.py", ("--nproc-per-node", "3", "-m", "--"))
+    assert settings.target == JobTarget("script", "train.py", ("--nproc-per-node", "3", "-m", "--"))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_every_option_reaches_its_field() -> None:
         "--local-addr h --rdzv_conf timeout=3 --signals-to-handle SIGTERM,SIGINT -m pkg.mod x"
     )
     assert parse(words.split()) == Settings(
-        Target("module", "pkg.mod", ("x",)),
+        JobTarget("module", "pkg.mod", ("x",)),
         nproc="gpu", log_dir="d", grace_s=2.5, exit_timeout_s=7.0, affinity=False, preload=False, max_restarts=3,
         master_addr="h", master_port=99, run_id="job7", standalone=True, role="trainer", redirects=Streams(3),
         tee=Streams(0, ((0, 1), (1, 2))), shown_ranks=(0, 2), key_file="k", signals_to_handle="SIGTERM,SIGINT",
@@ -71,7 +71,7 @@ def test_every_option_reaches_its_field() -> None:
 
 
 def test_a_program_keeps_its_own_flags() -> None:
-    assert parse(["--no-python", "sh", "-c", "true"]).target == Target("program", "sh", ("-c", "true"))
+    assert parse(["--no-python", "sh", "-c", "true"]).target == JobTarget("program", "sh", ("-c", "true"))
 
 
 def test_a_double_dash_ends_the_options() -> None:
@@ -368,7 +368,7 @@ def test_variables_of_torchrun_stand_behind_the_command_line() -> None:
     }  # fmt: skip
     settings = parse(["--max-restarts", "7", "pkg"], environ)
     assert settings == Settings(
-        Target("module", "pkg"), nproc="3", max_restarts=7, master_addr="n1", master_port=5, run_id="job",
+        JobTarget("module", "pkg"), nproc="3", max_restarts=7, master_addr="n1", master_port=5, run_id="job",
         rendezvous=Rendezvous("n1:5", False, 1, 2, 2),
     )  # fmt: skip
 

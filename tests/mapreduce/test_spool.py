@@ -12,7 +12,7 @@ from phalanx.mapreduce.columns import unpack
 from phalanx.mapreduce.exchange import plan_rounds
 from phalanx.mapreduce.grouper import Grouper, read_blocks, write_blocks
 from phalanx.mapreduce.sizes import cut_by_size, plan_next_look, quick_size, size_of, size_of_lists, size_of_table
-from phalanx.mapreduce.spool import Extent, Spool, Stream
+from phalanx.mapreduce.spool import Spool, SpoolExtent, SpoolStream
 
 
 @pytest.mark.parametrize("memory_bytes", [0, 20, 10**6])
@@ -29,7 +29,7 @@ def test_a_spool_gives_back_any_part_of_what_was_written(tmp_path, memory_bytes)
         length = rng.randrange(len(whole) - start + 1)
         assert spool.read(start, length) == whole[start : start + length]
     spool.truncate(extents[20].offset)
-    assert spool.append(b"new") == Extent(extents[20].offset, 3)
+    assert spool.append(b"new") == SpoolExtent(extents[20].offset, 3)
     assert spool.read(extents[20].offset - 5, 8) == whole[extents[20].offset - 5 : extents[20].offset] + b"new"
     assert os.listdir(tmp_path) == []  # nothing to leave behind
     assert (spool.spilled_bytes > 0) == (memory_bytes < 100)
@@ -61,9 +61,9 @@ def test_a_stream_is_its_extents_one_behind_the_other():
     spool = Spool(10**6, None)
     spool.append(rng.randbytes(200))
     for _ in range(50):
-        extents = [Extent(rng.randrange(150), rng.randrange(10)) for _ in range(rng.randrange(8))]
+        extents = [SpoolExtent(rng.randrange(150), rng.randrange(10)) for _ in range(rng.randrange(8))]
         whole = b"".join(spool.read(*extent) for extent in extents)
-        stream = Stream(spool, extents)
+        stream = SpoolStream(spool, extents)
         assert len(stream) == len(whole)
         for start in range(len(whole) + 1):
             length = rng.randrange(12)

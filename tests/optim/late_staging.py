@@ -4,10 +4,10 @@ from typing import ClassVar
 
 import torch
 
-from phalanx.optim.staging import Staging
+from phalanx.optim.staging import HostStaging
 
 
-class LateStaging(Staging):
+class LateStaging(HostStaging):
     """Copies to the host are made when somebody waits; copies to the device when it computes, or somebody waits."""
 
     made: ClassVar = []

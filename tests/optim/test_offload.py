@@ -19,7 +19,7 @@ import phalanx
 from phalanx import ZeroRedundancyOptimizer, strategies
 from phalanx.optim import merge_state_dicts, offload, zero
 from phalanx.optim.plan import plan_waves
-from phalanx.optim.staging import Staging, plan_pages
+from phalanx.optim.staging import HostStaging, plan_pages
 from phalanx.testing import run_ranks
 
 STEPS = 3
@@ -34,7 +34,7 @@ CASES = [
 
 def _late(monkeypatch, wave_bytes=1000):
     """Copies as late as they may be, and many waves. In a rank: the patch goes with its process."""
-    monkeypatch.setattr(zero, "Staging", LateStaging)
+    monkeypatch.setattr(zero, "HostStaging", LateStaging)
     monkeypatch.setattr(offload, "WAVE_BYTES", wave_bytes)
 
 
@@ -175,7 +175,7 @@ def test_what_is_written_into_parameters_between_steps_counts(rank):
     assert all_equal(results[1][0], results[2][0])
 
 
-class _Checksummed(Staging):
+class _Checksummed(HostStaging):
     """Writes to tensors of the CPU are noticed as those to a device's are."""
 
     def __init__(self, device):
@@ -190,8 +190,8 @@ def test_gradients_changed_by_what_pytorch_does_not_count_are_what_the_update_ta
     the user reduced himself on one that was not."""
     alone = [dist.new_group([one]) for one in range(world_size)][rank]
     results = []
-    for away, staging in ((False, Staging), (True, Staging), (True, _Checksummed)):
-        monkeypatch.setattr(zero, "Staging", staging)
+    for away, staging in ((False, HostStaging), (True, HostStaging), (True, _Checksummed)):
+        monkeypatch.setattr(zero, "HostStaging", staging)
         ddp, bare = wrapped(), Uneven()
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, offload=away, lr=0.1)
         # A group of its own, in a job where others may reduce what autograd has written here.
@@ -228,8 +228,8 @@ def test_parameters_changed_by_what_pytorch_does_not_count_stay_changed(rank, mo
     """What a broadcast, a DDP that was built after the optimizer, or a write through .data left in a parameter was put
     back by the next step, since the parameter's version was still the one of the last copy to it."""
     lost = []
-    for staging in (Staging, _Checksummed):
-        monkeypatch.setattr(zero, "Staging", staging)
+    for staging in (HostStaging, _Checksummed):
+        monkeypatch.setattr(zero, "HostStaging", staging)
         for dtype in (torch.float32, torch.bfloat16):
             module = nn.Linear(60, 41).to(dtype)
             optimizer = ZeroRedundancyOptimizer(module.parameters(), optim.SGD, offload=True, lr=0.1)
@@ -598,12 +598,12 @@ def test_no_two_locked_pieces_of_memory_share_a_page(monkeypatch):
     """The copies of small gradients lay side by side, in pages of which CUDA registers each once; what it had refused
     it told the next kernel."""
 
-    class Locking(Staging):
+    class Locking(HostStaging):
         locks = True
 
     pages = _Pages()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pages)
-    monkeypatch.setattr(zero, "Staging", Locking)
+    monkeypatch.setattr(zero, "HostStaging", Locking)
     parameters = _half_parameters() + [nn.Parameter(torch.randn(30)) for _ in range(20)]
     groups = [{"params": parameters[:9]}, {"params": parameters[9:]}]
     optimizer = ZeroRedundancyOptimizer(groups, optim.SGD, offload=True)

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
-from phalanx.optim.plan import LINE, Extent, Slice, plan_cut, plan_offsets, plan_whole
+from phalanx.optim.plan import LINE, ParameterExtent, Slice, plan_cut, plan_offsets, plan_whole
 
 SIZES = [[], [0], [1], [1000], [0, 5, 0, 33, 32, 31], [7, 100_003, 64, 1]]
 
 
 def _extents(sizes, itemsize=4):
-    return [Extent(size, itemsize) for size in sizes]
+    return [ParameterExtent(size, itemsize) for size in sizes]
 
 
 @pytest.mark.parametrize("plan", [plan_cut, plan_whole])

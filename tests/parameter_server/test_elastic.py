@@ -24,7 +24,7 @@ import torch._dynamo
 import phalanx
 from phalanx import rpc
 from phalanx.parameter_server import requests
-from phalanx.parameter_server.shard import Gradients
+from phalanx.parameter_server.shard import PushedGradients
 
 folder, how, computes = sys.argv[1], {"synchronous": sys.argv[2] == "True"}, sys.argv[3] == "True"
 if not how["synchronous"]:
@@ -44,7 +44,7 @@ def strike(step, ids):
     if (job.rank, step) == (1, 7) and not os.path.exists(f"{folder}/struck"):
         open(f"{folder}/struck", "w").close()
         here = ids[ids % 2 == 0] // 2
-        gradients = Gradients({"d": torch.ones(3)}, {"t": (here, torch.ones(len(here), 2))})
+        gradients = PushedGradients({"d": torch.ones(3)}, {"t": (here, torch.ones(len(here), 2))})
         rpc.rpc_sync("s0", requests.push, ("parameters", 0, name, step, gradients))
         os.kill(os.getpid(), signal.SIGKILL)
     if computes and (job.rank, step) == (0, 7) and not os.path.exists(f"{folder}/computed"):

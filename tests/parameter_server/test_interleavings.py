@@ -9,8 +9,8 @@ import torch
 import torch._dynamo  # every optimizer loads it, and it leaves a variable behind
 
 from phalanx.errors import ClosedError, PhalanxError
-from phalanx.parameter_server.hosting import Hosted
-from phalanx.parameter_server.shard import Gradients, Spec, TrainerLostError
+from phalanx.parameter_server.hosting import HostedShard
+from phalanx.parameter_server.shard import PushedGradients, Spec, TrainerLostError
 
 
 class Agent:
@@ -78,7 +78,7 @@ def play(seed):
     spec = Spec("p", ("s",), tuple(trainers), bound is None, bound, partial(torch.optim.SGD, lr=1.0),
                 partial(torch.optim.SGD, lr=1.0), "sum", False, "")  # fmt: skip
     agent, model = Agent(), Model(trainers, bound)
-    hosted = Hosted(agent, "p", 0)
+    hosted = HostedShard(agent, "p", 0)
     start = {"step": 0, "dense": {"d": torch.zeros(len(trainers))}, "tables": {}, "optimizer": {}}
     hosted.request(partial(hosted.create, spec, start))
     asked, replaced, ahead = {}, set(), 0
@@ -117,7 +117,7 @@ def play(seed):
                 model.there.discard(trainer)
             elif what == "late":  # a push that is made again: its answer was lost
                 again = clock and hosted.request(
-                    partial(hosted.push, trainer, clock - 1, Gradients({"d": gradient}, {}))
+                    partial(hosted.push, trainer, clock - 1, PushedGradients({"d": gradient}, {}))
                 )
                 assert not clock or again.value() is None
             elif what == "pull":
@@ -125,7 +125,7 @@ def play(seed):
             elif what == "push":
                 asked[trainer] = (
                     what,
-                    hosted.request(partial(hosted.push, trainer, clock, Gradients({"d": gradient}, {}))),
+                    hosted.request(partial(hosted.push, trainer, clock, PushedGradients({"d": gradient}, {}))),
                 )
         model.advance()
         changed = True
@@ -178,12 +178,12 @@ def test_an_optimizer_that_fails_is_told_to_all_until_a_state_is_loaded():
     """The trainer whose push came last heard of it; the others waited until their calls ran out of time."""
     make = partial(Failing, lr=1.0)
     spec = Spec("p", ("s",), ("0", "1"), True, None, make, make, "sum", False, "")
-    hosted = Hosted(Agent(), "p", 0)
+    hosted = HostedShard(Agent(), "p", 0)
     start = {"step": 0, "dense": {"d": torch.zeros(2)}, "tables": {}, "optimizer": {}}
     hosted.request(partial(hosted.create, spec, start))
 
     def push(trainer, clock, value):
-        gradients = Gradients({"d": torch.full((2,), value)}, {})
+        gradients = PushedGradients({"d": torch.full((2,), value)}, {})
         return hosted.request(partial(hosted.push, trainer, clock, gradients))
 
     assert push("0", 0, 1.0).value() is None
@@ -212,8 +212,8 @@ def test_a_replica_hears_of_a_step_that_failed_and_one_made_later_is_no_better_t
     spec = Spec("p", ("s", "r"), ("0",), True, None, make, make, "sum", True, "")
     agent, others = Agent(), Agent()
     others.me = SimpleNamespace(info=SimpleNamespace(name="r", id=8), uid=8)
-    primary = Hosted(agent, "p", 0)
-    replica = Hosted(others, "p", 0)
+    primary = HostedShard(agent, "p", 0)
+    replica = HostedShard(others, "p", 0)
 
     def send(to, function, arguments):
         done = getattr(replica, function.__name__)(*arguments[2:])
@@ -227,19 +227,19 @@ def test_a_replica_hears_of_a_step_that_failed_and_one_made_later_is_no_better_t
     assert primary.request(partial(primary.create, spec, start)).value() is None
 
     def push(clock, value):
-        gradients = Gradients({"d": torch.full((2,), value)}, {})
+        gradients = PushedGradients({"d": torch.full((2,), value)}, {})
         return primary.request(partial(primary.push, "0", clock, gradients))
 
     with pytest.raises(PhalanxError, match="could not make step 0: ArithmeticError"):
         push(0, 1000.0).value()
     assert replica._number == primary._number == 1
-    replica = Hosted(others, "p", 0)
+    replica = HostedShard(others, "p", 0)
     primary._choose_replica()
     others.lose("s")
     replica.hear_lost(SimpleNamespace(uid=9, info=SimpleNamespace(name="s")))
     with pytest.raises(PhalanxError, match="could not make step 0: ArithmeticError"):
         replica.request(partial(replica.pull, "0", 1, ["d"], {})).value()
-    replica = Hosted(others, "p", 0)
+    replica = HostedShard(others, "p", 0)
     primary._choose_replica()
     primary.ask_load("0", 1)
     assert primary.request(partial(primary.load, "0", 1, start)).value()[0] == 0
@@ -254,7 +254,7 @@ def test_who_has_left_is_not_waited_for_after_a_state_is_loaded():
     """A load made all trainers be there again: the next step waited for good for one that had closed its
     ParameterServer. And where the first one had, whose state counts, the others' load waited until its time was up."""
     spec = Spec("p", ("s",), ("0", "1", "2"), True, None, *[partial(torch.optim.SGD, lr=1.0)] * 2, "sum", False, "")
-    hosted = Hosted(Agent(), "p", 0)
+    hosted = HostedShard(Agent(), "p", 0)
     state = {"step": 0, "dense": {"d": torch.zeros(2)}, "tables": {}, "optimizer": {}}
     hosted.request(partial(hosted.create, spec, state))
     assert hosted.request(partial(hosted.write, ("leave", "2"))).value() is None
@@ -263,7 +263,7 @@ def test_who_has_left_is_not_waited_for_after_a_state_is_loaded():
         loaded = hosted.request(partial(hosted.load, trainer, 1, state if trainer == "0" else None))
     assert loaded.value()[0] == 0
     for trainer in ("0", "1"):
-        hosted.request(partial(hosted.push, trainer, 0, Gradients({"d": torch.ones(2)}, {})))
+        hosted.request(partial(hosted.push, trainer, 0, PushedGradients({"d": torch.ones(2)}, {})))
     assert hosted.request(partial(hosted.pull, "0", 1, ["d"], {})).value()[0]["d"].tolist() == [-2, -2]
     copy = type(hosted._shard).from_snapshot(hosted._shard.snapshot())
     assert copy.active() == ["0", "1"]
@@ -280,7 +280,7 @@ def test_a_state_is_loaded_when_all_trainers_have_asked_for_it():
     """
     spec = Spec("p", ("s",), ("0", "1"), False, None, *[partial(torch.optim.SGD, lr=1.0)] * 2, "sum", False, "")
     agent = Agent()
-    hosted = Hosted(agent, "p", 0)
+    hosted = HostedShard(agent, "p", 0)
     state = {"step": 3, "dense": {"d": torch.zeros(2)}, "tables": {}, "optimizer": {}}
     hosted.request(partial(hosted.create, spec, {**state, "step": 0}))
 
@@ -289,7 +289,7 @@ def test_a_state_is_loaded_when_all_trainers_have_asked_for_it():
         return hosted.request(partial(hosted.load, trainer, number, state if trainer == "0" else None))
 
     first = load("0", 1)
-    pushed = hosted.request(partial(hosted.push, "1", 0, Gradients({"d": torch.ones(2)}, {})))
+    pushed = hosted.request(partial(hosted.push, "1", 0, PushedGradients({"d": torch.ones(2)}, {})))
     assert pushed.value() is None
     assert not first.done()
     assert load("1", 1).value()[0] == first.value()[0] == 3
@@ -308,7 +308,7 @@ def test_the_next_of_a_name_begins_when_all_trainers_have_closed_the_one_before(
     behind its trainer's back when they do close it.
     """
     agent = Agent()
-    hosted = Hosted(agent, "p", 0)
+    hosted = HostedShard(agent, "p", 0)
     start = {"step": 0, "dense": {"d": torch.zeros(1)}, "tables": {}, "optimizer": {}}
 
     def spec(described):

@@ -15,7 +15,7 @@ import torch._dynamo  # every optimizer loads it
 from tests.optim.random_training import OPTIMIZERS, Training
 
 from phalanx.parameter_server.clipping import Clip
-from phalanx.parameter_server.shard import Gradients, Shard, Spec
+from phalanx.parameter_server.shard import PushedGradients, Shard, Spec
 
 _STEPPING = [one for one in OPTIMIZERS if one is not torch.optim.LBFGS]  # which wants a closure, and is refused
 
@@ -54,7 +54,7 @@ def _push(draw, state):
     for name, table in state["tables"].items():
         ids = torch.tensor(sorted(draw.sample(range(len(table)), draw.choice([0, 1, 2]))), dtype=torch.int64)
         rows[name] = ids, 4 * torch.randn((len(ids), table.shape[1]), generator=generator)
-    return Gradients(dense, rows)
+    return PushedGradients(dense, rows)
 
 
 def _pushes(draw, primary, trainers, state, clip, options):

@@ -8,7 +8,7 @@ import pytest
 from tests.report.measured import GIB, STEP, measured, rank
 
 from phalanx._job.report.findings import find
-from phalanx._job.report.measurements import PARTS, Collectives, Lateness, RunEvent
+from phalanx._job.report.measurements import PARTS, CollectiveTimes, Lateness, RunEvent
 
 
 def texts(run):
@@ -83,7 +83,7 @@ def test_a_few_noisy_steps_are_no_loss_that_rises(seed):
     [
         ((), ("one", "one"), "accumulate gradients"),
         ((), ("one", "two"), "phalanx.DiLoCo"),
-        ((Collectives("all_reduce", 64, 2, 10000, 1e-5, 1e-5, 1e6),), ("one", "one"), "put them together"),
+        ((CollectiveTimes("all_reduce", 64, 2, 10000, 1e-5, 1e-5, 1e6),), ("one", "one"), "put them together"),
     ],
 )
 def test_moving_data_takes_long(rows, hosts, advice):

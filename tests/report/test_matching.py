@@ -6,12 +6,12 @@ import pytest
 
 from phalanx._base.core_numbers import ALL_REDUCE, GRADIENTS
 from phalanx._comm.diagnostics.step_file import OperationRecord
-from phalanx._job.report.matching import Sampled, match
+from phalanx._job.report.matching import ProcessSample, match
 
 
 def sampled(rank, kept, num_steps):
     operations = [OperationRecord(0, ALL_REDUCE, seq, 4, seq * 1000, seq * 1000 + 500, 0, 0, 0) for seq in kept]
-    return Sampled(rank, [("default", 0, 0)], operations, warm_ns=0.0, end_ns=float("inf"), num_steps=num_steps)
+    return ProcessSample(rank, [("default", 0, 0)], operations, warm_ns=0.0, end_ns=float("inf"), num_steps=num_steps)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -39,7 +39,7 @@ def test_rounds_of_two_reducers_with_the_same_numbers_are_different_rounds():
             for seq in range(1, 11)
             for at in (seq * 2000, seq * 2000 + 1000)
         ]
-        return Sampled(rank, [("default", 0, 0)], operations, warm_ns=0.0, end_ns=float("inf"), num_steps=10)
+        return ProcessSample(rank, [("default", 0, 0)], operations, warm_ns=0.0, end_ns=float("inf"), num_steps=10)
 
     matched = match([process(0), process(1)])
     assert matched.num_matched == 20

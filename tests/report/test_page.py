@@ -14,7 +14,7 @@ from phalanx._job.report.axes import linear, logarithmic, plain
 from phalanx._job.report.charts import HEIGHT, WIDTH, Line, line_chart
 from phalanx._job.report.compare import compare_page, compare_rows
 from phalanx._job.report.findings import find
-from phalanx._job.report.measurements import ENDS, Collectives, RunEvent
+from phalanx._job.report.measurements import ENDS, CollectiveTimes, RunEvent
 from phalanx._job.report.page import render
 from phalanx._job.report.pictures import part_bars
 from phalanx._job.report.tables import machine_table
@@ -28,7 +28,7 @@ def generated(draw):
         for n in range(draw.choice([0, 1, 3, 20]))
     ]
     rows = tuple(
-        Collectives(draw.choice(["all_reduce", "barrier"]), draw.choice([0, 4, 1e9]), 2, 5, 1e-4, 1e-4,
+        CollectiveTimes(draw.choice(["all_reduce", "barrier"]), draw.choice([0, 4, 1e9]), 2, 5, 1e-4, 1e-4,
                     draw.choice([None, 1e9]))
         for _ in range(draw.choice([0, 1, 30]))
     )  # fmt: skip

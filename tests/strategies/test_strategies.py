@@ -28,7 +28,7 @@ from phalanx.data import DistributedSampler
 from phalanx.strategies.choose import STRATEGIES, Situation, decide_strategy
 from phalanx.strategies.loader import divide_batch, make_iterable_loader, make_loader
 from phalanx.strategies.recipe import Recipe
-from phalanx.strategies.start import Program, find_world, is_launched
+from phalanx.strategies.start import ScriptCommand, find_world, is_launched
 from phalanx.testing import run_ranks
 
 
@@ -461,16 +461,16 @@ def test_a_program_is_started_again_as_it_was_started(tmp_path):
         __spec__ = None
         __file__ = str(tmp_path / "train.py")
 
-    assert Program.of(["python", "train.py"], [""], Main) == "a notebook or an interactive session"
-    assert Program.of(["python", "-c", "..."], ["-c"], Main) == "a program given with `python -c`"
-    assert Program.of(["python", "-"], ["-", "--lr"], Main) == "a program read from standard input"
+    assert ScriptCommand.of(["python", "train.py"], [""], Main) == "a notebook or an interactive session"
+    assert ScriptCommand.of(["python", "-c", "..."], ["-c"], Main) == "a program given with `python -c`"
+    assert ScriptCommand.of(["python", "-"], ["-", "--lr"], Main) == "a program read from standard input"
     (tmp_path / "train.py").touch()
-    words = Program.of(["python", "-X", "dev", "train.py", "--lr", "1"], ["train.py", "--lr", "1"], Main)
-    assert words == Program((Main.__file__, "--lr", "1"))
+    words = ScriptCommand.of(["python", "-X", "dev", "train.py", "--lr", "1"], ["train.py", "--lr", "1"], Main)
+    assert words == ScriptCommand((Main.__file__, "--lr", "1"))
     spec = type("Spec", (), {"name": "pkg.train.__main__"})
     module = type("Main", (), {"__spec__": spec, "__file__": Main.__file__})
-    words = Program.of(["python", "-m", "pkg.train", "x"], [Main.__file__, "x"], module)
-    assert words == Program(("-m", "pkg.train", "x"))
+    words = ScriptCommand.of(["python", "-m", "pkg.train", "x"], [Main.__file__, "x"], module)
+    assert words == ScriptCommand(("-m", "pkg.train", "x"))
 
 
 @pytest.mark.slow

@@ -2,15 +2,15 @@
 
 import random
 
-from phalanx._comm.symmetric_memory.memory import ALIGN, Block, BlockPlacement
+from phalanx._comm.symmetric_memory.memory import ALIGN, BlockPlacement, HeapBlock
 
 
 def test_blocks_are_whole_pages_side_by_side():
     heap = BlockPlacement(100 * ALIGN, 10)
-    assert heap.place(1) == Block(0, 0, ALIGN)
-    assert heap.place(ALIGN) == Block(1, ALIGN, ALIGN)
-    assert heap.place(ALIGN + 1) == Block(2, 2 * ALIGN, 2 * ALIGN)
-    assert heap.place(0) == Block(3, 4 * ALIGN, ALIGN)
+    assert heap.place(1) == HeapBlock(0, 0, ALIGN)
+    assert heap.place(ALIGN) == HeapBlock(1, ALIGN, ALIGN)
+    assert heap.place(ALIGN + 1) == HeapBlock(2, 2 * ALIGN, 2 * ALIGN)
+    assert heap.place(0) == HeapBlock(3, 4 * ALIGN, ALIGN)
 
 
 def test_the_first_gap_that_is_large_enough_is_taken():

@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from phalanx._comm.diagnostics.failure_report import RankCall
-from phalanx._comm.transport.call import HEAD_BYTES, Call, describe_call, disagreement, split_heads
+from phalanx._comm.transport.call import HEAD_BYTES, CollectiveCall, describe_call, disagreement, split_heads
 
-CALL = Call("all_reduce", dtype=12, redop=0, count=12, shape=(3, 4), place="train.py:88")
+CALL = CollectiveCall("all_reduce", dtype=12, redop=0, count=12, shape=(3, 4), place="train.py:88")
 
 
 def received(call):
     """What other ranks read in the head of `call`, their 7th, if theirs differs."""
-    return disagreement({0: call.head(7), 1: Call("other").head(7)}, 7)[0]
+    return disagreement({0: call.head(7), 1: CollectiveCall("other").head(7)}, 7)[0]
 
 
 def test_other_ranks_read_the_call_as_its_rank_made_it():
     assert received(CALL) == RankCall("all_reduce(SUM) of float32 (3, 4) at train.py:88", "all_reduce #7 (train.py:88)")
-    broadcast = Call("broadcast", dtype=12, root=2, shape=(5,))
+    broadcast = CollectiveCall("broadcast", dtype=12, root=2, shape=(5,))
     assert received(broadcast) == RankCall("broadcast(src=2) of float32 (5,)", "broadcast #7")
-    assert received(Call("barrier")) == RankCall("barrier", "barrier #7")
+    assert received(CollectiveCall("barrier")) == RankCall("barrier", "barrier #7")
 
 
 @pytest.mark.parametrize("letter", ["x", "ß", "字"])

@@ -8,7 +8,7 @@ import torch
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.staging import HostMemory, StagedCall, open_copy_stream
 from phalanx._comm.transport.staging.host_memory import block_bytes, staging_bytes
-from phalanx._comm.transport.staging.staged_call import InFlight
+from phalanx._comm.transport.staging.staged_call import StagedTensors
 
 CTX = CallContext(1.0, 0)
 LARGE = 1 << 16
@@ -71,7 +71,7 @@ def test_blocks_are_whole_pages_and_serve_again(memory) -> None:
 
 def test_what_is_copied_back_is_kept_until_the_device_has_read_it(memory) -> None:
     stream = ByHand()
-    in_flight = InFlight(stream)
+    in_flight = StagedTensors(stream)
     call = StagedCall(stream, memory, in_flight)
     tensor = torch.ones(LARGE)
     host = call.stage(tensor, read=True, written=True)
@@ -91,7 +91,7 @@ def test_what_is_copied_back_is_kept_until_the_device_has_read_it(memory) -> Non
 def test_a_call_that_is_refused_keeps_its_memory_until_the_device_has_written_it(memory) -> None:
     """The next call got the block while the refused one's copy was still to come, which overwrote its result."""
     stream = ByHand()
-    in_flight = InFlight(stream)
+    in_flight = StagedTensors(stream)
     call = StagedCall(stream, memory, in_flight)
     at = call.stage(torch.ones(LARGE), read=True, written=True).data_ptr()
     call.abandon()
@@ -100,7 +100,9 @@ def test_a_call_that_is_refused_keeps_its_memory_until_the_device_has_written_it
 
 
 def test_an_operation_that_fails_copies_nothing_back(memory) -> None:
-    call = StagedCall(open_copy_stream(torch.device("cpu")), memory, InFlight(open_copy_stream(torch.device("cpu"))))
+    call = StagedCall(
+        open_copy_stream(torch.device("cpu")), memory, StagedTensors(open_copy_stream(torch.device("cpu")))
+    )
     tensor = torch.ones(LARGE)
     host = call.stage(tensor, read=True, written=True)
 

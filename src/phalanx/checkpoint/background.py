@@ -31,8 +31,8 @@ class AbandonedError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Work:
-    """`Work` is the work of a save; none of it talks to other ranks.
+class SaveWork:
+    """`SaveWork` is the work of a save; none of it talks to other ranks.
 
     write      this rank's part
     commit     on rank 0: give the checkpoint its name; called once `parts` are all there
@@ -56,7 +56,7 @@ class Saving:
     `timeout_s` is how long rank 0 waits for the others after its own part.
     """
 
-    def __init__(self, work: Work, timeout_s: float) -> None:
+    def __init__(self, work: SaveWork, timeout_s: float) -> None:
         self.step = work.step
         self.error: Exception | None = None  # what went wrong here: in this rank's part, or in the commit
         self.path: Path | str | None = None

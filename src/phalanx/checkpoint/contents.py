@@ -45,8 +45,8 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """`Contents` is what `inspect` found.
+class CheckpointContents:
+    """`CheckpointContents` is what `inspect` found.
 
     `others` are the checkpoints of the same folder, if the folder was inspected.
     """
@@ -67,7 +67,7 @@ class Contents:
         return asdict(self)
 
 
-def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Contents:
+def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> CheckpointContents:
     """Return what is in `path`: a file of torch.save, a checkpoint of a CheckpointManager or the folder that holds
     them, or a folder of torch.distributed.checkpoint.
 
@@ -92,7 +92,7 @@ def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Contents:
         raise CheckpointError(text if text.startswith("inspect") else f"inspect: {text}") from error
 
 
-def _look_into(path: Path, verify: bool) -> Contents:
+def _look_into(path: Path, verify: bool) -> CheckpointContents:
     others: tuple[str, ...] = ()
     if path.is_dir() and not is_checkpoint(path) and not (path / METADATA).exists():
         entries = History(path, None).entries()
@@ -112,13 +112,13 @@ def _look_into(path: Path, verify: bool) -> Contents:
         raise CheckpointError(f"inspect: {path} cannot be opened: {type(error).__name__}: {reason}.") from error
 
 
-def _of_file(path: Path, verify: bool) -> Contents:
+def _of_file(path: Path, verify: bool) -> CheckpointContents:
     damage = ""
     if verify:
         with path.open("rb") as file:
             damage = find_damage(file)
     found = (f"{path} is damaged: {damage}",) if damage else ()
-    return Contents(str(path), "torch.save", path.stat().st_size, items=tuple(_of_state(path)), damage=found)
+    return CheckpointContents(str(path), "torch.save", path.stat().st_size, items=tuple(_of_state(path)), damage=found)
 
 
 def _of_state(path: Path) -> Iterator[Item]:
@@ -166,7 +166,7 @@ def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _of_folder(path: Path, verify: bool, others: tuple[str, ...]) -> Contents:
+def _of_folder(path: Path, verify: bool, others: tuple[str, ...]) -> CheckpointContents:
     manifest = read_manifest(path)
     damage: tuple[str, ...] = ()
     if verify:
@@ -180,7 +180,7 @@ def _of_folder(path: Path, verify: bool, others: tuple[str, ...]) -> Contents:
             pieces = _pieces(path)
             structure, aliases = decode_structure((path / STRUCTURE).read_bytes())
             items = tuple(_of_node(structure, (), pieces, aliases))
-    return Contents(
+    return CheckpointContents(
         str(path),
         manifest.kind,
         manifest.nbytes,
@@ -195,10 +195,10 @@ def _of_folder(path: Path, verify: bool, others: tuple[str, ...]) -> Contents:
     )
 
 
-def _of_torch(path: Path) -> Contents:
+def _of_torch(path: Path) -> CheckpointContents:
     pieces = _pieces(path)
     nbytes = sum(file.stat().st_size for file in path.iterdir())
-    return Contents(str(path), "torch.distributed.checkpoint", nbytes, items=tuple(pieces.values()))
+    return CheckpointContents(str(path), "torch.distributed.checkpoint", nbytes, items=tuple(pieces.values()))
 
 
 def _pieces(path: Path) -> dict[str, Item]:

@@ -40,8 +40,8 @@ _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 
 @dataclass(frozen=True, order=True)
-class Entry:
-    """`Entry` is one checkpoint of a folder, known by its name only."""
+class CheckpointEntry:
+    """`CheckpointEntry` is one checkpoint of a folder, known by its name only."""
 
     number: int
     step: int
@@ -141,7 +141,7 @@ class History:
         self.keep = keep
         self.best = best
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointEntry]:
         """Return all checkpoints, the latest first. A folder that does not exist has none.
 
         Raises:
@@ -153,7 +153,7 @@ class History:
                 for entry in entries:
                     match = _NAME.fullmatch(entry.name)
                     if match and entry.is_dir(follow_symlinks=False):
-                        found.append(Entry(int(match[1]), int(match[2]), self.folder / entry.name))
+                        found.append(CheckpointEntry(int(match[1]), int(match[2]), self.folder / entry.name))
         except FileNotFoundError:
             return []
         return sorted(found, reverse=True)
@@ -223,7 +223,7 @@ class History:
         Deadline.after(_ENDING_S).wait_until(lambda: not self.remove_abandoned(), _LOOK_S)
         return removed
 
-    def metrics_of(self, entry: Entry) -> Mapping[str, float]:
+    def metrics_of(self, entry: CheckpointEntry) -> Mapping[str, float]:
         """Return the metrics of a checkpoint; nothing if it is damaged."""
         try:
             return read_manifest(entry.path).metrics

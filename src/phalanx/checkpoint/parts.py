@@ -36,8 +36,8 @@ _SHOWN = 8  # the most keys of a kind in a message
 
 
 @dataclass
-class Report:
-    """`Report` lists what of a saved state does not fit the parts: names of keys, which begin with the part's."""
+class MismatchReport:
+    """`MismatchReport` lists the keys of a saved state that do not fit the parts, each after its part's name."""
 
     missing: list[str] = field(default_factory=list)  # keys that the part has and the checkpoint lacks
     unexpected: list[str] = field(default_factory=list)  # keys that the checkpoint has and the part lacks
@@ -148,12 +148,12 @@ def describe_misfits(
     state: Mapping[str, Any],
     stages: Mapping[str, tuple[dict[str, Any], list[str]]],
     notes: OptimizerNotes,
-) -> Report:
+) -> MismatchReport:
     """Report what of `state` does not fit `parts`, before anything is loaded; `fit_stages` has found `stages`.
 
     `notes` are what `note_optimizers` returned for the parts that were saved.
     """
-    report = Report()
+    report = MismatchReport()
     here = parameter_orders(parts)
     for name, part in parts.items():
         if name not in state:
@@ -171,7 +171,7 @@ def describe_misfits(
     return report
 
 
-def _compare_module(name: str, module: nn.Module, saved: Any, report: Report) -> None:
+def _compare_module(name: str, module: nn.Module, saved: Any, report: MismatchReport) -> None:
     if not isinstance(saved, Mapping):
         report.misshapen.append(f"{name}: a {type(saved).__name__} in the checkpoint, a state of a module here")
         return

@@ -31,7 +31,7 @@ from phalanx._base.storage import RemoteFolder
 from phalanx._comm.rendezvous.rank_info import host_identity
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.checkpoint.best import Best, choose_outdated
-from phalanx.checkpoint.history import LATEST, Entry
+from phalanx.checkpoint.history import LATEST, CheckpointEntry
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.peers import Peers
 from phalanx.errors import CheckpointError
@@ -117,7 +117,7 @@ class RemoteHistory:
     def shown(self, name: str) -> str:
         return self._remote.shown(name)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointEntry]:
         """Return all checkpoints, the latest first.
 
         Raises:
@@ -127,7 +127,7 @@ class RemoteHistory:
         for name in self._remote.list():
             folder, _, file = name.partition("/")
             if file == MANIFEST and (match := _NAME.fullmatch(folder)):
-                found.append(Entry(int(match[1]), int(match[2]), Path(folder)))
+                found.append(CheckpointEntry(int(match[1]), int(match[2]), Path(folder)))
         return sorted(found, reverse=True)
 
     def exists(self, name: str) -> bool:
@@ -164,7 +164,7 @@ class RemoteHistory:
         own = {"host": host_identity(), "process": asdict(ProcessId.of_self())}
         self._remote.put_bytes(json.dumps(own).encode(), f"{name}/{_WRITING}")
 
-    def metrics_of(self, entry: Entry) -> Mapping[str, float]:
+    def metrics_of(self, entry: CheckpointEntry) -> Mapping[str, float]:
         """Return the metrics of a checkpoint; nothing if it is damaged.
 
         Raises:

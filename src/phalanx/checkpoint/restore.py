@@ -19,7 +19,7 @@ from phalanx.checkpoint.history import History, explain_renamed
 from phalanx.checkpoint.manifest import Manifest, find_damaged_file, is_checkpoint, read_manifest
 from phalanx.checkpoint.optimizer_fit import OptimizerNotes
 from phalanx.checkpoint.optimizer_gap import describe_gap
-from phalanx.checkpoint.parts import HALF_LOADED, Report, describe_misfits, fit_stages, load_part, module_state
+from phalanx.checkpoint.parts import HALF_LOADED, MismatchReport, describe_misfits, fit_stages, load_part, module_state
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import DownloadError, RemoteHistory
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
@@ -30,17 +30,17 @@ from phalanx.errors import CheckpointError
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import, which only those pay who need it
     from torch.distributed.tensor import DTensor
 
-    from phalanx.checkpoint.sharded_read import Pieces
+    from phalanx.checkpoint.sharded_read import LoadedPieces
 
 
 @dataclass
-class Restored:
-    """`Restored` says what was loaded: step, place, state by name, and what did not fit (with strict=False)."""
+class RestoredCheckpoint:
+    """`RestoredCheckpoint` lists what was loaded: step, place, state by name, and (strict=False) what did not fit."""
 
     step: int
     path: Path | str
     state: dict[str, Any]
-    report: Report = field(default_factory=Report)
+    report: MismatchReport = field(default_factory=MismatchReport)
 
 
 class DamagedError(CheckpointError):
@@ -60,7 +60,7 @@ def restore(
     map_location: str | torch.device,
     strict: bool,
     fallback: bool,
-) -> Restored | None:
+) -> RestoredCheckpoint | None:
     """Load the first of the checkpoints `names`, or with `fallback` the first one that is not damaged."""
     require_device(map_location, peers.what)
     parts = {} if parts is None else parts
@@ -106,7 +106,7 @@ def _load(
     wanted: Sequence[str],
     map_location: str | torch.device,
     strict: bool,
-) -> Restored:
+) -> RestoredCheckpoint:
     stages = fit_stages(stateful, state)
     report = describe_misfits(stateful, state, stages, OptimizerNotes(manifest.orders, manifest.classes))
     report.missing += [name for name in wanted if name not in state and name not in stateful]
@@ -123,10 +123,10 @@ def _load(
     peers.agree(problem, cause)
     for gap in gaps:
         warnings.warn(f"{peers.what}: {path}: {gap}", stacklevel=4)
-    return Restored(manifest.step, path, _moved(state, map_location), report)
+    return RestoredCheckpoint(manifest.step, path, _moved(state, map_location), report)
 
 
-def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: Report, *, strict: bool) -> list[str]:
+def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: MismatchReport, *, strict: bool) -> list[str]:
     """Load each part; return in words what optimizers would train without a state."""
     gaps = []
     for name, part in parts.items():
@@ -191,7 +191,7 @@ def _read_whole(peers: Peers, path: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[str, Any]) -> dict[str, Any]:
     from phalanx.checkpoint.sharded_metadata import decode_metadata
-    from phalanx.checkpoint.sharded_read import Pieces, read_tensors
+    from phalanx.checkpoint.sharded_read import LoadedPieces, read_tensors
 
     seers = [rank for rank, sees in enumerate(peers.all_gather(os.path.isdir(path))) if sees]
     problem: str | None = None
@@ -214,7 +214,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
         metadata, (structure, aliases) = decode_metadata(head[0]), decode_structure(head[1])
     except Exception as error:  # it is raised on every rank alike; the checksum is right, so somebody made the file so
         raise CheckpointError(f"{peers.what}: {path} cannot be read: {type(error).__name__}: {error}") from error
-    pieces = Pieces(path, metadata)
+    pieces = LoadedPieces(path, metadata)
     names = [name for name in tensor_names(structure) if name not in aliases]
     shards = {name: shard for name, shard in _shards(pieces, structure, parts).items() if name not in aliases}
     found, problem = read_tensors(
@@ -241,7 +241,7 @@ def _refuse_damage(peers: Peers, problem: str | None) -> None:
         raise DamagedError(f"{peers.what}: {told[0]}.")
 
 
-def _shards(pieces: Pieces, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:
+def _shards(pieces: LoadedPieces, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:
     """Return new tensors to load into a part, sharded as the part's own are."""
     found: dict[str, DTensor] = {}
     for name, part in parts.items():
@@ -261,7 +261,7 @@ def _shards(pieces: Pieces, structure: Node, parts: Mapping[str, Any]) -> dict[s
     return found
 
 
-def _add_like(found: dict[str, DTensor], pieces: Pieces, name: str, like: DTensor) -> None:
+def _add_like(found: dict[str, DTensor], pieces: LoadedPieces, name: str, like: DTensor) -> None:
     if name not in set(pieces.names()):
         return
     shape, dtype = pieces.form(name)

@@ -1,6 +1,6 @@
-"""Make the `Work` of a save: rank 0 writes the whole state, or every rank writes its part of it.
+"""Make the `SaveWork` of a save: rank 0 writes the whole state, or every rank writes its part of it.
 
-What must be copied is copied here, before training goes on; what a `Work` does is done behind its back.
+What must be copied is copied here, before training goes on; what a `SaveWork` does is done behind its back.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.background import Work
+from phalanx.checkpoint.background import SaveWork
 from phalanx.checkpoint.history import Draft
 from phalanx.checkpoint.manifest import FileRecord
 from phalanx.checkpoint.peers import Peers
@@ -21,7 +21,7 @@ from phalanx.checkpoint.whole import write_whole
 from phalanx.checkpoint.write_problems import explain_unwritten
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
-    from phalanx.checkpoint.sharded import Part, Plan
+    from phalanx.checkpoint.sharded import Plan, RankShard
 
 Commit = Callable[[Mapping[str, FileRecord]], Path | str]
 
@@ -34,7 +34,7 @@ def whole_work(
     draft: Draft | RemoteDraft | None,
     memory: SnapshotMemory | None,
     commit: Commit,
-) -> Work:
+) -> SaveWork:
     """Return the work of a save in one file, which is that of the rank that has the draft, rank 0. All ranks call it.
 
     With `memory` the state is copied into it.
@@ -50,14 +50,14 @@ def whole_work(
             problem, cause = explain_unwritten(peers, place, step, error, state), error
         peers.agree_with_first(problem, cause)
     if draft is None:
-        return Work(step, write=lambda: None)
+        return SaveWork(step, write=lambda: None)
     files: dict[str, FileRecord] = {}
 
     def write() -> None:
         files.update(write_whole(draft.path, content))
         draft.send()
 
-    return Work(step, write, lambda: commit(files), discard=draft.discard)
+    return SaveWork(step, write, lambda: commit(files), discard=draft.discard)
 
 
 def sharded_work(
@@ -70,7 +70,7 @@ def sharded_work(
     draft: Draft | RemoteDraft,
     memory: SnapshotMemory | None,
     commit: Commit,
-) -> Work:
+) -> SaveWork:
     """Return this rank's work of a save in which every rank writes its part of `tree`, `state`'s. All ranks call it.
 
     With `memory` what this rank writes is copied into it.
@@ -81,7 +81,7 @@ def sharded_work(
     from phalanx.checkpoint import sharded as sharded_files
 
     problem, cause, structure = None, None, b""
-    pieces = sharded_files.Pieces()
+    pieces = sharded_files.SavedPieces()
     try:
         pieces = sharded_files.take_pieces(plan, tree, memory)
         if peers.is_first or not plan.is_uniform:
@@ -92,7 +92,7 @@ def sharded_work(
     aliases: Mapping[str, str] = tree.aliases
     if not plan.is_uniform:
         structure, aliases = merge_structures(peers.gather(structure))
-    parts: dict[int, Part] = {}
+    parts: dict[int, RankShard] = {}
 
     def write() -> None:
         parts[peers.rank] = sharded_files.write_part(draft.path, plan, pieces)
@@ -101,12 +101,12 @@ def sharded_work(
             draft.tell(sharded_files.part_name(peers.rank), parts[peers.rank].encode())
 
     if not peers.is_first:
-        return Work(step, write, discard=draft.discard)
+        return SaveWork(step, write, discard=draft.discard)
     others = {rank: sharded_files.part_name(rank) for rank in range(1, peers.world_size)}
 
     def write_metadata_and_commit() -> Path | str:
         for rank, name in others.items():
-            parts[rank] = sharded_files.Part.decode(draft.hear(name))
+            parts[rank] = sharded_files.RankShard.decode(draft.hear(name))
         ordered = [parts[rank] for rank in sorted(parts)]
         files = sharded_files.write_metadata(draft.path, plan, ordered, aliases, structure)
         draft.send()
@@ -114,4 +114,4 @@ def sharded_work(
         return commit(files)
 
     names = tuple(others.values())
-    return Work(step, write, write_metadata_and_commit, names, draft.missing, draft.look_at_most_s, draft.discard)
+    return SaveWork(step, write, write_metadata_and_commit, names, draft.missing, draft.look_at_most_s, draft.discard)

@@ -23,14 +23,14 @@ from phalanx._base.log import get_logger
 from phalanx._base.storage import place_of
 from phalanx.checkpoint.background import Saving, wait_together
 from phalanx.checkpoint.best import Best, KeepBest
-from phalanx.checkpoint.history import Draft, Entry, History
+from phalanx.checkpoint.history import CheckpointEntry, Draft, History
 from phalanx.checkpoint.manifest import FileRecord, Kind, Manifest
 from phalanx.checkpoint.nesting import NestingError
 from phalanx.checkpoint.optimizer_fit import note_optimizers
 from phalanx.checkpoint.parts import buffer_names, describe_optimizers, states_of
 from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import RemoteDraft, RemoteHistory
-from phalanx.checkpoint.restore import Restored, VanishedError, restore
+from phalanx.checkpoint.restore import RestoredCheckpoint, VanishedError, restore
 from phalanx.checkpoint.save_work import sharded_work, whole_work
 from phalanx.checkpoint.snapshot import SnapshotMemory
 from phalanx.checkpoint.tree import Tree, is_dtensor
@@ -372,7 +372,7 @@ class CheckpointManager:
         map_location: str | torch.device = "cpu",
         strict: bool = True,
         fallback: bool = False,
-    ) -> Restored | None:
+    ) -> RestoredCheckpoint | None:
         """Let `parts` go on from the latest checkpoint, from that of `step`, or from the best one. All ranks call it.
 
         It returns what was loaded; None if there is no checkpoint at all.
@@ -452,7 +452,7 @@ def require_best(history: History | RemoteHistory, what: str) -> Best:
     return history.best
 
 
-def best_entries(history: History | RemoteHistory, what: str) -> list[Entry]:
+def best_entries(history: History | RemoteHistory, what: str) -> list[CheckpointEntry]:
     """Return the best checkpoints, the very best first, as this rank sees them.
 
     Raises:
@@ -471,7 +471,7 @@ def choose(peers: Peers, history: History | RemoteHistory, place: object, step: 
         CheckpointError: the folder cannot be read, rank 0 does not see what others see, or none is of that step or has
             that metric; on every rank.
     """
-    problem, cause, mine, chosen = None, None, list[Entry](), list[Entry]()
+    problem, cause, mine, chosen = None, None, list[CheckpointEntry](), list[CheckpointEntry]()
     try:
         mine = history.entries()
         chosen = [entry for entry in mine if step is None or entry.step == step]
@@ -506,7 +506,7 @@ def choose(peers: Peers, history: History | RemoteHistory, place: object, step: 
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedState:
     """It is what a rank has to save.
 
     `pinned` has the names of those values of which rank 0's counts where ranks differ.
@@ -517,7 +517,7 @@ class Collected:
     pinned: set[str]
 
 
-def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> Collected:
+def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> CollectedState:
     """Return the state of all parts, and how all ranks write it. All ranks call it.
 
     Arguments:
@@ -573,7 +573,7 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
             "model would be of some other rank. Save with sharded=False on a CheckpointManager of each rank's own "
             "(process_group of one rank, a folder each), or after finish() without it."
         )
-    return Collected(state, kind, pinned)
+    return CollectedState(state, kind, pinned)
 
 
 def _has_no_values(leaf: object, name: str, pinned: set[str], peers: Peers) -> bool:

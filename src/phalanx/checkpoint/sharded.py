@@ -145,16 +145,16 @@ def _global_plan(plans: Sequence[SavePlan], pinned: Collection[str]) -> tuple[li
 
 
 @dataclass
-class Pieces:
-    """`Pieces` has the data that a rank writes, by piece: tensors of the state itself, or copies of them."""
+class SavedPieces:
+    """`SavedPieces` has the data that a rank writes, by piece: tensors of the state itself, or copies of them."""
 
     tensors: dict[MetadataIndex, torch.Tensor] = field(default_factory=dict)
     objects: dict[MetadataIndex, bytes] = field(default_factory=dict)
 
 
-def take_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> Pieces:
+def take_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> SavedPieces:
     """Return the pieces that this rank writes, copied into `memory`; if that is None, those of the state itself."""
-    pieces = Pieces()
+    pieces = SavedPieces()
     for item in plan.mine.items:
         leaf = tree.leaves[item.index.fqn]
         if item.type == WriteItemType.BYTE_IO:
@@ -180,7 +180,7 @@ def encode(value: object) -> bytes:
 class _Planner(DefaultSavePlanner):
     """`_Planner` gives torch's writer the pieces that were taken, however the state has changed since."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: SavedPieces) -> None:
         super().__init__()
         self._pieces = pieces
 
@@ -215,8 +215,8 @@ class RecordingFileSystem(FileSystem):
 
 
 @dataclass(frozen=True)
-class Part:
-    """`Part` says what one rank has written: files, and where in them the pieces lie."""
+class RankShard:
+    """`RankShard` says what one rank has written: files, and where in them the pieces lie."""
 
     files: Mapping[str, FileRecord]
     pieces: Sequence[tuple[str, Sequence[int] | None, int | None, str, int, int]] = ()
@@ -225,23 +225,23 @@ class Part:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def decode(cls, text: str) -> Part:
+    def decode(cls, text: str) -> RankShard:
         content = json.loads(text)
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         return cls(files, [tuple(piece) for piece in content["pieces"]])
 
 
-def write_part(folder: Path, plan: Plan, pieces: Pieces) -> Part:
+def write_part(folder: Path, plan: Plan, pieces: SavedPieces) -> RankShard:
     """Write this rank's pieces into `folder`, durably.
 
     Raises:
         OSError: the disk refused.
     """
     if not plan.mine.items:
-        return Part({})
+        return RankShard({})
     writer, files = _writer(folder)
     results = writer.write_data(plan.mine, _Planner(pieces)).wait()
-    return Part(
+    return RankShard(
         files.records,
         [
             (
@@ -263,7 +263,7 @@ def part_name(rank: int) -> str:
 
 
 def write_metadata(
-    folder: Path, plan: Plan, parts: Sequence[Part], aliases: Mapping[str, str], structure: bytes
+    folder: Path, plan: Plan, parts: Sequence[RankShard], aliases: Mapping[str, str], structure: bytes
 ) -> dict[str, FileRecord]:
     """Write where everything lies: torch's `.metadata`, and the structure. Return the files of all parts."""
     assert plan.metadata is not None

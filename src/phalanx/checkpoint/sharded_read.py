@@ -29,8 +29,8 @@ compute_local_shape_and_global_offset: Any = find(
 )
 
 
-class Pieces:
-    """`Pieces` are the tensors of a sharded checkpoint in `folder`."""
+class LoadedPieces:
+    """`LoadedPieces` are the tensors of a sharded checkpoint in `folder`."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
@@ -71,7 +71,7 @@ class Pieces:
 
 def read_tensors(
     peers: Peers,
-    pieces: Pieces,
+    pieces: LoadedPieces,
     names: Sequence[str],
     shards: Mapping[str, DTensor],
     seers: Sequence[int],

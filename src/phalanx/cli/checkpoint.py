@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from phalanx.checkpoint.contents import Contents
+    from phalanx.checkpoint.contents import CheckpointContents
 
 
 @click.group("checkpoint", short_help="Look into a checkpoint.")
@@ -52,7 +52,7 @@ def inspect(ctx: click.Context, path: str, verify: bool, as_json: bool) -> None:
         ctx.exit(1)
 
 
-def _print_table(contents: Contents) -> None:
+def _print_table(contents: CheckpointContents) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -70,7 +70,7 @@ def _print_table(contents: Contents) -> None:
     console.print(Text(_summary(contents, False)))
 
 
-def _summary(contents: Contents, verified: bool) -> str:
+def _summary(contents: CheckpointContents, verified: bool) -> str:
     tensors = [item for item in contents.items if item.dtype]
     facts = [f"{contents.path}: {contents.form}"]
     if contents.step is not None:

@@ -73,9 +73,9 @@ def kubernetes(
     ctx: click.Context, /, image: str, namespace: str, secret: str, folder: str, user: int, shm: str, **asked: Any
 ) -> None:
     """Write a headless Service and an indexed Job, a pod for each node; the key is in a Secret that they name."""
-    from phalanx._job.manifests.kubernetes import Cluster, write_manifest
+    from phalanx._job.manifests.kubernetes import KubernetesCluster, write_manifest
 
-    cluster = Cluster(image, namespace, secret, folder, user, shm)
+    cluster = KubernetesCluster(image, namespace, secret, folder, user, shm)
     _write(ctx, lambda request: write_manifest(request, cluster), {"PET_NNODES": str(asked["nodes"])}, **asked)
 
 
@@ -83,7 +83,7 @@ def _write(
     ctx: click.Context, write: Callable[[Any], str], variables: Mapping[str, str], output: str | None, **asked: Any
 ) -> None:
     from phalanx._job.launch.command_line import parse
-    from phalanx._job.manifests.request import Request, check
+    from phalanx._job.manifests.request import JobRequest, check
     from phalanx.errors import LaunchError
 
     words = tuple(asked["words"])
@@ -94,7 +94,7 @@ def _write(
         target = settings.target.name.rpartition("/")[2].removesuffix(".py")
         name = asked["name"] or re.sub(r"[^a-z0-9]+", "-", target.lower()).strip("-") or "phalanx"
         each = asked["cpus"] or 0, asked["gpus"] or 0, asked["memory"]
-        text = write(Request(words, asked["nodes"], name, *each, variables))
+        text = write(JobRequest(words, asked["nodes"], name, *each, variables))
     except LaunchError as error:
         click.echo(error, err=True)
         ctx.exit(error.exit_code)

@@ -12,7 +12,7 @@ from phalanx._base.deadline import Deadline
 from phalanx.cli.host_options import host_options, run_on_host
 
 if TYPE_CHECKING:
-    from phalanx._job.inspect.top.watch import Watch
+    from phalanx._job.inspect.top.watch import JobWatch
 
 _LOOK_S = 0.5  # so often it looks whether the job has ended
 
@@ -63,13 +63,13 @@ def command(
     from phalanx._job.inspect.stacks.job_choice import choose_job
     from phalanx._job.inspect.top.as_json import as_json
     from phalanx._job.inspect.top.table import all_lines, as_text
-    from phalanx._job.inspect.top.watch import Watch
+    from phalanx._job.inspect.top.watch import JobWatch
     from phalanx.errors import LaunchError
 
     console = Console(file=sys.stdout, highlight=False)
     try:
         os.nice(10)  # whoever looks on makes way for those who work
-        watch = Watch(choose_job(job, "phalanx top"))
+        watch = JobWatch(choose_job(job, "phalanx top"))
         if web:
             _serve(watch, port)
         elif as_data:
@@ -92,7 +92,7 @@ def command(
         ctx.exit(error.exit_code)
 
 
-def _serve(watch: Watch, port: int) -> None:
+def _serve(watch: JobWatch, port: int) -> None:
     """Serve the page until the job has ended, or Ctrl-C comes."""
     import secrets
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from phalanx.data.ordered import Order
+from phalanx.data.ordered import IndexOrder
 from phalanx.data.partition import Partition
 from phalanx.data.permutation import Indices
 
@@ -21,7 +21,7 @@ class IndexStream:
     index, because the list iterator that is being read knows how many it still has.
     """
 
-    def __init__(self, partition: Partition, order: Order | None) -> None:
+    def __init__(self, partition: Partition, order: IndexOrder | None) -> None:
         self.partition = partition
         self._order = order
         self._computed = 0
@@ -56,7 +56,7 @@ class IndexStream:
         return _take(partition.start + first * partition.step, partition.step, size, partition.length, self._order)
 
 
-def _take(first: int, step: int, size: int, length: int, order: Order | None) -> Indices:
+def _take(first: int, step: int, size: int, length: int, order: IndexOrder | None) -> Indices:
     """Return the indices at `size` positions of an order; positions behind its end stand for its beginning again."""
     positions = np.arange(size, dtype=np.uint64)
     positions *= np.uint64(step)

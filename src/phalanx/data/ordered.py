@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 from phalanx.data.permutation import Indices
 
 
-class Order(Protocol):
-    """`Order` is a function from positions of an epoch to indices of the dataset."""
+class IndexOrder(Protocol):
+    """`IndexOrder` is a function from positions of an epoch to indices of the dataset."""
 
     def take(self, positions: Indices) -> Indices:
         """Return the indices at `positions`.
@@ -27,7 +27,7 @@ class OrderedDataset(Dataset[Any], ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def order(self, seed: int, epoch: int, *, shuffle: bool) -> Order:
+    def order(self, seed: int, epoch: int, *, shuffle: bool) -> IndexOrder:
         """Return the order of an epoch, which depends on nothing else."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from torch.utils.data import distributed as torch_sampler
 
 from phalanx._comm.backend.torch_integration.data_loaders import observe_loaders
 from phalanx.data.index_stream import IndexStream
-from phalanx.data.ordered import Order, OrderedDataset, epoch_key
+from phalanx.data.ordered import IndexOrder, OrderedDataset, epoch_key
 from phalanx.data.partition import Partition, plan_partition
 from phalanx.data.permutation import Permutation
 from phalanx.errors import CheckpointError
@@ -178,7 +178,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
             self.epoch, self._consumed = self.epoch + 1, 0
         return self._consumed
 
-    def _order(self) -> Order | None:
+    def _order(self) -> IndexOrder | None:
         if isinstance(self.dataset, OrderedDataset):
             return self.dataset.order(self.seed, self.epoch, shuffle=self.shuffle)
         return Permutation(self.length, epoch_key(self.seed, self.epoch)) if self.shuffle else None

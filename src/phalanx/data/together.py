@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.ordered import Order, OrderedDataset, epoch_key
+from phalanx.data.ordered import IndexOrder, OrderedDataset, epoch_key
 from phalanx.data.permutation import Indices, Permutation
 
 
@@ -52,7 +52,7 @@ class Together(OrderedDataset):
         """Whether an epoch has whole steps only; it has none if no dataset has a full batch."""
         self._lengths = lengths
         self._length = max(map(self._units_of, self.members))
-        self._orders: dict[tuple[str, int], Order | None] = {}
+        self._orders: dict[tuple[str, int], IndexOrder | None] = {}
 
     def _units_of(self, name: str) -> int:
         """Return how many units an epoch has that goes through a member once."""
@@ -99,7 +99,7 @@ class Together(OrderedDataset):
         several = getattr(member.dataset, "__getitems__", None)
         return list(several(indices)) if several else [member.dataset[index] for index in indices]
 
-    def _order_of(self, name: str, epoch: int) -> Order | None:
+    def _order_of(self, name: str, epoch: int) -> IndexOrder | None:
         if (name, epoch) not in self._orders:
             member = self.members[name]
             for old in [one for one in self._orders if one[0] == name and one[1] < epoch - 1]:
@@ -119,7 +119,7 @@ class Together(OrderedDataset):
             for name, member in self.members.items()
         }
 
-    def order(self, seed: int, epoch: int, *, shuffle: bool) -> Order:
+    def order(self, seed: int, epoch: int, *, shuffle: bool) -> IndexOrder:
         """Return the units of an epoch, one after another: members are shuffled by themselves."""
         return _Units(epoch * self._length)
 

@@ -19,7 +19,7 @@ _SHOWN = 8  # so many differences stand in a message; more would hide the first
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """An entry is what ranks must agree on for one parameter or buffer.
 
     strides   in which its gradient is laid out, if they are not those of a contiguous tensor
@@ -40,7 +40,7 @@ class Entry:
         return f"shape {self.shape}{strides}, {self.dtype}{requires_grad}{beside}"
 
 
-Structure = dict[str, Entry]
+Structure = dict[str, TensorEntry]
 
 
 def describe(module: nn.Module, ignored: frozenset[str], *, memory: bool = True) -> Structure:
@@ -54,7 +54,7 @@ def describe(module: nn.Module, ignored: frozenset[str], *, memory: bool = True)
     for name, parameter in module.named_parameters():
         if name not in ignored:
             strides = _strides_to_tell(parameter) if memory else None
-            structure[name] = Entry(
+            structure[name] = TensorEntry(
                 "parameter",
                 tuple(parameter.shape),
                 _dtype_of(parameter),
@@ -64,7 +64,7 @@ def describe(module: nn.Module, ignored: frozenset[str], *, memory: bool = True)
             )
     for name, buffer in module.named_buffers():
         if name not in ignored:
-            structure[name] = Entry("buffer", tuple(buffer.shape), _dtype_of(buffer), buffer.requires_grad)
+            structure[name] = TensorEntry("buffer", tuple(buffer.shape), _dtype_of(buffer), buffer.requires_grad)
     return structure
 
 

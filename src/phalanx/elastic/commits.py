@@ -13,7 +13,7 @@ from phalanx._base.log import get_logger
 from phalanx._comm.backend import rendezvous
 from phalanx._comm.diagnostics.progress_page import open_page
 from phalanx.elastic.frozen import Frozen
-from phalanx.elastic.hand_over import Part, ValuePart
+from phalanx.elastic.hand_over import StatePart, ValuePart
 from phalanx.elastic.objects import Objects
 from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
@@ -216,7 +216,7 @@ class Commits:
         self._small.restore(latest.small)
         self.values["epoch"], self.values["step"] = latest.epoch, latest.step
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[StatePart]:
         """Return what is the same on every rank, in the order in which it is handed over."""
         return [*self.objects.parts(), ValuePart(self._get_progress, self._put_progress)]
 

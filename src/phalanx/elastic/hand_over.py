@@ -23,8 +23,8 @@ from phalanx.elastic.generations import JobEndedError
 from phalanx.optim import ZeroRedundancyOptimizer
 
 
-class Part(Protocol):
-    """A `Part` is something that can be handed over."""
+class StatePart(Protocol):
+    """A `StatePart` is something that can be handed over."""
 
     def show(self) -> Any:
         """Return what the part holds: tensors, and what can be pickled, in dicts, lists and tuples."""
@@ -230,7 +230,7 @@ class ValuePart:
         self._put(value)
 
 
-def hand_over(parts: Sequence[Part], source: int, receivers: Sequence[int], group: Any) -> int:
+def hand_over(parts: Sequence[StatePart], source: int, receivers: Sequence[int], group: Any) -> int:
     """Replace the parts of the `receivers` by `source`'s; return how many bytes went to each. All ranks call it.
 
     Cost: one broadcast of the structure to all; the tensors go to receivers alone (`phalanx.elastic.carry`), on a host

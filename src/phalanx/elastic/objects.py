@@ -22,7 +22,7 @@ from phalanx._base.partition.owners import owner_of
 from phalanx._comm.backend.skeleton import split
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
-from phalanx.elastic.hand_over import ModulePart, OptimizerPart, Part, StatefulPart
+from phalanx.elastic.hand_over import ModulePart, OptimizerPart, StatefulPart, StatePart
 from phalanx.elastic.rebind import averaging_modules
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
@@ -138,9 +138,9 @@ class Objects:
 
     # -- as parts ------------------------------------------------------------------------------------------------
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[StatePart]:
         """Return what is the same on every rank, in the order in which it is handed over."""
-        parts: list[Part] = []
+        parts: list[StatePart] = []
         models = self.named_modules
         shared = frozenset(id(p) for o in self.sharded for group in o.param_groups for p in group["params"])
         for name, thing in self.things.items():
@@ -154,7 +154,7 @@ class Objects:
                 parts.append(StatefulPart(thing, is_large=name in self._large))
         return parts
 
-    def parts_of_update(self) -> list[Part]:
+    def parts_of_update(self) -> list[StatePart]:
         """Return what changes between an update and its commit, also in a loop that keeps an average of the model."""
         return [part for part in self.parts() if not isinstance(part, StatefulPart) or part.is_large]
 

@@ -55,8 +55,8 @@ _SPARE = 1 << 18
 _SLOTS = 3
 
 
-class Said(NamedTuple):
-    """A `Said` is the answers of all ranks in a commit.
+class CommitAnswers(NamedTuple):
+    """A `CommitAnswers` is the answers of all ranks in a commit.
 
     They say whether ranks' small states differ, whether a rank draws or changes buffers unseen, and the room they want.
     """
@@ -260,7 +260,7 @@ class RankRecords:
 
     # -- what the ranks read -------------------------------------------------------------------------------------
 
-    def meet(self, number: int) -> Said:
+    def meet(self, number: int) -> CommitAnswers:
         """Wait until all ranks wrote the small state of commit `number`; return their answers. All ranks call it."""
         if self._all_are_seen:
             dist.barrier(group=self._group)
@@ -315,9 +315,9 @@ class RankRecords:
             self._buffers.restore(plan, Buffers.read(plan, slot[_BEGIN + _aligned(plan_bytes) :]))
 
 
-def _summarize(heads: Sequence[tuple[int, ...]]) -> Said:
+def _summarize(heads: Sequence[tuple[int, ...]]) -> CommitAnswers:
     checksums, late, *asked = zip(*(head[5:] for head in heads), strict=True)
-    return Said(len(set(checksums)) > 1, any(late), (max(asked[0]), max(asked[1])))
+    return CommitAnswers(len(set(checksums)) > 1, any(late), (max(asked[0]), max(asked[1])))
 
 
 def small_of(slot: Tensor, number: int) -> Frozen | None:

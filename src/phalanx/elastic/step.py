@@ -22,7 +22,7 @@ from phalanx._comm.backend.skeleton import join, split
 from phalanx._comm.transport.tensors import copy_all
 from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.frozen import Frozen
-from phalanx.elastic.hand_over import Part
+from phalanx.elastic.hand_over import StatePart
 from phalanx.elastic.objects import Objects
 from phalanx.elastic.position import Mark
 
@@ -371,7 +371,7 @@ def _place(tensor: Tensor) -> int:
 class StepUndo:
     """`StepUndo` keeps a copy of what `parts` hold. Cost: their memory, and a copy in each step that takes one."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[StatePart]) -> None:
         self._parts = parts
         self._structure: Any = None  # None if nothing is kept
         self._copies: list[Tensor] = []

@@ -32,7 +32,7 @@ from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.map_task import MapOutput, rarely_collecting, run_map_task
 from phalanx.mapreduce.part_files import require_own, write_part
 from phalanx.mapreduce.splits import Split, find_files, plan_file_splits, plan_sequence_splits
-from phalanx.mapreduce.spool import Spool, Stream
+from phalanx.mapreduce.spool import Spool, SpoolStream
 from phalanx.mapreduce.table import NotPairsError
 from phalanx.mapreduce.team import Person, Team
 
@@ -42,7 +42,7 @@ _RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError"
 
 
 @dataclass
-class Held:
+class RankHoldings:
     """It is what this rank holds of a job."""
 
     job: MapReduceJob
@@ -68,7 +68,7 @@ class TaskReport:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MapReduceResult:
     """It is a job that is done: what was counted, and which rank has which partition."""
 
     counters: Counters
@@ -76,7 +76,7 @@ class Outcome:
     num_tasks: int
 
 
-def meet(team: Team, job: MapReduceJob, held: Held) -> str:
+def meet(team: Team, job: MapReduceJob, held: RankHoldings) -> str:
     """Agree on the plan; return the prefix of this call's keys.
 
     Raises:
@@ -113,7 +113,7 @@ def _plan(job: MapReduceJob) -> tuple[str, Any]:
     return "", (f"phalanx-mapreduce/{uuid.uuid4()}", splits)
 
 
-def attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
+def attempt(team: Team, job: MapReduceJob, held: RankHoldings) -> MapReduceResult:
     """Do the job. All ranks call it.
 
     Raises:
@@ -124,7 +124,7 @@ def attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
         return _attempt(team, job, held)
 
 
-def _attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
+def _attempt(team: Team, job: MapReduceJob, held: RankHoldings) -> MapReduceResult:
     prefix = meet(team, job, held)
     splits = held.splits
     told: list[Any] = []
@@ -168,7 +168,7 @@ def _attempt(team: Team, job: MapReduceJob, held: Held) -> Outcome:
         reduced = [f"{prefix}/reduced/{rank}" for rank in range(team.size)]
         team.wait_until(lambda: team.store.check(reduced) or board.problem() is not None)
     _raise_problem(team, board.problem())
-    return Outcome(counters, owners, len(splits))
+    return MapReduceResult(counters, owners, len(splits))
 
 
 @contextlib.contextmanager
@@ -182,7 +182,7 @@ def _problem_first(board: Board) -> Iterator[None]:
         raise
 
 
-def _map(board: Board, job: MapReduceJob, held: Held, splits: Sequence[Split]) -> None:
+def _map(board: Board, job: MapReduceJob, held: RankHoldings, splits: Sequence[Split]) -> None:
     while board.problem() is None and (task := board.claim()) is not None:
         _do_map_task(board, job, held, splits[task], task)
     while board.problem() is None and (task := board.find_idle()) is not None:
@@ -190,7 +190,7 @@ def _map(board: Board, job: MapReduceJob, held: Held, splits: Sequence[Split]) -
     held.num_backups += board.num_backups
 
 
-def _do_map_task(board: Board, job: MapReduceJob, held: Held, split: Split, task: int) -> None:
+def _do_map_task(board: Board, job: MapReduceJob, held: RankHoldings, split: Split, task: int) -> None:
     try:
         output = run_map_task(split, job, held.buckets, lambda: board.is_wanted(task))
     except PeerLostError:
@@ -259,7 +259,7 @@ def _report(output: MapOutput) -> TaskReport:
 def _shuffle(
     team: Team,
     job: MapReduceJob,
-    held: Held,
+    held: RankHoldings,
     owners: Mapping[int, int],
     makers: Mapping[int, int],
     reports: Sequence[TaskReport],
@@ -278,7 +278,7 @@ def _shuffle(
                     yield partition, task, run[partition]
 
     outgoing = [
-        Stream(
+        SpoolStream(
             held.buckets,
             [run[p] for p in own[dst] for task in made[team.rank] for run in held.outputs[task].runs],
         )
@@ -310,7 +310,7 @@ def _shuffle(
     inbox.close()
 
 
-def _reduce(job: MapReduceJob, held: Held, buckets: Iterator[bytes], board: Board) -> Run:
+def _reduce(job: MapReduceJob, held: RankHoldings, buckets: Iterator[bytes], board: Board) -> Run:
     runs = Spool(0, job.spill_folder)
     begin = held.done.size
     num_bytes = num_keys = 0
@@ -329,7 +329,7 @@ def _reduce(job: MapReduceJob, held: Held, buckets: Iterator[bytes], board: Boar
         give_back(num_bytes, num_keys)
 
 
-def _write(folder: str, held: Held, partition: int, partitions: int) -> None:
+def _write(folder: str, held: RankHoldings, partition: int, partitions: int) -> None:
     write_part(folder, partition, partitions, lambda: read_blocks(held.done, held.results[partition]))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.mapreduce.errors import TaskError
-from phalanx.mapreduce.spool import Extent, Spool, Stream
+from phalanx.mapreduce.spool import Spool, SpoolExtent, SpoolStream
 from phalanx.mapreduce.team import Team
 
 _LEAST_CHUNK = 4096
@@ -24,8 +24,8 @@ def plan_rounds(longest: int, world_size: int, memory_bytes: int) -> tuple[int, 
 
 
 def exchange(
-    team: Team, outgoing: Sequence[Stream], incoming: Sequence[int], longest: int, inbox: Spool, memory_bytes: int
-) -> list[Stream]:
+    team: Team, outgoing: Sequence[SpoolStream], incoming: Sequence[int], longest: int, inbox: Spool, memory_bytes: int
+) -> list[SpoolStream]:
     """Send a stream to each rank; what came from each is in `inbox` afterwards. All ranks call it.
 
     `incoming` is the length of what each rank sends. `longest` is that of the longest stream of all ranks. What a rank
@@ -35,7 +35,7 @@ def exchange(
         TaskError: a rank could not write to its disk, or read from it; on every rank.
     """
     rounds, chunk = plan_rounds(longest, team.size, memory_bytes)
-    arrived: list[list[Extent]] = [[] for _ in incoming]
+    arrived: list[list[SpoolExtent]] = [[] for _ in incoming]
     problem: str | None = None
     for number in range(rounds):
         start = number * chunk
@@ -56,7 +56,9 @@ def exchange(
             problem = str(error)
     if rounds:
         _raise_problem(team.gather(problem))
-    return [outgoing[peer] if peer == team.rank else Stream(inbox, extents) for peer, extents in enumerate(arrived)]
+    return [
+        outgoing[peer] if peer == team.rank else SpoolStream(inbox, extents) for peer, extents in enumerate(arrived)
+    ]
 
 
 def _raise_problem(told: Sequence[str | None]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.mapreduce.columns import HEADER, length_of_keys, pack, unpack, unpack_keys
 from phalanx.mapreduce.heap import give_back
 from phalanx.mapreduce.sizes import cut_by_size, plan_next_look, quick_size, size_of_lists
-from phalanx.mapreduce.spool import Extent, Spool
+from phalanx.mapreduce.spool import Spool, SpoolExtent
 from phalanx.mapreduce.sums import new_sums, sorted_items
 
 _FAN_IN = 16
@@ -26,13 +26,13 @@ _BLOCK_BYTES = 512 << 10
 _VALUES = 1024  # an entry of a run has at most so many values of a key
 _first = itemgetter(0)
 
-Run = list[Extent]
+Run = list[SpoolExtent]
 
 
-class Stored:
+class StoredValues:
     """It has the values of an entry that is larger than a block: on disk, until they are iterated over."""
 
-    def __init__(self, spool: Spool, extent: Extent) -> None:
+    def __init__(self, spool: Spool, extent: SpoolExtent) -> None:
         self._spool = spool
         self._extent = extent
 
@@ -57,7 +57,7 @@ def write_blocks(
     block_bytes = min(block_bytes, _BLOCK_BYTES)
     held = 0
     for key, value in pairs:
-        stored = isinstance(value, Stored)
+        stored = isinstance(value, StoredValues)
         size = block_bytes if stored else quick_size(key) + quick_size(value)
         if keys and held + size > block_bytes:
             run.append(spool.append(pack(keys, values, listed=listed)))
@@ -86,7 +86,7 @@ def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any
             border = length_of_keys(spool.read(extent.offset, HEADER))
             keys = unpack_keys(spool.read(extent.offset, border))
             if len(keys) == 1:
-                yield keys[0], Stored(spool, extent)
+                yield keys[0], StoredValues(spool, extent)
                 continue
         yield from zip(*unpack(spool.read(*extent)), strict=True)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from phalanx._base.log import get_logger
 from phalanx.errors import PeerLostError
-from phalanx.mapreduce.attempt import Held, Outcome, attempt
+from phalanx.mapreduce.attempt import MapReduceResult, RankHoldings, attempt
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.part_files import path_of
 from phalanx.mapreduce.result import Result, blocks_of, gather_blocks
@@ -103,7 +103,7 @@ def map_reduce(
         spill_folder=None if spill_folder is None else os.fspath(spill_folder),
     )
     team = Team.of(group)
-    held = Held(job)
+    held = RankHoldings(job)
     try:
         outcome = attempt(team, job, held)
         result = _finish(team, job, held, outcome)
@@ -125,7 +125,7 @@ def _store_lost(team: Team, error: Exception) -> PeerLostError:
     )
 
 
-def _finish(team: Team, job: MapReduceJob, held: Held, outcome: Outcome) -> Result:
+def _finish(team: Team, job: MapReduceJob, held: RankHoldings, outcome: MapReduceResult) -> Result:
     """Bring the partitions to where they are wanted. All ranks call it."""
     own = {partition: run for partition, run in held.results.items() if outcome.owners[partition] == team.rank}
     inbox = Spool(job.memory_bytes // 8, job.spill_folder)

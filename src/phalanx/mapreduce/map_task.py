@@ -15,7 +15,7 @@ from phalanx.mapreduce.keys import find_kinds
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.records import read_blocks
 from phalanx.mapreduce.splits import Split
-from phalanx.mapreduce.spool import Extent, Spool
+from phalanx.mapreduce.spool import Spool, SpoolExtent
 from phalanx.mapreduce.table import Table
 
 _SLICE_S = 0.05
@@ -26,7 +26,7 @@ _GC_THRESHOLD = 50_000
 class MapOutput:
     """It is what a task has left in the spool: runs, each with the extent of every partition's bucket, in order."""
 
-    runs: list[list[Extent]] = field(default_factory=list)
+    runs: list[list[SpoolExtent]] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
     counters: Counters = field(default_factory=Counters)
     seconds: float = 0.0
@@ -72,16 +72,16 @@ def _write_run(table: Table, job: MapReduceJob, spool: Spool, output: MapOutput)
     if not len(contents):
         return
     output.kinds |= find_kinds(types)
-    runs: list[list[Extent]] = [[]]
+    runs: list[list[SpoolExtent]] = [[]]
     for partition, number, data in pack_buckets(contents, types, job):
         if number == len(runs):
             runs.append([])
-        runs[number] += [Extent(0, 0)] * (partition - len(runs[number]))
+        runs[number] += [SpoolExtent(0, 0)] * (partition - len(runs[number]))
         runs[number].append(spool.append(data))
         output.counters.bucket_bytes += len(data)
     if isinstance(contents, Values):
         give_back(contents.held_bytes, contents.count)
-    output.runs += [run + [Extent(0, 0)] * (job.partitions - len(run)) for run in runs]
+    output.runs += [run + [SpoolExtent(0, 0)] * (job.partitions - len(run)) for run in runs]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz
 
 
 @dataclass
-class Block:
+class RecordBlock:
     """It has records that follow each other.
 
     If there is a `fetch`, it makes a record of what `items` has in its place.
@@ -41,7 +41,7 @@ class Block:
 
 def read_blocks(
     split: Split, sequence: Indexable[Any] | None, encoding: str | None, block_bytes: int
-) -> Iterator[Block]:
+) -> Iterator[RecordBlock]:
     """Yield all records of `split`, block by block. Where blocks end follows from the split alone.
 
     Raises:
@@ -55,7 +55,7 @@ def read_blocks(
     assert sequence is not None
     for start in range(split.start, split.stop, _SEQUENCE_BLOCK):
         positions = list(range(start, min(start + _SEQUENCE_BLOCK, split.stop)))
-        yield Block(positions, lambda index, at=start: f"record {at + index}", fetch=sequence.__getitem__)  # type: ignore[misc]
+        yield RecordBlock(positions, lambda index, at=start: f"record {at + index}", fetch=sequence.__getitem__)  # type: ignore[misc]
 
 
 def read_lines(piece: Piece, block_bytes: int) -> Iterator[tuple[int, bytes]]:
@@ -109,12 +109,12 @@ def _first_line(file: IO[bytes], start: int, stop: int, block_bytes: int) -> int
     return stop
 
 
-def _decode(path: str, offset: int, data: bytes, encoding: str | None) -> Block:
+def _decode(path: str, offset: int, data: bytes, encoding: str | None) -> RecordBlock:
     def locate(index: int) -> str:
         return f"{path}, byte {offset + _length_of_lines(data, index)}"
 
     if encoding is None:
-        return Block(_split_bytes(data), locate, len(data))
+        return RecordBlock(_split_bytes(data), locate, len(data))
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError:
@@ -124,13 +124,13 @@ def _decode(path: str, offset: int, data: bytes, encoding: str | None) -> Block:
     lines = text.split("\n")
     if not lines[-1]:  # it is empty after the last line's end, which only the end of a file lacks
         lines.pop()
-    return Block(lines, locate, len(data))
+    return RecordBlock(lines, locate, len(data))
 
 
-def _decode_by_line(path: str, offset: int, data: bytes, encoding: str) -> Block:
+def _decode_by_line(path: str, offset: int, data: bytes, encoding: str) -> RecordBlock:
     items: list[str] = []
     offsets: list[int] = []
-    block = Block(items, lambda index: f"{path}, byte {offsets[index]}", len(data))
+    block = RecordBlock(items, lambda index: f"{path}, byte {offsets[index]}", len(data))
     for line in _split_bytes(data, keep_ends=True):
         try:
             items.append(_without_end(line).decode(encoding))

@@ -15,7 +15,7 @@ from phalanx.mapreduce.columns import unpack
 from phalanx.mapreduce.counters import BadRecord, Counters
 from phalanx.mapreduce.exchange import exchange
 from phalanx.mapreduce.grouper import Run
-from phalanx.mapreduce.spool import Spool, Stream
+from phalanx.mapreduce.spool import Spool, SpoolStream
 from phalanx.mapreduce.team import Team
 
 _first = itemgetter(0)
@@ -36,7 +36,7 @@ class Result:
 
     def __init__(
         self,
-        blocks: Mapping[int, tuple[Stream, Sequence[int]]],
+        blocks: Mapping[int, tuple[SpoolStream, Sequence[int]]],
         spools: Sequence[Spool],
         counters: Counters,
         *,
@@ -69,7 +69,7 @@ class Result:
         stream, lengths = self._blocks[number]
         return self._read(stream, lengths)
 
-    def _read(self, stream: Stream, lengths: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+    def _read(self, stream: SpoolStream, lengths: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         at = 0
         for length in lengths:
             yield from zip(*unpack(stream.read(at, length)), strict=True)
@@ -100,21 +100,21 @@ class Result:
         )
 
 
-def blocks_of(results: Mapping[int, Run], spool: Spool) -> dict[int, tuple[Stream, list[int]]]:
+def blocks_of(results: Mapping[int, Run], spool: Spool) -> dict[int, tuple[SpoolStream, list[int]]]:
     """Return the partitions that this rank has finished, as a result reads them."""
-    return {number: (Stream(spool, run), [extent.length for extent in run]) for number, run in results.items()}
+    return {number: (SpoolStream(spool, run), [extent.length for extent in run]) for number, run in results.items()}
 
 
 def gather_blocks(
     team: Team, results: Mapping[int, Run], spool: Spool, inbox: Spool, memory_bytes: int
-) -> dict[int, tuple[Stream, list[int]]]:
+) -> dict[int, tuple[SpoolStream, list[int]]]:
     """Return the partitions of all ranks; those of others go to `inbox`. All ranks call it."""
     mine = {number: [extent.length for extent in run] for number, run in sorted(results.items())}
     told: list[dict[int, list[int]]] = team.gather(mine)
-    stream = Stream(spool, [extent for number in mine for extent in results[number]])
+    stream = SpoolStream(spool, [extent for number in mine for extent in results[number]])
     totals = [sum(map(sum, lengths.values())) for lengths in told]
     arrived = exchange(team, [stream] * team.size, totals, max(totals) if team.size > 1 else 0, inbox, memory_bytes)
-    found: dict[int, tuple[Stream, list[int]]] = {}
+    found: dict[int, tuple[SpoolStream, list[int]]] = {}
     for rank, lengths in enumerate(told):
         at = 0
         for number, run in lengths.items():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 _COPY_BYTES = 1 << 20
 
 
-class Extent(NamedTuple):
+class SpoolExtent(NamedTuple):
     """It says where bytes lie."""
 
     offset: int
@@ -38,9 +38,9 @@ class Spool:
         self.size = 0
         self.spilled_bytes = 0
 
-    def append(self, data: bytes | memoryview) -> Extent:
+    def append(self, data: bytes | memoryview) -> SpoolExtent:
         """Write `data` after all that was written; return where it lies."""
-        extent = Extent(self.size, len(data))
+        extent = SpoolExtent(self.size, len(data))
         if self._fd < 0 and self.size + len(data) > self._memory_bytes:
             self._move_to_disk()
         if self._fd >= 0:
@@ -109,10 +109,10 @@ class Spool:
         return found
 
 
-class Stream:
+class SpoolStream:
     """It reads extents of a spool one after the other, as one."""
 
-    def __init__(self, spool: Spool, extents: Sequence[Extent]) -> None:
+    def __init__(self, spool: Spool, extents: Sequence[SpoolExtent]) -> None:
         self._spool = spool
         self._extents = list(extents)
         self._ends = list(accumulate(extent.length for extent in self._extents))
@@ -129,7 +129,7 @@ class Stream:
         """Return how many bytes `read` gives."""
         return max(0, min(length, len(self) - start))
 
-    def part(self, start: int, length: int) -> Stream:
+    def part(self, start: int, length: int) -> SpoolStream:
         """Return the bytes from `start` on as a stream of their own."""
         extents = []
         index, stop = bisect_right(self._ends, start), start + length
@@ -138,10 +138,10 @@ class Stream:
             skip = start - (self._ends[index] - size)
             take = min(size - skip, stop - start)
             if take:
-                extents.append(Extent(offset + skip, take))
+                extents.append(SpoolExtent(offset + skip, take))
             start += take
             index += 1
-        return Stream(self._spool, extents)
+        return SpoolStream(self._spool, extents)
 
     def _parts(self, start: int, stop: int) -> Iterator[bytes]:
         for offset, length in self.part(start, stop - start)._extents:

@@ -9,7 +9,7 @@ from phalanx.errors import summary_of
 from phalanx.mapreduce.buckets import Values
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
-from phalanx.mapreduce.records import Block
+from phalanx.mapreduce.records import RecordBlock
 from phalanx.mapreduce.sizes import plan_next_look, size_of_lists, size_of_table
 from phalanx.mapreduce.sums import TextSums, new_sums
 
@@ -35,7 +35,7 @@ class Table:
         self._pairs = 0  # since it was empty
         self._next_look = 1
 
-    def take(self, block: Block, start: int, stop: int) -> None:
+    def take(self, block: RecordBlock, start: int, stop: int) -> None:
         """Map the records `start` to `stop` of a block. Each has its whole effect, or, if it is bad, none.
 
         Raises:

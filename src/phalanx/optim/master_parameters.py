@@ -15,7 +15,7 @@ from phalanx._comm.backend.shared_updates import note_shared_update
 from phalanx.optim.parameter_shard import in_memory_order
 from phalanx.optim.plan import Slice, plan_waves
 from phalanx.optim.shared_parameters import SharedBlock
-from phalanx.optim.staging import Staging, lock
+from phalanx.optim.staging import HostStaging, lock
 
 _HALF = {torch.float16, torch.bfloat16}
 _NOTED_BYTES = 64 << 20  # so many bytes of parameters are noted together, by a dozen kernels and a copy of them
@@ -23,7 +23,7 @@ _NOTED_BYTES = 64 << 20  # so many bytes of parameters are noted together, by a 
 
 @dataclass(frozen=True, eq=False)
 class _Note:
-    """A note holds what slices of some parameters held, as a `Staging` notes it of all together."""
+    """A note holds what slices of some parameters held, as a `HostStaging` notes it of all together."""
 
     numbers: tuple[int, ...]
     bits: Any
@@ -44,7 +44,7 @@ class MasterParameters(SharedBlock):
         self,
         parameters: Sequence[Tensor],
         group: dist.ProcessGroup,
-        stagings: Mapping[torch.device, Staging],
+        stagings: Mapping[torch.device, HostStaging],
         source: int = 0,
         previous: MasterParameters | None = None,
     ) -> None:

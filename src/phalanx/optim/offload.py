@@ -29,8 +29,8 @@ from phalanx._base.torch_names import find
 from phalanx._comm.transport.tensors import is_dense
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.offloaded_shard import OffloadedShard
-from phalanx.optim.plan import LINE, Extent, Plan, plan_waves
-from phalanx.optim.staging import Staging
+from phalanx.optim.plan import LINE, ParameterExtent, Plan, plan_waves
+from phalanx.optim.staging import HostStaging
 
 _foreach_mul_: Any = find(
     "torch._foreach_mul_", loses="clipping gradients of an offloaded optimizer takes longer", instead=None
@@ -60,11 +60,13 @@ class Offload:
     With `cut` parameters may be cut, and updated in waves; else the optimizer sees all of them in each call.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, cut: bool, make_staging: Callable[[torch.device], Staging]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, cut: bool, make_staging: Callable[[torch.device], HostStaging]
+    ) -> None:
         self._group = group
         self._cut = cut
         self._make_staging = make_staging
-        self._stagings: dict[torch.device, Staging] = {}
+        self._stagings: dict[torch.device, HostStaging] = {}
         self._masters: list[MasterParameters] = []
         self._shards: list[list[OffloadedShard]] = []
         self._states: list[SharedState] = []
@@ -74,7 +76,7 @@ class Offload:
     def share(
         self,
         parameters: Sequence[Tensor],
-        plan: Callable[[Sequence[Extent], int], Plan],
+        plan: Callable[[Sequence[ParameterExtent], int], Plan],
         source: int,
         previous: MasterParameters | None,
     ) -> tuple[MasterParameters, Plan, list[OffloadedShard]]:
@@ -220,7 +222,7 @@ _STATES = 4
 class SharedState:
     """It has room for four numbers per element that a rank updates; unused room costs no memory. All ranks make it."""
 
-    def __init__(self, extents: Sequence[Extent], plan: Plan, group: dist.ProcessGroup) -> None:
+    def __init__(self, extents: Sequence[ParameterExtent], plan: Plan, group: dist.ProcessGroup) -> None:
         from phalanx._comm.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
 
         nbytes = max(

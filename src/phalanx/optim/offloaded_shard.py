@@ -10,13 +10,13 @@ from torch import Tensor
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.parameter_shard import in_memory_order
 from phalanx.optim.plan import Slice
-from phalanx.optim.staging import Staging
+from phalanx.optim.staging import HostStaging
 
 
 class OffloadedShard:
     """It is a `ParameterShard` of a master. The gradient is copied when the update begins."""
 
-    def __init__(self, parameter: Tensor, masters: MasterParameters, part: Slice, staging: Staging) -> None:
+    def __init__(self, parameter: Tensor, masters: MasterParameters, part: Slice, staging: HostStaging) -> None:
         self.parameter = parameter
         self.part = part
         self.staging = staging

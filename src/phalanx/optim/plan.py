@@ -21,7 +21,7 @@ LINE = 128
 
 
 @dataclass(frozen=True)
-class Extent:
+class ParameterExtent:
     """An extent is a parameter as far as planning needs it: `numel` elements of `itemsize` bytes."""
 
     numel: int
@@ -50,7 +50,7 @@ Plan = tuple[tuple[Slice, ...], ...]
 """The slices of each rank. Every element of every parameter is in exactly one."""
 
 
-def plan_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
+def plan_offsets(extents: Sequence[ParameterExtent]) -> tuple[list[int], int]:
     """Return where each parameter starts in the memory of its group, and how long that is, in bytes."""
     offsets, at = [], 0
     for extent in extents:
@@ -59,7 +59,7 @@ def plan_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
     return offsets, at
 
 
-def plan_cut(extents: Sequence[Extent], world_size: int) -> Plan:
+def plan_cut(extents: Sequence[ParameterExtent], world_size: int) -> Plan:
     """Cut each large parameter into equal ranges of lines, and so the small ones, one after the other, together.
 
     So every rank averages and updates its share of each large gradient, as it comes. Empty parameters are rank 0's.
@@ -73,7 +73,7 @@ def plan_cut(extents: Sequence[Extent], world_size: int) -> Plan:
     return tuple(plan)
 
 
-def _cut(extents: Sequence[Extent], row: Sequence[int], rank: int, world_size: int) -> Iterator[Slice]:
+def _cut(extents: Sequence[ParameterExtent], row: Sequence[int], rank: int, world_size: int) -> Iterator[Slice]:
     """Yield one rank's part of the parameters in `row`, laid end to end."""
     total = sum(extents[index].num_lines for index in row)
     low, high = total * rank // world_size, total * (rank + 1) // world_size
@@ -100,7 +100,7 @@ def plan_waves(sizes: Sequence[int], most: int) -> list[range]:
     return [*waves, range(start, len(sizes))]
 
 
-def plan_whole(extents: Sequence[Extent], world_size: int) -> Plan:
+def plan_whole(extents: Sequence[ParameterExtent], world_size: int) -> Plan:
     """Give each parameter to one rank: the largest first, to the rank that has the least so far."""
     loads = [0] * world_size
     ranks: list[list[Slice]] = [[] for _ in range(world_size)]

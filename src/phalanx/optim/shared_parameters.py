@@ -17,7 +17,7 @@ from phalanx._comm.backend.torch_integration.shared_loads import wait_before_loa
 from phalanx._comm.diagnostics.flight_recorder import read_position
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.transport.tensors import is_dense
-from phalanx.optim.plan import Extent, Slice, plan_offsets
+from phalanx.optim.plan import ParameterExtent, Slice, plan_offsets
 from phalanx.optim.rank_words import RankWords
 
 PAGE = 4096
@@ -50,7 +50,7 @@ class SharedBlock:
         self.group = group
         self.parameters = list(parameters)
         self.dtypes = list(dtypes)
-        self.extents = [Extent(p.numel(), dtype.itemsize) for p, dtype in zip(parameters, dtypes, strict=True)]
+        self.extents = [ParameterExtent(p.numel(), dtype.itemsize) for p, dtype in zip(parameters, dtypes, strict=True)]
         self.offsets, nbytes = plan_offsets(self.extents)
         room = whole_pages(nbytes) + PAGE if in_pages else max(nbytes, 1)
         self.memory = shared_empty(room, dtype=torch.uint8, group=group, owner=0)

@@ -30,7 +30,7 @@ _logger = get_logger(__name__)
 _CONVERTED_AT_ONCE = 8 << 20
 
 
-class Staging:
+class HostStaging:
     """It copies tensors on `device` to the host and back.
 
     takes_checksums   whether writes to tensors are noticed by checksums, where they lie, and not by reading them here

@@ -34,7 +34,7 @@ from phalanx.optim.parameter_shard import ParameterShard
 from phalanx.optim.plan import Slice, plan_cut, plan_whole
 from phalanx.optim.sharded_state import ShardedState
 from phalanx.optim.shared_parameters import SharedParameters
-from phalanx.optim.staging import Staging
+from phalanx.optim.staging import HostStaging
 from phalanx.optim.state import merge_states
 from phalanx.optim.undo import Undo
 
@@ -169,7 +169,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         self._share(group, source=0)
 
     def _new_offload(self) -> Offload | None:
-        return Offload(self.process_group, cut=self._cut, make_staging=Staging) if self.offload else None
+        return Offload(self.process_group, cut=self._cut, make_staging=HostStaging) if self.offload else None
 
     def _share(self, group: dict[str, Any], source: int, previous: MasterParameters | None = None) -> None:
         """Move a group's parameters, with the values of rank `source`, and build what updates this rank's slices."""

@@ -21,7 +21,7 @@ from phalanx.parameter_server.layout import State, join_states, plan_dense, ring
 from phalanx.parameter_server.parameters import Parameters, describe
 from phalanx.parameter_server.pulled import Pulled
 from phalanx.parameter_server.server_optimizer import ServerOptimizer, make_server_optimizer
-from phalanx.parameter_server.shard import Gradients, NotHeldError, Spec, TrainerLostError
+from phalanx.parameter_server.shard import NotHeldError, PushedGradients, Spec, TrainerLostError
 from phalanx.rpc import current, rpc_async
 
 
@@ -322,7 +322,7 @@ class ParameterServer:
             for key, (ids, grads) in rows.items():
                 here = ids % num == index
                 local[key] = (ids[here] // num, grads[here])
-            arguments.append((self._trainer, self.step, Gradients(mine, local, said, for_servers)))
+            arguments.append((self._trainer, self.step, PushedGradients(mine, local, said, for_servers)))
         self._on_all(requests.push, arguments)
         if for_servers is not None:
             found = self._on_all(requests.norms, [(self._trainer, self.step)] * num)

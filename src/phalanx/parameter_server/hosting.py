@@ -22,7 +22,7 @@ from torch.futures import Future
 from phalanx.errors import ClosedError, MismatchError, PeerLostError, PhalanxError, summary_of
 from phalanx.parameter_server.groups import Group, Options
 from phalanx.parameter_server.layout import State, ring
-from phalanx.parameter_server.shard import Gradients, NotHeldError, Shard, Spec, TrainerLostError
+from phalanx.parameter_server.shard import NotHeldError, PushedGradients, Shard, Spec, TrainerLostError
 from phalanx.rpc import current, rpc_async
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.functions import async_execution
@@ -39,7 +39,7 @@ class _Waiting:
     future: Future[Any]
 
 
-class Hosted:
+class HostedShard:
     """It is a shard on this server, as primary or replica; or a place that waits for one."""
 
     def __init__(self, agent: Agent, name: str, index: int) -> None:
@@ -215,7 +215,7 @@ class Hosted:
             return _WAIT
         return self.write(("add", number, kind, group, values, described))
 
-    def push(self, trainer: str, clock: int, gradients: Gradients) -> Any:
+    def push(self, trainer: str, clock: int, gradients: PushedGradients) -> Any:
         """Take a trainer's gradients, once it may be at this step: one that never pulls is not ahead either."""
         shard = self._held()
         if shard is None or (clock >= shard.clocks[trainer] and not self._may_go_on(shard, trainer, clock)):
@@ -425,10 +425,12 @@ class Hosted:
 
 
 _registry = threading.Lock()
-_hosted: dict[int, dict[tuple[str, int], Hosted]] = {}  # by the agent's uid: a process may be one worker after another
+_hosted: dict[
+    int, dict[tuple[str, int], HostedShard]
+] = {}  # by the agent's uid: a process may be one worker after another
 
 
-def host(name: str, index: int) -> Hosted:
+def host(name: str, index: int) -> HostedShard:
     """Return the place for this shard on this worker."""
     agent = current.agent()
     uid = agent.me.uid
@@ -439,7 +441,7 @@ def host(name: str, index: int) -> Hosted:
             agent.on_close.append(lambda: _forget(uid))
         places = _hosted[uid]
         if (name, index) not in places:
-            places[name, index] = Hosted(agent, name, index)
+            places[name, index] = HostedShard(agent, name, index)
         return places[name, index]
 
 

@@ -13,7 +13,7 @@ from phalanx.parameter_server.clipping import Norms
 from phalanx.parameter_server.groups import Options
 from phalanx.parameter_server.hosting import host
 from phalanx.parameter_server.layout import State
-from phalanx.parameter_server.shard import Gradients, Spec
+from phalanx.parameter_server.shard import PushedGradients, Spec
 from phalanx.rpc.functions import async_execution
 
 
@@ -37,7 +37,7 @@ def attach(name: str, index: int, trainer: str, worker: int, described: str) -> 
 
 
 @async_execution
-def push(name: str, index: int, trainer: str, clock: int, gradients: Gradients) -> Future[Any]:
+def push(name: str, index: int, trainer: str, clock: int, gradients: PushedGradients) -> Future[Any]:
     """Take all gradients that a trainer has for this server."""
     place = host(name, index)
     return place.request(partial(place.push, trainer, clock, gradients))

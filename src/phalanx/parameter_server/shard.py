@@ -43,7 +43,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class PushedGradients:
     """It is what a trainer pushes to a server in a step: by name; of tables, the rows here and a gradient for each.
 
     `options` are those of all groups, as this trainer has them; None says nothing of them.
@@ -92,7 +92,7 @@ class Shard:
         """Note which worker the trainer is. The replacement of a lost worker has its name, and another uid."""
         self.workers[trainer] = worker
 
-    def push(self, trainer: str, clock: int, gradients: Gradients) -> None:
+    def push(self, trainer: str, clock: int, gradients: PushedGradients) -> None:
         """Take the gradients of a trainer's step number `clock`."""
         if clock < self.clocks[trainer]:
             return  # it was taken; the answer was lost with the server that was to give it
@@ -130,7 +130,7 @@ class Shard:
         self.load_number = number
         self.step: int = state["step"]
         self.clocks: dict[str, int] = {one: self.step for one in self.spec.trainers}
-        self._pending: dict[int, dict[str, Gradients]] = {}
+        self._pending: dict[int, dict[str, PushedGradients]] = {}
         self._total = None
         self._is_reduced = False  # whether the parameters have the gradients of the next step
         self._norms: dict[str, Norms] = {}  # the norms of the last step that was clipped
@@ -165,11 +165,11 @@ class Shard:
             self._update(list(pushed.values()))
             self.step += 1
 
-    def _next_step(self) -> dict[str, Gradients]:
+    def _next_step(self) -> dict[str, PushedGradients]:
         pushed = self._pending[self.step]
         return {one: pushed[one] for one in self.spec.trainers if one in pushed}
 
-    def _find_mismatch(self, pushed: Mapping[str, Gradients]) -> MismatchError | None:
+    def _find_mismatch(self, pushed: Mapping[str, PushedGradients]) -> MismatchError | None:
         """Return what is wrong with a step for which trainers set different options, before any of it is applied.
 
         Every server hears all options, so all refuse it.
@@ -186,7 +186,7 @@ class Shard:
                 )
         return None
 
-    def _reduce(self, pushed: Sequence[Gradients]) -> None:
+    def _reduce(self, pushed: Sequence[PushedGradients]) -> None:
         """Give the parameters the sum or the mean. A trainer without a gradient counts as one of zeros.
 
         What was pushed is left as it is, whatever the optimizers do to their gradients: it goes to the replica after.
@@ -223,7 +223,7 @@ class Shard:
                 }
         return self._norms
 
-    def _update(self, pushed: list[Gradients]) -> None:
+    def _update(self, pushed: list[PushedGradients]) -> None:
         """Take one step of the optimizers, with the options that the trainers have set."""
         said = next((one.options for one in pushed if one.options is not None), {})
         clip = next((one.clip for one in pushed if one.clip), None)
@@ -293,7 +293,7 @@ def _groups_in(state: State) -> Mapping[str, Sequence[Group]]:
     return state.get("groups") or {kind: [{"params": list(state[kind])}] if state[kind] else [] for kind in KINDS}
 
 
-def _find_difference(one: Gradients, other: Gradients) -> tuple[str, object, object] | None:
+def _find_difference(one: PushedGradients, other: PushedGradients) -> tuple[str, object, object] | None:
     """Return what two trainers have said differently of a step, in words, and both."""
     if one.clip != other.clip:
         return "what gradients are clipped to", one.clip, other.clip

@@ -18,8 +18,8 @@ from phalanx.pipeline.nested import tree_flatten
 
 
 @dataclass(frozen=True)
-class Seen:
-    """`Seen` has the pairs of a stage's values that overlap, and foreign values that it changes, by node names."""
+class ValueAliases:
+    """`ValueAliases` pairs a stage's values that overlap, and lists foreign values that it changes, by node name."""
 
     stage: int
     pairs: tuple[tuple[str, str], ...] = ()
@@ -51,7 +51,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def find_stale(seen: Sequence[Seen], graph: fx.Graph, home: Mapping[fx.Node, int]) -> str:
+def find_stale(seen: Sequence[ValueAliases], graph: fx.Graph, home: Mapping[fx.Node, int]) -> str:
     """Return why a pipeline of these stages would use a copy that does not change with its original; "" if none would.
 
     `home` is the stage in which a node is run.
@@ -86,7 +86,7 @@ class CopyCheck:
         self._graph, self._home = graph, home
         self._checked: set[tuple[bool, bool]] = set()
 
-    def require_current(self, mode: tuple[bool, bool], seen: Iterable[Seen], group: dist.ProcessGroup) -> None:
+    def require_current(self, mode: tuple[bool, bool], seen: Iterable[ValueAliases], group: dist.ProcessGroup) -> None:
         """Raise where a stage would use such a copy; `seen` is what this rank's stages know. All ranks call it.
 
         Raises:
@@ -94,7 +94,7 @@ class CopyCheck:
         """
         if mode in self._checked or torch.is_inference_mode_enabled():
             return
-        told: list[list[Seen]] = [[] for _ in range(group.size())]
+        told: list[list[ValueAliases]] = [[] for _ in range(group.size())]
         dist.all_gather_object(told, list(seen), group=group)
         stale = find_stale([one for theirs in told for one in theirs], self._graph, self._home)
         if stale:

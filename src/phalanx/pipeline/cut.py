@@ -10,7 +10,7 @@ from typing import Any, Literal
 from phalanx._base.partition.balance import balance
 from phalanx._base.partition.layers import LayerList
 from phalanx._base.partition.measure import LayerCost, measure_layers
-from phalanx._base.partition.parts import Part
+from phalanx._base.partition.parts import LayerRange
 from phalanx.pipeline.schedule import Schedule
 
 Balance = Literal["auto", "time", "memory"] | Sequence[int] | Sequence[str]
@@ -172,7 +172,7 @@ def _by_names(points: list[str], names: Sequence[str], stages: int) -> list[int]
 
 
 def describe_cut(
-    layers: LayerList, parts: Sequence[Part], schedule: Schedule, reason: str, costs: Sequence[LayerCost] | None
+    layers: LayerList, parts: Sequence[LayerRange], schedule: Schedule, reason: str, costs: Sequence[LayerCost] | None
 ) -> CutPlan:
     """Return the table of the cut."""
     sizes, rows, at = _parameter_bytes(layers), [], 0
@@ -202,7 +202,7 @@ def _parameter_bytes(layers: LayerList) -> list[int]:
     return sizes
 
 
-def require_one_owner_of_buffers(layers: LayerList, parts: Sequence[Part]) -> None:
+def require_one_owner_of_buffers(layers: LayerList, parts: Sequence[LayerRange]) -> None:
     """Refuse a module with buffers that two stages call: they would have two of them, which drift apart.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from phalanx._base.partition.parts import Part
+from phalanx._base.partition.parts import LayerRange
 from phalanx._comm.diagnostics.step_notes import note_wait
 from phalanx.errors import DeadlineError, PeerLostError, summary_of
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
@@ -27,8 +27,8 @@ from phalanx.pipeline.wire import AHEAD, Wire
 
 
 @dataclass
-class Work:
-    """A `Work` is what a step needs on this rank. The first stage has `inputs`, the last one `finish`."""
+class StepWork:
+    """A `StepWork` is what a step needs on this rank. The first stage has `inputs`, the last one `finish`."""
 
     training: bool
     """Whether random states travel, as dropout needs them."""
@@ -63,7 +63,7 @@ class Executor:
         self._forms = Forms()
         self.step = StepProgress()
 
-    def run(self, work: Work) -> None:
+    def run(self, work: StepWork) -> None:
         """Do this rank's actions; afterwards `work` holds results."""
         program_state = self._random.get() if work.training else None
         self._forms.begin()
@@ -81,7 +81,7 @@ class Executor:
                 stage.begin(schedule.in_flight(stage.index))
             work.seed = self._random.draw_seed() if work.training else 0
             order = schedule.orders[self._rank]
-            receives: list[Awaited] = []
+            receives: list[AwaitedMessage] = []
             if self._wire.posts_ahead:
                 receives = plan_receives(order, {index: stage.part for index, stage in self.stages.items()})
             ahead = ReceivesAhead(receives[1:] if first else receives, self._wire, self.stages, step)
@@ -100,7 +100,7 @@ class Executor:
                 stage.in_flight.clear()
             self._local.clear()
 
-    def _act(self, action: Action, work: Work) -> None:
+    def _act(self, action: Action, work: StepWork) -> None:
         stage = self.stages[action.stage]
         if action.kind == "F":
             self._forward(stage, action.micro_batch, work)
@@ -111,7 +111,7 @@ class Executor:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def _forward(self, stage: Stage, micro_batch: int, work: Work) -> None:
+    def _forward(self, stage: Stage, micro_batch: int, work: StepWork) -> None:
         inputs: dict[fx.Node, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
         state: Tensor | None = None
@@ -211,7 +211,7 @@ class Executor:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def _backward(self, stage: Stage, micro_batch: int, work: Work, *, later_weights: bool) -> None:
+    def _backward(self, stage: Stage, micro_batch: int, work: StepWork, *, later_weights: bool) -> None:
         held = stage.in_flight[micro_batch]
         began = time.perf_counter()
         if held.recompute:
@@ -287,8 +287,8 @@ class Executor:
         return edges
 
 
-class Awaited(NamedTuple):
-    """An `Awaited` is a message, and the action of this rank that needs it."""
+class AwaitedMessage(NamedTuple):
+    """An `AwaitedMessage` is a message, and the action of this rank that needs it."""
 
     at: int
     """The action's place in the rank's order."""
@@ -296,7 +296,7 @@ class Awaited(NamedTuple):
     micro_batch: int
 
 
-def plan_receives(order: Sequence[Action], own: Mapping[int, Part]) -> list[Awaited]:
+def plan_receives(order: Sequence[Action], own: Mapping[int, LayerRange]) -> list[AwaitedMessage]:
     """Return the messages from other ranks that actions in this order need, in order. `own` has this rank's stages.
 
     All gradients that may come are among them: a micro-batch's values may turn out to need none.
@@ -311,7 +311,7 @@ def plan_receives(order: Sequence[Action], own: Mapping[int, Part]) -> list[Awai
             edges = []
         else:
             edges = [Edge(target, stage, True) for target in part.sends if target not in own]
-        found += [Awaited(at, edge, micro_batch) for edge in edges]
+        found += [AwaitedMessage(at, edge, micro_batch) for edge in edges]
     return found
 
 
@@ -319,7 +319,7 @@ class ReceivesAhead:
     """`ReceivesAhead` has the receives of a step that are still to be posted."""
 
     def __init__(
-        self, receives: Sequence[Awaited], wire: Wire, stages: Mapping[int, Stage], step: StepProgress
+        self, receives: Sequence[AwaitedMessage], wire: Wire, stages: Mapping[int, Stage], step: StepProgress
     ) -> None:
         """Take the receives of a step; `stages` are those of this rank."""
         self._receives = deque(receives)

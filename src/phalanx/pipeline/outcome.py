@@ -31,7 +31,7 @@ _LOST, _INTERRUPTED = 1e6, 1e12  # each more than all ranks that have the one be
 _NAMED = -1.0  # in the place of the loss's dtype: in that of the loss is the rank that was lost
 
 
-class Outcome:
+class StepOutcome:
     """An outcome decides how a pipeline's steps end; `data_group` has one rank per replica. All ranks call it."""
 
     def __init__(

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from phalanx._base.partition.parts import Part
+from phalanx._base.partition.parts import LayerRange
 
 
 class OwnModules(nn.Module):
     """It has modules and tensors of some parts, at the places where they are in the whole model, and nothing else."""
 
-    def __init__(self, root: nn.Module, parts: Iterable[Part], extra: Sequence[str] = ()) -> None:
+    def __init__(self, root: nn.Module, parts: Iterable[LayerRange], extra: Sequence[str] = ()) -> None:
         """Take the modules of `parts`; `extra` are parameters and buffers that no part uses, in this rank's care."""
         super().__init__()
         self.training = root.training
@@ -49,7 +49,7 @@ class OwnModules(nn.Module):
         return at
 
 
-def unused_tensors(root: nn.Module, parts: Iterable[Part]) -> list[str]:
+def unused_tensors(root: nn.Module, parts: Iterable[LayerRange]) -> list[str]:
     """Return the names of the model's parameters and buffers that none of its parts uses."""
     used = OwnModules(root, parts)
     known = {id(tensor) for tensor in (*used.parameters(), *used.buffers())}  # one may have several names

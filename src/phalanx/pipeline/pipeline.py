@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx._base.malloc import keep_freed_memory
 from phalanx._base.partition.layers import given_arguments, list_layers
 from phalanx._base.partition.measure import bind
-from phalanx._base.partition.parts import Part, split
+from phalanx._base.partition.parts import LayerRange, split
 from phalanx._comm.backend.shared import rehearses
 from phalanx._comm.diagnostics.step_notes import note_loss
 from phalanx.errors import ClosedError, summary_of
@@ -32,9 +32,9 @@ from phalanx.pipeline.cut import (
 )
 from phalanx.pipeline.cut_agreement import agree_on_cut
 from phalanx.pipeline.edges import StageFailedError, StageLostError, StepPlan
-from phalanx.pipeline.execute import Executor, Work
+from phalanx.pipeline.execute import Executor, StepWork
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
-from phalanx.pipeline.outcome import Outcome
+from phalanx.pipeline.outcome import StepOutcome
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
 from phalanx.pipeline.placement import find_groups
 from phalanx.pipeline.replicas import Replicas
@@ -175,7 +175,7 @@ class Pipeline(StageModule):
     def _take_own(
         self,
         module: nn.Module,
-        parts: Sequence[Part],
+        parts: Sequence[LayerRange],
         planned: Schedule,
         device: torch.device | str | None,
         init_fn: Callable[[str, Tensor], object] | None,
@@ -210,7 +210,7 @@ class Pipeline(StageModule):
             self._tied.share_values()
         self._statistics = MiniBatchStatistics(own, data_group)
         self._replicas = None if data_group is None else Replicas(data_group, own, self._statistics)
-        self._outcome = Outcome(self._group, data_group, self._device, self._wire.meeting_tag)
+        self._outcome = StepOutcome(self._group, data_group, self._device, self._wire.meeting_tag)
         home = dict.fromkeys(self._layers.inputs, 0) | {node: p.index for p in parts for node in p.nodes}
         self._copies = CopyCheck(self._layers.output.graph, home)
         self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random)
@@ -287,9 +287,9 @@ class Pipeline(StageModule):
 
     def _try(
         self, args: Sequence[Any], kwargs: dict[str, Any], finish: Callable[[], Callable[..., Any]], *, grad: bool
-    ) -> tuple[Work, Exception | None]:
+    ) -> tuple[StepWork, Exception | None]:
         """Do this rank's part of a step; return its work, and the error, if any, that others do not know yet."""
-        work = Work(
+        work = StepWork(
             training=self.training,
             grad=grad,
             recompute=self._checkpoint,
@@ -319,7 +319,7 @@ class Pipeline(StageModule):
             raise
         return work, None
 
-    def _end(self, work: Work, error: Exception | None) -> Tensor:
+    def _end(self, work: StepWork, error: Exception | None) -> Tensor:
         """Return the loss of a step in which all ranks did their part; zero for an evaluation, which has none."""
         loss = None
         if error is None and work.grad and (self._num_stages - 1) % self._size == self._rank:
@@ -346,7 +346,7 @@ class Pipeline(StageModule):
             self._statistics.forget()
             raise
 
-    def _cut_inputs(self, work: Work, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _cut_inputs(self, work: StepWork, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         try:
             rows = batches.count_rows((args, kwargs), "the input")
             values = bind(self._layers, args, kwargs)
@@ -355,7 +355,7 @@ class Pipeline(StageModule):
         except Exception as error:  # the others wait for these inputs
             raise self._executor.refuse(error) from error.__cause__
 
-    def _run(self, work: Work) -> None:
+    def _run(self, work: StepWork) -> None:
         try:
             self._executor.run(work)
         except BaseException as error:
@@ -502,7 +502,7 @@ class StepEnd:
     `failed` says why an earlier step has failed; it is None if none has.
     """
 
-    def __init__(self, outcome: Outcome, wire: Wire, executor: Executor) -> None:
+    def __init__(self, outcome: StepOutcome, wire: Wire, executor: Executor) -> None:
         self._outcome, self._wire, self._executor = outcome, wire, executor
         self.failed = ""
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx._base.partition.parts import Part
-from phalanx._base.partition.program import Program
+from phalanx._base.partition.parts import LayerRange
+from phalanx._base.partition.program import LayerProgram
 from phalanx._base.torch_names import find
-from phalanx.pipeline.aliases import Seen, find_pairs
+from phalanx.pipeline.aliases import ValueAliases, find_pairs
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.nested import tree_flatten, tree_map
 from phalanx.pipeline.split_backward import WeightsBackward, backward_input
@@ -22,8 +22,8 @@ from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_by
 
 
 @dataclass
-class InFlight:
-    """`InFlight` is what a stage keeps of a micro-batch from its forward to the end of its backward."""
+class PendingMicroBatch:
+    """`PendingMicroBatch` is what a stage keeps of a micro-batch from its forward to the end of its backward."""
 
     inputs: dict[fx.Node, Any]
     leaves: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Stage:
 
     def __init__(
         self,
-        part: Part,
+        part: LayerRange,
         last: bool,
         root: nn.Module,
         output: fx.Node,
@@ -61,14 +61,14 @@ class Stage:
         if last:
             wanted += output.all_input_nodes
         sent = [node for values in part.sends.values() for node in values]
-        self.program = Program(root, part.layers, dict.fromkeys(wanted), makers_of(root, part.nodes, sent))
+        self.program = LayerProgram(root, part.layers, dict.fromkeys(wanted), makers_of(root, part.nodes, sent))
         self.parameters = parameters
         self._random_state = random_state
         self._mode = (False, False)
         """Whether gradients are wanted, and whether layers are in training: another layer may work in place then."""
         self._written: dict[tuple[bool, bool], set[fx.Node]] = {}
         """The values of other stages that some layer changes in place, by mode, once a micro-batch was seen."""
-        self.seen: dict[tuple[bool, bool], Seen] = {}
+        self.seen: dict[tuple[bool, bool], ValueAliases] = {}
         """The observations of the first micro-batch, by mode: which values overlap, and which are changed in place."""
         self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
         own = [module for name in part.modules for module in root.get_submodule(name).modules()]
@@ -77,7 +77,7 @@ class Stage:
         self._weights = None if any(isinstance(module, DistributedDataParallel) for module in own) else Weights()
         self._saved_bytes: int | None = None
         """The number of bytes that a micro-batch keeps for its backward, once one was seen."""
-        self.in_flight: dict[int, InFlight] = {}
+        self.in_flight: dict[int, PendingMicroBatch] = {}
         self._most = 1
 
     def begin(self, most: int) -> None:
@@ -106,7 +106,7 @@ class Stage:
         `finish` is the loss of the last stage: it is recomputed with the stage. What is sent is made in `making()`.
         `training` says whether there will be a backward; `in_training` is the mode of the modules.
         """
-        held = InFlight(inputs, leaves, finish=finish, recompute=recompute)
+        held = PendingMicroBatch(inputs, leaves, finish=finish, recompute=recompute)
         self._mode = (training, in_training)
         if recompute:
             held.random_state = self._random_state.get()
@@ -229,7 +229,9 @@ class Stage:
             self._require_last_readers(written)
             self._written[self._mode] = written
             crossing = {node: results[node] for nodes in self.part.sends.values() for node in nodes}
-            self.seen[self._mode] = Seen(self.index, find_pairs({**given, **crossing}), tuple(map(str, written)))
+            self.seen[self._mode] = ValueAliases(
+                self.index, find_pairs({**given, **crossing}), tuple(map(str, written))
+            )
         return results
 
     def _require_last_readers(self, written: Iterable[fx.Node]) -> None:
@@ -251,7 +253,7 @@ class Stage:
 _TOLERATED = 1.05
 
 
-def _roots(held: InFlight) -> list[Tensor]:
+def _roots(held: PendingMicroBatch) -> list[Tensor]:
     """Return the tensors at which a backward may begin."""
     tensors = [tensor for tensors in held.outputs.values() for tensor in tensors if tensor.requires_grad]
     return [held.loss, *tensors] if held.loss is not None and held.loss.requires_grad else tensors

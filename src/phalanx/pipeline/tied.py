@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx._base.partition.parts import Part
+from phalanx._base.partition.parts import LayerRange
 from phalanx.pipeline.gradients import added
 from phalanx.pipeline.wire import Wire
 
@@ -29,7 +29,7 @@ class Tie:
     ranks: tuple[int, ...]
 
 
-def find_ties(root: nn.Module, parts: Sequence[Part], rank_of: Sequence[int]) -> list[Tie]:
+def find_ties(root: nn.Module, parts: Sequence[LayerRange], rank_of: Sequence[int]) -> list[Tie]:
     """Return the parameters that are used by stages of several ranks, in the order of the whole model."""
     users: dict[int, set[int]] = {}
     for part in parts:
@@ -42,7 +42,7 @@ def find_ties(root: nn.Module, parts: Sequence[Part], rank_of: Sequence[int]) ->
     ]
 
 
-def parameters_of(root: nn.Module, part: Part) -> list[nn.Parameter]:
+def parameters_of(root: nn.Module, part: LayerRange) -> list[nn.Parameter]:
     """Return the parameters that a part uses, each once."""
     found = [p for name in part.modules for p in root.get_submodule(name).parameters()]
     for name in part.tensors:

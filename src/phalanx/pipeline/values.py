@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from phalanx._base.partition.parts import Part
+from phalanx._base.partition.parts import LayerRange
 from phalanx._comm.transport.memory_order import Strides, find_strides, flatten, restore
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
@@ -27,7 +27,9 @@ class Forms:
         """Begin a new step, whose forms may be others."""
         self._first.clear()
 
-    def check(self, part: Part, micro_batch: int, rows: int, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
+    def check(
+        self, part: LayerRange, micro_batch: int, rows: int, nodes: Sequence[fx.Node], values: Sequence[Any]
+    ) -> None:
         """Raise unless all values can be sent, and differ from those of the step's first micro-batch only in rows.
 
         A dimension other than the first may be that of the samples, too (the state of an nn.LSTM): it may differ as the
@@ -76,7 +78,7 @@ def _words(form: list[tuple[Any, ...]]) -> str:
     )
 
 
-def _maker(part: Part, node: fx.Node) -> str:
+def _maker(part: LayerRange, node: fx.Node) -> str:
     return next((layer.name for layer in part.layers if node in layer.nodes), str(node))
 
 

@@ -18,25 +18,25 @@ from phalanx.strategies.tf_config import Cluster, read_tf_config
 
 
 @dataclass(frozen=True)
-class Program:
+class ScriptCommand:
     """A program says how this process was started: what to give to `phalanx run` to start it again."""
 
     words: tuple[str, ...]
 
     @staticmethod
-    def of(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleType | None) -> Program | str:
+    def of(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleType | None) -> ScriptCommand | str:
         """Return the program, or why it cannot be started again."""
         spec = getattr(main, "__spec__", None)
         if "pytest" in sys.modules and main is not None and "pytest" in (spec.name if spec else argv[0]):
             return "a test"
         if spec is not None and "-m" in orig_argv:
             name = spec.name.removesuffix(".__main__")
-            return Program(("-m", name, *argv[1:]))
+            return ScriptCommand(("-m", name, *argv[1:]))
         file = getattr(main, "__file__", None)
         if file is None or not os.path.exists(file):
             given = {"-c": "a program given with `python -c`", "-": "a program read from standard input"}
             return given.get(argv[0] if argv else "", "a notebook or an interactive session")
-        return Program((file, *argv[1:]))
+        return ScriptCommand((file, *argv[1:]))
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
@@ -74,7 +74,7 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, 
             f"{len(cluster.tasks)} ...`"
         )
     if (num_ranks > 1 or cluster is not None) and launch and not is_launched(os.environ):
-        program = Program.of(sys.orig_argv, sys.argv, sys.modules.get("__main__"))
+        program = ScriptCommand.of(sys.orig_argv, sys.argv, sys.modules.get("__main__"))
         if isinstance(program, str):
             raise RuntimeError(
                 f"{called}: {num_ranks} ranks are asked for, and {program} cannot be started again as so many "
@@ -85,7 +85,7 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, 
     return backend.init(timeout=timeout)
 
 
-def _start(program: Program, num_ranks: int, options: Sequence[str]) -> None:
+def _start(program: ScriptCommand, num_ranks: int, options: Sequence[str]) -> None:
     """Become `phalanx run`; this does not return."""
     words = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(num_ranks), *options, *program.words]
     sys.stdout.flush()

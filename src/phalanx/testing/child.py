@@ -24,7 +24,7 @@ SHOW_STACK = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """A task is what a rank is told. `folder` is the run's own: the store, the outcomes and the stacks lie in it."""
 
     call: tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # the bytes of one that was not forked together with us
@@ -46,7 +46,7 @@ class Task:
         return self.folder / f"stack-{self.rank}"
 
 
-def work(task: Task) -> None:
+def work(task: RankTask) -> None:
     """Join the group, call the function, leave the group, and write down how it went."""
     die_with_parent(task.parent)
     # Collections of this rank do not look at the parent's objects again: each would copy all of their pages, and end
@@ -63,14 +63,14 @@ def work(task: Task) -> None:
         os._exit(0)  # threads that the function left must not keep the rank; the parent has the outcome
 
 
-def _call(task: Task) -> Any:
+def _call(task: RankTask) -> Any:
     with _group(task):
         fn, args = task.call if not isinstance(task.call, bytes) else decode(task.call)[:2]
         return fn(task.rank, task.world_size, *args)
 
 
 @contextlib.contextmanager
-def _group(task: Task) -> Iterator[None]:
+def _group(task: RankTask) -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # it is for a torch that the function imports later
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # ranks share the cores, and the pools of a forked parent are not usable anyway

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._job.launch.calls.outcome import Outcome
+from phalanx._job.launch.calls.outcome import RankOutcome
 from phalanx.errors import PhalanxError
 
 
@@ -31,7 +31,7 @@ class RankFailed(PhalanxError):
         self.running = running
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], *, call: str, timeout_s: float) -> RankFailed:
+    def of(cls, outcomes: Sequence[RankOutcome], *, call: str, timeout_s: float) -> RankFailed:
         """Return the exception that tells of every failed outcome, in the order of the ranks."""
         failed = [outcome for outcome in outcomes if outcome.failed]
         running = tuple(outcome.rank for outcome in failed if outcome.running)

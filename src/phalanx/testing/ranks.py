@@ -23,8 +23,8 @@ from typing import Any, Literal
 from phalanx._base.deadline import Deadline
 from phalanx._base.processes import read_state
 from phalanx._job.launch.calls import outcome, payload
-from phalanx._job.launch.calls.outcome import Outcome, describe_exit
-from phalanx.testing.child import SHOW_STACK, Task, work
+from phalanx._job.launch.calls.outcome import RankOutcome, describe_exit
+from phalanx.testing.child import SHOW_STACK, RankTask, work
 from phalanx.testing.outcome import RankFailed
 
 _GLANCE_S = 0.05  # a process that a rank started may keep the sentinel open: look at exit codes this often
@@ -76,7 +76,7 @@ def run_ranks(
             import phalanx._comm.backend.preloaded  # noqa: F401
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-", ignore_cleanup_errors=True) as folder:
         tasks = [
-            Task(
+            RankTask(
                 call=call,
                 rank=rank,
                 world_size=world_size,
@@ -118,7 +118,7 @@ def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -
 
 
 @contextlib.contextmanager
-def _processes(context: BaseContext, tasks: Sequence[Task]) -> Iterator[list[BaseProcess]]:
+def _processes(context: BaseContext, tasks: Sequence[RankTask]) -> Iterator[list[BaseProcess]]:
     """Yield one running process per task; every one of them, and all that they started, has ended on the way out."""
     processes: list[BaseProcess] = []
     try:
@@ -158,22 +158,24 @@ def _is_stopped(process: BaseProcess) -> bool:
     return process.pid is not None and read_state(process.pid) == "T"
 
 
-def _outcome(task: Task, process: BaseProcess, lost: Collection[int]) -> Outcome:
+def _outcome(task: RankTask, process: BaseProcess, lost: Collection[int]) -> RankOutcome:
     exit_code = process.exitcode
     told = outcome.read(task.outcome_path)
     if told is not None:
         if task.rank in lost and not told.failed:
-            return Outcome(task.rank, text="was to be lost, but its function returned")
+            return RankOutcome(task.rank, text="was to be lost, but its function returned")
         return told
     if task.rank in lost and (exit_code is not None or _is_stopped(process)):
-        return Outcome(task.rank)
+        return RankOutcome(task.rank)
     if exit_code is None:
-        return Outcome(task.rank, running=True, text=f"still running when time was up, here:\n{_stack(task, process)}")
+        return RankOutcome(
+            task.rank, running=True, text=f"still running when time was up, here:\n{_stack(task, process)}"
+        )
     crash = task.stack_path.read_text() if task.stack_path.exists() else ""
-    return Outcome(task.rank, text=f"{describe_exit(exit_code)}\n{crash}")
+    return RankOutcome(task.rank, text=f"{describe_exit(exit_code)}\n{crash}")
 
 
-def _stack(task: Task, process: BaseProcess) -> str:
+def _stack(task: RankTask, process: BaseProcess) -> str:
     """Return the stacks of a running rank's threads; a stopped rank is woken to tell."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):

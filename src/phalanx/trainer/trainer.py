@@ -288,7 +288,7 @@ class Trainer:
         self._stops = StopVote(self.strategy)
         state = self._state
         if before is not None:
-            Position(state, self._scalars).go_on(before)
+            TrainingPosition(state, self._scalars).go_on(before)
         self._restore(state, from_best=resume == "best" and rendezvous.attempt() == "0")
 
         with self._stops.listening():
@@ -446,7 +446,7 @@ class Trainer:
             **self.strategy.parts(),
             **({} if self.scheduler is None else {"scheduler": self.scheduler}),
             "callbacks": EachRank({"callbacks": own}, group) if self.strategy.ranks_differ else own,
-            "position": Position(state, self._scalars),
+            "position": TrainingPosition(state, self._scalars),
             "random": RandomState(group),
         }
 
@@ -535,8 +535,8 @@ def collect_hyperparameters(
     return {**{name: value for name, value in found.items() if value is not None}, **own}
 
 
-class Position:
-    """`Position` says how far training is, as a part of a checkpoint."""
+class TrainingPosition:
+    """`TrainingPosition` says how far training is, as a part of a checkpoint."""
 
     def __init__(self, state: elastic.State, scalars: Scalars) -> None:
         self._state, self._scalars = state, scalars
@@ -564,7 +564,7 @@ class Position:
 
     def go_on(self, before: elastic.State) -> None:
         """Continue where the last fit ended; in mid-epoch only if the data has the same length."""
-        where = Position(before, self._scalars).state_dict()
+        where = TrainingPosition(before, self._scalars).state_dict()
         data, new = where["data"] or {"consumed": 0}, self._state.data_position() or {"length": -1}
         goes_on = data["consumed"] and data["length"] == new["length"]
         self.load_state_dict(where if goes_on else {**where, "data": None})

@@ -1,13 +1,13 @@
 """Whom a rank that gives up waiting names: ranks 0 and 1 are on its host, 2 and 3 on another one."""
 
-from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition
 from phalanx._comm.transport.hierarchical.failure_reports import decide_missing
 
-HERE = Position(4, "all_reduce #4", inside=True)
-BEFORE = Position(3, "broadcast #3")
+HERE = RankPosition(4, "all_reduce #4", inside=True)
+BEFORE = RankPosition(3, "broadcast #3")
 
 
-def missing_for(rank: int, answers: dict[int, Position], late_here: tuple[int, ...] = ()) -> list[int]:
+def missing_for(rank: int, answers: dict[int, RankPosition], late_here: tuple[int, ...] = ()) -> list[int]:
     """For `rank`, which is in the fourth collective."""
     return decide_missing([r for r in range(4) if r != rank], answers, 4, late_here, leader=0)
 

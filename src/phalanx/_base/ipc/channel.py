@@ -33,7 +33,7 @@ _AT_ONCE = 64  # messages: one that floods us must not keep us from the others
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
-class Message(NamedTuple):
+class ChannelMessage(NamedTuple):
     """A message is what has come: a JSON object, and file descriptors that the receiver owns (close-on-exec)."""
 
     content: dict[str, Any]
@@ -155,14 +155,14 @@ class Channel:
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
-    def take(self, limit: int = _AT_ONCE) -> list[Message]:
+    def take(self, limit: int = _AT_ONCE) -> list[ChannelMessage]:
         """Return the messages that have come, at most `limit`; set `gone` when there will be no more."""
-        messages: list[Message] = []
+        messages: list[ChannelMessage] = []
         while len(messages) < limit and (message := self._take_one()) is not None:
             messages.append(message)
         return messages
 
-    def receive(self, deadline: Deadline | None = None) -> Message | None:
+    def receive(self, deadline: Deadline | None = None) -> ChannelMessage | None:
         """Wait for the next message and return it; None when the other end has gone.
 
         Raises:
@@ -174,7 +174,7 @@ class Channel:
             wait_readable([self], None if deadline is None else deadline.left_s)
         return message
 
-    def _take_one(self) -> Message | None:
+    def _take_one(self) -> ChannelMessage | None:
         """Return the next message if all of it has come. Nothing of the one after it is read."""
         while not self.gone:
             try:
@@ -207,13 +207,13 @@ class Channel:
         self._expected += length
         return length == 0
 
-    def _parse(self, body: bytes, fds: tuple[int, ...]) -> Message | None:
+    def _parse(self, body: bytes, fds: tuple[int, ...]) -> ChannelMessage | None:
         """Return the message; None if it is no message, which is passed over."""
         try:
             content = json.loads(body)
         except (ValueError, RecursionError):
             content = None
-        message = Message(content, fds)
+        message = ChannelMessage(content, fds)
         if isinstance(content, dict):
             return message
         message.close()

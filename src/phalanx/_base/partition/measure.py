@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from phalanx._base.partition.layers import Layer, LayerList
-from phalanx._base.partition.program import Program
+from phalanx._base.partition.program import LayerProgram
 from phalanx._base.torch_names import find
 
 tree_flatten: Any = find("torch.utils._pytree.tree_flatten", loses="layers are not measured")
@@ -107,7 +107,7 @@ def _measure(
 ) -> tuple[LayerCost, dict[fx.Node, Any]]:
     module = _Own(root, layer)
     wanted = [node for node in layer.nodes if any(user not in layer.nodes for user in node.users)] or layer.nodes[-1:]
-    program = Program(module, [layer], wanted)
+    program = LayerProgram(module, [layer], wanted)
     reads = {source for node in layer.nodes for source in node.all_input_nodes if source in values}
     parameters = [p for p in module.parameters() if p.requires_grad]
     tensors = [*parameters, *tree_flatten([values[node] for node in reads])[0]]

@@ -12,7 +12,7 @@ from phalanx._base.partition.layers import Layer, LayerList
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerRange:
     """A part is a run of layers. Values are graph nodes; `receives` and `sends` name the part at the other end."""
 
     index: int
@@ -30,7 +30,7 @@ class Part:
         return [node for layer in self.layers for node in layer.nodes]
 
 
-def split(layers: LayerList, counts: Sequence[int]) -> list[Part]:
+def split(layers: LayerList, counts: Sequence[int]) -> list[LayerRange]:
     """Cut `layers` into parts of so many layers each. The first part has the model's arguments, the last its result.
 
     A value that is needed in several parts, or after the next one, goes straight to each of them.
@@ -52,7 +52,7 @@ def split(layers: LayerList, counts: Sequence[int]) -> list[Part]:
         node: {last if user.op == "output" else home[user] for user in node.users} for node in home
     }
     return [
-        Part(
+        LayerRange(
             index,
             group,
             receives={

@@ -14,7 +14,7 @@ from phalanx._base.partition.layers import Layer
 _NOTHING = nullcontext()
 
 
-class Program:
+class LayerProgram:
     """It has layers made ready to be run again and again. `at` is the layer that runs, or ran last."""
 
     def __init__(

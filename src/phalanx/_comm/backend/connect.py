@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore
 from phalanx._base.deadline import Deadline
 from phalanx._base.descriptors import find_shortage
 from phalanx._base.loss_detection import LOOK_S
-from phalanx._comm.diagnostics.failure_report import FailureReport, Operation
+from phalanx._comm.diagnostics.failure_report import FailedOperation, FailureReport
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.engines.engine import Engine
@@ -106,7 +106,7 @@ def open_gloo(
             )
         if report is not None:
             failure_store.acknowledge()
-            raise report.error(Operation("init_process_group", name, rank))
+            raise report.error(FailedOperation("init_process_group", name, rank))
         check_meeting()
 
     try:
@@ -118,7 +118,7 @@ def open_gloo(
     except (KeyboardInterrupt, SystemExit) as error:
         tell_others(type(error).__name__)
         if not error.args:
-            where = Operation("init_process_group", name, rank)
+            where = FailedOperation("init_process_group", name, rank)
             others = name_ranks([r for r in range(size) if r != rank])
             error.args = (f"{where}: interrupted ({type(error).__name__}); it was connecting with {others}.",)
         raise

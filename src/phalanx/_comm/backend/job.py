@@ -15,7 +15,7 @@ from phalanx._base.deadline import Deadline
 from phalanx._base.log import get_logger, warn_once
 from phalanx._comm.backend.rendezvous import join, join_siblings, ranks_per_gpu
 from phalanx._comm.backend.start import refuse_unknown_backend
-from phalanx._comm.rendezvous.launchers import Launch, find_incomplete_environment, find_launch
+from phalanx._comm.rendezvous.launchers import LaunchedProcess, find_incomplete_environment, find_launch
 
 _logger = get_logger(__name__)
 _GPU_BACKENDS = {"phalanx", "nccl"}
@@ -131,7 +131,7 @@ def _join_environment(name: str, init_method: str | None, limit: timedelta) -> N
     dist.init_process_group(name, init_method, timeout=limit, rank=rank, world_size=world_size)
 
 
-def _join_launch(name: str, launch: Launch, limit: timedelta) -> None:
+def _join_launch(name: str, launch: LaunchedProcess, limit: timedelta) -> None:
     """Join as the rank that mpiexec or Slurm has started, also with a backend of torch's, which knows neither."""
     if name == "phalanx":
         dist.init_process_group(name, timeout=limit)

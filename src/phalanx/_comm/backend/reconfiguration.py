@@ -27,8 +27,8 @@ _NEVER = -1
 
 
 @dataclass(frozen=True, order=True)
-class Handle:
-    """A `Handle` names a member: its rank, the uuid of the call that gave it, its first rank, and a random token."""
+class MemberHandle:
+    """A `MemberHandle` is a member's rank, the uuid of the call that gave it, its first rank, and a random token."""
 
     rank: int
     uuid: int
@@ -40,7 +40,7 @@ class Handle:
         return f"phalanx:{self.rank}:{self.uuid}:{self.first_rank}:{self.token}"
 
     @classmethod
-    def parse(cls, text: str) -> Handle:
+    def parse(cls, text: str) -> MemberHandle:
         """Return the handle of which `str` made `text`.
 
         Raises:
@@ -64,7 +64,7 @@ def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
     Raises:
         PhalanxError: there is none, one comes twice, one cannot be read, or `own` is not among them.
     """
-    parsed = {text: Handle.parse(text) for text in handles}
+    parsed = {text: MemberHandle.parse(text) for text in handles}
     if not handles:
         raise PhalanxError("reconfigure: no handles; give that of each member, this process's among them.")
     if len(parsed) != len(handles):
@@ -112,7 +112,7 @@ class Reconfiguration:
 
     def handle(self, group: PhalanxProcessGroup) -> str:
         """Return this process's handle; it changes with each reconfiguration."""
-        return str(Handle(group.rank(), self._uuid, self._first_rank, self._token))
+        return str(MemberHandle(group.rank(), self._uuid, self._first_rank, self._token))
 
     def meet(self, group: PhalanxProcessGroup, opts: Any) -> None:
         """Leave the group's members and connect to those of `opts.handles`; each of them calls this with the same.

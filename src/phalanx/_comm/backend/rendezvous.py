@@ -41,7 +41,7 @@ from phalanx._comm.engines.mpi import Launcher, start, why_not
 from phalanx._comm.rendezvous.agent_file import LostHost, read_lost, read_store
 from phalanx._comm.rendezvous.launchers import (
     COORDINATOR,
-    Launch,
+    LaunchedProcess,
     find_agents_store,
     find_incomplete_environment,
     find_launch,
@@ -289,7 +289,7 @@ def mpi_rendezvous(timeout: timedelta) -> StoreAddress:
     return PrefixStore("default_pg", store), rank, world_size
 
 
-def join(launch: Launch, deadline: Deadline) -> StoreAddress:
+def join(launch: LaunchedProcess, deadline: Deadline) -> StoreAddress:
     """Return where the processes of this launch meet, without an address from the user.
 
     Raises:
@@ -317,12 +317,12 @@ def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline)
     parent = multiprocessing.parent_process()
     job = f"{prefix} {parent.pid if parent is not None else 0}"
     name, token = (hmac.new(secret, f"phalanx {word} {job}".encode(), "sha256").hexdigest() for word in "nt")
-    launch = Launch("multiprocessing", rank, world_size, rank, world_size)
+    launch = LaunchedProcess("multiprocessing", rank, world_size, rank, world_size)
     address = LocalAddress(token[:32], str(private.folder() / f"spawn-{name[:32]}"))
     return PrefixStore(prefix, _around_rank_0(launch, address, deadline)), rank, world_size
 
 
-def _compare(launch: Launch, environ: Mapping[str, str]) -> None:
+def _compare(launch: LaunchedProcess, environ: Mapping[str, str]) -> None:
     size = environ.get("WORLD_SIZE", "")
     if size not in ("", str(launch.world_size)):
         raise ValueError(
@@ -331,7 +331,7 @@ def _compare(launch: Launch, environ: Mapping[str, str]) -> None:
         )
 
 
-def _on_one_host(launch: Launch, prefix: str, deadline: Deadline) -> Any:
+def _on_one_host(launch: LaunchedProcess, prefix: str, deadline: Deadline) -> Any:
     """Return the store of a job on one host: in rank 0's memory, found by the job's name in the user's own folder.
 
     The name is no secret, and need not be one: nobody else can go there, or take the name first.
@@ -342,7 +342,7 @@ def _on_one_host(launch: Launch, prefix: str, deadline: Deadline) -> Any:
     return _around_rank_0(launch, LocalAddress(digest[:32], str(private.folder() / f"job-{digest[:32]}")), deadline)
 
 
-def _around_rank_0(launch: Launch, address: LocalAddress, deadline: Deadline) -> Any:
+def _around_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: Deadline) -> Any:
     if not os.path.isdir("/proc/self/fd"):  # torch would look for the file for five minutes
         raise PhalanxError(
             f"init_process_group under {launch.launcher} on rank {launch.rank}: the job's store is in memory without a "
@@ -375,7 +375,7 @@ def _around_rank_0(launch: Launch, address: LocalAddress, deadline: Deadline) ->
     return FileStore(f"/proc/self/fd/{_kept[-1]}", launch.world_size)
 
 
-def _at_first_host(launch: Launch, deadline: Deadline) -> Any:
+def _at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
     """Return the store of a job of Slurm on several hosts: a port of the first host from the job's number."""
     host = os.environ.get("MASTER_ADDR") or find_address(launch.first_host)
     port = int(os.environ.get("MASTER_PORT", launch.port))
@@ -394,7 +394,7 @@ def _at_first_host(launch: Launch, deadline: Deadline) -> Any:
     return open_store(place, keep=launch.rank == 0)
 
 
-def _across_hosts(launch: Launch, deadline: Deadline) -> Any:
+def _across_hosts(launch: LaunchedProcess, deadline: Deadline) -> Any:
     """Return the store of an MPI job on several hosts: rank 0 keeps it, and says through MPI where it is.
 
     Raises:
@@ -429,7 +429,7 @@ def _across_hosts(launch: Launch, deadline: Deadline) -> Any:
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=min(deadline.left_s + 1.0, 1e6)))
 
 
-def _missing(launch: Launch, error: DeadlineError) -> DeadlineError:
+def _missing(launch: LaunchedProcess, error: DeadlineError) -> DeadlineError:
     advice = {
         "Slurm": "Check that each task reached init_process_group; the log of a missing rank comes first.",
         "multiprocessing": "Start all ranks from one process, on one host, or give init_method= (tcp://host:port).",

@@ -28,8 +28,8 @@ from phalanx._comm.control.route import NoRouteError, Route, find_route, who_ans
 from phalanx._comm.control.wire import (
     MAX_MESSAGES,
     VERSION,
+    AnswerStatus,
     Op,
-    Status,
     WireError,
     pack,
     pack_number,
@@ -367,7 +367,7 @@ class Connection:
             except WireError:
                 continue
             for status, number, fields in messages:
-                if status <= Status.UNKNOWN:
+                if status <= AnswerStatus.UNKNOWN:
                     call = self._calls.pop(number, None)
                     if call is not None:
                         if call.what == Op.JOIN:
@@ -375,20 +375,22 @@ class Connection:
                         call.fields = fields
                         call.answer = status
                         self._reader.awaken(call)
-                    elif status == Status.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]:
+                    elif (
+                        status == AnswerStatus.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]
+                    ):
                         self.is_counted_out = True
                         self._expelled(fields[0])
-                elif status == Status.HEARTBEAT and fields:
+                elif status == AnswerStatus.HEARTBEAT and fields:
                     self._beat_s = float(fields[0])
-                elif status == Status.PARKED and number in self._calls:
+                elif status == AnswerStatus.PARKED and number in self._calls:
                     self._calls[number].is_parked = True
-                elif status == Status.CUT:
+                elif status == AnswerStatus.CUT:
                     self._note(zmq.EVENT_DISCONNECTED)
-                elif status == Status.RESUMED:
+                elif status == AnswerStatus.RESUMED:
                     self._note(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-                elif status == Status.EVENT:
+                elif status == AnswerStatus.EVENT:
                     self._inbox.receive(number, Event(fields[0].decode(), unpack_number(fields[1]), fields[2]))
-                elif status == Status.DATAGRAM:
+                elif status == AnswerStatus.DATAGRAM:
                     self._inbox.put(Event("datagram", unpack_number(fields[0]), fields[1]))
 
     def _note(self, event: int) -> None:

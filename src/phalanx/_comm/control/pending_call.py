@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from phalanx._comm.control.wire import MAX_FRAME_BYTES, Status, pack
+from phalanx._comm.control.wire import MAX_FRAME_BYTES, AnswerStatus, pack
 from phalanx.errors import CoordinationError
 
 Request = tuple[int, Sequence[bytes]]  # an `Op` and its fields
@@ -66,14 +66,14 @@ class PendingCall:
         """
         if self.error is not None:
             raise self.error
-        if self.answer == Status.OK:
+        if self.answer == AnswerStatus.OK:
             return self.fields
-        if self.answer == Status.EMPTY:
+        if self.answer == AnswerStatus.EMPTY:
             return []
-        if self.answer == Status.BUSY:
+        if self.answer == AnswerStatus.BUSY:
             return [b"busy"]
         said = self.fields[0].decode(errors="replace") if self.fields else ""
-        if self.answer == Status.UNKNOWN:
+        if self.answer == AnswerStatus.UNKNOWN:
             raise CoordinationError(f"{where} does not count this process as a member: {said}.", reason="expelled")
         raise ValueError(said)
 

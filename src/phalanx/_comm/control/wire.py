@@ -2,8 +2,8 @@
 
     fields (u16) · what (u8) · number (u64) · length of each field (u32) · the fields
 
-`what` is an `Op` on the way to the coordinator, and a `Status` on the way back; `number` tells which request an answer
-belongs to. All numbers are little-endian. Nothing here is executed, and no memory is allocated for a missing length.
+`what` is an `Op` on the way to the coordinator, and an `AnswerStatus` on the way back; `number` is that of the
+request. All numbers are little-endian. Nothing here is executed, and no memory is allocated for a missing length.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Op(enum.IntEnum):
     OF_MEMBER = 33  # from a relay: the member that has opened it; its clients end with that member's host
 
 
-class Status(enum.IntEnum):
-    """A `Status` says what an answer is, or what the coordinator sends without being asked."""
+class AnswerStatus(enum.IntEnum):
+    """An `AnswerStatus` says what an answer is, or what the coordinator sends without being asked."""
 
     OK = 0
     WRONG_CALL = 1  # the caller is wrong: a value is no number, or a limit is passed
@@ -87,8 +87,8 @@ class Status(enum.IntEnum):
     DATAGRAM = 12  # not an answer: a member has sent a message that nobody keeps
 
 
-class Message(NamedTuple):
-    """A `Message` is one of those in a frame."""
+class WireMessage(NamedTuple):
+    """A `WireMessage` is one of those in a frame."""
 
     what: int
     number: int
@@ -116,13 +116,13 @@ def pack_head(what: int, number: int, sizes: Sequence[int]) -> bytes:
     return _HEAD.pack(len(sizes), what, number) + struct.pack(f"<{len(sizes)}I", *sizes)
 
 
-def unpack(frame: bytes, max_fields: int | None = None) -> list[Message]:
+def unpack(frame: bytes, max_fields: int | None = None) -> list[WireMessage]:
     """Return the messages of a frame.
 
     Raises:
         WireError: it is not made of messages, or of too many, or they have more than `max_fields` fields in all.
     """
-    messages: list[Message] = []
+    messages: list[WireMessage] = []
     at, end, num_fields = 0, len(frame), 0
     while at < end:
         if end - at < _HEAD.size or len(messages) == MAX_MESSAGES:
@@ -140,7 +140,7 @@ def unpack(frame: bytes, max_fields: int | None = None) -> list[Message]:
         for length in lengths:
             fields.append(frame[at : at + length])
             at += length
-        messages.append(Message(what, number, fields))
+        messages.append(WireMessage(what, number, fields))
     return messages
 
 

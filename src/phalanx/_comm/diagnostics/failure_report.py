@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from phalanx._comm.diagnostics.call_sites import IN_THREAD
 from phalanx._comm.diagnostics.divergence import DIVERGENCE_ADVICE, JOIN_ADVICE, describe_divergence
-from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx.errors import ClosedError, DeadlineError, InternalError, MismatchError, PeerLostError, PhalanxError
 
@@ -37,7 +37,7 @@ Kind = Literal["mismatch", "lost", "interrupted", "late", "no memory", "broken",
 
 
 @dataclass(frozen=True)
-class Operation:
+class FailedOperation:
     """It is the operation that failed, as messages begin with it: 'all_reduce #42 in group 'dp' on rank 3'."""
 
     label: str  # 'all_reduce #42', 'send to rank 1'
@@ -57,7 +57,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class RankCall:
-    """It is what a rank called, 'all_reduce(SUM) of float32 (3, 4) at train.py:88'; `operation` is as in `Position`.
+    """A rank's call, 'all_reduce(SUM) of float32 (3, 4) at train.py:88'; `operation` is as in `RankPosition`.
 
     Without `operation` it is not known which line of the program the rank is in.
     """
@@ -74,7 +74,7 @@ class FailureReport:
     ranks: tuple[int, ...] = ()  # the ranks whose doing it is
     # the words by which people know the processes: 'pid 17 on node3'
     processes: Mapping[int, str] = field(default_factory=dict)
-    positions: Mapping[int, Position] = field(default_factory=dict)  # where they are; silent ones are not in it
+    positions: Mapping[int, RankPosition] = field(default_factory=dict)  # where they are; silent ones are not in it
     calls: Mapping[int, RankCall] = field(default_factory=dict)  # of a mismatch: what each rank called
     reason: str = ""  # how the rank ended, what interrupted it, or what failed
     timeout_s: float = 0.0  # the timeout of the rank that gave up waiting; 0 if it is not known
@@ -83,7 +83,7 @@ class FailureReport:
     earlier: str = ""  # where the ranks began to be in different lines of the program
     remarks: tuple[str, ...] = ()  # further sentences
 
-    def message(self, operation: Operation | str) -> str:
+    def message(self, operation: FailedOperation | str) -> str:
         """Return all that a user reads on the rank that was in `operation`."""
         sentences: dict[Kind, Callable[[], Sequence[str]]] = {
             "mismatch": self._mismatch if self.is_collective else self._message_mismatch,
@@ -96,7 +96,7 @@ class FailureReport:
         }
         return f"{operation}: " + "\n".join(filter(None, sentences[self.kind]())) + f" {OVER}"
 
-    def error(self, operation: Operation) -> PhalanxError:
+    def error(self, operation: FailedOperation) -> PhalanxError:
         message = self.message(operation)
         error: PhalanxError
         if self.kind == "mismatch":
@@ -152,9 +152,13 @@ class FailureReport:
         changed = next(iter(self.remarks), "the tensor was not changed")
         return [f"the message does not fit; {changed}.", self._called(), MESSAGE_ADVICE]
 
-    def _lost(self, operation: Operation | str) -> list[str]:
+    def _lost(self, operation: FailedOperation | str) -> list[str]:
         position = self.positions.get(self.ranks[0])
-        if position is not None and isinstance(operation, Operation) and self._was_in_same_line(position, operation):
+        if (
+            position is not None
+            and isinstance(operation, FailedOperation)
+            and self._was_in_same_line(position, operation)
+        ):
             before = position.operation.partition(" (")[0]
             if before.startswith("gradients"):
                 return [
@@ -171,7 +175,7 @@ class FailureReport:
         alone = (*self.remarks, DIVERGENCE_ADVICE) if self.remarks else ()
         return [f"{self._who()} is gone: {self.reason}.", f"{last}Read its log first.", *alone]
 
-    def _was_in_same_line(self, position: Position, operation: Operation) -> bool:
+    def _was_in_same_line(self, position: RankPosition, operation: FailedOperation) -> bool:
         """Return whether the rank ended well, and its last operation came from the line that this rank is in."""
         finished = not (position.inside or position.failed or position.elsewhere)
         same_line = bool(operation.call_site) and position.operation.endswith(f"({operation.call_site})")
@@ -205,7 +209,7 @@ class FailureReport:
         data: dict[str, Any] = json.loads(text)
         data["ranks"], data["remarks"] = tuple(data["ranks"]), tuple(data["remarks"])
         data["processes"] = {int(rank): process for rank, process in data["processes"].items()}
-        data["positions"] = {int(rank): Position(**position) for rank, position in data["positions"].items()}
+        data["positions"] = {int(rank): RankPosition(**position) for rank, position in data["positions"].items()}
         data["calls"] = {int(rank): RankCall(**call) for rank, call in data["calls"].items()}
         return cls(**data)
 
@@ -226,10 +230,10 @@ def describe_wait(operation: str, group: str, rank: int, missing: Sequence[int],
 
 
 def describe_interruption(
-    operation: Operation,
+    operation: FailedOperation,
     error: BaseException,
     processes: Mapping[int, str],
-    positions: Mapping[int, Position] | None,
+    positions: Mapping[int, RankPosition] | None,
 ) -> str:
     """Return what the exception says that interrupted `operation`: which ranks were waited for, and where they were.
 
@@ -262,7 +266,7 @@ def occupied(group: str, rank: int, timeout_s: float) -> DeadlineError:
 def late(
     missing: Sequence[int],
     names: Sequence[str],
-    answers: Mapping[int, Position],
+    answers: Mapping[int, RankPosition],
     waiter: int,
     timeout_s: float,
     *,

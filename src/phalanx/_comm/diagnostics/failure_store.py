@@ -25,7 +25,7 @@ from typing import Any, Literal
 from phalanx._base.deadline import Deadline
 from phalanx._comm.diagnostics.failure_report import FailureReport
 from phalanx._comm.diagnostics.failure_signals import FailureSignals
-from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition
 
 Fate = Literal["ended", "hangs"]
 
@@ -161,22 +161,22 @@ class FailureStore:
 
     # -- how a rank ended ----------------------------------------------------------------------------------------
 
-    def leave_exit_reason(self, reason: str, position: Position) -> None:
+    def leave_exit_reason(self, reason: str, position: RankPosition) -> None:
         """Say how this rank ends, and where it was."""
         text = json.dumps({"reason": reason, "position": asdict(position)})
         self.signals.ask(lambda: self._store.set(f"exit/{self.group_key}/{self._rank}", text), None)
 
-    def exit_reason(self, rank: int) -> tuple[str, Position | None]:
+    def exit_reason(self, rank: int) -> tuple[str, RankPosition | None]:
         """Return what `rank` said about its end; it is empty if the rank said nothing."""
         text = self.signals.ask(lambda: self._get(f"exit/{self.group_key}/{rank}"), "")
         if not text:
             return "", None
         data = json.loads(text)
-        return data["reason"], Position(**data["position"])
+        return data["reason"], RankPosition(**data["position"])
 
     # -- who is where -------------------------------------------------------------------------------------------
 
-    def collect_positions(self) -> dict[int, Position]:
+    def collect_positions(self) -> dict[int, RankPosition]:
         """Ask all ranks where they are, and give them a moment; a rank that does not answer is not in the result.
 
         If ranks run out of time together, the first to ask collects the answers, and the others wait for its report,
@@ -184,7 +184,7 @@ class FailureStore:
         """
         mine, key = str(self._rank), f"positions/{self.group_key}"
         asked: bytes = self.signals.ask(lambda: self._store.compare_set(key, "", mine), b"")
-        answers: dict[int, Position] = {}
+        answers: dict[int, RankPosition] = {}
         others = [r for r in range(self._world_size) if r != self._rank]
         deadline = Deadline.after(_COLLECT_S + self._world_size / _ANSWERS_PER_S)
         if asked == mine.encode():
@@ -194,19 +194,19 @@ class FailureStore:
         pause_s = _POLL_S
         while True:
             missing = [r for r in others if r not in answers]
-            found: dict[int, Position] = self.signals.ask(partial(self._read_positions, missing), {})
+            found: dict[int, RankPosition] = self.signals.ask(partial(self._read_positions, missing), {})
             answers |= found
             if len(answers) == len(others) or deadline.passed or self.is_gone:
                 return answers
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
-    def _read_positions(self, ranks: list[int]) -> dict[int, Position]:
+    def _read_positions(self, ranks: list[int]) -> dict[int, RankPosition]:
         """Return what these ranks have answered, read at once, or in halves where some have not."""
         keys = [self._position_key(r) for r in ranks]
         if keys and self._store.check(keys):
             found = zip(ranks, self._store.multi_get(keys), strict=True)
-            return {r: Position(**json.loads(text)) for r, text in found}
+            return {r: RankPosition(**json.loads(text)) for r, text in found}
         if len(ranks) <= 1:
             return {}
         middle = len(ranks) // 2
@@ -216,7 +216,7 @@ class FailureStore:
         """Return whether some rank ran out of time, and is about to tell."""
         return self.signals.ask(lambda: self._store.check([f"positions/{self.group_key}"]), False)
 
-    def report_position(self, position: Position) -> None:
+    def report_position(self, position: RankPosition) -> None:
         """Say where this rank is, if some rank asks that and this one has not yet said so."""
         if not self._answered and self.wants_positions():
             self._answered = True

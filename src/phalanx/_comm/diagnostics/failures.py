@@ -14,7 +14,7 @@ from phalanx._base.core_numbers import (
     SEND,
 )
 from phalanx._comm.diagnostics.divergence import describe_earlier_divergence, describe_left_alone
-from phalanx._comm.diagnostics.failure_report import NOTHING_CALLED, FailureReport, Operation, RankCall, closed
+from phalanx._comm.diagnostics.failure_report import NOTHING_CALLED, FailedOperation, FailureReport, RankCall, closed
 from phalanx._comm.diagnostics.flight_recorder import Record, read, read_position
 from phalanx._comm.diagnostics.whereabouts import find_position, has_finished, how_it_ended, late_ranks, name_process
 from phalanx._comm.symmetric_memory.memory import SymmetricMemory
@@ -33,9 +33,9 @@ def failure(
         return closed(group)
     mine = _own(read(symm_mem.core, symm_mem.rank), kind, peer)
     if mine is not None:
-        operation = Operation(mine.label, group, symm_mem.rank, mine.seq, mine.call_site)
+        operation = FailedOperation(mine.label, group, symm_mem.rank, mine.seq, mine.call_site)
     else:
-        operation = Operation(_forgotten(kind, peer), group, symm_mem.rank)
+        operation = FailedOperation(_forgotten(kind, peer), group, symm_mem.rank)
     return _report(status, symm_mem, timeout_s, mine).error(operation)
 
 

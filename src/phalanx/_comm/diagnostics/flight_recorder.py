@@ -34,7 +34,7 @@ _TO_ROOT = (REDUCE, GATHER)
 
 
 @dataclass(frozen=True)
-class Position:
+class RankPosition:
     """A position says where a rank is: in its `seq`-th collective, `operation`, for `seconds`, or past it."""
 
     seq: int = 0
@@ -135,16 +135,16 @@ def read(core: _core.Group, rank: int) -> list[Record]:
     return [Record(*record) for record in core.records(rank)]
 
 
-def position_of(records: Sequence[Record], now_ns: int) -> Position:
+def position_of(records: Sequence[Record], now_ns: int) -> RankPosition:
     """Return where a rank is whose operations are `records`, and since when."""
     if not records:
-        return Position()
+        return RankPosition()
     last = records[-1]
     inside = last.leave_ns == 0
     seconds = (now_ns - last.enter_ns) / 1e9 if inside else 0.0
-    return Position(last.seq, last.place, inside, seconds, failed=not inside and last.status != 0)
+    return RankPosition(last.seq, last.place, inside, seconds, failed=not inside and last.status != 0)
 
 
-def read_position(core: _core.Group, rank: int) -> Position:
+def read_position(core: _core.Group, rank: int) -> RankPosition:
     """Return where `rank` is now; it may be running, hanging or dead."""
     return position_of(read(core, rank), time.monotonic_ns())

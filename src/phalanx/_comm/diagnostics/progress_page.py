@@ -46,7 +46,7 @@ class Track:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RankProgress:
     """It is what a rank's page says; a track is None if nothing counts on it."""
 
     generation: int
@@ -109,7 +109,7 @@ def _advance(words: memoryview, track: int, step: int, samples: int) -> None:
     words[track] = step
 
 
-def read_page(fd: int) -> Progress | None:
+def read_page(fd: int) -> RankProgress | None:
     """Return what the page with descriptor `fd` says now; None if it is no page, or another version's."""
     try:
         data = os.pread(fd, PAGE_BYTES, 0)
@@ -118,14 +118,14 @@ def read_page(fd: int) -> Progress | None:
     return parse_page(data)
 
 
-def parse_page(data: bytes) -> Progress | None:
+def parse_page(data: bytes) -> RankProgress | None:
     """Return what a page with these bytes says; its writer may have been in the middle of a step."""
     if len(data) != PAGE_BYTES:
         return None
     words = _WORDS.unpack(data)
     if words[0] != _MAGIC:
         return None
-    return Progress(words[1], _track(words, _LOOP), _track(words, _STATE))
+    return RankProgress(words[1], _track(words, _LOOP), _track(words, _STATE))
 
 
 def _track(words: tuple[int, ...], at: int) -> Track | None:

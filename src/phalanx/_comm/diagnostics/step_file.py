@@ -274,7 +274,7 @@ def merge(a: StepRecord, b: StepRecord) -> StepRecord:
     )
 
 
-class Contents(NamedTuple):
+class StepFileContents(NamedTuple):
     """It says what lies where in a file, as it was written."""
 
     facts: Mapping[str, Any]
@@ -293,7 +293,7 @@ class Contents(NamedTuple):
     num_events: int
 
 
-def read_contents(data: bytes) -> Contents | None:
+def read_contents(data: bytes) -> StepFileContents | None:
     """Return what a file with these bytes holds, or None if it is no such file. Its writer may have died at any store.
 
     Raises:
@@ -309,7 +309,7 @@ def read_contents(data: bytes) -> Contents | None:
     operations_at = (2 * _STEPS_BYTES + int(words[_OPERATION_TABLE]) * _OPERATIONS_BYTES) // 8
     steps = _records(tables, steps_at, min(int(words[_STEP_COUNT]), _NUM_STEPS), _STEP_FIELDS)
     operations = _records(tables, operations_at, min(int(words[_OPERATION_COUNT]), _NUM_OPERATIONS), _OPERATION_FIELDS)
-    return Contents(
+    return StepFileContents(
         facts=_read_json(data, _FACTS_AT, words[_FACTS_LENGTH]),
         ended=bool(words[_ENDED]),
         peak_bytes=int(words[_PEAK_BYTES]),

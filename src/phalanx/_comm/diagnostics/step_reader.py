@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx._comm.diagnostics.step_file import Contents, OperationRecord, StepRecord, read_contents, read_events
+from phalanx._comm.diagnostics.step_file import (
+    OperationRecord,
+    StepFileContents,
+    StepRecord,
+    read_contents,
+    read_events,
+)
 from phalanx._comm.diagnostics.step_machine import OTHER, PHASES, FinishedStep, StepMachine
 from phalanx._comm.diagnostics.step_tally import StepTally
 
@@ -72,7 +78,7 @@ def put_in_order(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
     return tuple(ordered)
 
 
-def _catch_up(contents: Contents) -> RankFile:
+def _catch_up(contents: StepFileContents) -> RankFile:
     """Return the file with the steps that the rank had not made into records yet."""
     state = contents.state
     tally = StepTally(**state.get("tally", {"rank": contents.facts.get("rank", 0)}))

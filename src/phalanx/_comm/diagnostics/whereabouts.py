@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from phalanx._base import core_numbers
 from phalanx._comm.diagnostics.failure_report import KILLED, LEFT, ended_well
-from phalanx._comm.diagnostics.flight_recorder import Position, read_position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition, read_position
 from phalanx._comm.symmetric_memory.watch import wait_status
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def groups() -> list[ObservedGroup]:
     return list(_groups)
 
 
-def find_position(symm_mem: SymmetricMemory, rank: int) -> Position:
+def find_position(symm_mem: SymmetricMemory, rank: int) -> RankPosition:
     """Return where `rank` is in this group, and in which other group it is waiting now, if it is in one."""
     here = read_position(symm_mem.core, rank)
     return replace(here, elsewhere=_waits_in_another(symm_mem, rank))
@@ -73,7 +73,7 @@ def _waits_in_another(symm_mem: SymmetricMemory, rank: int) -> str:
         if group.symm_mem is symm_mem or group.symm_mem.closed:
             continue
         number = group.symm_mem.rank_of(process)
-        there = read_position(group.symm_mem.core, number) if number is not None else Position()
+        there = read_position(group.symm_mem.core, number) if number is not None else RankPosition()
         if there.inside:
             return f"{there.operation} of group {group.group!r} for {there.seconds:.1f} s"
     return ""

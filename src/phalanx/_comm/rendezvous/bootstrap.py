@@ -29,8 +29,8 @@ from phalanx._base.log import get_logger
 from phalanx._comm.control.wire import WRITE_ONCE
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.rendezvous.rank_info import (
-    Arrival,
-    Failure,
+    FormationFailure,
+    RankArrival,
     RankInfo,
     find_dead,
     find_problem,
@@ -93,7 +93,7 @@ class Bootstrap:
         is_further: bool = False,
     ) -> None:
         self._store = store
-        self._arrivals = Arrivals(store, Arrival(rank, world_size, mine))
+        self._arrivals = Arrivals(store, RankArrival(rank, world_size, mine))
         self._group = group
         self._is_further = is_further
         self._deadline = deadline
@@ -118,7 +118,7 @@ class Bootstrap:
         if failure := outcome.get("failure"):
             # Ranks that are still to come fit no better; ranks that are missing will not come.
             self.acknowledge_failure(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
-            raise self._error(Failure(failure["kind"], failure["text"], failure["ranks"]))
+            raise self._error(FormationFailure(failure["kind"], failure["text"], failure["ranks"]))
         self.infos = unpack_infos(outcome["ranks"])
         return self.infos
 
@@ -171,7 +171,7 @@ class Bootstrap:
         self._arrivals.delete()
 
     @property
-    def _me(self) -> Arrival:
+    def _me(self) -> RankArrival:
         return self._arrivals.me
 
     # -- waiting -------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class Bootstrap:
             self._publish(failure)
         return is_first and min(arrivals.known) == arrivals.index
 
-    def _find_holder(self, num_arrived: int) -> Failure | None:
+    def _find_holder(self, num_arrived: int) -> FormationFailure | None:
         """Return a failure if this rank stays alone and the rank of its number in the group here still runs."""
         members = {r: RankInfo.from_json(info) for r, info in self._arrivals.before.get("members", ())}
         mine = self._me.info
@@ -258,7 +258,7 @@ class Bootstrap:
         holder = members.get(self._me.rank)
         if holder is None or holder.host != mine.host or not holder.process.is_running():
             return None
-        return Failure(
+        return FormationFailure(
             "mismatch",
             f"no other rank has come, and rank {self._me.rank} is another process already: {holder}, which still runs; "
             f"{self._arrivals.before['how']}.\n"
@@ -281,14 +281,14 @@ class Bootstrap:
                 text += "\nAll ranks need this address and port (MASTER_ADDR, MASTER_PORT), and a way to it."
             if self._arrivals.before:
                 text += f"\nBefore this start, {self._arrivals.before['how'].rstrip('.')}."
-            self._publish(Failure("missing", text, dict.fromkeys(missing, "never came")))
+            self._publish(FormationFailure("missing", text, dict.fromkeys(missing, "never came")))
             return
         first = self._arrivals.first
         text = (
             f"all ranks came, and rank {first.rank} ({first.info}), which was to say so, did not within "
             f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
         )
-        self._publish(Failure("missing", text, {first.rank: str(first.info)}))
+        self._publish(FormationFailure("missing", text, {first.rank: str(first.info)}))
 
     def _advice(self) -> str:
         if self._is_further:
@@ -302,13 +302,13 @@ class Bootstrap:
             "the log of a missing rank comes first."
         )
 
-    def _publish(self, failure: Failure) -> None:
+    def _publish(self, failure: FormationFailure) -> None:
         """Say why there is no group, unless somebody has said something already."""
         now = time.strftime("%H:%M:%S")
         data = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
         self._store.compare_set(self._arrivals.key(OUTCOME), "", json.dumps({"failure": data}))
 
-    def _error(self, failure: Failure) -> Exception:
+    def _error(self, failure: FormationFailure) -> Exception:
         who = {int(r): what for r, what in failure.ranks.items()}
         here = f"init_process_group of group {self._group!r}"
         if failure.kind == "missing":
@@ -494,13 +494,13 @@ class Arrivals:
     `known` has who has been read, by place: whoever has said who it is stays that.
     """
 
-    def __init__(self, store: Store, me: Arrival) -> None:
+    def __init__(self, store: Store, me: RankArrival) -> None:
         self._store = store
         self.me = me
         self.number = 0  # the number of the start
         self.index = 0  # the place of `me`
         self.before: dict[str, Any] = {}  # how the start before ended, and with which members
-        self.known: dict[int, Arrival] = {}
+        self.known: dict[int, RankArrival] = {}
         self._num_sought = 1  # places among which this rank looks for the first
         self._in_file = file_of(store)
 
@@ -509,7 +509,7 @@ class Arrivals:
         return f"{self.number}/{name}"
 
     @property
-    def first(self) -> Arrival:
+    def first(self) -> RankArrival:
         """Return the one that came first of those that are known."""
         return self.known[min(self.known)]
 
@@ -606,7 +606,7 @@ class Arrivals:
         came = self.key("came")
         return int(self._store.compare_set(came, "", "") or 0) if self._store.check([came]) else 0
 
-    def read_all(self) -> dict[int, Arrival]:
+    def read_all(self) -> dict[int, RankArrival]:
         """Return all who have come, by place."""
         self._read([i for i in range(self.count()) if i not in self.known])
         return self.known
@@ -633,7 +633,7 @@ class Arrivals:
         keys = [self.key(f"rank/{i}") for i in places]
         if keys and self._store.check(keys):
             for i, text in zip(places, self._store.multi_get(keys), strict=True):
-                self.known[i] = Arrival.from_json(json.loads(text))
+                self.known[i] = RankArrival.from_json(json.loads(text))
         elif len(places) > 1:
             middle = len(places) // 2
             self._read(places[:middle])

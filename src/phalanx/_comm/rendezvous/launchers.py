@@ -16,8 +16,8 @@ from phalanx._base.processes import read_stat
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A `Launch` says which of how many processes this is. `local_size` is 0 if the launcher does not say it.
+class LaunchedProcess:
+    """A `LaunchedProcess` says which of how many processes this is. `local_size` is 0 if the launcher does not say it.
 
     `job` names this job among those of a user on one host; `first_host` is where rank 0 runs, and `port` one that is
     probably free there: both empty where the launcher does not say.
@@ -59,7 +59,7 @@ _PORTS = range(20000, 30000)  # these are below those that systems give to outgo
 _STEPD = re.compile(r"slurmstepd: \[(\d+)\.(\w+)\]")
 
 
-def find_launch(environment: Mapping[str, str]) -> Launch | None:
+def find_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
     """Return what an `mpiexec` or Slurm says of this process, or None: nobody says that it is one of several.
 
     MPI goes first: an `mpiexec` inside Slurm starts its helpers as a step, whose variables its ranks inherit.
@@ -69,14 +69,14 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     return mpi_launch(environment) or slurm_launch(environment)
 
 
-def mpi_launch(environment: Mapping[str, str]) -> Launch | None:
+def mpi_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
     """Return what an `mpiexec` says of this process (MPICH and Intel MPI speak alike), or None."""
     if _is_pmi_of_slurm(environment):
         return None
     for launcher, (rank, size, local_rank, local_size) in _MPI.items():
         if not (_is_number(environment, rank) and _is_number(environment, size)):  # unset, or emptied to that end
             continue
-        return Launch(
+        return LaunchedProcess(
             launcher,
             int(environment[rank]),
             int(environment[size]),
@@ -91,7 +91,7 @@ def _is_number(environment: Mapping[str, str], name: str) -> bool:
     return environment.get(name, "").isdecimal()
 
 
-def slurm_launch(environment: Mapping[str, str]) -> Launch | None:
+def slurm_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
     """Return what a step of Slurm (`srun`) says of this process; None outside of a step, or alone in one."""
     try:
         rank = int(environment["SLURM_PROCID"])
@@ -111,7 +111,7 @@ def slurm_launch(environment: Mapping[str, str]) -> Launch | None:
     reserved = environment.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
     port = int(reserved) if reserved.isdecimal() else _PORTS[zlib.crc32(name.encode()) % len(_PORTS)]
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
-    return Launch("Slurm", rank, size, local_rank, local_size, name, first_of(hosts), port)
+    return LaunchedProcess("Slurm", rank, size, local_rank, local_size, name, first_of(hosts), port)
 
 
 def _tasks_of(environment: Mapping[str, str]) -> int:

@@ -128,7 +128,7 @@ def unpack_infos(text: str) -> list[RankInfo]:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class RankArrival:
     """A rank that has come, what it believes, and when it came (seconds since 1970, by its own clock)."""
 
     rank: int
@@ -145,7 +145,7 @@ class Arrival:
         return {**own, "rank_info": self.info.to_json()}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Arrival:
+    def from_json(cls, data: dict[str, Any]) -> RankArrival:
         own = {name: data[name] for name in ("rank", "world_size", "at", "protocol", "is_contested")}
         return cls(info=RankInfo.from_json(data["rank_info"]), **own)
 
@@ -154,15 +154,15 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A `Failure` says why a group was not formed, equal on every rank: `text`, and what is wrong with which rank."""
+class FormationFailure:
+    """A `FormationFailure` says why a group was not formed, with the same `text` on every rank."""
 
     kind: Kind
     text: str
     ranks: Mapping[int, str]
 
 
-def find_problem(arrivals: Sequence[Arrival]) -> Failure | None:
+def find_problem(arrivals: Sequence[RankArrival]) -> FormationFailure | None:
     """Return what is wrong with those who have come so far, in whatever order; None as long as they fit together."""
     if len({one.protocol for one in arrivals}) > 1:
         return _disagreement(arrivals, "the ranks run different versions of Phalanx", lambda one: f"{one.protocol}")
@@ -176,13 +176,13 @@ def find_problem(arrivals: Sequence[Arrival]) -> Failure | None:
         )
     for one in arrivals:
         if not 0 <= one.rank < one.world_size:
-            return Failure(
+            return FormationFailure(
                 "mismatch",
                 f"{one.info} is rank {one.rank} of {one.world_size}, whose ranks are 0 to {one.world_size - 1}.\n"
                 "Check RANK (rank=...) and WORLD_SIZE (world_size=...) of that process.",
                 {one.rank: f"rank {one.rank} of {one.world_size}"},
             )
-    seen: dict[int, Arrival] = {}
+    seen: dict[int, RankArrival] = {}
     for one in arrivals:
         first = seen.setdefault(one.rank, one)
         if first is not one:
@@ -193,8 +193,8 @@ def find_problem(arrivals: Sequence[Arrival]) -> Failure | None:
     return None
 
 
-def _twice(one: Arrival, other: str) -> Failure:
-    return Failure(
+def _twice(one: RankArrival, other: str) -> FormationFailure:
+    return FormationFailure(
         "mismatch",
         f"two processes are rank {one.rank} of {one.world_size}:\n  {other}\n  {one}\n"
         "Give each process a RANK (rank=...) of its own; if these are two jobs, give each an address "
@@ -203,11 +203,11 @@ def _twice(one: Arrival, other: str) -> Failure:
     )
 
 
-def find_dead(arrivals: Sequence[Arrival], mine: RankInfo) -> Failure | None:
+def find_dead(arrivals: Sequence[RankArrival], mine: RankInfo) -> FormationFailure | None:
     """Return the first of those who came and whose process has ended since, as far as `mine`'s can see that."""
     for one in arrivals:
         if one.info.has_ended(mine):
-            return Failure(
+            return FormationFailure(
                 "lost",
                 f"rank {one.rank} ({one.info}) came, and ended before all ranks had come.\nRead its log first.",
                 {one.rank: str(one.info)},
@@ -215,9 +215,11 @@ def find_dead(arrivals: Sequence[Arrival], mine: RankInfo) -> Failure | None:
     return None
 
 
-def _disagreement(arrivals: Sequence[Arrival], fact: str, say: Callable[[Arrival], str], advice: str = "") -> Failure:
+def _disagreement(
+    arrivals: Sequence[RankArrival], fact: str, say: Callable[[RankArrival], str], advice: str = ""
+) -> FormationFailure:
     """Return a failure of `fact` and what each rank believes; of many that believe the same, a few are named."""
-    beliefs: dict[str, list[Arrival]] = {}
+    beliefs: dict[str, list[RankArrival]] = {}
     for one in sorted(arrivals, key=lambda one: one.rank):
         beliefs.setdefault(say(one), []).append(one)
     lines = []
@@ -227,7 +229,7 @@ def _disagreement(arrivals: Sequence[Arrival], fact: str, say: Callable[[Arrival
         if len(who) > _MOST_NAMED:
             lines.append(f"  and {len(who) - _MOST_NAMED} more: {belief}")
     text = "\n".join(filter(None, [f"{fact}.", *lines, advice]))
-    return Failure("mismatch", text, {one.rank: say(one) for one in arrivals})
+    return FormationFailure("mismatch", text, {one.rank: say(one) for one in arrivals})
 
 
 def host_identity() -> str:

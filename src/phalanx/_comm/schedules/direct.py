@@ -9,12 +9,12 @@ Order: by rank, as the core adds: ((x[0] + x[1]) + …) + x[P-1].
 
 from __future__ import annotations
 
-from phalanx._comm.schedules.schedule import Kind, Phase, Schedule, Transfer, require_world_size
+from phalanx._comm.schedules.schedule import Kind, Schedule, SchedulePhase, Transfer, require_world_size
 
 ORDER = "by rank, from 0 to the last, the same for each chunk"
 
 
-def _everyone(name: str, size: int, kind: Kind) -> Phase:
+def _everyone(name: str, size: int, kind: Kind) -> SchedulePhase:
     """Return one step in which each rank reads one chunk of every other: its own to reduce, the other's to copy."""
 
     def sends(step: int, rank: int) -> list[Transfer]:
@@ -25,7 +25,7 @@ def _everyone(name: str, size: int, kind: Kind) -> Phase:
             transfers.append(Transfer(rank, dst, chunk, chunk + 1, kind))
         return transfers
 
-    return Phase(
+    return SchedulePhase(
         name=name,
         num_steps=1 if size > 1 else 0,
         sends=sends,
@@ -59,7 +59,7 @@ def all_gather(world_size: int) -> Schedule:
 def broadcast(world_size: int, root: int = 0) -> Schedule:
     """Return a schedule in which all copy from `root`: 1 step, S bytes read per rank."""
     require_world_size(world_size)
-    phase = Phase(
+    phase = SchedulePhase(
         name="copy from the root",
         num_steps=1 if world_size > 1 else 0,
         sends=lambda step, rank: [Transfer(root, d, 0, 1, "copy") for d in range(world_size) if rank == root != d],

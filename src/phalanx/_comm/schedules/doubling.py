@@ -18,7 +18,7 @@ Source: Thakur, Rabenseifner and Gropp (2005), Optimization of collective commun
 from __future__ import annotations
 
 from phalanx._comm.schedules.halving_doubling import Fold, neighbours
-from phalanx._comm.schedules.schedule import Phase, Schedule, Transfer, require_world_size
+from phalanx._comm.schedules.schedule import Schedule, SchedulePhase, Transfer, require_world_size
 
 
 def all_reduce(world_size: int) -> Schedule:
@@ -41,7 +41,9 @@ def all_reduce(world_size: int) -> Schedule:
     levels = fold.actors.bit_length() - 1
     phases = (
         neighbours("fold", fold, "reduce", inward=True, chunks=lambda odd: (0, 1)),
-        Phase("doubling", levels, sends, sources, lambda step: [fold.rank(actor) for actor in range(fold.actors)]),
+        SchedulePhase(
+            "doubling", levels, sends, sources, lambda step: [fold.rank(actor) for actor in range(fold.actors)]
+        ),
         neighbours("unfold", fold, "copy", inward=False, chunks=lambda odd: (0, 1)),
     )
     order = "a balanced binary tree: folded neighbours first, then the nearest ranks, the farthest last"

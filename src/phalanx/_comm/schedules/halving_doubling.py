@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from phalanx._comm.schedules.schedule import Kind, Phase, Schedule, Transfer, require_world_size
+from phalanx._comm.schedules.schedule import Kind, Schedule, SchedulePhase, Transfer, require_world_size
 
 ORDER = "a balanced binary tree: folded neighbours first, then the farthest ranks, the nearest last"
 
@@ -66,7 +66,7 @@ class Fold:
         return self.rank(actor) if self.chunk_per_rank else actor
 
 
-def _exchange(name: str, fold: Fold, kind: Kind) -> Phase:
+def _exchange(name: str, fold: Fold, kind: Kind) -> SchedulePhase:
     levels = fold.actors.bit_length() - 1
 
     def distance(step: int) -> int:
@@ -86,10 +86,12 @@ def _exchange(name: str, fold: Fold, kind: Kind) -> Phase:
         actor = fold.actor(rank)
         return () if actor is None else (fold.rank(actor ^ distance(step)),)
 
-    return Phase(name, levels, sends, sources, lambda step: [fold.rank(actor) for actor in range(fold.actors)])
+    return SchedulePhase(name, levels, sends, sources, lambda step: [fold.rank(actor) for actor in range(fold.actors)])
 
 
-def neighbours(name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]) -> Phase:
+def neighbours(
+    name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]
+) -> SchedulePhase:
     """Return the step between a rank that stands aside (odd) and the one that acts for it; none if none is folded."""
 
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
@@ -103,7 +105,7 @@ def neighbours(name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Calla
     def senders(step: int) -> Sequence[int]:
         return range(int(inward), 2 * fold.folded, 2)
 
-    return Phase(name, min(1, fold.folded), sends, sources, senders)
+    return SchedulePhase(name, min(1, fold.folded), sends, sources, senders)
 
 
 def all_reduce(world_size: int) -> Schedule:

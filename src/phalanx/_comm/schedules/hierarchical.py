@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx._comm.schedules.network import Topology
-from phalanx._comm.schedules.schedule import Kind, Phase, Schedule, Transfer
+from phalanx._comm.schedules.schedule import Kind, Schedule, SchedulePhase, Transfer
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Slices:
         return range(-(-local_rank * self.count // size), -(-(local_rank + 1) * self.count // size))
 
 
-def _inside(name: str, slices: _Slices, kind: Kind) -> Phase:
+def _inside(name: str, slices: _Slices, kind: Kind) -> SchedulePhase:
     """Return one step in each host at once: all read the slices they drive (reduce), or others drive (copy)."""
     topology = slices.topology
     local_rank = _local_ranks(topology)
@@ -64,7 +64,7 @@ def _inside(name: str, slices: _Slices, kind: Kind) -> Phase:
             transfers.append(Transfer(rank, dst, block.start * slices.width, block.stop * slices.width, kind))
         return transfers
 
-    return Phase(
+    return SchedulePhase(
         name=name,
         num_steps=1 if slices.count > 1 else 0,
         sends=sends,
@@ -74,7 +74,7 @@ def _inside(name: str, slices: _Slices, kind: Kind) -> Phase:
     )
 
 
-def _across(phase: Phase, slices: _Slices) -> Phase:
+def _across(phase: SchedulePhase, slices: _Slices) -> SchedulePhase:
     """Return `phase`, which is written for hosts, carried out for every slice by the ranks that drive it."""
     topology = slices.topology
     local_rank = _local_ranks(topology)
@@ -99,7 +99,7 @@ def _across(phase: Phase, slices: _Slices) -> Phase:
         return [rank for host in phase.senders(step) for rank in topology.hosts[host]]
 
     most = max(len(slices.driven(host, 0)) for host in range(len(topology.hosts)))
-    return Phase(
+    return SchedulePhase(
         name=f"between hosts: {phase.name}",
         num_steps=phase.num_steps,
         sends=sends,

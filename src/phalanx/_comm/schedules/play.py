@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from phalanx._comm.schedules.schedule import RankStep, Schedule, chunk_bounds
 
 
-class Handle(Protocol):
+class PendingTransfer(Protocol):
     """A handle is a send or receive under way."""
 
     def wait(self) -> object:
@@ -39,8 +39,8 @@ def play(
     rank: int,
     buffer: B,
     *,
-    send: Callable[[int, B], Handle | None],
-    recv: Callable[[int, B], Handle | None],
+    send: Callable[[int, B], PendingTransfer | None],
+    recv: Callable[[int, B], PendingTransfer | None],
     combine: Callable[[B, B, B], object],
     scratch: Callable[[int], B],
     bounds: Sequence[int] | None = None,
@@ -89,12 +89,12 @@ def play(
 class _Arrivals:
     """`_Arrivals` is what one step receives: its handles, and what to combine in which order, as `combine` takes it."""
 
-    handles: list[Handle | None]
+    handles: list[PendingTransfer | None]
     parts: list[tuple[Any, Any, Any]]
 
 
 def _receive(
-    step: RankStep, buffer: B, staging: B, bounds: Sequence[int], recv: Callable[[int, B], Handle | None]
+    step: RankStep, buffer: B, staging: B, bounds: Sequence[int], recv: Callable[[int, B], PendingTransfer | None]
 ) -> _Arrivals:
     arrivals = _Arrivals([], [])
     used = 0
@@ -125,13 +125,13 @@ def _receive(
 
 
 def _send(
-    step: RankStep, buffer: B, bounds: Sequence[int], send: Callable[[int, B], Handle | None]
-) -> list[Handle | None]:
+    step: RankStep, buffer: B, bounds: Sequence[int], send: Callable[[int, B], PendingTransfer | None]
+) -> list[PendingTransfer | None]:
     pieces = [(t.dst, bounds[t.start], bounds[t.stop]) for t in step.sends]
     return [send(dst, buffer[begin:end]) for dst, begin, end in pieces if end > begin]
 
 
-def _finish(sent: Sequence[Handle | None], arrivals: _Arrivals, combine: Callable[[B, B, B], object]) -> None:
+def _finish(sent: Sequence[PendingTransfer | None], arrivals: _Arrivals, combine: Callable[[B, B, B], object]) -> None:
     for handle in (*sent, *arrivals.handles):
         if handle is not None:
             handle.wait()

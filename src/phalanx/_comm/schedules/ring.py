@@ -16,19 +16,19 @@ Source: Patarasuk and Yuan (2009), Bandwidth optimal all-reduce algorithms for c
 
 from __future__ import annotations
 
-from phalanx._comm.schedules.schedule import Kind, Phase, Schedule, Transfer, require_world_size
+from phalanx._comm.schedules.schedule import Kind, Schedule, SchedulePhase, Transfer, require_world_size
 
 ORDER = "chunk number i along the ring from rank i+1 to rank i, each rank adding its own to what arrives"
 
 
-def _around(name: str, size: int, offset: int, kind: Kind) -> Phase:
+def _around(name: str, size: int, offset: int, kind: Kind) -> SchedulePhase:
     """Return a phase in which, in step s, rank r sends chunk r + offset - s to rank r + 1."""
 
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
         chunk = (rank + offset - step) % size
         return (Transfer(rank, (rank + 1) % size, chunk, chunk + 1, kind),)
 
-    return Phase(
+    return SchedulePhase(
         name=name,
         num_steps=size - 1,
         sends=sends,

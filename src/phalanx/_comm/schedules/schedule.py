@@ -39,7 +39,7 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Phase:
+class SchedulePhase:
     """A phase is a run of steps that follow one rule.
 
     `sends(step, rank)` is what `rank` hands over in `step`, counted from 0 within the phase; it is the only statement
@@ -73,7 +73,7 @@ class Step(NamedTuple):
     """It is one step of a whole schedule, or of one rank's part in it; `number` counts from 0 over all phases."""
 
     number: int
-    phase: Phase
+    phase: SchedulePhase
     within: int
     """The step's number within the phase, from 0 on."""
 
@@ -97,7 +97,7 @@ class Schedule:
     operation: Operation
     world_size: int
     num_chunks: int
-    phases: tuple[Phase, ...]
+    phases: tuple[SchedulePhase, ...]
     order: str
     root: int = 0
 
@@ -135,7 +135,7 @@ class Schedule:
 
 
 class RankStep(NamedTuple):
-    """It is what one rank sends and receives in one step; it combines in this order (and see `Phase.by_rank`)."""
+    """What one rank sends and receives in one step; it combines in this order (see `SchedulePhase.by_rank`)."""
 
     number: int
     phase: str

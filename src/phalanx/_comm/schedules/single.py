@@ -11,29 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx._comm.schedules.schedule import Phase, Schedule, Transfer, require_world_size
+from phalanx._comm.schedules.schedule import Schedule, SchedulePhase, Transfer, require_world_size
 
 ORDER = "by rank, counted from the root, one after the other"
 
 
-def _gather(size: int, root: int) -> Phase:
+def _gather(size: int, root: int) -> SchedulePhase:
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
         return (Transfer(rank, root, 0, 1, "reduce"),) if (rank - root) % size == step + 1 else ()
 
     def sources(step: int, rank: int) -> Sequence[int]:
         return ((root + step + 1) % size,) if rank == root else ()
 
-    return Phase("gather and reduce", size - 1, sends, sources, lambda step: ((root + step + 1) % size,))
+    return SchedulePhase("gather and reduce", size - 1, sends, sources, lambda step: ((root + step + 1) % size,))
 
 
-def _hand_out(size: int, root: int) -> Phase:
+def _hand_out(size: int, root: int) -> SchedulePhase:
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
         return (Transfer(root, (root + step + 1) % size, 0, 1, "copy"),) if rank == root else ()
 
     def sources(step: int, rank: int) -> Sequence[int]:
         return (root,) if (rank - root) % size == step + 1 else ()
 
-    return Phase("broadcast", size - 1, sends, sources, lambda step: (root,))
+    return SchedulePhase("broadcast", size - 1, sends, sources, lambda step: (root,))
 
 
 def all_reduce(world_size: int) -> Schedule:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phalanx._comm.schedules.schedule import Phase, Schedule, Step, Transfer
+from phalanx._comm.schedules.schedule import Schedule, SchedulePhase, Step, Transfer
 
 
 class Value(NamedTuple):
@@ -130,7 +130,7 @@ def _must_end_with(schedule: Schedule, rank: int, chunk: int) -> bool:
             return True
 
 
-def _refuse_impossible(schedule: Schedule, phase: Phase, transfers: tuple[Transfer, ...]) -> None:
+def _refuse_impossible(schedule: Schedule, phase: SchedulePhase, transfers: tuple[Transfer, ...]) -> None:
     """Refuse what is wrong with a step whatever the ranks hold."""
     for t in transfers:
         if not (0 <= t.src < schedule.world_size and 0 <= t.dst < schedule.world_size and t.src != t.dst):
@@ -181,7 +181,7 @@ def _apply(step: Step, state: list[list[Value | None]], trees: _Trees, transfers
         raise ValueError(f"{_words(wrong)}: the source and the destination disagree on this transfer")
 
 
-def _refuse_false_likeness(place: str, phase: Phase) -> None:
+def _refuse_false_likeness(place: str, phase: SchedulePhase) -> None:
     if not phase.alike:
         return
     shapes = [sorted((t.src, t.dst, t.width, t.kind) for t in phase.transfers(step)) for step in range(phase.num_steps)]

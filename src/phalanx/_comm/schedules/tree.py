@@ -15,12 +15,12 @@ Source: Thakur, Rabenseifner and Gropp (2005), Optimization of collective commun
 
 from __future__ import annotations
 
-from phalanx._comm.schedules.schedule import Kind, Phase, Schedule, Transfer, require_world_size
+from phalanx._comm.schedules.schedule import Kind, Schedule, SchedulePhase, Transfer, require_world_size
 
 ORDER = "a balanced binary tree over the ranks, counted from the root"
 
 
-def _edges(name: str, size: int, root: int, kind: Kind) -> Phase:
+def _edges(name: str, size: int, root: int, kind: Kind) -> SchedulePhase:
     levels = (size - 1).bit_length()
 
     def distance(step: int) -> int:
@@ -46,7 +46,7 @@ def _edges(name: str, size: int, root: int, kind: Kind) -> Phase:
         d = distance(step)
         return [(v + root) % size for v in range(d if kind == "reduce" else 0, size, 2 * d)]
 
-    return Phase(name, levels, sends, sources, senders)
+    return SchedulePhase(name, levels, sends, sources, senders)
 
 
 def all_reduce(world_size: int) -> Schedule:

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.descriptors import wait_readable
-from phalanx._base.ipc.channel import Channel, Message
+from phalanx._base.ipc.channel import Channel, ChannelMessage
 from phalanx._base.ipc.local_listener import MOST_PENDING, LocalAddress, LocalListener, connect
 from phalanx.errors import DeadlineError, PhalanxError
 
@@ -174,7 +174,7 @@ def _connect(address: LocalAddress, deadline: Deadline, wait: bool, look_around:
     return connect(address.for_containers, deadline, whose, keep_trying=True, look_around=look_around)
 
 
-def _receive(channel: Channel, deadline: Deadline, look_around: Callable[[], None]) -> Message | None:
+def _receive(channel: Channel, deadline: Deadline, look_around: Callable[[], None]) -> ChannelMessage | None:
     while True:
         try:
             return channel.receive(Deadline.after(min(_SLICE_S, deadline.left_s)))

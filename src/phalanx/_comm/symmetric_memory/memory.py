@@ -452,7 +452,7 @@ ALIGN = 4096  # pages: a block that is let go can be given back to the system
 
 
 @dataclass(frozen=True)
-class Block:
+class HeapBlock:
     """It is a piece of every rank's heap: `index` in the flags, `offset` and `nbytes` in the heap."""
 
     index: int
@@ -466,14 +466,14 @@ class BlockPlacement:
     def __init__(self, heap_bytes: int, max_blocks: int) -> None:
         self.heap_bytes = heap_bytes
         self._free_indices = list(range(max_blocks - 1, -1, -1))
-        self._live: list[tuple[int, Block]] = []  # by offset
+        self._live: list[tuple[int, HeapBlock]] = []  # by offset
 
     @property
-    def live(self) -> list[Block]:
+    def live(self) -> list[HeapBlock]:
         """Return the blocks that some rank may still use, by offset."""
         return [block for _, block in self._live]
 
-    def place(self, nbytes: int) -> Block | None:
+    def place(self, nbytes: int) -> HeapBlock | None:
         """Return a block of at least `nbytes`, or None when the heap has no gap or no index left."""
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         if not self._free_indices:
@@ -485,11 +485,11 @@ class BlockPlacement:
             at = offset + block.nbytes
         if at + size > self.heap_bytes:
             return None
-        block = Block(self._free_indices.pop(), at, size)
+        block = HeapBlock(self._free_indices.pop(), at, size)
         bisect.insort(self._live, (at, block), key=lambda item: item[0])
         return block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: HeapBlock) -> None:
         """Free `block`, which every rank has let go."""
         self._live.remove((block.offset, block))
         self._free_indices.append(block.index)

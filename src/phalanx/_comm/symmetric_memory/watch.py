@@ -86,7 +86,7 @@ def wait_status(process: ProcessId) -> int | None:
     return find_exit_status(fields) if fields and int(fields[19]) == process.start_ticks else None
 
 
-class Watched(NamedTuple):
+class WatchedProcess(NamedTuple):
     """It is a process that this one watches.
 
     `pidfd` can be read once it is gone. `stat` is its open /proc/PID/stat, or -1 where that cannot be read.
@@ -101,9 +101,9 @@ class _Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[ProcessId, tuple[Watched, int]] = {}
+        self._open: dict[ProcessId, tuple[WatchedProcess, int]] = {}
 
-    def acquire(self, process: ProcessId) -> Watched:
+    def acquire(self, process: ProcessId) -> WatchedProcess:
         """Return descriptors of `process`, which may be gone already. `can_watch_each_other` holds.
 
         Raises:
@@ -130,7 +130,7 @@ class _Watch:
                 _close(watched)
 
 
-def _open(process: ProcessId) -> Watched:
+def _open(process: ProcessId) -> WatchedProcess:
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -139,21 +139,21 @@ def _open(process: ProcessId) -> Watched:
         stat = os.open(f"/proc/{process.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # there is no /proc, it hides others' processes, or no descriptor is free
         stat = -1
-    watched = Watched(pidfd, stat)
+    watched = WatchedProcess(pidfd, stat)
     if read_start_ticks(process.pid) not in (process.start_ticks, None):  # that of the process whose `stat` is open
         _close(watched)
         return _of_the_gone()
     return watched
 
 
-def _of_the_gone() -> Watched:
+def _of_the_gone() -> WatchedProcess:
     """Return a descriptor that can be read at once."""
     reading, writing = os.pipe()
     os.close(writing)
-    return Watched(reading, -1)
+    return WatchedProcess(reading, -1)
 
 
-def _close(watched: Watched) -> None:
+def _close(watched: WatchedProcess) -> None:
     os.close(watched.pidfd)
     if watched.stat >= 0:
         os.close(watched.stat)
@@ -170,7 +170,7 @@ class Pidfds:
         found = []
         try:
             for r, process in enumerate(processes):
-                found.append(Watched(-1, -1) if r == rank else watch.acquire(process))
+                found.append(WatchedProcess(-1, -1) if r == rank else watch.acquire(process))
                 if r != rank:
                     self._watched.append(process)
         except PhalanxError:

@@ -1,4 +1,4 @@
-"""A `Call` describes what a rank calls in a few bytes, which the ranks compare before data moves."""
+"""A `CollectiveCall` describes what a rank calls in a few bytes, which the ranks compare before data moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_PLACE_BYTES = 120  # the end of a longer path, so that there is room for th
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """A call is one collective as its rank called it.
 
     `sizes` is what else must be the same everywhere; `place` is file and line.
@@ -94,9 +94,10 @@ def describe_call(
     root: int = -1,
     count: int | None = None,
     sizes: tuple[int, ...] = (),
-) -> Call:
-    """Return the `Call` of an operation with `tensor`, whose elements are counted where no `count` is given. An
-    argument of -1 is not compared.
+) -> CollectiveCall:
+    """Return the `CollectiveCall` of an operation with `tensor`; `count` defaults to the number of its elements.
+
+    An argument of -1 is not compared.
 
     It is made once, with its head: a training loop makes the same calls again and again.
     """
@@ -114,8 +115,8 @@ def _same_call(
     sizes: tuple[int, ...],
     shape: tuple[int, ...],
     place: str,
-) -> Call:
-    return Call(name, dtype, redop, root, count, sizes, shape, place)
+) -> CollectiveCall:
+    return CollectiveCall(name, dtype, redop, root, count, sizes, shape, place)
 
 
 def foreign_head(call: RankCall) -> bytes:

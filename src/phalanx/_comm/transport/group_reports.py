@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from phalanx._comm.diagnostics.divergence import describe_left_alone
-from phalanx._comm.diagnostics.failure_report import FailureReport, Operation, describe_interruption, ended_well
+from phalanx._comm.diagnostics.failure_report import FailedOperation, FailureReport, describe_interruption, ended_well
 from phalanx._comm.diagnostics.failure_store import FailureStore
-from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition
 
 
 class ReportingRank(Protocol):
@@ -33,7 +33,7 @@ class ReportingRank(Protocol):
         """Return when the last of them began, as `time.monotonic` counts."""
 
     @property
-    def position(self) -> Position:
+    def position(self) -> RankPosition:
         """Return where this rank is."""
 
     @property
@@ -63,7 +63,7 @@ class GroupReports:
 
     # -- what this rank knows ------------------------------------------------------------------------------------
 
-    def where(self) -> Position:
+    def where(self) -> RankPosition:
         """Return where this rank is, and for how long."""
         position = self.here.position
         return replace(position, seconds=time.monotonic() - self.here.entered_s) if position.inside else position
@@ -76,11 +76,13 @@ class GroupReports:
         """Return what people call the processes of `ranks`."""
         return {rank: self.here.names[rank] for rank in ranks}
 
-    def missing(self, answers: Mapping[int, Position]) -> list[int]:
+    def missing(self, answers: Mapping[int, RankPosition]) -> list[int]:
         """Return the ranks that have not come as far as this one, or do not answer."""
         return [r for r in self.others() if r not in answers or answers[r].seq < self.here.seq]
 
-    def report_lost(self, who: int, reason: str, peer: int | None, position: Position | None = None) -> FailureReport:
+    def report_lost(
+        self, who: int, reason: str, peer: int | None, position: RankPosition | None = None
+    ) -> FailureReport:
         """Report that `who` is gone, from `position` where that is known. `peer` is the rank whose message is waited
         for, any if below zero; None where a collective waits for all.
         """
@@ -90,7 +92,7 @@ class GroupReports:
             remarks = (describe_left_alone(self.here.position.operation, [self.here.rank], [who], {}),)
         return FailureReport("lost", (who,), self.processes(who), positions, reason=reason, remarks=remarks)
 
-    def _report_interrupted(self, reason: str, position: Position) -> FailureReport:
+    def _report_interrupted(self, reason: str, position: RankPosition) -> FailureReport:
         """Report what ended an operation of this rank, which is no failure of the group."""
         me = self.here.rank
         return FailureReport("interrupted", (me,), self.processes(me), {me: position}, reason=reason)
@@ -123,7 +125,7 @@ class GroupReports:
         self.store.acknowledge()
         self.here.end()
 
-    def give_up(self, error: BaseException, position: Position | None = None) -> None:
+    def give_up(self, error: BaseException, position: RankPosition | None = None) -> None:
         """Tell the peers what ended the operation, since it is no failure of the group."""
         if not self.here.closed and self.report is None:
             self.report = self.store.post(self._report_interrupted(type(error).__name__, position or self.where()))
@@ -146,5 +148,7 @@ class GroupReports:
             missing = self.missing(positions)
         self.give_up(error, where)
         if not error.args:
-            operation = Operation(where.operation if where.inside else "no operation", self.here.group, self.here.rank)
+            operation = FailedOperation(
+                where.operation if where.inside else "no operation", self.here.group, self.here.rank
+            )
             error.args = (describe_interruption(operation, error, self.processes(*missing), positions),)

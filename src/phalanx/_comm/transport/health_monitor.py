@@ -11,7 +11,7 @@ from phalanx._base.loss_detection import LOOK_S
 from phalanx._comm.diagnostics.failure_report import FailureReport
 from phalanx._comm.diagnostics.failure_signals import FailureSignals
 from phalanx._comm.diagnostics.failure_store import FailureStore
-from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition
 
 _JOIN_S = 2.0  # it may hang in a store whose host was cut off
 
@@ -27,7 +27,7 @@ class HealthMonitor:
     def __init__(
         self,
         failure_store: FailureStore,
-        where: Callable[[], Position],
+        where: Callable[[], RankPosition],
         is_over: Callable[[], bool],
         over: Callable[[FailureReport | None], None],
     ) -> None:

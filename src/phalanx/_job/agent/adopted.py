@@ -31,8 +31,8 @@ class AdoptedExit:
     at: float
 
 
-class Adopted:
-    """`Adopted` keeps the adopted ranks by process; `rank` is the number that a process was started with."""
+class AdoptedRanks:
+    """`AdoptedRanks` keeps the adopted ranks by process; `rank` is the number that a process was started with."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}

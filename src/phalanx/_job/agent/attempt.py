@@ -22,7 +22,7 @@ from typing import Any
 from phalanx._base.ipc.event_loop import EventLoop, Source
 from phalanx._base.processes import ENDING_SIGNALS
 from phalanx._comm.diagnostics.observer import GroupInfo, GroupLog, Observer
-from phalanx._comm.diagnostics.progress_page import Progress, read_page
+from phalanx._comm.diagnostics.progress_page import RankProgress, read_page
 from phalanx._job.agent import limits
 from phalanx._job.agent.elastic import Elastic
 from phalanx._job.agent.elastic_actions import (
@@ -40,7 +40,7 @@ from phalanx._job.agent.elastic_actions import (
     TellGeneration,
 )
 from phalanx._job.agent.elastic_links import ElasticLinks
-from phalanx._job.agent.failure import Exit, Report, summarise
+from phalanx._job.agent.failure import ExceptionReport, Exit, summarise
 from phalanx._job.agent.host_link import HostLink
 from phalanx._job.agent.host_ranks import HostRanks
 from phalanx._job.agent.host_resources import HostResources
@@ -221,7 +221,7 @@ class Attempt:
         if not self.link.is_leaving:
             self.on_started(rank, pid)
 
-    def on_own_report(self, report: Report) -> None:
+    def on_own_report(self, report: ExceptionReport) -> None:
         """Process the failure that a rank of this host has reported, unless the others go on without it."""
         if not self.link.is_leaving:
             self.on_report(report)
@@ -269,7 +269,7 @@ class Attempt:
         self.state.on_lost(exit.rank)
         self.do_elastic(actions)
 
-    def on_report(self, report: Report) -> None:
+    def on_report(self, report: ExceptionReport) -> None:
         """Process the failure that a rank has reported: a loss in an elastic job, or a failure of the job."""
         actions = self.elastic.on_report(report, time.monotonic()) if self.state.phase == "running" else None
         if actions is not None:
@@ -477,7 +477,7 @@ class Pages:
         """Return the descriptors of those processes that have a page; they stay ours."""
         return {pid: self._fds[pid] for pid in pids if pid in self._fds}
 
-    def read(self, pid: int) -> Progress | None:
+    def read(self, pid: int) -> RankProgress | None:
         """Return how far the process has come; None if it does not tell."""
         fd = self._fds.get(pid)
         return None if fd is None else read_page(fd)

@@ -42,7 +42,7 @@ from phalanx._job.agent.elastic_actions import (
     refuse,
 )
 from phalanx._job.agent.elastic_rank import ElasticRank
-from phalanx._job.agent.failure import Exit, Failure, Report, summarise
+from phalanx._job.agent.failure import ExceptionReport, Exit, RankFailure, summarise
 from phalanx._job.agent.generation import Limits, SlotPlan, plan_generation
 
 BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
@@ -97,7 +97,7 @@ class Elastic:
         self._killed_early_at: float | None = None  # when a rank was killed before all had come to the first one
         self._ending: dict[str, Any] = {}  # the message that told the ranks to save and end
         self.next_due: float | None = None
-        self._exits: list[tuple[Exit, Report | None]] = []  # the losses that are not decided yet
+        self._exits: list[tuple[Exit, ExceptionReport | None]] = []  # the losses that are not decided yet
         self._newest: list[LostRank] = []  # the same losses, in words for people
         self._gone: set[int] = set()  # the undecided slots that were lost with their host
         self._refuses_forks = False  # set when the system has refused to fork
@@ -189,7 +189,7 @@ class Elastic:
         member = self.members.get(slot)
         return member is not None and member.pid == pid and self.active
 
-    def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
+    def on_report(self, report: ExceptionReport, now: float) -> list[ElasticAction] | None:
         """Process an exception that nobody caught in a rank, which is ending; return None for an ordinary failure."""
         if not self.claims(report.rank, report.pid):
             return None
@@ -210,7 +210,7 @@ class Elastic:
             return None
         self._forget(exit.rank)
         self._exits.append((exit, member.report))
-        why = member.evicted or summarise(Failure(exit.rank, member.report, exit))
+        why = member.evicted or summarise(RankFailure(exit.rank, member.report, exit))
         step = max(self.step, member.step)
         lost = LostRank(exit.rank, self.rank_of(exit.rank), exit.pid, why, exit.at, self.generation.number, step)
         self._newest.append(lost)
@@ -566,7 +566,7 @@ class Repetition:
         self._disagreements += 1
         self._disagreement = error
 
-    def find_repeated(self, reports: Mapping[int, Report]) -> int | None:
+    def find_repeated(self, reports: Mapping[int, ExceptionReport]) -> int | None:
         """Return the slot of `reports` whose exception was raised before, at the same step, if there is one."""
         alike = {
             (report.types, report.place): slot
@@ -580,7 +580,7 @@ class Repetition:
                 return slot
         return None
 
-    def find_hopeless(self, exits: Sequence[tuple[Exit, Report | None]], rank_of: Callable[[int], int]) -> str:
+    def find_hopeless(self, exits: Sequence[tuple[Exit, ExceptionReport | None]], rank_of: Callable[[int], int]) -> str:
         """Return why replacements of ranks that have ended so would not help; empty if they may."""
         reports = {exit.rank: report for exit, report in exits if report is not None}
         slot = self.find_repeated(reports)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx._job.agent.failure import Exit, Report
+from phalanx._job.agent.failure import ExceptionReport, Exit
 from phalanx._job.agent.generation import Generation, HostSlots
 
 
@@ -76,7 +76,7 @@ class GiveUp:
     """Fail the job because of what has happened to these ranks."""
 
     exits: tuple[Exit, ...]
-    reports: tuple[Report, ...]
+    reports: tuple[ExceptionReport, ...]
 
 
 @dataclass(frozen=True)

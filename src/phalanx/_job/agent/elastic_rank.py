@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx._job.agent.failure import Report
+from phalanx._job.agent.failure import ExceptionReport
 
 
 @dataclass
@@ -25,7 +25,7 @@ class ElasticRank:
     wait_s: float = 0.0
     has_lost: int = -1  # the latest generation that it has reported as over
     progress: dict[str, Any] = field(default_factory=dict)
-    report: Report | None = None  # its report, if it is about to end
+    report: ExceptionReport | None = None  # its report, if it is about to end
     told: tuple[bool, str] | None = None  # of its loss: whether the ranks disagreed, and its error
     due: tuple[float, str] | None = None  # when to kill it, and why
     evicted: str = ""  # why it was killed, and has not ended yet

@@ -15,7 +15,7 @@ import json
 import os
 import time
 
-from phalanx._job.agent.failure import Report
+from phalanx._job.agent.failure import ExceptionReport
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _ATTEMPT = "attempt_"
@@ -76,7 +76,7 @@ def is_attempt(name: str) -> bool:
     return name.startswith(_ATTEMPT)
 
 
-def read_report(path: str, rank: int, pid: int, ended_at: float) -> Report | None:
+def read_report(path: str, rank: int, pid: int, ended_at: float) -> ExceptionReport | None:
     """Return the error that a process has left in `path`, which ended at `ended_at`; None if it cannot be read.
 
     It failed when the file was written: the timestamp inside has whole seconds only.
@@ -92,7 +92,7 @@ def read_report(path: str, rank: int, pid: int, ended_at: float) -> Report | Non
     kind, colon, _ = str(text).partition(":")
     types = (kind.rpartition(".")[2],) if colon and kind.isidentifier() else ()
     summary = next(iter(str(text).splitlines()), "")
-    return Report(rank, pid, min(written, ended_at), types, summary, "", traceback, path)
+    return ExceptionReport(rank, pid, min(written, ended_at), types, summary, "", traceback, path)
 
 
 def hand_up(path: str, own: str, exit_code: int) -> None:

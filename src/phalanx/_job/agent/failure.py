@@ -23,7 +23,7 @@ _OUTSIDE_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL,
 
 
 @dataclass(frozen=True)
-class Report:
+class ExceptionReport:
     """An exception that nobody caught in a rank, reported by the rank itself.
 
     `types` are the names of its class's MRO. `own_lines` is the traceback without the lines of libraries. `error_file`
@@ -52,7 +52,7 @@ class Report:
         return json.dumps(fields).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Report | None:
+    def from_bytes(cls, data: bytes) -> ExceptionReport | None:
         """Read what `to_bytes` wrote; None for what no rank of ours has written."""
         try:
             fields = json.loads(data)
@@ -97,8 +97,8 @@ class HostLoss:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A `Failure` is a rank that failed: its report, its exit, or both; or its host is lost.
+class RankFailure:
+    """A `RankFailure` is a rank that failed: its report, its exit, or both; or its host is lost.
 
     A rank can report and then hang in its own clean-up.
 
@@ -106,7 +106,7 @@ class Failure:
     """
 
     rank: int
-    report: Report | None
+    report: ExceptionReport | None
     exit: Exit | None
     stopped: bool = False
     loss: HostLoss | None = None
@@ -128,10 +128,10 @@ class Failure:
 
 def decide_failures(
     exits: Mapping[int, Exit],
-    reports: Mapping[int, Report],
+    reports: Mapping[int, ExceptionReport],
     sent: Mapping[int, float],
     lost: Mapping[int, HostLoss] | None = None,
-) -> list[Failure]:
+) -> list[RankFailure]:
     """Return the failed ranks, the first cause in front.
 
     Arguments:
@@ -146,26 +146,26 @@ def decide_failures(
     the kernel killed it for a fault of its own.
     """
     stopping_since = min(sent.values(), default=float("inf"))
-    placed: list[tuple[tuple[int, float], Failure]] = []
+    placed: list[tuple[tuple[int, float], RankFailure]] = []
     for rank, loss in (lost or {}).items():
         if rank not in reports:
-            placed.append(((0, loss.at), Failure(rank, None, None, loss=loss)))
+            placed.append(((0, loss.at), RankFailure(rank, None, None, loss=loss)))
     for rank in sorted(set(exits) | set(reports)):
         end, report = exits.get(rank), reports.get(rank)
         if report is not None:
             group = 2 if report.at > stopping_since else 1 if "PeerLostError" in report.types else 0
-            placed.append(((group, report.at), Failure(rank, report, end)))
+            placed.append(((group, report.at), RankFailure(rank, report, end)))
         elif end is not None and not end.is_orderly:
             early = end.at <= stopping_since
             stopped = not early and -end.status in sent
             fault = -end.status in _OUTSIDE_CAUSES and not stopped
             lag = SILENT_DEATH_LAG_S if early and end.status != -signal.SIGABRT else 0.0
-            placed.append(((0 if early or fault else 2, end.at - lag), Failure(rank, None, end, stopped)))
+            placed.append(((0 if early or fault else 2, end.at - lag), RankFailure(rank, None, end, stopped)))
     return [failure for _, failure in sorted(placed, key=lambda pair: pair[0])]
 
 
 def describe_failures(
-    failures: Sequence[Failure], world_size: int, host: str, *, abandoned: Collection[int] = (), whole: bool = False
+    failures: Sequence[RankFailure], world_size: int, host: str, *, abandoned: Collection[int] = (), whole: bool = False
 ) -> str:
     """Return what the command prints at the end: a line for each consequence, then the first failure.
 
@@ -206,7 +206,7 @@ def describe_failures(
     return "\n".join(lines)
 
 
-def _advise_on_memory(failure: Failure) -> str:
+def _advise_on_memory(failure: RankFailure) -> str:
     """Return what to do if the limit on address space, which the ranks have from this command, may be the cause: a
     library could not be loaded, there was no memory, or the rank could not even report why it ended.
     """
@@ -217,7 +217,7 @@ def _advise_on_memory(failure: Failure) -> str:
     return describe_address_space() if is_likely else ""
 
 
-def _fold(failures: Sequence[Failure]) -> list[tuple[list[int], str]]:
+def _fold(failures: Sequence[RankFailure]) -> list[tuple[list[int], str]]:
     """Return each group of ranks with what it says; ranks that say the same at one place, but for numbers, are one."""
     folded: dict[tuple[bytes, str], tuple[list[int], list[str]]] = {}
     for failure in failures:
@@ -232,7 +232,7 @@ def _fold(failures: Sequence[Failure]) -> list[tuple[list[int], str]]:
     ]
 
 
-def summarise(failure: Failure) -> str:
+def summarise(failure: RankFailure) -> str:
     """Return a failure in a line, such as `ValueError: the data is wrong at train.py:88 (exit code 1)`."""
     report, end = failure.report, failure.exit
     if failure.loss is not None:

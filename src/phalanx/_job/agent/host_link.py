@@ -19,7 +19,7 @@ from phalanx._job.agent.generation import HostSlots, SlotPlan
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.scratch import create_store
 from phalanx._job.agent.supervision import Supervision
-from phalanx._job.inspect.agent_socket import Request
+from phalanx._job.inspect.agent_socket import ClientRequest
 from phalanx._job.inspect.stacks.job_snapshot import answer_others
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class HostLink:
         """Return whether no process of the job is left on any other host."""
         return True
 
-    def ask_for_stacks(self, request: Request) -> None:
+    def ask_for_stacks(self, request: ClientRequest) -> None:
         """Answer a request for the stacks of ranks on other hosts; the link takes over the request."""
         answer_others(request.channel, [])
         request.close()

@@ -17,7 +17,7 @@ from phalanx._job.agent.adopted import AdoptedExit
 from phalanx._job.agent.elastic import Elastic
 from phalanx._job.agent.elastic_actions import ElasticAction
 from phalanx._job.agent.environment import Place
-from phalanx._job.agent.failure import Exit, Report
+from phalanx._job.agent.failure import ExceptionReport, Exit
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.rank_numbers import RankNumbers
@@ -34,8 +34,8 @@ _MAX_STILLBORN = 3
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dri")  # of the drivers of NVIDIA, AMD and others
 
 
-class Listener(Protocol):
-    """A `Listener` is told what becomes of the processes; the attempt is one."""
+class ProcessListener(Protocol):
+    """A `ProcessListener` is told what becomes of the processes; the attempt is one."""
 
     def on_own_start(self, rank: int, pid: int) -> None:
         """Note that the process of a rank exists."""
@@ -43,7 +43,7 @@ class Listener(Protocol):
     def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
         """Note that a rank's process has ended."""
 
-    def on_own_report(self, report: Report) -> None:
+    def on_own_report(self, report: ExceptionReport) -> None:
         """Process the failure that a rank has reported."""
 
     def do_elastic(self, actions: list[ElasticAction]) -> None:
@@ -61,7 +61,7 @@ class HostRanks:
         state: Supervision,
         elastic: Elastic,
         numbers: RankNumbers,
-        listener: Listener,
+        listener: ProcessListener,
     ) -> None:
         """Make them. `state` and `elastic` say whom to fork and whose loss the job survives; `numbers` names ranks."""
         self._plan = plan
@@ -74,7 +74,7 @@ class HostRanks:
         self.processes = RankProcesses()
         self.reports, self._rank_reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._reported: set[int] = set()  # processes that have reported their failure
-        self._early: list[Report] = []  # reports of ranks that the zygote has forked but not announced yet
+        self._early: list[ExceptionReport] = []  # reports of ranks that the zygote has forked but not announced yet
         self._next = 0  # how many were forked
         self._looks_for_ends = False
         self._stillborn = 0  # how many zygotes in a row died before a rank was asked of them
@@ -188,7 +188,7 @@ class HostRanks:
                 data = self.reports.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
             except OSError:  # there is no more
                 return
-            report = Report.from_bytes(data)
+            report = ExceptionReport.from_bytes(data)
             if report is None:
                 continue
             if report.rank in self.processes.pids:
@@ -196,7 +196,7 @@ class HostRanks:
             elif report.rank in self._place.ranks and len(self._early) < _MAX_REPORTS:
                 self._early.append(report)
 
-    def _take_report(self, report: Report) -> None:
+    def _take_report(self, report: ExceptionReport) -> None:
         # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
         if self.processes.pids.get(report.rank) == report.pid:
             self._reported.add(report.pid)

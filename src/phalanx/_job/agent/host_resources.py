@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from phalanx._base.ipc.event_loop import Source
 from phalanx._base.ipc.signals import read_signals
 from phalanx._base.processes import ENDING_SIGNALS
-from phalanx._job.agent.adopted import Adopted
+from phalanx._job.agent.adopted import AdoptedRanks
 from phalanx._job.agent.error_files import ErrorFiles
 from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx._job.inspect.agent_socket import AgentSocket
@@ -30,7 +30,7 @@ class HostResources:
     logs: Logs
     signals: int
     agent_socket: AgentSocket
-    adopted: Adopted = field(default_factory=Adopted)
+    adopted: AdoptedRanks = field(default_factory=AdoptedRanks)
     errors: ErrorFiles = field(default_factory=ErrorFiles)
     arrived: dict[int, float] = field(default_factory=dict)  # signals that do not count yet, and when they will
     received: set[int] = field(default_factory=set)  # all signals that have come to this process

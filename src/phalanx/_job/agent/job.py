@@ -19,7 +19,7 @@ from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE, ElasticPhase
 from phalanx._job.agent.elastic_actions import LostRank
 from phalanx._job.agent.error_files import VARIABLE, ErrorFiles, hand_up
-from phalanx._job.agent.failure import Failure, describe_failures
+from phalanx._job.agent.failure import RankFailure, describe_failures
 from phalanx._job.agent.folder import JobFolder
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
@@ -297,7 +297,7 @@ def _find_orderly_code(state: Supervision) -> int:
     return max((end.status for end in state.exits.values()), default=0)
 
 
-def _hand_up_error(plan: JobPlan, first: Failure) -> None:
+def _hand_up_error(plan: JobPlan, first: RankFailure) -> None:
     """Write what the first failed rank left in its error file to the file that a scheduler named for this."""
     own = plan.environ.get(VARIABLE)
     if own and first.report is not None and first.report.error_file:

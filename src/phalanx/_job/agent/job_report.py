@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from phalanx._base.processes import name_signal
 from phalanx._job.agent.elastic_actions import LostRank
-from phalanx._job.agent.failure import Failure, summarise
+from phalanx._job.agent.failure import RankFailure, summarise
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.settings import USAGE_EXIT_CODE
 from phalanx._job.agent.supervision import Supervision
@@ -137,7 +137,7 @@ class JobReport:
             self._events.append(RunEvent(at - self._begun, kind, text, rank, detail, pid, host))
 
 
-def _when(failure: Failure) -> float:
+def _when(failure: RankFailure) -> float:
     if failure.loss is not None:
         return failure.loss.at
     known = failure.report or failure.exit

@@ -7,7 +7,7 @@ import os
 from phalanx._job.inspect.http_server import HTTPServer, Page
 from phalanx._job.inspect.stacks.jobs import find_jobs
 from phalanx._job.inspect.top.prometheus import CONTENT_TYPE, as_prometheus
-from phalanx._job.inspect.top.watch import Watch
+from phalanx._job.inspect.top.watch import JobWatch
 from phalanx.errors import LaunchError
 
 TOKEN_VARIABLE = "PHALANX_METRICS_TOKEN"
@@ -24,7 +24,7 @@ class Metrics:
     """
 
     def __init__(self, host: str, port: int, token: str) -> None:
-        self._watch: Watch | None = None
+        self._watch: JobWatch | None = None
         shown = f"{host}:{port}"
         try:
             self._server = HTTPServer(host, port, {"/metrics": self._make}, token=token)
@@ -47,7 +47,7 @@ class Metrics:
             job = next((job for job in find_jobs(_COMMAND) if job.pid == os.getpid()), None)
             if job is None:
                 raise LaunchError(f"{_COMMAND}: the agent cannot be asked on this system")
-            self._watch = Watch(job)
+            self._watch = JobWatch(job)
         return Page(CONTENT_TYPE, as_prometheus(self._watch.look()).encode())
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import CodeType
 
 import phalanx
-from phalanx._job.agent.failure import Report
+from phalanx._job.agent.failure import ExceptionReport
 
 _NO_TERMINAL = (
     "A debugger found nobody at the keyboard: ranks have no terminal. To step through the script, run it as the only "
@@ -49,7 +49,7 @@ class Reporter:
         except Exception:
             pass  # the exception's own __str__ failed, or the agent has gone: the exit code still tells
 
-    def _describe(self, error: BaseException, at: float) -> Report:
+    def _describe(self, error: BaseException, at: float) -> ExceptionReport:
         names = tuple(cls.__name__ for cls in type(error).__mro__)
         if isinstance(error, SystemExit):
             text, own_lines, summary = (
@@ -64,7 +64,7 @@ class Reporter:
             said = traceback.format_exception_only(type(error), error)
             summary = next(part for part in said if not part.startswith(" ")).splitlines()[0]
         advice = self._advise(error)
-        return Report(self._rank, self.pid, at, names, summary, find_place(error), text, "", own_lines, advice)
+        return ExceptionReport(self._rank, self.pid, at, names, summary, find_place(error), text, "", own_lines, advice)
 
     def _advise(self, error: BaseException) -> str:
         frames = [frame for one in _chain(error) for frame in traceback.extract_tb(one.__traceback__)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from phalanx._base.processes import read_state
 from phalanx._comm.diagnostics.progress_page import KIND as PROGRESS_PAGE
 from phalanx._comm.diagnostics.report_request import KIND as REPORT
-from phalanx._job.inspect.agent_socket import AgentSocket, Request
+from phalanx._job.inspect.agent_socket import AgentSocket, ClientRequest
 from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, answer
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Requests:
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        self._knocking: list[Request] = []
+        self._knocking: list[ClientRequest] = []
         self._started_ns = time.monotonic_ns()
 
     @property
@@ -44,7 +44,7 @@ class Requests:
             for notice in self._socket.take_notices():
                 self._attempt.host.display.say(f"phalanx run: {notice}")
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: ClientRequest) -> None:
         attempt = self._attempt
         kind = request.message.get("kind")
         if kind in _OF_RANKS and not self._socket.has_token(request):
@@ -70,7 +70,7 @@ class Requests:
                 self._answer_snapshot(request)
             request.close()
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: ClientRequest) -> None:
         """Accept the connection by which a rank tells that it survives the loss of others.
 
         The kernel says which process it is: processes that a rank has started know the token, too.
@@ -101,7 +101,7 @@ class Requests:
         for request in knocking:
             self._admit(request)
 
-    def _refuse(self, request: Request, pid: int) -> None:
+    def _refuse(self, request: ClientRequest, pid: int) -> None:
         """Refuse a process that wants to be a rank and is none, such as one below `phalanx run bash train.sh`."""
         why = f"phalanx.elastic works in a process that phalanx run has started itself, and pid {pid} is none of them"
         request.channel.put({"kind": "refused", "why": why})
@@ -110,7 +110,7 @@ class Requests:
         if pid not in lost and read_state(pid) not in ("", "Z"):  # it may have been a rank until now
             self._socket.notice("no rank", f"{why}. To this one, the loss of a rank is the end of the job")
 
-    def _answer_snapshot(self, request: Request) -> None:
+    def _answer_snapshot(self, request: ClientRequest) -> None:
         """Answer with the processes of all ranks, and with copies of the descriptors of what they write."""
         attempt = self._attempt
         processes, settings, place = attempt.ranks.processes, attempt.plan.settings, attempt.numbers.part.place

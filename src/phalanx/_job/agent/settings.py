@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from phalanx._job.agent.target import Target
+from phalanx._job.agent.target import JobTarget
 from phalanx._job.output.streams import NO_STREAMS, Streams
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Settings:
     as under torch.distributed.launch.
     """
 
-    target: Target
+    target: JobTarget
     nproc: str = "auto"
     ranks_per_gpu: int | None = None  # None: nobody has said so, and it is one
     log_dir: str | None = None

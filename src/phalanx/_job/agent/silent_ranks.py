@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from phalanx._base.processes import STACKS_SIGNAL
 from phalanx._comm.diagnostics.observer import GroupLog
-from phalanx._job.agent.watch import Accused, Watch, describe_slow, describe_wait, read_stack
+from phalanx._job.agent.watch import AccusedRank, RankWatch, describe_slow, describe_wait, read_stack
 
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
@@ -21,7 +21,7 @@ class SilentRanks:
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        self._watch = Watch(attempt.plan.settings.evict_after_s, time.monotonic())
+        self._watch = RankWatch(attempt.plan.settings.evict_after_s, time.monotonic())
         self.evicted: dict[int, str] = {}  # by process: why it was killed
 
     @property
@@ -52,7 +52,7 @@ class SilentRanks:
         tracks = (progress.loop, progress.state) if progress is not None else ()
         return max((track.recent[-1][0] for track in tracks if track is not None), default=0)
 
-    def _sentence(self, accused: Accused, groups: Sequence[GroupLog]) -> None:
+    def _sentence(self, accused: AccusedRank, groups: Sequence[GroupLog]) -> None:
         """Report a rank that keeps the others waiting, and kill it if that was asked for."""
         attempt, evict_after_s = self._attempt, self._attempt.plan.settings.evict_after_s
         rank_of = {pid: rank for rank, pid in attempt.ranks.processes.pids.items()}

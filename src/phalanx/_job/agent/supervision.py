@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from phalanx._base.loss_detection import HOST_LOSS_SETTLE_S, SAME_SIGNAL_S, SAME_SIGTERM_S, SETTLE_S
 from phalanx._base.processes import ENDING_SIGNALS, RELAYED_SIGNALS
-from phalanx._job.agent.failure import Exit, Failure, HostLoss, Report, decide_failures
+from phalanx._job.agent.failure import ExceptionReport, Exit, HostLoss, RankFailure, decide_failures
 
 _TELL_AFTER_S = (10.0, 60.0, 600.0, 3600.0)  # then every hour
 
@@ -68,7 +68,7 @@ class Supervision:
     grace_s: float
     exit_timeout_s: float | None = None
     exits: dict[int, Exit] = field(default_factory=dict)
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, ExceptionReport] = field(default_factory=dict)
     lost: dict[int, HostLoss] = field(default_factory=dict)  # the ranks whose host is lost
     started: set[int] = field(default_factory=set)
     abandoned: set[int] = field(default_factory=set)  # the job was told to end before they were forked
@@ -110,11 +110,11 @@ class Supervision:
         return not self.has_running
 
     @property
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[RankFailure]:
         """Return the failed ranks, the first cause in front."""
         return decide_failures(self.exits, self.reports, self.sent, self.lost)
 
-    def is_stopped_by_user(self, report: Report) -> bool:
+    def is_stopped_by_user(self, report: ExceptionReport) -> bool:
         """Return whether a rank reports only the end that the user asked for: by Ctrl-C, or by a peer's end."""
         return self.interrupted is not None and not {"KeyboardInterrupt", "PeerLostError"}.isdisjoint(report.types)
 
@@ -150,7 +150,7 @@ class Supervision:
             self._wait_for_rest()
         return []
 
-    def on_report(self, report: Report, now: float) -> list[Action]:
+    def on_report(self, report: ExceptionReport, now: float) -> list[Action]:
         """Decide what follows when a rank tells of an exception; its process may take its time to end."""
         self.reports.setdefault(report.rank, report)
         return self._settle(now)

@@ -28,7 +28,7 @@ _NEAR = 0.75  # a ratio of difflib: two exchanged letters in a name of five
 
 
 @dataclass(frozen=True)
-class Target:
+class JobTarget:
     """A script's path, a module's name or a program, and the arguments that belong to it."""
 
     kind: Kind
@@ -43,14 +43,14 @@ class Target:
         return (sys.executable, *(("-m",) if self.kind == "module" else ()), self.name, *self.arguments)
 
 
-def find_local_rank_flag(target: Target) -> str:
+def find_local_rank_flag(target: JobTarget) -> str:
     """Return the option by which `target` reads its local rank, in its spelling: underscored if that is known alone."""
     source = read_source(target)
     only_underscore = b"--local_rank" in source and b"--local-rank" not in source
     return "--local_rank" if only_underscore else "--local-rank"
 
 
-def may_train(target: Target) -> bool:
+def may_train(target: JobTarget) -> bool:
     """Return whether the script mentions an optimizer, what brings one, or `phalanx.elastic`.
 
     Each rank of such a script imports what torch's optimizers import, which takes nearly as long as torch itself. If
@@ -62,12 +62,12 @@ def may_train(target: Target) -> bool:
     return trains and not any(word in source for word in (b"TORCHDYNAMO", b"TORCHINDUCTOR", b"TORCH_"))
 
 
-def is_elastic(target: Target) -> bool:
+def is_elastic(target: JobTarget) -> bool:
     """Return whether the script mentions `phalanx.elastic`, or the Trainer, which uses it."""
     return _ELASTIC.search(read_source(target)) is not None
 
 
-def read_source(target: Target) -> bytes:
+def read_source(target: JobTarget) -> bytes:
     """Return the source of a script, or of a module below the working directory; of any other nothing."""
     paths = [target.name, os.path.join(target.name, "__main__.py")] if target.kind == "script" else []
     if target.kind == "module":
@@ -79,7 +79,7 @@ def read_source(target: Target) -> bytes:
     return b""
 
 
-def find_problem(target: Target, environment: Mapping[str, str]) -> str | None:
+def find_problem(target: JobTarget, environment: Mapping[str, str]) -> str | None:
     """Return why `target` cannot run in `environment`, in words for the user; None if no reason is found.
 
     Nothing of `target` runs.

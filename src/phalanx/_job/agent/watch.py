@@ -31,8 +31,8 @@ _MAX_STACK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Accused:
-    """An `Accused` is a rank that keeps the others waiting; asked for its stack, it writes it behind `offset`."""
+class AccusedRank:
+    """An `AccusedRank` is a rank that keeps the others waiting; asked for its stack, it writes it behind `offset`."""
 
     rank: int
     pid: int
@@ -42,8 +42,8 @@ class Accused:
     evict: bool
 
 
-class Watch:
-    """A `Watch` looks at the ranks of one attempt. `evict_after_s` is None if nobody is killed for being silent."""
+class RankWatch:
+    """A `RankWatch` looks at the ranks of one attempt. `evict_after_s` is None if nobody is killed for being silent."""
 
     def __init__(self, evict_after_s: float | None, now: float) -> None:
         self._evict_after_s = evict_after_s
@@ -53,7 +53,7 @@ class Watch:
         self._next_look = now + self._period_s
         self._standing: dict[int, int] = {}  # by process: since when it is in such a state (ns)
         self._told: dict[int, int] = {}  # by process: how often it was reported in this silence
-        self._accused: dict[int, Accused] = {}  # by rank: what it is accused of
+        self._accused: dict[int, AccusedRank] = {}  # by rank: what it is accused of
         self._lateness = LatenessCounter()
         self._slow_told = False
         self._slow_due = now + _SLOW_AFTER_S
@@ -73,7 +73,7 @@ class Watch:
         steps_ns: Mapping[int, int],
         stacks: Mapping[int, int],
         now: float,
-    ) -> list[Accused]:
+    ) -> list[AccusedRank]:
         """Look at the ranks (`pids`); return those that must be asked for their stacks (descriptors by rank)."""
         self._next_look = now + self._period_s
         now_ns = time.monotonic_ns()
@@ -98,13 +98,13 @@ class Watch:
                 continue
             self._told[silent.pid] = times + 1
             offset = os.fstat(stacks[rank]).st_size if rank in stacks else 0
-            self._accused[rank] = Accused(rank, silent.pid, silent, offset, now + _ANSWER_S, evict)
+            self._accused[rank] = AccusedRank(rank, silent.pid, silent, offset, now + _ANSWER_S, evict)
             new.append(self._accused[rank])
         return new
 
     def judge(
         self, pids: Mapping[int, int], groups: Sequence[GroupLog], steps_ns: Mapping[int, int], now: float
-    ) -> list[Accused]:
+    ) -> list[AccusedRank]:
         """Return the accused whose time to answer is over and which are still silent; they are accused no more."""
         due = [accused for accused in self._accused.values() if now >= accused.due]
         for accused in due:
@@ -137,7 +137,7 @@ def read_stack(fd: int, offset: int) -> str:
     return without_launcher(data.decode(errors="replace"))
 
 
-def describe_wait(accused: Accused, rank_of: Mapping[int, int], groups: Sequence[GroupLog]) -> str:
+def describe_wait(accused: AccusedRank, rank_of: Mapping[int, int], groups: Sequence[GroupLog]) -> str:
     """Return in words who waits for whom, since when, and where that rank is."""
     silent = accused.silent
     waiting = sorted(rank_of[pid] for pid in silent.waiting if pid in rank_of)

@@ -34,7 +34,7 @@ import phalanx
 from phalanx._base.processes import STACKS_SIGNAL, die_with_parent
 from phalanx._job.agent.folder import use_in_rank
 from phalanx._job.agent.reporter import Reporter
-from phalanx._job.agent.target import BYTECODE_HEADER, Kind, Target, find_form
+from phalanx._job.agent.target import BYTECODE_HEADER, JobTarget, Kind, find_form
 from phalanx._job.agent.title import set_command
 
 _OUR_FDS = 8  # we take so many numbers from the upper end of those that a rank's descriptors may have
@@ -65,7 +65,7 @@ class Assignment:
     local_rank_flag: str = ""
 
     @property
-    def target(self) -> Target:
+    def target(self) -> JobTarget:
         """Return the script, module or program of the rank, with the argument for its local rank if it takes one.
 
         As torchrun does, it replaces `${local_rank}` in the arguments by the local rank, and `$$` by a dollar sign.
@@ -73,7 +73,7 @@ class Assignment:
         local_rank = self.environment["LOCAL_RANK"]
         told = [f"{self.local_rank_flag}={local_rank}"] if self.local_rank_flag else []
         given = [Template(argument).safe_substitute(local_rank=local_rank) for argument in self.arguments]
-        return Target(self.kind, self.name, (*told, *given))
+        return JobTarget(self.kind, self.name, (*told, *given))
 
 
 def run_worker(assignment: Assignment) -> None:

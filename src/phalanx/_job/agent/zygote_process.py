@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx._base.ipc.channel import Channel
 from phalanx._base.processes import RELAYED_SIGNALS, SUPPORTED, blocked_signals, has_working_directory
-from phalanx._job.agent.target import Target
+from phalanx._job.agent.target import JobTarget
 from phalanx._job.agent.zygote_command import plan_zygote_code
 
 _MAX_ROOM = 1 << 14
@@ -119,7 +119,7 @@ class ZygoteProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def assign(self, target: Target, folder: str, local_rank_flag: str = "") -> None:
+    def assign(self, target: JobTarget, folder: str, local_rank_flag: str = "") -> None:
         """Tell the zygote what the ranks will run, and the job's temporary folder; call this once, before `fork`.
 
         `local_rank_flag` is the option, if any, by which the target is told its local rank.

@@ -16,10 +16,10 @@ from phalanx._comm.control.wire import (
     MAX_FIELDS,
     MAX_VALUE_BYTES,
     VERSION,
-    Message,
+    AnswerStatus,
     Op,
-    Status,
     WireError,
+    WireMessage,
     pack,
     pack_number,
     unpack,
@@ -27,11 +27,11 @@ from phalanx._comm.control.wire import (
     unpack_text,
 )
 from phalanx._comm.diagnostics.printable import printable
-from phalanx._job.coordinator.journal import Kind
+from phalanx._job.coordinator.journal import EntryKind
 from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError
 from phalanx._job.coordinator.membership import MAX_FACTS_BYTES, MAX_MEMBERS, OUTBOX_BYTES, Member, Membership
 from phalanx._job.coordinator.reports import Reports
-from phalanx._job.coordinator.session import Answer, Relayed, Route, Session
+from phalanx._job.coordinator.session import Answer, ClientSession, RelayedRoute, Route
 from phalanx._job.coordinator.store_requests import StoreRequests
 
 # so much may wait for one member of events that it did not ask for (members that join and leave)
@@ -63,10 +63,10 @@ class Coordinator(StoreRequests):
         self.epoch = os.urandom(8)  # it tells this coordinator from one that was here before
         self.members = Membership(lost_after_s)
         self.reports = Reports()
-        self.sessions: dict[Route, Session] = {}
+        self.sessions: dict[Route, ClientSession] = {}
         self.num_malformed = 0
         self._swept_at = -math.inf  # when the sessions were last looked through
-        self._handlers: dict[int, Callable[[Session, Message], Answer | None]] = {
+        self._handlers: dict[int, Callable[[ClientSession, WireMessage], Answer | None]] = {
             Op.HELLO: self._hello, Op.SET: self._set, Op.GET: self._get, Op.ADD: self._add,
             Op.COMPARE_SET: self._compare_set, Op.APPEND: self._append, Op.CHECK: self._check, Op.WAIT: self._wait,
             Op.DELETE: self._delete, Op.NUM_KEYS: self._num_keys, Op.MULTI_GET: self._multi_get,
@@ -84,7 +84,7 @@ class Coordinator(StoreRequests):
         if session is None:
             if len(self.sessions) >= MAX_SESSIONS:
                 return False
-            session = self.sessions[route] = Session(route, now)
+            session = self.sessions[route] = ClientSession(route, now)
         session.heard_at = now
         if session.member is not None:
             self.members.hear(session.member, now)
@@ -99,23 +99,23 @@ class Coordinator(StoreRequests):
         for message in messages:
             num_long += message.what in _LONG
             if num_long > 1 and message.what in _LONG:
-                self._send(session, pack(Status.WRONG_CALL, message.number, b"one such request at a time"))
+                self._send(session, pack(AnswerStatus.WRONG_CALL, message.number, b"one such request at a time"))
             else:
                 fine &= self._handle(session, message)
         return fine
 
-    def _handle_relay(self, relay: Route, messages: list[Message], now: float) -> bool:
+    def _handle_relay(self, relay: Route, messages: list[WireMessage], now: float) -> bool:
         """Do what the processes of a relay's host ask for; each of them has a session of its own."""
-        if isinstance(relay, Relayed):
+        if isinstance(relay, RelayedRoute):
             self.num_malformed += 1
             return False
         fine = True
         for what, _, fields in messages:
             if what == Op.RELAY and len(fields) % 2 == 0:
                 for route, frame in zip(fields[::2], fields[1::2], strict=True):
-                    fine &= len(route) <= MAX_ROUTE_BYTES and self.handle(Relayed(relay, route), frame, now)
+                    fine &= len(route) <= MAX_ROUTE_BYTES and self.handle(RelayedRoute(relay, route), frame, now)
             elif what == Op.UNDELIVERED and fields:
-                fine &= self._hear_undelivered(Relayed(relay, fields[0]), fields[1:])
+                fine &= self._hear_undelivered(RelayedRoute(relay, fields[0]), fields[1:])
             else:
                 fine = False
         self.num_malformed += not fine
@@ -133,7 +133,7 @@ class Coordinator(StoreRequests):
             session.member.rewind(0)
         return True
 
-    def _handle(self, session: Session, message: Message) -> bool:
+    def _handle(self, session: ClientSession, message: WireMessage) -> bool:
         what, number, fields = message
         handler = self._handlers.get(what)
         if handler is None:
@@ -141,28 +141,32 @@ class Coordinator(StoreRequests):
             return False
         fine = True
         if number in session.parked:  # sent again while it waits
-            self._send(session, pack(Status.PARKED, number))
+            self._send(session, pack(AnswerStatus.PARKED, number))
             return True
         answer: Answer | None = session.answered(number) if what in _CHANGES else None
         if answer is None and session.outgoing_bytes > MAX_OUTGOING_BYTES:
-            answer = pack(Status.WRONG_CALL, number, b"you ask for more than you read")
+            answer = pack(AnswerStatus.WRONG_CALL, number, b"you ask for more than you read")
         if answer is None:
             at = len(self.journal)
             try:
                 answer = handler(session, message)
             except RefusedError as error:
-                answer = pack(Status.WRONG_CALL, number, str(error).encode())
+                answer = pack(AnswerStatus.WRONG_CALL, number, str(error).encode())
             except (WireError, ValueError, IndexError, RecursionError):  # the fields are not those of this request
                 self.num_malformed += 1
-                answer = pack(Status.WRONG_CALL, number, f"malformed request ({what})".encode())
+                answer = pack(AnswerStatus.WRONG_CALL, number, f"malformed request ({what})".encode())
                 fine = False
             else:
                 granted = False
-                if what in _CHANGES and isinstance(answer, bytes) and answer[_STATUS_AT] in (Status.OK, Status.EMPTY):
+                if (
+                    what in _CHANGES
+                    and isinstance(answer, bytes)
+                    and answer[_STATUS_AT] in (AnswerStatus.OK, AnswerStatus.EMPTY)
+                ):
                     granted = True
                     session.remember(number, answer)
                 if granted or (what == Op.BARRIER and answer is None):  # it has been counted
-                    self.journal.add(Kind.REQUEST, session.route, number, bytes((what,)), *fields, at=at)
+                    self.journal.add(EntryKind.REQUEST, session.route, number, bytes((what,)), *fields, at=at)
         if answer is not None:
             self._send(session, answer)
         return fine
@@ -180,7 +184,7 @@ class Coordinator(StoreRequests):
                 said += self._find_lost(member, why)
         said += [self.lose(member, member.suspicion) for member in self.members.suspects if not self._is_voter(member)]
         if self.journal.is_kept and (taken := self.members.take_progress()):
-            self.journal.add(Kind.TAKEN, None, 0, *map(pack_number, taken))
+            self.journal.add(EntryKind.TAKEN, None, 0, *map(pack_number, taken))
         if now - self._swept_at < SWEEP_EVERY_S:
             return said
         self._swept_at = now
@@ -189,11 +193,11 @@ class Coordinator(StoreRequests):
             if silent_s > UNPARKED_AFTER_S and session.parked:
                 self._unpark_repeatable(session)
             if silent_s > FORGOTTEN_AFTER_S and session.member is None:
-                self.journal.add(Kind.FORGET, session.route, 0)
+                self.journal.add(EntryKind.FORGET, session.route, 0)
                 self._forget_session(session)
         return said
 
-    def _forget_session(self, session: Session) -> None:
+    def _forget_session(self, session: ClientSession) -> None:
         for number in list(session.parked):
             self._unpark(session, number)
         del self.sessions[session.route]
@@ -225,7 +229,7 @@ class Coordinator(StoreRequests):
         """Declare a member lost, or leave that to the hosts that vote on it. Return lines for a person."""
         if not self._is_voter(member):
             return [self.lose(member, why)]
-        self.journal.add(Kind.SUSPECT, None, member.id, why.encode())
+        self.journal.add(EntryKind.SUSPECT, None, member.id, why.encode())
         self.members.suspect(member, why)
         self._send_changes()
         return []
@@ -236,22 +240,22 @@ class Coordinator(StoreRequests):
 
     def lose(self, member: Member, why: str) -> str:
         """Declare a member lost, and tell the others and itself why. Return a line for a person."""
-        self.journal.add(Kind.LOSE, None, member.id, why.encode())
+        self.journal.add(EntryKind.LOSE, None, member.id, why.encode())
         return self._lose(member, why)
 
     def _lose(self, member: Member, why: str) -> str:
         session = member.owner
-        assert isinstance(session, Session)
+        assert isinstance(session, ClientSession)
         self.members.remove(member, b"lost", why)
         session.member, session.gone = None, why
         self._unpark_repeatable(session)
-        self._send(session, pack(Status.UNKNOWN, 0, why.encode(), pack_number(member.id)))
+        self._send(session, pack(AnswerStatus.UNKNOWN, 0, why.encode(), pack_number(member.id)))
         if relays := {one.route for one in self.sessions.values() if one.opened_by == member.id}:
             self.end_clients(one for one in self.sessions.values() if one.route[0] in relays)
         self._send_changes()
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
 
-    def end_clients(self, sessions: Iterable[Session]) -> None:
+    def end_clients(self, sessions: Iterable[ClientSession]) -> None:
         """Note that clients are lost with their host: nothing waits for them any more, and an item that one took from a
         queue is there again for others, if the client has changed nothing since.
         """
@@ -279,27 +283,27 @@ class Coordinator(StoreRequests):
 
     # Requests. Each returns its answer, or None where it waits or needs none.
 
-    def _hello(self, session: Session, message: Message) -> Answer:
+    def _hello(self, session: ClientSession, message: WireMessage) -> Answer:
         version = unpack_number(message.fields[0])
         if version != VERSION:
             raise RefusedError(f"the coordinator speaks version {VERSION} of the protocol, and you {version}")
-        return pack(Status.OK, message.number, self.job.encode(), repr(self.members.lost_after_s).encode())
+        return pack(AnswerStatus.OK, message.number, self.job.encode(), repr(self.members.lost_after_s).encode())
 
-    def _note_opener(self, session: Session, message: Message) -> None:
+    def _note_opener(self, session: ClientSession, message: WireMessage) -> None:
         member = unpack_number(message.fields[0])
         if self.members.get(member) is None:
             raise WireError("there is no such member")
         session.opened_by = member
-        self.journal.add(Kind.OPENED, session.route, session.opened_by)
+        self.journal.add(EntryKind.OPENED, session.route, session.opened_by)
 
-    def _cancel(self, session: Session, message: Message) -> None:
+    def _cancel(self, session: ClientSession, message: WireMessage) -> None:
         number = unpack_number(message.fields[0])
         waiter = self._unpark(session, number)
         if waiter is not None and waiter.owner[1].what == Op.BARRIER:
-            self.journal.add(Kind.UNPARK, session.route, number)
+            self.journal.add(EntryKind.UNPARK, session.route, number)
         self.take_back(session, number)  # if the item has crossed the news that nobody waits for it any more
 
-    def _join(self, session: Session, message: Message) -> Answer:
+    def _join(self, session: ClientSession, message: WireMessage) -> Answer:
         facts, watches = message.fields
         if len(facts) > MAX_FACTS_BYTES or len(self.members) >= MAX_MEMBERS:
             raise RefusedError(f"facts of {len(facts)} bytes (at most {MAX_FACTS_BYTES}), {len(self.members)} members")
@@ -311,9 +315,9 @@ class Coordinator(StoreRequests):
         session.member = self.members.join(session, facts, watched, session.heard_at)
         session.gone = ""
         self._send_changes()
-        return pack(Status.OK, message.number, pack_number(session.member.id))
+        return pack(AnswerStatus.OK, message.number, pack_number(session.member.id))
 
-    def _leave(self, session: Session, message: Message) -> Answer:
+    def _leave(self, session: ClientSession, message: WireMessage) -> Answer:
         who, why = unpack_number(message.fields[0]), unpack_text(message.fields[1])[:4096]
         me = session.member
         if me is None:
@@ -323,28 +327,28 @@ class Coordinator(StoreRequests):
             self._send_changes()
         elif (member := self.members.get(who)) is not None:
             self._lose(member, member.suspicion or f"{self.name_of(me)} (member {me.id}) says: {why}")
-        return pack(Status.OK, message.number)
+        return pack(AnswerStatus.OK, message.number)
 
-    def _part_with(self, session: Session, member: Member, why: str) -> None:
+    def _part_with(self, session: ClientSession, member: Member, why: str) -> None:
         self.members.remove(member, b"left", why)
         session.member, session.gone = None, why or "it left"
         self._unpark_repeatable(session)
 
-    def _heartbeat(self, session: Session, message: Message) -> Answer:
+    def _heartbeat(self, session: ClientSession, message: WireMessage) -> Answer:
         if session.member is None:
-            return pack(Status.UNKNOWN, 0, (session.gone or "it has not joined").encode(), message.fields[1])
+            return pack(AnswerStatus.UNKNOWN, 0, (session.gone or "it has not joined").encode(), message.fields[1])
         taken, seen = message.number, unpack_number(message.fields[0])
         session.member.took(taken)
         if seen < session.member.sent:  # on their way, or lost with a connection; twice does no harm
             session.member.rewind(seen)
             self.outgoing[session] = None
         beat_s = heartbeat_s(self.members.lost_after_s, len(self.members))
-        return pack(Status.HEARTBEAT, taken, b"%.3f" % beat_s)
+        return pack(AnswerStatus.HEARTBEAT, taken, b"%.3f" % beat_s)
 
-    def _unknown(self, session: Session, message: Message) -> Answer:
-        return pack(Status.UNKNOWN, message.number, (session.gone or "it has not joined").encode(), b"-1")
+    def _unknown(self, session: ClientSession, message: WireMessage) -> Answer:
+        return pack(AnswerStatus.UNKNOWN, message.number, (session.gone or "it has not joined").encode(), b"-1")
 
-    def _list_members(self, session: Session, message: Message) -> Answer:
+    def _list_members(self, session: ClientSession, message: WireMessage) -> Answer:
         start = unpack_number(message.fields[0]) if message.fields else 0
         found: list[bytes] = []
         size = 0
@@ -352,9 +356,9 @@ class Coordinator(StoreRequests):
             if member.id >= start and (not found or size < _PAGE_BYTES) and len(found) < 1024:
                 found += (pack_number(member.id), member.facts)
                 size += len(member.facts)
-        return pack(Status.OK, message.number, *found)
+        return pack(AnswerStatus.OK, message.number, *found)
 
-    def _post(self, session: Session, message: Message) -> Answer:
+    def _post(self, session: ClientSession, message: WireMessage) -> Answer:
         to, detail = unpack_number(message.fields[0]), message.fields[1]
         me = session.member
         if me is None:
@@ -368,29 +372,29 @@ class Coordinator(StoreRequests):
         if to != -1 and not receivers:
             raise RefusedError(f"there is no member {to} (any more): {self.members.why_gone(to) or 'it never joined'}")
         if not self.is_copy and not all(member.has_room(len(detail)) for member in receivers):
-            return pack(Status.BUSY, message.number)
+            return pack(AnswerStatus.BUSY, message.number)
         for member in receivers:
             self.members.post(me.id, member, detail)
-            assert isinstance(member.owner, Session)
+            assert isinstance(member.owner, ClientSession)
             self.outgoing[member.owner] = None
-        return pack(Status.OK, message.number)
+        return pack(AnswerStatus.OK, message.number)
 
-    def _report(self, session: Session, message: Message) -> Answer:
+    def _report(self, session: ClientSession, message: WireMessage) -> Answer:
         kind, body = message.fields
         me = session.member
         if me is None:
             return self._unknown(session, message)
         if not self.reports.add(me.id, kind, body):
             raise RefusedError(f"{self.name_of(me)} has handed in as many reports as are kept")
-        return pack(Status.OK, message.number)
+        return pack(AnswerStatus.OK, message.number)
 
-    def _list_reports(self, session: Session, message: Message) -> Answer:
+    def _list_reports(self, session: ClientSession, message: WireMessage) -> Answer:
         kind, start = message.fields
         found = self.reports.page(kind, unpack_number(start), _PAGE_BYTES)
         fields = [part for sender, body in found for part in (pack_number(sender), body)]
-        return pack(Status.OK, message.number, *fields)
+        return pack(AnswerStatus.OK, message.number, *fields)
 
     def _send_changes(self) -> None:
         for member in self.members.take_told():
-            assert isinstance(member.owner, Session)
+            assert isinstance(member.owner, ClientSession)
             self.outgoing[member.owner] = None

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx._comm.control.wire import MAX_MESSAGES, Status, pack, pack_number
-from phalanx._job.coordinator.journal import Entry, pack_entry
+from phalanx._comm.control.wire import MAX_MESSAGES, AnswerStatus, pack, pack_number
+from phalanx._job.coordinator.journal import JournalEntry, pack_entry
 from phalanx._job.coordinator.key_value import RefusedError
-from phalanx._job.coordinator.session import Answer, Session
+from phalanx._job.coordinator.session import Answer, ClientSession
 
 STALLED_S = 1.0  # its coordinator is told when a standby holds answers up for so long
 _MOST_STREAMS = 16  # the most standbys that may follow; a job needs two at a time
@@ -28,7 +28,7 @@ _PART_BYTES = 1 << 20  # entries travel together up to so many bytes, or one tha
 class _Stream:
     """One standby: `sent` messages have gone to it, and it has everything up to batch `acknowledged`."""
 
-    session: Session
+    session: ClientSession
     sent: int = 0
     acknowledged: int = -1
 
@@ -51,7 +51,7 @@ class Followers:
         self.on_stalled: Callable[[bytes], object] = lambda ticket: None
         self._streams: dict[bytes, _Stream] = {}
         self._batch = 0
-        self._held: deque[tuple[int, Session, list[Answer]]] = deque()
+        self._held: deque[tuple[int, ClientSession, list[Answer]]] = deque()
         self._held_since = 0.0
         self._told: set[bytes] = set()  # the tickets of which `on_stalled` was told
 
@@ -60,7 +60,7 @@ class Followers:
         """Return whether anything has to be done for standbys."""
         return bool(self._streams or self.required or self._held)
 
-    def begin(self, ticket: bytes, session: Session, state: Sequence[Entry]) -> list[Answer]:
+    def begin(self, ticket: bytes, session: ClientSession, state: Sequence[JournalEntry]) -> list[Answer]:
         """Let a standby follow; return the messages that send it the whole state.
 
         Raises:
@@ -71,14 +71,14 @@ class Followers:
         self._streams[ticket] = stream = _Stream(session)
         return self._pack(stream, state)
 
-    def cut(self, entries: Sequence[Entry]) -> Iterator[tuple[Session, list[Answer]]]:
+    def cut(self, entries: Sequence[JournalEntry]) -> Iterator[tuple[ClientSession, list[Answer]]]:
         """Begin another batch with the changes `entries`; yield each session with the messages to send to it."""
         if entries:
             self._batch += 1
             for stream in self._streams.values():
                 yield stream.session, self._pack(stream, entries)
 
-    def _pack(self, stream: _Stream, entries: Sequence[Entry]) -> list[Answer]:
+    def _pack(self, stream: _Stream, entries: Sequence[JournalEntry]) -> list[Answer]:
         parts: list[list[bytes]] = [[]]
         size = 0
         for entry in entries:
@@ -92,17 +92,17 @@ class Followers:
         for number, part in enumerate(parts, 1):
             stream.sent += 1
             batch = pack_number(self._batch) if number == len(parts) else b""
-            messages.append(pack(Status.JOURNAL, stream.sent, batch, b"".join(part)))
+            messages.append(pack(AnswerStatus.JOURNAL, stream.sent, batch, b"".join(part)))
         return messages
 
-    def acknowledge(self, ticket: bytes, session: Session, batch: int) -> None:
+    def acknowledge(self, ticket: bytes, session: ClientSession, batch: int) -> None:
         """Note that a standby has everything up to this batch."""
         stream = self._streams.get(ticket)
         if stream is not None and stream.session is session:
             stream.acknowledged = max(stream.acknowledged, min(batch, self._batch))
             self._told.discard(ticket)
 
-    def lose(self, session: Session) -> bool:
+    def lose(self, session: ClientSession) -> bool:
         """Note that nothing can be delivered to this client; a standby stops following. Return whether it was one."""
         lost = [ticket for ticket, stream in self._streams.items() if stream.session is session]
         for ticket in lost:
@@ -115,7 +115,7 @@ class Followers:
     def is_followed(self) -> bool:
         return bool(self._streams)
 
-    def follows(self, session: Session) -> bool:
+    def follows(self, session: ClientSession) -> bool:
         return any(stream.session is session for stream in self._streams.values())
 
     @property
@@ -124,7 +124,7 @@ class Followers:
         streams = [self._streams.get(ticket) for ticket in self.required]
         return min((-1 if each is None else each.acknowledged for each in streams), default=self._batch)
 
-    def hold(self, session: Session, answers: list[Answer]) -> bool:
+    def hold(self, session: ClientSession, answers: list[Answer]) -> bool:
         """Hold answers back if they may depend on changes that a required standby lacks; return whether it did."""
         if self._common >= self._batch and not self._held:
             return False
@@ -136,7 +136,7 @@ class Followers:
         self._held.append((self._batch, session, answers))
         return True
 
-    def release(self) -> Iterator[tuple[Session, list[Answer]]]:
+    def release(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
         """Yield the answers that need not be held back any more."""
         common = self._common
         while self._held and self._held[0][0] <= common:

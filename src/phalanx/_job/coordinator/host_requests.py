@@ -24,10 +24,10 @@ from phalanx._comm.control.wire import (
     MAX_MESSAGES,
     VERSION,
     WRITE_ONCE,
-    Message,
+    AnswerStatus,
     Op,
-    Status,
     WireError,
+    WireMessage,
     pack,
     pack_number,
     unpack,
@@ -109,24 +109,24 @@ class HostRequests:
         elif rest:
             self._outgoing.append((route, b"".join(pack(what, number, *fields) for what, number, fields in rest)))
 
-    def _share(self, route: bytes, message: Message) -> bool:
+    def _share(self, route: bytes, message: WireMessage) -> bool:
         """Answer a request here, or share it among ranks; return False if it must go out in the rank's own name."""
         what, number, fields = message
         caller = route, number
         if what == Op.CANCEL:
             return len(fields) == 1 and self._cancel(route, fields[0])
         if caller in self._callers:  # the rank has repeated it
-            self._answer(caller, pack(Status.PARKED, number))
+            self._answer(caller, pack(AnswerStatus.PARKED, number))
         elif what == Op.HELLO:
             if not self._hello or fields != [pack_number(VERSION)]:
                 return False
-            self._answer(caller, pack(Status.OK, number, *self._hello))
+            self._answer(caller, pack(AnswerStatus.OK, number, *self._hello))
         elif what in (Op.GET, Op.WAIT):
             if len(fields) != 1 or not fields[0].endswith(_ONCE):
                 return False
             self._get_once(caller, what, fields[0])
         elif what == Op.CHECK and len(fields) == 1 and fields[0] in self._kept:
-            self._answer(caller, pack(Status.OK, number, b"1"))
+            self._answer(caller, pack(AnswerStatus.OK, number, b"1"))
         elif what in (Op.CHECK, Op.MULTI_GET):
             self._ask(caller, (int(what), *fields), what, fields)
         elif what == Op.COMPARE_SET:
@@ -140,7 +140,7 @@ class HostRequests:
     def _get_once(self, caller: Caller, what: int, key: bytes) -> None:
         found = self._kept.get(key)
         if found is not None:
-            self._answer(caller, pack(Status.OK, caller[1], *([found[1]] if what == Op.GET else [])))
+            self._answer(caller, pack(AnswerStatus.OK, caller[1], *([found[1]] if what == Op.GET else [])))
             return
         words: Words = (int(Op.GET), key)
         question = self._current.get(words)
@@ -231,7 +231,7 @@ class HostRequests:
             WireError: it is malformed.
         """
         for status, _, fields in unpack(frame):
-            if status != Status.RELAYED:
+            if status != AnswerStatus.RELAYED:
                 continue
             for route, answers in zip(fields[::2], fields[1::2], strict=True):
                 if route != OWN:
@@ -240,27 +240,27 @@ class HostRequests:
                 for message in unpack(answers):
                     self._hear_own(message, now)
 
-    def _hear_own(self, message: Message, now: float) -> None:
+    def _hear_own(self, message: WireMessage, now: float) -> None:
         status, number, fields = message
-        if number == 1 and status == Status.OK:
+        if number == 1 and status == AnswerStatus.OK:
             self._hello = fields
         question = self._under_way.get(number)
         if question is None:
             return
-        if status == Status.PARKED:
+        if status == AnswerStatus.PARKED:
             question.is_parked = True
             return
         self._end(question)
-        if question.what == Op.GET and status == Status.OK:
+        if question.what == Op.GET and status == AnswerStatus.OK:
             self._kept[question.fields[0]] = now, fields[0]
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
         for caller, (what, at) in question.callers.items():
             del self._callers[caller]
             theirs = fields
-            if status == Status.OK and what == Op.WAIT:
+            if status == AnswerStatus.OK and what == Op.WAIT:
                 theirs = []
-            elif status == Status.OK and what == Op.ADD_ITEMS:
+            elif status == AnswerStatus.OK and what == Op.ADD_ITEMS:
                 theirs = [pack_number(unpack_number(fields[0]) + at)]
             answer = pack(status, caller[1], *theirs)
             if what == Op.ADD_ITEMS:

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from phalanx._comm.control.wire import WireError, pack, unpack
-from phalanx._job.coordinator.session import Direct, Relayed, Route
+from phalanx._job.coordinator.session import Direct, RelayedRoute, Route
 
 
-class Kind(enum.IntEnum):
-    """A `Kind` says what an entry tells."""
+class EntryKind(enum.IntEnum):
+    """An `EntryKind` says what an entry tells."""
 
     # A state, part by part.
     BEGIN = 1  # the copy forgets what it has: epoch, job, limits; `number` is that of the next member
@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
     SUSPECT = 26  # member `number` seems to be lost: why; its watchers are told
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """An entry is one change. `route` is that of a client, if the entry is about one."""
 
     kind: int
@@ -59,33 +59,35 @@ class Journal:
 
     def __init__(self) -> None:
         self.is_kept = False
-        self._entries: list[Entry] = []
+        self._entries: list[JournalEntry] = []
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, kind: Kind, route: Route | None, number: int, *fields: bytes, at: int | None = None) -> None:
+    def add(self, kind: EntryKind, route: Route | None, number: int, *fields: bytes, at: int | None = None) -> None:
         """Add a change; `at` is the position to insert it at, if entries that follow from it are there already."""
         if self.is_kept:
-            self._entries.insert(len(self._entries) if at is None else at, Entry(kind, route, number, list(fields)))
+            self._entries.insert(
+                len(self._entries) if at is None else at, JournalEntry(kind, route, number, list(fields))
+            )
 
     def stop(self) -> None:
         """Stop keeping entries: nobody reads them any more."""
         self.is_kept = False
         self._entries = []
 
-    def take(self) -> list[Entry]:
+    def take(self) -> list[JournalEntry]:
         """Return the entries since the last call."""
         entries, self._entries = self._entries, []
         return entries
 
 
-def pack_entry(entry: Entry) -> bytes:
+def pack_entry(entry: JournalEntry) -> bytes:
     """Return an entry as a message; a frame is several of them, one after another."""
     return pack(entry.kind, entry.number, pack_route(entry.route), *entry.fields)
 
 
-def unpack_entries(frame: bytes) -> Iterable[Entry]:
+def unpack_entries(frame: bytes) -> Iterable[JournalEntry]:
     """Yield the entries of a frame.
 
     Raises:
@@ -94,14 +96,14 @@ def unpack_entries(frame: bytes) -> Iterable[Entry]:
     for kind, number, fields in unpack(frame):
         if not fields:
             raise WireError("an entry without a route")
-        yield Entry(kind, unpack_route(fields[0]), number, fields[1:])
+        yield JournalEntry(kind, unpack_route(fields[0]), number, fields[1:])
 
 
 def pack_route(route: Route | None) -> bytes:
     """Return a route as a field."""
     if route is None:
         return b""
-    direct, behind = (route.relay, route.route) if isinstance(route, Relayed) else (route, None)
+    direct, behind = (route.relay, route.route) if isinstance(route, RelayedRoute) else (route, None)
     head = bytes((2 * direct.listener + (behind is not None), len(direct.identity)))
     return head + direct.identity + (behind or b"")
 
@@ -119,7 +121,7 @@ def unpack_route(field: bytes) -> Route | None:
     end = 2 + field[1]
     direct = Direct(field[0] // 2, field[2:end])
     if field[0] % 2:
-        return Relayed(direct, field[end:])
+        return RelayedRoute(direct, field[end:])
     if len(field) > end:
         raise WireError("not a route")
     return direct

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from phalanx._comm.control.wire import Status, pack, pack_number, unpack, unpack_number
+from phalanx._comm.control.wire import AnswerStatus, pack, pack_number, unpack, unpack_number
 
 MAX_FACTS_BYTES = 64 << 10
 MAX_MEMBERS = 1 << 16
@@ -47,7 +47,7 @@ class Member:
     def put(self, kind: bytes, member: int, detail: bytes) -> None:
         """Put an event into this member's outbox."""
         self._last += 1
-        event = pack(Status.EVENT, self._last, kind, pack_number(member), detail)
+        event = pack(AnswerStatus.EVENT, self._last, kind, pack_number(member), detail)
         self._outbox.append((self._last, event))
         self.num_bytes += len(event) + _OVERHEAD_BYTES
 

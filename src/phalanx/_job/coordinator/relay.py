@@ -21,7 +21,7 @@ from phalanx._comm.control.connection_guard import protect, send_in_pieces
 from phalanx._comm.control.dealer import EPOCH_BYTES, EVENTS, open_dealer
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.local_socket import BACKLOG, LocalSocket
-from phalanx._comm.control.wire import MAX_FRAME_BYTES, Op, Status, pack, pack_number, unpack
+from phalanx._comm.control.wire import MAX_FRAME_BYTES, AnswerStatus, Op, pack, pack_number, unpack
 from phalanx._job.coordinator.host_requests import HostRequests
 
 _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
@@ -190,7 +190,7 @@ class Relay:
 
     def _undelivered(self, route: bytes, answers: bytes) -> None:
         """Tell the coordinator which items of queues did not reach their taker, so that others get them."""
-        numbers = [pack_number(message.number) for message in unpack(answers) if message.what == Status.OK]
+        numbers = [pack_number(message.number) for message in unpack(answers) if message.what == AnswerStatus.OK]
         if numbers:
             self._waiting.append(pack(Op.UNDELIVERED, 0, route, *numbers))
 
@@ -201,14 +201,14 @@ class Relay:
             event = int.from_bytes(frame[:2], "little")
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 if self._was_connected:
-                    self._tell_all(Status.RESUMED)
+                    self._tell_all(AnswerStatus.RESUMED)
                     self._requests.resume()
                 self._was_connected, self._is_cut, self._told_member = True, False, -1
             elif event == zmq.EVENT_DISCONNECTED and self._was_connected and not self._is_cut:
                 self._is_cut = True
-                self._tell_all(Status.CUT)
+                self._tell_all(AnswerStatus.CUT)
 
-    def _tell_all(self, status: Status) -> None:
+    def _tell_all(self, status: AnswerStatus) -> None:
         """Tell the ranks of a change of the connection, as if it were their own."""
         if self._shown_epoch:
             for route in list(self._routes):

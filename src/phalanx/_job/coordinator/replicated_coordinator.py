@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from phalanx._base.loss_detection import MEMBER_TIMEOUT_S
-from phalanx._comm.control.wire import Message, Op, Status, WireError, pack, pack_number, unpack_number
+from phalanx._comm.control.wire import AnswerStatus, Op, WireError, WireMessage, pack, pack_number, unpack_number
 from phalanx._job.coordinator.coordinator import Coordinator
 from phalanx._job.coordinator.followers import Followers
-from phalanx._job.coordinator.journal import Entry, Kind
+from phalanx._job.coordinator.journal import EntryKind, JournalEntry
 from phalanx._job.coordinator.key_value import KeyValueStore, Waiter
 from phalanx._job.coordinator.membership import Member, Membership
 from phalanx._job.coordinator.reports import Reports
-from phalanx._job.coordinator.session import Answer, Route, Session
+from phalanx._job.coordinator.session import Answer, ClientSession, Route
 from phalanx._job.coordinator.store_requests import barrier_key
 
 # a state is sent in parts of at most so many bytes and fields, or of one item
@@ -30,12 +30,12 @@ class ReplicatedCoordinator(Coordinator):
     def __init__(self, *, job: str = "", lost_after_s: float = MEMBER_TIMEOUT_S, max_bytes: int = 1 << 30) -> None:
         super().__init__(job=job, lost_after_s=lost_after_s, max_bytes=max_bytes)
         self.followers = Followers()
-        self._datagrams: list[tuple[Session, list[Answer]]] = []
+        self._datagrams: list[tuple[ClientSession, list[Answer]]] = []
         self._handlers |= {Op.FOLLOW: self._follow, Op.FOLLOWED: self._followed, Op.DATAGRAM: self._datagram}
 
     # Standbys on other hosts.
 
-    def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
+    def take_outgoing(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
         """Yield what may be sent, by session; answers wait until the required standbys have what they depend on."""
         datagrams, self._datagrams = self._datagrams, []
         yield from datagrams
@@ -55,7 +55,7 @@ class ReplicatedCoordinator(Coordinator):
             for message in messages:
                 self._send(session, message)
 
-    def undelivered(self, session: Session, answers: Iterable[Answer]) -> None:
+    def undelivered(self, session: ClientSession, answers: Iterable[Answer]) -> None:
         if self.followers.lose(session) and not self.followers.is_followed:
             self.journal.stop()
         super().undelivered(session, answers)
@@ -72,32 +72,32 @@ class ReplicatedCoordinator(Coordinator):
         """
         return member.id in self.followers.voters and member.id != self.followers.leader
 
-    def _follow(self, session: Session, message: Message) -> None:
+    def _follow(self, session: ClientSession, message: WireMessage) -> None:
         (ticket,) = message.fields
         self._cut()  # the changes so far are in the state already
         self.journal.is_kept = True
         for part in self.followers.begin(ticket, session, self.snapshot()):
             self._send(session, part)
 
-    def _followed(self, session: Session, message: Message) -> None:
+    def _followed(self, session: ClientSession, message: WireMessage) -> None:
         ticket, batch = message.fields
         self.followers.acknowledge(ticket, session, unpack_number(batch))
 
-    def _datagram(self, session: Session, message: Message) -> None:
+    def _datagram(self, session: ClientSession, message: WireMessage) -> None:
         to, body = message.fields
         receiver = self.members.get(unpack_number(to))
         if session.member is not None and receiver is not None:
-            assert isinstance(receiver.owner, Session)
-            told = pack(Status.DATAGRAM, 0, pack_number(session.member.id), body)
+            assert isinstance(receiver.owner, ClientSession)
+            told = pack(AnswerStatus.DATAGRAM, 0, pack_number(session.member.id), body)
             self._datagrams.append((receiver.owner, [told]))
 
     # The whole state, and what changes it.
 
-    def snapshot(self) -> list[Entry]:
+    def snapshot(self) -> list[JournalEntry]:
         """Return the whole state. A copy that replays it, and then the journal, becomes equal to this coordinator."""
         return list(self._describe_state())
 
-    def replay(self, entry: Entry, now: float) -> None:
+    def replay(self, entry: JournalEntry, now: float) -> None:
         """Apply a change of another coordinator, of which this one is a copy that has all earlier entries.
 
         Raises:
@@ -106,7 +106,7 @@ class ReplicatedCoordinator(Coordinator):
         self.is_copy = True
         kind, route, number, fields = entry
         try:
-            if kind == Kind.BEGIN:
+            if kind == EntryKind.BEGIN:
                 self._begin(number, *fields)
             elif route is not None:
                 self._replay_of_session(kind, self._find_session(route, now), number, fields, now)
@@ -130,17 +130,17 @@ class ReplicatedCoordinator(Coordinator):
             member.rewind(0)
         self.members.take_told()
 
-    def _find_session(self, route: Route, now: float) -> Session:
+    def _find_session(self, route: Route, now: float) -> ClientSession:
         session = self.sessions.get(route)
         if session is None:
-            session = self.sessions[route] = Session(route, now)
+            session = self.sessions[route] = ClientSession(route, now)
         return session
 
     # The state.
 
-    def _describe_state(self) -> Iterator[Entry]:
-        yield Entry(
-            Kind.BEGIN,
+    def _describe_state(self) -> Iterator[JournalEntry]:
+        yield JournalEntry(
+            EntryKind.BEGIN,
             None,
             self.members.next,
             [
@@ -152,24 +152,26 @@ class ReplicatedCoordinator(Coordinator):
         )
         keys = self.store.keys()
         for fields in _grouped((key, self.store.get(key) or b"") for key in keys):
-            yield Entry(Kind.KEYS, None, 0, fields)
+            yield JournalEntry(EntryKind.KEYS, None, 0, fields)
         for queue, items in self.store.queues():
             for fields in _grouped((item,) for item in items):
-                yield Entry(Kind.QUEUE, None, 0, [queue, *fields])
+                yield JournalEntry(EntryKind.QUEUE, None, 0, [queue, *fields])
         for member, why in self.members.gone.items():
-            yield Entry(Kind.GONE, None, member, [why.encode()])
+            yield JournalEntry(EntryKind.GONE, None, member, [why.encode()])
         for kind, sender, body in self.reports:
-            yield Entry(Kind.REPORT, None, sender, [kind, body])
+            yield JournalEntry(EntryKind.REPORT, None, sender, [kind, body])
         for session in self.sessions.values():
             yield from _describe_session(session)
         for each in self.members:
             watches = b"all" if each.watches is None else b",".join(map(pack_number, sorted(each.watches)))
-            assert isinstance(each.owner, Session)
-            yield Entry(Kind.MEMBER, each.owner.route, each.id, [each.facts, watches, pack_number(each.last)])
+            assert isinstance(each.owner, ClientSession)
+            yield JournalEntry(
+                EntryKind.MEMBER, each.owner.route, each.id, [each.facts, watches, pack_number(each.last)]
+            )
             for number, event in each.waiting():
-                yield Entry(Kind.EVENT, None, each.id, [pack_number(number), event])
+                yield JournalEntry(EntryKind.EVENT, None, each.id, [pack_number(number), event])
             if each.suspicion:
-                yield Entry(Kind.SUSPECTED, None, each.id, [each.suspicion.encode()])
+                yield JournalEntry(EntryKind.SUSPECTED, None, each.id, [each.suspicion.encode()])
 
     def _begin(self, next_member: int, epoch: bytes, job: bytes, lost_after: bytes, max_bytes: bytes) -> None:
         self.epoch, self.job = epoch, job.decode()
@@ -181,59 +183,61 @@ class ReplicatedCoordinator(Coordinator):
         self.outgoing.clear()
 
     def _replay_of_all(self, kind: int, number: int, fields: Sequence[bytes]) -> None:
-        if kind == Kind.KEYS:
+        if kind == EntryKind.KEYS:
             for key, value in zip(fields[::2], fields[1::2], strict=True):
                 self.store.set(key, value)
-        elif kind == Kind.QUEUE:
+        elif kind == EntryKind.QUEUE:
             for item in fields[1:]:
                 self.store.restore_item(fields[0], item)
-        elif kind == Kind.GONE:
+        elif kind == EntryKind.GONE:
             self.members.restore_gone(number, fields[0].decode())
-        elif kind == Kind.REPORT:
+        elif kind == EntryKind.REPORT:
             self.reports.add(number, fields[0], fields[1])
-        elif kind == Kind.EVENT:
+        elif kind == EntryKind.EVENT:
             self._member(number).restore_event(unpack_number(fields[0]), fields[1])
-        elif kind == Kind.SUSPECTED:
+        elif kind == EntryKind.SUSPECTED:
             self.members.restore_suspicion(self._member(number), fields[0].decode())
-        elif kind == Kind.SUSPECT:
+        elif kind == EntryKind.SUSPECT:
             self.members.suspect(self._member(number), fields[0].decode())
             self.members.take_told()
-        elif kind == Kind.LOSE:
+        elif kind == EntryKind.LOSE:
             self._lose(self._member(number), fields[0].decode())
             self.members.take_told()
-        elif kind == Kind.TAKEN:
+        elif kind == EntryKind.TAKEN:
             for member, taken in zip(map(unpack_number, fields[::2]), map(unpack_number, fields[1::2]), strict=True):
                 self._member(member).took(taken)
         else:
             raise WireError("an unknown kind")
 
-    def _replay_of_session(self, kind: int, session: Session, number: int, fields: list[bytes], now: float) -> None:
-        if kind == Kind.REQUEST:
+    def _replay_of_session(
+        self, kind: int, session: ClientSession, number: int, fields: list[bytes], now: float
+    ) -> None:
+        if kind == EntryKind.REQUEST:
             session.heard_at = now
             what = fields[0][0]
-            self._handle(session, Message(what, number, fields[1:]))
+            self._handle(session, WireMessage(what, number, fields[1:]))
             self.members.take_told()
             if session.answered(number) is None and not (what == Op.BARRIER and number in session.parked):
                 raise WireError("a request that is not granted here")
-        elif kind == Kind.UNPOP:
+        elif kind == EntryKind.UNPOP:
             self.take_back(session, number)
-        elif kind == Kind.UNPARK:
+        elif kind == EntryKind.UNPARK:
             self._unpark(session, number)
-        elif kind == Kind.FORGET:
+        elif kind == EntryKind.FORGET:
             self._forget_session(session)
-        elif kind == Kind.SESSION:
+        elif kind == EntryKind.SESSION:
             session.gone = fields[0].decode()
-        elif kind == Kind.OPENED:
+        elif kind == EntryKind.OPENED:
             session.opened_by = number
-        elif kind == Kind.ANSWERS:
+        elif kind == EntryKind.ANSWERS:
             for answered, answer in zip(map(unpack_number, fields[::2]), fields[1::2], strict=True):
                 session.remember(answered, answer)
-        elif kind == Kind.POPPED:
+        elif kind == EntryKind.POPPED:
             session.note_popped(number, fields[0], fields[1])
-        elif kind == Kind.PARKED:
+        elif kind == EntryKind.PARKED:
             waiter = Waiter(session, (barrier_key(fields[0]),), takes_queues=True)
-            self._park(session, Message(Op.BARRIER, number, fields), waiter)
-        elif kind == Kind.MEMBER:
+            self._park(session, WireMessage(Op.BARRIER, number, fields), waiter)
+        elif kind == EntryKind.MEMBER:
             facts, watches, last = fields
             watched = None if watches == b"all" else frozenset(map(unpack_number, filter(None, watches.split(b","))))
             session.member = self.members.restore(Member(number, session, facts, watched, now), unpack_number(last))
@@ -247,20 +251,20 @@ class ReplicatedCoordinator(Coordinator):
         return member
 
 
-def _describe_session(session: Session) -> Iterator[Entry]:
+def _describe_session(session: ClientSession) -> Iterator[JournalEntry]:
     route = session.route
     if session.gone:
-        yield Entry(Kind.SESSION, route, 0, [session.gone.encode()])
+        yield JournalEntry(EntryKind.SESSION, route, 0, [session.gone.encode()])
     if session.opened_by >= 0:
-        yield Entry(Kind.OPENED, route, session.opened_by, [])
+        yield JournalEntry(EntryKind.OPENED, route, session.opened_by, [])
     for fields in _grouped(((pack_number(number), answer) for number, answer in session.answers())):
-        yield Entry(Kind.ANSWERS, route, 0, fields)
+        yield JournalEntry(EntryKind.ANSWERS, route, 0, fields)
     for number, (queue, item) in session.popped.items():
-        yield Entry(Kind.POPPED, route, number, [queue, item])
+        yield JournalEntry(EntryKind.POPPED, route, number, [queue, item])
     for number, waiter in session.parked.items():
         message = waiter.owner[1]
         if message.what == Op.BARRIER:
-            yield Entry(Kind.PARKED, route, number, message.fields)
+            yield JournalEntry(EntryKind.PARKED, route, number, message.fields)
 
 
 def _grouped(items: Iterable[tuple[bytes, ...]]) -> Iterator[list[bytes]]:

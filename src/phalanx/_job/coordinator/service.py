@@ -26,9 +26,17 @@ from phalanx._comm.control.admission import Admission, Complaints
 from phalanx._comm.control.connection_guard import ConnectionGuard, connections_allowed, protect, send_in_pieces
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.local_socket import BACKLOG, LocalSocket
-from phalanx._comm.control.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, Op, Status, frames, pack_head
+from phalanx._comm.control.wire import KIND, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, AnswerStatus, Op, frames, pack_head
 from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
-from phalanx._job.coordinator.session import OTHER_HOSTS, THIS_HOST, Answer, Direct, Relayed, Session, take_apart
+from phalanx._job.coordinator.session import (
+    OTHER_HOSTS,
+    THIS_HOST,
+    Answer,
+    ClientSession,
+    Direct,
+    RelayedRoute,
+    take_apart,
+)
 from phalanx.errors import AuthenticationError, CoordinationError
 
 if TYPE_CHECKING:
@@ -95,7 +103,9 @@ class Service:
         self._guard: ConnectionGuard | None = None
         self._stopping = False
         self._unused_memory = UnusedMemory()
-        self._relayed: dict[Direct, list[tuple[Session, list[Answer]]]] = {}  # answers for relays that are not sent yet
+        self._relayed: dict[
+            Direct, list[tuple[ClientSession, list[Answer]]]
+        ] = {}  # answers for relays that are not sent yet
         self._asked_at = 0.0  # when a request other than a heartbeat last came
         self._local_socket: LocalSocket | None = None
         self._is_closed = False
@@ -319,7 +329,7 @@ class Service:
         coordinator = self.coordinator
         for session, answers in coordinator.take_outgoing():
             route = session.route
-            if isinstance(route, Relayed):
+            if isinstance(route, RelayedRoute):
                 self._relayed.setdefault(route.relay, []).append((session, answers))
                 continue
             left = frames(answers)
@@ -339,7 +349,7 @@ class Service:
             if time.monotonic() >= ends_at:  # members are heard, and answered, between answers to a thousand hosts
                 break
 
-    def _send_to_relay(self, relay: Direct, batch: list[tuple[Session, list[Answer]]]) -> None:
+    def _send_to_relay(self, relay: Direct, batch: list[tuple[ClientSession, list[Answer]]]) -> None:
         """Send answers for several processes of a host, in as few messages as the limits allow."""
         coordinator = self.coordinator
         left = [(session, frame) for session, answers in batch for frame in frames(answers)]
@@ -358,10 +368,10 @@ class Service:
                 coordinator.undelivered(session, frame)
 
 
-def _pack_for_relay(batch: list[tuple[Session, list[Answer]]]) -> Iterator[bytes]:
+def _pack_for_relay(batch: list[tuple[ClientSession, list[Answer]]]) -> Iterator[bytes]:
     """Yield the parts of one message to a relay, with a frame for each of these sessions."""
     sizes = [size for session, frame in batch for size in (len(session.route[-1]), sum(map(len, frame)))]
-    yield pack_head(Status.RELAYED, 0, sizes)
+    yield pack_head(AnswerStatus.RELAYED, 0, sizes)
     for session, frame in batch:
         yield session.route[-1]
         yield from take_apart(frame)

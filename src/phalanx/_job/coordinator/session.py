@@ -1,4 +1,4 @@
-"""A `Session` is one client of the coordinator, as the coordinator sees it.
+"""A `ClientSession` is one client of the coordinator, as the coordinator sees it.
 
 A session lasts through all reconnections of a client. A client sends a request again when no answer came; one that
 changes something is done once, since the session remembers its last answers.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phalanx._comm.control.wire import MAX_VALUE_BYTES, Status, pack_head
+from phalanx._comm.control.wire import MAX_VALUE_BYTES, AnswerStatus, pack_head
 from phalanx._job.coordinator.key_value import Waiter
 from phalanx._job.coordinator.membership import Member
 
@@ -25,7 +25,7 @@ class SharedAnswer:
 
     __slots__ = ("parts",)
 
-    def __init__(self, status: Status, number: int, value: bytes) -> None:
+    def __init__(self, status: AnswerStatus, number: int, value: bytes) -> None:
         self.parts = pack_head(status, number, (len(value),)), value
 
     def __len__(self) -> int:
@@ -54,19 +54,19 @@ class Direct(NamedTuple):
     identity: bytes
 
 
-class Relayed(NamedTuple):
+class RelayedRoute(NamedTuple):
     """The route to a client that is connected to a relay."""
 
     relay: Direct
     route: bytes
 
 
-Route = Direct | Relayed
+Route = Direct | RelayedRoute
 
 
 @dataclass(eq=False)
-class Session:
-    """A `Session` is one client. `route` is what the service needs in order to answer it."""
+class ClientSession:
+    """A `ClientSession` is one client. `route` is what the service needs in order to answer it."""
 
     route: Route
     heard_at: float

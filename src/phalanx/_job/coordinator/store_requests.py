@@ -11,17 +11,17 @@ from collections.abc import Iterable, Iterator
 from phalanx._comm.control.wire import (
     MAX_FIELDS,
     MAX_VALUE_BYTES,
-    Message,
+    AnswerStatus,
     Op,
-    Status,
+    WireMessage,
     pack,
     pack_number,
     unpack,
     unpack_number,
 )
-from phalanx._job.coordinator.journal import Journal, Kind
+from phalanx._job.coordinator.journal import EntryKind, Journal
 from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError, Waiter
-from phalanx._job.coordinator.session import Answer, Session, SharedAnswer
+from phalanx._job.coordinator.session import Answer, ClientSession, SharedAnswer
 
 # Keep the answers that the coordinator owes: to requests that wait for something, and on their way to the clients.
 #
@@ -44,13 +44,13 @@ class PendingAnswers(ABC):
         self.store = store
         self.journal = Journal()
         self.is_copy = False
-        self.outgoing: dict[Session, None] = {}
+        self.outgoing: dict[ClientSession, None] = {}
 
     @abstractmethod
-    def _handle(self, session: Session, message: Message) -> bool:
+    def _handle(self, session: ClientSession, message: WireMessage) -> bool:
         """Do what a message asks for; return False if it is malformed."""
 
-    def take_outgoing(self) -> Iterator[tuple[Session, list[Answer]]]:
+    def take_outgoing(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
         """Yield what is to be sent, one session after another."""
         outgoing, self.outgoing = self.outgoing, {}
         for session in outgoing:
@@ -60,31 +60,31 @@ class PendingAnswers(ABC):
             if answers:
                 yield session, answers
 
-    def undelivered(self, session: Session, answers: Iterable[Answer]) -> None:
+    def undelivered(self, session: ClientSession, answers: Iterable[Answer]) -> None:
         """Undo what these answers gave to the session, since they did not reach it."""
         for answer in answers:
             if not isinstance(answer, SharedAnswer):  # which takes nothing away
                 for message in unpack(answer):
-                    if message.what == Status.OK:
+                    if message.what == AnswerStatus.OK:
                         self.take_back(session, message.number)
         if session.member is not None:
             session.member.rewind(0)
 
-    def take_back(self, session: Session, number: int) -> None:
+    def take_back(self, session: ClientSession, number: int) -> None:
         """Give the item that a request has taken from a queue, if any, to another request that waits for it."""
         popped = session.take_popped(number)
         if popped is not None:
-            self.journal.add(Kind.UNPOP, session.route, number)
+            self.journal.add(EntryKind.UNPOP, session.route, number)
             session.unanswer(number)
             self._wake(self.store.push_back(*popped))
 
-    def put_back(self, session: Session, answers: list[Answer]) -> None:
+    def put_back(self, session: ClientSession, answers: list[Answer]) -> None:
         """Put answers back that were taken by `take_outgoing` and could not be sent yet."""
         session.outgoing[:0] = answers
         session.outgoing_bytes += sum(map(len, answers))
         self.outgoing[session] = None
 
-    def _park(self, session: Session, message: Message, waiter: Waiter) -> bool:
+    def _park(self, session: ClientSession, message: WireMessage, waiter: Waiter) -> bool:
         self._check_room_to_park(session, len(waiter.keys))
         waiter.owner = (session, message)
         if not self.store.wait(waiter):
@@ -93,20 +93,20 @@ class PendingAnswers(ABC):
         session.num_parked_keys += len(waiter.keys)
         return True
 
-    def _check_room_to_park(self, session: Session, num_keys: int) -> None:
+    def _check_room_to_park(self, session: ClientSession, num_keys: int) -> None:
         if self.is_copy:
             return
         if len(session.parked) >= MAX_PARKED or session.num_parked_keys + num_keys > MAX_PARKED_KEYS:
             raise RefusedError(f"{len(session.parked)} calls of this process wait already")
 
-    def _unpark(self, session: Session, number: int) -> Waiter | None:
+    def _unpark(self, session: ClientSession, number: int) -> Waiter | None:
         waiter = session.parked.pop(number, None)
         if waiter is not None:
             session.num_parked_keys -= len(waiter.keys)
             self.store.forget(waiter)
         return waiter
 
-    def _unpark_repeatable(self, session: Session) -> None:
+    def _unpark_repeatable(self, session: ClientSession) -> None:
         """Forget the requests that the client repeats by asking again. A barrier stays: it would count twice."""
         for number, waiter in list(session.parked.items()):
             if waiter.owner[1].what != Op.BARRIER:
@@ -117,12 +117,12 @@ class PendingAnswers(ABC):
             session, message = waiter.owner
             self._unpark(session, message.number)
             if message.what == Op.BARRIER:  # it has been counted
-                session.remember(message.number, answer := pack(Status.OK, message.number))
+                session.remember(message.number, answer := pack(AnswerStatus.OK, message.number))
                 self._send(session, answer)
             else:
                 self._handle(session, message)
 
-    def _send(self, session: Session, answer: Answer) -> None:
+    def _send(self, session: ClientSession, answer: Answer) -> None:
         if self.is_copy:
             return
         session.outgoing.append(answer)
@@ -136,59 +136,59 @@ _LONG_BYTES = 1 << 14  # a value that is longer is not copied for each who asks:
 class StoreRequests(PendingAnswers):
     """`StoreRequests` answers a session's requests for what is in `store`."""
 
-    def _set(self, session: Session, message: Message) -> Answer:
+    def _set(self, session: ClientSession, message: WireMessage) -> Answer:
         key, value = message.fields
         self._wake(self.store.set(key, value))
-        return pack(Status.OK, message.number)
+        return pack(AnswerStatus.OK, message.number)
 
-    def _get(self, session: Session, message: Message) -> Answer | None:
+    def _get(self, session: ClientSession, message: WireMessage) -> Answer | None:
         (key,) = message.fields
         value = self.store.get(key)
         if value is not None:
             is_long = len(value) > _LONG_BYTES
-            return (SharedAnswer if is_long else pack)(Status.OK, message.number, value)
+            return (SharedAnswer if is_long else pack)(AnswerStatus.OK, message.number, value)
         self._park(session, message, Waiter(session, (key,)))
         return None
 
-    def _add(self, session: Session, message: Message) -> Answer:
+    def _add(self, session: ClientSession, message: WireMessage) -> Answer:
         key, amount = message.fields
         total, ready = self.store.add(key, unpack_number(amount))
         self._wake(ready)
-        return pack(Status.OK, message.number, pack_number(total))
+        return pack(AnswerStatus.OK, message.number, pack_number(total))
 
-    def _add_items(self, session: Session, message: Message) -> Answer:
+    def _add_items(self, session: ClientSession, message: WireMessage) -> Answer:
         counter, prefix, *values = message.fields
         first, ready = self.store.add_items(counter, prefix, values)
         self._wake(ready)
-        return pack(Status.OK, message.number, pack_number(first))
+        return pack(AnswerStatus.OK, message.number, pack_number(first))
 
-    def _compare_set(self, session: Session, message: Message) -> Answer:
+    def _compare_set(self, session: ClientSession, message: WireMessage) -> Answer:
         key, expected, desired = message.fields
         value, ready = self.store.compare_set(key, expected, desired)
         self._wake(ready)
-        return pack(Status.OK, message.number, value)
+        return pack(AnswerStatus.OK, message.number, value)
 
-    def _append(self, session: Session, message: Message) -> Answer:
+    def _append(self, session: ClientSession, message: WireMessage) -> Answer:
         key, value = message.fields
         self._wake(self.store.append(key, value))
-        return pack(Status.OK, message.number)
+        return pack(AnswerStatus.OK, message.number)
 
-    def _check(self, session: Session, message: Message) -> Answer:
-        return pack(Status.OK, message.number, b"1" if self.store.has(message.fields) else b"0")
+    def _check(self, session: ClientSession, message: WireMessage) -> Answer:
+        return pack(AnswerStatus.OK, message.number, b"1" if self.store.has(message.fields) else b"0")
 
-    def _wait(self, session: Session, message: Message) -> Answer | None:
+    def _wait(self, session: ClientSession, message: WireMessage) -> Answer | None:
         if self._park(session, message, Waiter(session, message.fields, takes_queues=True)):
             return None
-        return pack(Status.OK, message.number)
+        return pack(AnswerStatus.OK, message.number)
 
-    def _delete(self, session: Session, message: Message) -> Answer:
+    def _delete(self, session: ClientSession, message: WireMessage) -> Answer:
         (key,) = message.fields
-        return pack(Status.OK, message.number, b"1" if self.store.delete(key) else b"0")
+        return pack(AnswerStatus.OK, message.number, b"1" if self.store.delete(key) else b"0")
 
-    def _num_keys(self, session: Session, message: Message) -> Answer:
-        return pack(Status.OK, message.number, pack_number(len(self.store)))
+    def _num_keys(self, session: ClientSession, message: WireMessage) -> Answer:
+        return pack(AnswerStatus.OK, message.number, pack_number(len(self.store)))
 
-    def _multi_get(self, session: Session, message: Message) -> Answer | None:
+    def _multi_get(self, session: ClientSession, message: WireMessage) -> Answer | None:
         values = [self.store.get(key) for key in message.fields]
         found = [value for value in values if value is not None]
         if len(found) < len(values):
@@ -200,47 +200,47 @@ class StoreRequests(PendingAnswers):
             if at and size > MAX_VALUE_BYTES:
                 del found[at:]
                 break
-        return pack(Status.OK, message.number, *found)
+        return pack(AnswerStatus.OK, message.number, *found)
 
-    def _multi_set(self, session: Session, message: Message) -> Answer:
+    def _multi_set(self, session: ClientSession, message: WireMessage) -> Answer:
         self._wake(self.store.multi_set(message.fields[::2], message.fields[1::2]))
-        return pack(Status.OK, message.number)
+        return pack(AnswerStatus.OK, message.number)
 
-    def _queue_push(self, session: Session, message: Message) -> Answer:
+    def _queue_push(self, session: ClientSession, message: WireMessage) -> Answer:
         queue, value = message.fields
         self._wake(self.store.push(queue, value))
-        return pack(Status.OK, message.number)
+        return pack(AnswerStatus.OK, message.number)
 
-    def _queue_pop(self, session: Session, message: Message) -> Answer | None:
+    def _queue_pop(self, session: ClientSession, message: WireMessage) -> Answer | None:
         queue, block = message.fields
         item = self.store.pop(queue)
         if item is not None:
             session.note_popped(message.number, queue, item)
-            return pack(Status.OK, message.number, item)
+            return pack(AnswerStatus.OK, message.number, item)
         if block != b"1":
-            return pack(Status.EMPTY, message.number)
+            return pack(AnswerStatus.EMPTY, message.number)
         self._park(session, message, Waiter(session, queue=queue))
         return None
 
-    def _queue_len(self, session: Session, message: Message) -> Answer:
+    def _queue_len(self, session: ClientSession, message: WireMessage) -> Answer:
         (queue,) = message.fields
-        return pack(Status.OK, message.number, pack_number(self.store.queue_len(queue)))
+        return pack(AnswerStatus.OK, message.number, pack_number(self.store.queue_len(queue)))
 
-    def _list_keys(self, session: Session, message: Message) -> Answer:
+    def _list_keys(self, session: ClientSession, message: WireMessage) -> Answer:
         (prefix,) = message.fields
         keys = self.store.keys(prefix)
         if len(keys) > MAX_FIELDS or sum(map(len, keys)) > MAX_VALUE_BYTES:
             raise RefusedError(f"{len(keys)} keys start so: too many for one answer; ask with a longer prefix")
-        return pack(Status.OK, message.number, *keys)
+        return pack(AnswerStatus.OK, message.number, *keys)
 
-    def _delete_prefix(self, session: Session, message: Message) -> Answer:
+    def _delete_prefix(self, session: ClientSession, message: WireMessage) -> Answer:
         (prefix,) = message.fields
         keys = self.store.keys(prefix)
         for key in keys:
             self.store.delete(key)
-        return pack(Status.OK, message.number, pack_number(len(keys)))
+        return pack(AnswerStatus.OK, message.number, pack_number(len(keys)))
 
-    def _barrier(self, session: Session, message: Message) -> Answer | None:
+    def _barrier(self, session: ClientSession, message: WireMessage) -> Answer | None:
         key, size = message.fields[0], unpack_number(message.fields[1])
         self._check_room_to_park(session, 1)  # before it is counted
         count, ready = self.store.add(key, 1)
@@ -249,7 +249,7 @@ class StoreRequests(PendingAnswers):
         if count < size and self._park(session, message, Waiter(session, (barrier,), takes_queues=True)):
             return None
         self._wake(self.store.release(barrier))
-        return pack(Status.OK, message.number)
+        return pack(AnswerStatus.OK, message.number)
 
 
 def barrier_key(key: bytes) -> bytes:

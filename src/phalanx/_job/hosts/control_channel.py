@@ -219,7 +219,9 @@ class ControlChannel:
 
     def _readdress(self, first: int) -> None:
         with self._lock:
-            kept = [Entry(first, data) for to, data in self._queue.unsent if to == self.first and _is_lines(data)]
+            kept = [
+                OutgoingEntry(first, data) for to, data in self._queue.unsent if to == self.first and _is_lines(data)
+            ]
             if first == self.member:
                 self._own_lines, kept = [entry.data for entry in kept], []
             self._queue.replace(kept)
@@ -285,7 +287,7 @@ class ControlChannel:
             if full:
                 time.sleep(_FULL_PAUSE_S)
 
-    def _send_batch(self, batch: Sequence[Entry], redirects: int) -> Collection[int] | None:
+    def _send_batch(self, batch: Sequence[OutgoingEntry], redirects: int) -> Collection[int] | None:
         """Try until the batch is sent; return the members whose outboxes had no room, or None if sending is over."""
         while not self._is_closing and redirects == self._redirects:
             try:
@@ -298,7 +300,7 @@ class ControlChannel:
                 time.sleep(0.05)
         return None
 
-    def _try_to_send(self, batch: Sequence[Entry]) -> Collection[int]:
+    def _try_to_send(self, batch: Sequence[OutgoingEntry]) -> Collection[int]:
         member, data = batch[0]
         if member == KEY:
             key, _, value = data.partition(b"\0")
@@ -367,8 +369,8 @@ _MAX_LINES, _MAX_LINES_BYTES = 64, 1 << 18  # so much to one member is one messa
 _MAX_BATCH_BYTES = 1 << 20  # of all messages that travel together
 
 
-class Entry(NamedTuple):
-    """An `Entry` is `data` that is to be sent to `member`; without data that member is to be expelled."""
+class OutgoingEntry(NamedTuple):
+    """An `OutgoingEntry` is `data` that is to be sent to `member`; without data that member is to be expelled."""
 
     member: int
     data: bytes
@@ -383,8 +385,8 @@ class SendQueue:
     """A `SendQueue` is the queue of one agent; `num_bytes` is how much has not been sent yet."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Entry] = deque()
-        self._sending: list[Entry] = []  # those of the batch that is under way
+        self._waiting: deque[OutgoingEntry] = deque()
+        self._sending: list[OutgoingEntry] = []  # those of the batch that is under way
         self._full: frozenset[int] = frozenset()  # the members that had no room for the last batch
         self.num_bytes = 0
 
@@ -392,22 +394,22 @@ class SendQueue:
         return len(self._waiting)
 
     @property
-    def unsent(self) -> list[Entry]:
+    def unsent(self) -> list[OutgoingEntry]:
         """Return all that has not been sent, with what is under way."""
         return [*self._sending, *self._waiting]
 
     def put(self, member: int, data: bytes) -> None:
-        self._waiting.append(Entry(member, data))
+        self._waiting.append(OutgoingEntry(member, data))
         self.num_bytes += len(data)
 
-    def take_batch(self) -> list[Entry]:
+    def take_batch(self) -> list[OutgoingEntry]:
         """Return what is to be sent next: one entry that travels alone, or one message for each of several members.
 
         A message has the lines that stand for its member in a row. The batch ends before a member's second message,
         unless that member's outbox was full: then the second one stays, and those of others go past it.
         """
         lines: dict[int, list[bytes]] = {}
-        passed: list[Entry] = []
+        passed: list[OutgoingEntry] = []
         passed_members: set[int] = set()
         num_bytes = 0
         while self._waiting and not (lines and self._waiting[0].is_alone):
@@ -424,9 +426,9 @@ class SendQueue:
             if entry.is_alone:
                 break
         self._waiting.extendleft(reversed(passed))
-        return [Entry(member, b"\n".join(parts)) for member, parts in lines.items()]
+        return [OutgoingEntry(member, b"\n".join(parts)) for member, parts in lines.items()]
 
-    def _fits(self, entry: Entry, lines: dict[int, list[bytes]], num_bytes: int) -> bool:
+    def _fits(self, entry: OutgoingEntry, lines: dict[int, list[bytes]], num_bytes: int) -> bool:
         """Return whether the entry can be a message of this batch, or continue the one that was begun last."""
         if num_bytes + len(entry.data) > _MAX_BATCH_BYTES:
             return False
@@ -453,7 +455,7 @@ class SendQueue:
         self.num_bytes -= sum(len(entry.data) for entry in self._waiting)
         self._waiting.clear()
 
-    def replace(self, entries: Collection[Entry]) -> None:
+    def replace(self, entries: Collection[OutgoingEntry]) -> None:
         """Hold these entries, and nothing else."""
         self._sending = []
         self._waiting = deque(entries)

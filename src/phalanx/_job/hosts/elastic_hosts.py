@@ -28,19 +28,19 @@ from phalanx._job.agent.elastic_actions import (
     SendToRank,
 )
 from phalanx._job.agent.elastic_rank import ElasticRank
-from phalanx._job.agent.failure import Exit, Failure, Report, summarise
+from phalanx._job.agent.failure import ExceptionReport, Exit, RankFailure, summarise
 from phalanx._job.agent.generation import ArrivedHost, HostSlots, Limits, SlotPlan, choose_candidates, plan_generation
 
 _MAX_TRIES = 2  # the first may be in vain because the new ranks took longer to start than the others could wait
 
 
 @dataclass
-class Arrival:
-    """`Arrival` is a host whose ranks start while the others train."""
+class JoiningHost:
+    """`JoiningHost` is a host whose ranks start while the others train."""
 
     slots: HostSlots
     members: dict[int, ElasticRank] = field(default_factory=dict)
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, ExceptionReport] = field(default_factory=dict)
 
     @property
     def is_ready(self) -> bool:
@@ -63,7 +63,7 @@ class ElasticHosts(Elastic):
         self._own = own
         self._host_timeout_s = host_timeout_s
         self.spares: dict[int, ArrivedHost] = {}  # by number, in the order of coming
-        self.arrivals: dict[int, Arrival] = {}
+        self.arrivals: dict[int, JoiningHost] = {}
         self._untried: set[int] = set()  # hosts that are new in this generation, in which no rank is yet
         self._tries = 0  # how many tries with them were in vain
         self._waits_since: float | None = None
@@ -130,7 +130,7 @@ class ElasticHosts(Elastic):
             member.holds_state = False
         return self._take_in_arrivals(now)
 
-    def on_report(self, report: Report, now: float) -> list[ElasticAction] | None:
+    def on_report(self, report: ExceptionReport, now: float) -> list[ElasticAction] | None:
         """Hear of an exception that nobody caught in a rank."""
         arrival = self._arrival_of(report.rank)
         if arrival is None:
@@ -144,7 +144,7 @@ class ElasticHosts(Elastic):
         if arrival is None:
             return super().on_exit(exit, now)
         del self.arrivals[arrival.slots.member]
-        how = summarise(Failure(exit.rank, arrival.reports.get(exit.rank), exit))
+        how = summarise(RankFailure(exit.rank, arrival.reports.get(exit.rank), exit))
         why = f"a rank that it has started ended before it could take part: {how}"
         return [DropHost(arrival.slots.member, why), *self._use_spares(now)]
 
@@ -239,7 +239,7 @@ class ElasticHosts(Elastic):
         """Return whether the rank in this slot has yet to be taken in."""
         return self._arrival_of(slot) is not None
 
-    def _arrival_of(self, slot: int) -> Arrival | None:
+    def _arrival_of(self, slot: int) -> JoiningHost | None:
         return next((each for each in self.arrivals.values() if slot in each.slots.slots), None)
 
     def _with_arrivals(self) -> SlotPlan:
@@ -262,7 +262,7 @@ class ElasticHosts(Elastic):
         for candidate in choose_candidates(self._with_arrivals(), list(self.spares.values()), self.limits):
             del self.spares[candidate.member]
             slots = self._find_slots(candidate)
-            self.arrivals[candidate.member] = Arrival(slots)
+            self.arrivals[candidate.member] = JoiningHost(slots)
             # It is as it would be if it were taken in now: its ranks need numbers to start with.
             generation = plan_generation(self.generation.number + 1, self._with_arrivals())
             actions.append(PrepareHost(slots, BeginGeneration(generation, (), ())))

@@ -33,7 +33,7 @@ _TELL_AFTER_S = 3.0
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedJob:
     """A connection to the first host's coordinator, with the key that opened it, and what that host says of the job."""
 
     client: Client
@@ -49,7 +49,7 @@ def connect(
     job: str = "",
     is_over: Callable[[], bool],
     say: Callable[[str], None],
-) -> Joined:
+) -> JoinedJob:
     """Connect to the coordinator, which may start later than we do, at the first of `endpoints` where `job` answers.
 
     If it says there that the job has moved, it is that of the host that leads now. Its job spec follows at once.
@@ -89,7 +89,7 @@ def connect(
     except (PhalanxError, ValueError) as error:
         client.close()
         raise LaunchError(f"phalanx run: {client.address}: {error}") from None
-    return Joined(client, key, job_spec)
+    return JoinedJob(client, key, job_spec)
 
 
 def _open(endpoint: str, key: Key | None, limit_s: float, job: str) -> Client:
@@ -105,7 +105,7 @@ def _open(endpoint: str, key: Key | None, limit_s: float, job: str) -> Client:
     return Client(moved, key, timeout=limit_s, job=job, heartbeat_s=MEMBER_HEARTBEAT_S)
 
 
-def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) -> Joined:
+def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) -> JoinedJob:
     """Call `connect` while signals are heard.
 
     Raises:
@@ -113,7 +113,7 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) 
     """
     over = threading.Event()
 
-    def join(say: Callable[[str], None]) -> Joined:
+    def join(say: Callable[[str], None]) -> JoinedJob:
         key = None if rendezvous.is_local else _find_key(plan, rendezvous, over, say)
         endpoints = (rendezvous.endpoint, *rendezvous.more_endpoints)
         job = plan.settings.run_id
@@ -122,7 +122,7 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) 
     return while_listening(host, over, join)
 
 
-def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, timeout_s: float) -> Joined:
+def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, timeout_s: float) -> JoinedJob:
     """Call `connect` with the key that is known, while signals are heard.
 
     Raises:

@@ -24,7 +24,7 @@ from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic import Elastic
 from phalanx._job.agent.elastic_actions import LEAVE, BeginGeneration, ElasticAction
 from phalanx._job.agent.environment import Place
-from phalanx._job.agent.failure import Exit, Report
+from phalanx._job.agent.failure import ExceptionReport, Exit
 from phalanx._job.agent.generation import SlotPlan
 from phalanx._job.agent.host_link import HostLink
 from phalanx._job.agent.host_resources import HostResources
@@ -97,7 +97,7 @@ class FollowerSupervision(Supervision):
         self._tell("exit", rank=exit.rank, pid=exit.pid, status=exit.status, at=exit.at, dump=exit.dump)
         return []
 
-    def on_report(self, report: Report, now: float) -> list[Action]:
+    def on_report(self, report: ExceptionReport, now: float) -> list[Action]:
         self.reports.setdefault(report.rank, report)
         self._tell("report", report=asdict(report))
         return []

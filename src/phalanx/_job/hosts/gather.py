@@ -30,7 +30,7 @@ from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.leader_state import KEY as LEADER_STATE
 from phalanx._job.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
 from phalanx._job.hosts.peer_hosts import PeerHosts, tell_start
-from phalanx._job.hosts.reach import TRY_S, Target, choose_targets, describe, try_all
+from phalanx._job.hosts.reach import TRY_S, ReachTarget, choose_targets, describe, try_all
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.moved_job import MOVED_KEY, JobMovedError, describe_second_job, read_notice
 from phalanx.errors import LaunchError
@@ -363,7 +363,7 @@ class Gathering:
         lines = []
         for node in joined_hosts:
             port, problem = self._ports.get(node.facts.member, (0, "it did not say"))
-            targets.append(Target(node.place.node, node.label, node.facts.address, port))
+            targets.append(ReachTarget(node.place.node, node.label, node.facts.address, port))
             if not port:
                 lines.append(f"  {node.label} cannot be tried at {node.facts.address}: {problem}")
         if not lines:
@@ -381,7 +381,7 @@ class Gathering:
         return True
 
     def _try_targets(
-        self, nodes: Sequence[Node], joined_hosts: Sequence[Node], targets: Sequence[Target]
+        self, nodes: Sequence[Node], joined_hosts: Sequence[Node], targets: Sequence[ReachTarget]
     ) -> dict[int, dict[int, str]] | None:
         """Return what came back to each host from each target; None if a host has gone meanwhile."""
         expected, trial = set(), self._trial

@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx._job.agent.environment import plan_environment
 from phalanx._job.agent.settings import Settings
-from phalanx._job.agent.target import Kind, Target
+from phalanx._job.agent.target import JobTarget, Kind
 from phalanx._job.output.streams import Streams
 
 KEY = "launch/job_spec"  # the key under which it lies in the coordinator's store
@@ -113,13 +113,13 @@ class JobSpec:
     def is_asked_for_by(self, settings: Settings) -> bool:
         """Return whether a command with these settings asks for this job."""
         is_named = settings.run_id in ("", self.run_id)
-        return is_named and settings.target == Target(self.kind, self.name, self.arguments)
+        return is_named and settings.target == JobTarget(self.kind, self.name, self.arguments)
 
     def to_settings(self, own: Settings) -> Settings:
         """Return the job as it runs on a host where only `phalanx join` was typed, with `own`'s facts of this host."""
         return replace(
             own,
-            target=Target(self.kind, self.name, self.arguments),
+            target=JobTarget(self.kind, self.name, self.arguments),
             nproc=own.nproc or self.nproc,
             log_dir=own.log_dir or self.log_dir,
             report=own.report or self.report,

@@ -29,7 +29,7 @@ from phalanx._job.agent.plan import JobPlan
 from phalanx._job.coordinator.relay import Relay
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.hosts.control_channel import FIRST, Change, ControlChannel, ControlMessage, without_own_changes
-from phalanx._job.hosts.first_host import Joined, while_listening
+from phalanx._job.hosts.first_host import JoinedJob, while_listening
 from phalanx._job.hosts.follower import FollowerLink, say_host_lost, tells_first_lost
 from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.gather import Gathering
@@ -44,7 +44,7 @@ from phalanx._job.hosts.reach import check_own
 from phalanx._job.hosts.reach_answers import ReachAnswers
 from phalanx._job.hosts.succession.followed_succession import FollowedSuccession
 from phalanx._job.hosts.succession.moved_job import JobMovedError, LeaderNotice, find_moved
-from phalanx._job.hosts.succession.office import Elected
+from phalanx._job.hosts.succession.office import ElectedLeader
 from phalanx._job.hosts.succession.successor import Successor
 from phalanx.errors import LaunchError, PhalanxError
 
@@ -68,7 +68,7 @@ def follow(
     plan: JobPlan,
     rendezvous: Rendezvous,
     host: HostResources,
-    joined: Joined,
+    joined: JoinedJob,
     on_moved: Callable[[str], object],
 ) -> int:
     """See this host's ranks through; returns the exit code, which is the first host's.
@@ -143,7 +143,7 @@ class _Followed:
         plan: JobPlan,
         rendezvous: Rendezvous,
         host: HostResources,
-        joined: Joined,
+        joined: JoinedJob,
         channel: ControlChannel,
         own: str,
         facts: dict[str, Any],
@@ -433,7 +433,7 @@ class _Followed:
         link = FollowerLink(plan, self._host, number, place, self._channel, store, first, succession)
         return Attempt(plan, self._host, number, link), link
 
-    def _move(self, elected: Elected) -> tuple[str, str, str]:
+    def _move(self, elected: ElectedLeader) -> tuple[str, str, str]:
         """Have the ranks of this host go on at another host's coordinator; return where its store is."""
         client = self._joined.client
         self._on_moved(elected.address)

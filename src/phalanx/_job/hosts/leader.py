@@ -19,7 +19,7 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic_actions import LEAVE, BeginGeneration, DropHost, PrepareHost
-from phalanx._job.agent.failure import Exit, HostLoss, Report
+from phalanx._job.agent.failure import ExceptionReport, Exit, HostLoss
 from phalanx._job.agent.generation import ArrivedHost, HostSlots
 from phalanx._job.agent.host_link import HostLink
 from phalanx._job.agent.host_resources import HostResources
@@ -36,8 +36,8 @@ from phalanx._job.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx._job.hosts.succession.departure import Departure
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.moved_job import describe_second_job
-from phalanx._job.inspect.agent_socket import Request
-from phalanx._job.inspect.stacks.job_snapshot import Told, answer_others
+from phalanx._job.inspect.agent_socket import ClientRequest
+from phalanx._job.inspect.stacks.job_snapshot import HostAnswer, answer_others
 from phalanx._job.output.display import Display
 from phalanx._job.output.line_prefix import find_template
 
@@ -291,7 +291,7 @@ class LeaderLink(HostLink):
         """Return whether no process of the job is left on any other host that is still there."""
         return self.has_left or all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
-    def ask_for_stacks(self, request: Request) -> None:
+    def ask_for_stacks(self, request: ClientRequest) -> None:
         """Ask the agents of the other hosts, and answer when they have."""
         self._stacks_requests.ask(request)
 
@@ -575,7 +575,7 @@ class RemoteRanks:
     def _hear_report(self, message: ControlMessage, node: Node, attempt: Attempt) -> None:
         fields = message.body["report"]
         fields["at"] = self._peers.channel.to_own_clock(message.member, float(fields["at"]))
-        report = Report.from_bytes(json.dumps(fields).encode())
+        report = ExceptionReport.from_bytes(json.dumps(fields).encode())
         if report is not None and self._elastic.pid_of(_rank_of(fields, node)) == report.pid:
             attempt.on_report(report)
 
@@ -594,7 +594,7 @@ _LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
 class _Pending:
     """One request: which hosts have yet to say, and what others said."""
 
-    request: Request
+    request: ClientRequest
     waiting: set[int]
     due: float
     told: dict[int, str] = field(default_factory=dict)
@@ -613,7 +613,7 @@ class StacksRequests:
         """Return when to call `answer` although nobody has said anything."""
         return min((pending.due for pending in self._pending.values()), default=None)
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: ClientRequest) -> None:
         """Ask the agents of the other hosts, and answer when they have."""
         self._num_asked += 1
         waiting = {node.facts.member for node in self._peers.present}
@@ -634,9 +634,11 @@ class StacksRequests:
         for number, pending in list(self._pending.items()):
             if pending.waiting and time.monotonic() < pending.due:
                 continue
-            silent = [Told(self._peers.others[member].where, "does not answer", 0.0) for member in pending.waiting]
+            silent = [
+                HostAnswer(self._peers.others[member].where, "does not answer", 0.0) for member in pending.waiting
+            ]
             told = [
-                Told(node.where, pending.told[m], channel.to_own_clock(m, 0.0))
+                HostAnswer(node.where, pending.told[m], channel.to_own_clock(m, 0.0))
                 for m, node in self._peers.others.items()
                 if m in pending.told
             ]

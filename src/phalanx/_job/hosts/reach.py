@@ -37,8 +37,8 @@ TRY_S = 5.0
 
 
 @dataclass(frozen=True)
-class Target:
-    """`Target` is another host: its number in the job, what people call it, and where it answers."""
+class ReachTarget:
+    """`ReachTarget` is another host: its number in the job, what people call it, and where it answers."""
 
     node: int
     label: str
@@ -85,7 +85,9 @@ def check_own(address: str) -> None:
     listen(Address(address, 0), 1).close()
 
 
-def try_all(targets: Sequence[Target], secret: bytes, tell: Callable[[Mapping[int, str]], object]) -> threading.Thread:
+def try_all(
+    targets: Sequence[ReachTarget], secret: bytes, tell: Callable[[Mapping[int, str]], object]
+) -> threading.Thread:
     """Try to reach all `targets`, side by side, in a thread.
 
     `tell` gets what came back by node, "" where all is well.
@@ -108,7 +110,7 @@ def try_all(targets: Sequence[Target], secret: bytes, tell: Callable[[Mapping[in
     return thread
 
 
-def _try(target: Target, secret: bytes) -> str:
+def _try(target: ReachTarget, secret: bytes) -> str:
     place = Address(target.address, target.port)
     try:
         route = find_route(place, Deadline.after(TRY_S))
@@ -135,7 +137,9 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def describe(labels: Sequence[str], results: Mapping[int, Mapping[int, str]], targets: Sequence[Target]) -> list[str]:
+def describe(
+    labels: Sequence[str], results: Mapping[int, Mapping[int, str]], targets: Sequence[ReachTarget]
+) -> list[str]:
     """Return a line for each host that another could not reach: who tried which address, and what came back."""
     by_node = {target.node: target for target in targets}
     lines = []

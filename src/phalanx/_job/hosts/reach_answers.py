@@ -6,7 +6,7 @@ from typing import Any
 
 from phalanx._comm.control.key import Key
 from phalanx._job.hosts.control_channel import ControlChannel, ControlMessage
-from phalanx._job.hosts.reach import Responder, Target, try_all
+from phalanx._job.hosts.reach import ReachTarget, Responder, try_all
 
 
 class ReachAnswers:
@@ -37,7 +37,9 @@ class ReachAnswers:
         if message.kind == "answer":
             self._answer(secret, message.body["trial"])
         elif message.kind == "reach":
-            targets = [Target(int(n), str(label), str(at), int(port)) for n, label, at, port in message.body["targets"]]
+            targets = [
+                ReachTarget(int(n), str(label), str(at), int(port)) for n, label, at, port in message.body["targets"]
+            ]
             trial, first = message.body["trial"], self._channel.first
             try_all(
                 targets,

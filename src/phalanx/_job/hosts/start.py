@@ -21,7 +21,7 @@ from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.control_channel import ControlChannel, Notices
-from phalanx._job.hosts.first_host import Joined, join_first_host, join_leader
+from phalanx._job.hosts.first_host import JoinedJob, join_first_host, join_leader
 from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.gather import Gathering
 from phalanx._job.hosts.job_spec import KEY, JobSpec
@@ -35,7 +35,7 @@ from phalanx.errors import AuthenticationError, CoordinationError, LaunchError
 _CONNECTIONS_OF_HOST = 2
 
 
-def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: Joined | None = None) -> int:
+def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: JoinedJob | None = None) -> int:
     """Run this host's part of the job to its end; returns the exit code. `joined` is what `phalanx join` has found.
 
     Raises:
@@ -98,7 +98,7 @@ def _follow(
     plan: JobPlan,
     rendezvous: Rendezvous,
     host: HostResources,
-    joined: Joined,
+    joined: JoinedJob,
     on_moved: Callable[[str], object] = lambda address: None,
 ) -> int:
     """Call `follow` where the job is led, however often it has moved meanwhile."""

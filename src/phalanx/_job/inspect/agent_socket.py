@@ -33,7 +33,7 @@ _MAX_PENDING = 64  # accepted and without a whole message yet; beyond that the o
 
 
 @dataclass(frozen=True)
-class Request:
+class ClientRequest:
     """It is a client's message and descriptors; `channel` is for the answer. The receiver closes all."""
 
     message: dict[str, Any]
@@ -71,7 +71,7 @@ class AgentSocket:
         """Return the descriptors to wait on."""
         return () if self._listener is None else (self._listener.fileno(), *self._connections)
 
-    def read(self, fd: int) -> Request | None:
+    def read(self, fd: int) -> ClientRequest | None:
         """Take what arrived on `fd`: new connections, or a request. Return None if it is no valid request.
 
         `fd` was one of `fds`; meanwhile that connection may have been closed, and another have its number.
@@ -82,7 +82,7 @@ class AgentSocket:
             return None
         return self._read_request(self._connections[fd]) if fd in self._connections else None
 
-    def has_token(self, request: Request) -> bool:
+    def has_token(self, request: ClientRequest) -> bool:
         """Return whether the sender has the job's token, as its ranks do; note a sender that has not."""
         given = request.message.get("token")
         if isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
@@ -142,13 +142,13 @@ class AgentSocket:
     def _open(connection: socket.socket) -> Channel:
         return Channel(connection, max_bytes=_MAX_BYTES, max_fds=_MAX_FDS, max_queued=_MAX_QUEUED)
 
-    def _read_request(self, channel: Channel) -> Request | None:
+    def _read_request(self, channel: Channel) -> ClientRequest | None:
         messages = channel.take(limit=1)
         if not (messages or channel.gone or channel.is_garbled):
             return None  # it has not come yet
         del self._connections[channel.fileno()]
         if messages:
-            return Request(messages[0].content, messages[0].fds, channel)
+            return ClientRequest(messages[0].content, messages[0].fds, channel)
         if channel.is_garbled:
             self._notice_unheard("garbage", channel.peer, "has sent what is no message of Phalanx")
         channel.close()

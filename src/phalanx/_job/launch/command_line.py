@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
-from phalanx._job.agent.target import Kind, Target
+from phalanx._job.agent.target import JobTarget, Kind
 from phalanx._job.launch.options import OPTIONS, REFUSED, Option, explain_unknown, find_names
 from phalanx.errors import LaunchError
 
@@ -45,7 +45,7 @@ def parse(
     if len(kinds) > 1:
         problems.append("-m and --no-python: a job is a module or a program, not both")
     if "print-completion" in given and not problems:
-        return Settings(Target("script", ""), completion=given["print-completion"])
+        return Settings(JobTarget("script", ""), completion=given["print-completion"])
     if not rest and not problems:
         problems.append("no script: say what to run, for example: phalanx run train.py")
     fields: dict[str, Any] = {
@@ -68,7 +68,7 @@ def parse(
         rendezvous = decide_rendezvous(given, problems)
     if problems:
         raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
-    target = Target(kinds[0] if kinds else "script", rest[0], tuple(rest[1:]))
+    target = JobTarget(kinds[0] if kinds else "script", rest[0], tuple(rest[1:]))
     return Settings(target, rendezvous=rendezvous, **fields)
 
 

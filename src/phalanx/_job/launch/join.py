@@ -13,7 +13,7 @@ from dataclasses import replace
 from phalanx._comm.control.key_file import ask_for_key, find_key
 from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split_endpoint
-from phalanx._job.hosts.first_host import Joined, connect
+from phalanx._job.hosts.first_host import JoinedJob, connect
 from phalanx._job.hosts.node_plan import UNFIT
 from phalanx._job.launch.command import plan_job
 from phalanx._job.launch.command_line import parse
@@ -139,7 +139,7 @@ def _join(endpoint: str, settings: Settings) -> int:
     return run_job(replace(plan, run_id=job_spec.run_id), joined)
 
 
-def _tell_first_host(joined: Joined, why: str) -> None:
+def _tell_first_host(joined: JoinedJob, why: str) -> None:
     """Tell whoever waits there that this host was here, and why it is of no use; that host waits on."""
     with joined.client as client, contextlib.suppress(PhalanxError):
         client.timeout = _TELL_S

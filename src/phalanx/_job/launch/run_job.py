@@ -16,12 +16,12 @@ from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx.errors import LaunchError
 
 if TYPE_CHECKING:
-    from phalanx._job.hosts.first_host import Joined
+    from phalanx._job.hosts.first_host import JoinedJob
 
 _CAUGHT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT", "SIGCHLD")
 
 
-def run_job(plan: JobPlan, joined: Joined | None = None) -> int:
+def run_job(plan: JobPlan, joined: JoinedJob | None = None) -> int:
     """Start the job and see it through; returns the command's exit code. No process of the job outlives the call.
 
     `joined` is the way to the first host, where `phalanx join` has found it already.

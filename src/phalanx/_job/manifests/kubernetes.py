@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx._job.agent.settings import USAGE_EXIT_CODE
-from phalanx._job.manifests.request import Request
+from phalanx._job.manifests.request import JobRequest
 from phalanx.errors import LaunchError
 
 _PORT = 29400
@@ -19,7 +19,7 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 
 
 @dataclass(frozen=True)
-class Cluster:
+class KubernetesCluster:
     """It is the place where the pods run, and their user.
 
     `secret` is the name of the Secret that holds the key, in the field `key`. `user` is a number; 0 is root, which a
@@ -35,7 +35,7 @@ class Cluster:
     shm: str = ""
 
 
-def write_manifest(request: Request, cluster: Cluster) -> str:
+def write_manifest(request: JobRequest, cluster: KubernetesCluster) -> str:
     """Return a headless Service, by which the pods find each other, and an indexed Job with a pod for each node.
 
     Raises:
@@ -56,7 +56,7 @@ def write_manifest(request: Request, cluster: Cluster) -> str:
     return "\n".join([*header, *("---\n" + _as_yaml(document) for document in documents)]) + "\n"
 
 
-def _service(request: Request, cluster: Cluster) -> dict[str, Any]:
+def _service(request: JobRequest, cluster: KubernetesCluster) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -70,7 +70,7 @@ def _service(request: Request, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _job(request: Request, cluster: Cluster) -> dict[str, Any]:
+def _job(request: JobRequest, cluster: KubernetesCluster) -> dict[str, Any]:
     limits: dict[str, Any] = {}
     if request.cpus:
         limits["cpu"] = str(request.cpus)
@@ -124,11 +124,11 @@ def _job(request: Request, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _metadata(request: Request, cluster: Cluster) -> dict[str, Any]:
+def _metadata(request: JobRequest, cluster: KubernetesCluster) -> dict[str, Any]:
     return {"name": request.name, **({"namespace": cluster.namespace} if cluster.namespace else {})}
 
 
-def _check(request: Request, cluster: Cluster) -> None:
+def _check(request: JobRequest, cluster: KubernetesCluster) -> None:
     problems = []
     names = {"--name": request.name, "--secret": cluster.secret, "--namespace": cluster.namespace or "default"}
     for option, name in names.items():

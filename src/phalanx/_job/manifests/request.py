@@ -1,4 +1,4 @@
-"""A `Request` is what a manifest is asked for."""
+"""A `JobRequest` is what a manifest is asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.errors import LaunchError
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """A request is a job of `nodes` nodes with so much each; 0 and "" leave it to the scheduler.
 
     `words` follow `phalanx run`. `variables` are those of the file by which it learns how many nodes there are.

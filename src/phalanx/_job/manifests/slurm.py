@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx._job.manifests.request import Request, quote
+from phalanx._job.manifests.request import JobRequest, quote
 
 
 def write_batch_script(
-    request: Request, program: Sequence[str], *, time: str = "", partition: str = "", output: str = "%x-%j.log"
+    request: JobRequest, program: Sequence[str], *, time: str = "", partition: str = "", output: str = "%x-%j.log"
 ) -> str:
     """Return the script for `sbatch`. `program` is how every host, sharing the file system, starts `phalanx`."""
     options = [

@@ -189,8 +189,8 @@ _MAX_PENDING = 4096
 
 
 @dataclass
-class Folded:
-    """A `Folded` is a line, the stream it came from (1 or 2), and the ranks that printed it."""
+class FoldedLine:
+    """A `FoldedLine` is a line, the stream it came from (1 or 2), and the ranks that printed it."""
 
     stream: int
     text: bytes
@@ -203,10 +203,10 @@ class _Twins:
     """These are pending lines of one text, in order. A step is one binary search, even for 100,000 blank lines."""
 
     def __init__(self) -> None:
-        self.lines: list[Folded] = []
+        self.lines: list[FoldedLine] = []
         self._first = 0  # the lines before it were released
 
-    def find_behind(self, order: int) -> Folded | None:
+    def find_behind(self, order: int) -> FoldedLine | None:
         """Return the first line that stands behind `order`."""
         at = bisect_right(self.lines, order, lo=self._first, key=lambda line: line.order)
         return self.lines[at] if at < len(self.lines) else None
@@ -225,7 +225,7 @@ class Folder:
     def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
         self._live = set(ranks)
         self._window_s = window_s
-        self._pending: deque[Folded] = deque()
+        self._pending: deque[FoldedLine] = deque()
         self._waiting: dict[tuple[int, bytes], _Twins] = {}
         self._last: dict[int, int] = {}  # rank -> order of its latest line: its next may join only behind that
         self._order = 0
@@ -240,7 +240,7 @@ class Folder:
             self._last[rank] = twin.order
             return
         self._order += 1
-        entry = Folded(stream, text, {rank}, now + self._window_s, self._order)
+        entry = FoldedLine(stream, text, {rank}, now + self._window_s, self._order)
         twins.lines.append(entry)
         self._pending.append(entry)
         self._last[rank] = self._order
@@ -253,7 +253,7 @@ class Folder:
         """Begin again with ranks that print again (after a restart)."""
         self._live |= set(ranks)
 
-    def release(self, now: float) -> list[Folded]:
+    def release(self, now: float) -> list[FoldedLine]:
         """Return the lines that are due, in order: all live ranks printed them, or they have waited long enough."""
         released = []
         while self._pending:
@@ -269,7 +269,7 @@ class Folder:
             released.append(head)
         return released
 
-    def flush(self) -> list[Folded]:
+    def flush(self) -> list[FoldedLine]:
         return self.release(float("inf"))
 
     @property

@@ -1,4 +1,4 @@
-"""A `Finding` is one sentence about a run."""
+"""A `ReportFinding` is one sentence about a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FEW_STEPS = 10  # runs of fewer steps say nothing about speed
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReportFinding:
     """A finding is a sentence, how much it matters, and what it costs: a share of the run's time, or of a step."""
 
     severity: Severity

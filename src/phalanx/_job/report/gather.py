@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from phalanx._comm.diagnostics.step_file import StepRecord, merge
 from phalanx._comm.diagnostics.step_reader import RankFile
 from phalanx._job.report.job_record import JobRecord
-from phalanx._job.report.matching import Sampled, Split, match
+from phalanx._job.report.matching import ProcessSample, Split, match
 from phalanx._job.report.measurements import PARTS, Curve, Measurements, RankRun
 from phalanx._job.report.records import is_running, run_of
 
@@ -127,11 +127,11 @@ def _steady(records: Sequence[StepRecord]) -> list[StepRecord]:
     return left[_num_warm(left) :]
 
 
-def _sampled(file: RankFile, offset: float) -> Sampled:
+def _sampled(file: RankFile, offset: float) -> ProcessSample:
     steady = _steady(file.steps)
     groups = [(str(g["name"]), int(g["generation"]), int(g["again"])) for g in file.facts.get("groups", ())]
     num_steps = int(sum(record.num_steps for record in steady))
-    return Sampled(
+    return ProcessSample(
         rank=_rank(file),
         groups=groups,
         operations=file.operations,

@@ -17,7 +17,7 @@ from phalanx._job.inspect.http_server import Page, Pages
 from phalanx._job.inspect.top.as_json import as_json
 from phalanx._job.inspect.top.table import describe_now, summary
 from phalanx._job.inspect.top.view import SHARES, JobView, RankView, left_s
-from phalanx._job.inspect.top.watch import Watch
+from phalanx._job.inspect.top.watch import JobWatch
 from phalanx._job.report.axes import linear
 from phalanx._job.report.charts import Line, line_chart
 from phalanx._job.report.findings import find
@@ -61,7 +61,7 @@ setTimeout(again, 2000);
 class LivePage:
     """It serves one job. It looks when it is asked, and at most once a second, however many ask."""
 
-    def __init__(self, watch: Watch, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, watch: JobWatch, clock: Callable[[], float] = time.monotonic) -> None:
         self._watch = watch
         self._clock = clock
         self._lock = threading.Lock()

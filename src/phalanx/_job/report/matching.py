@@ -24,11 +24,11 @@ from phalanx._base.core_numbers import (
 )
 from phalanx._comm.diagnostics.step_file import OperationRecord
 from phalanx._comm.diagnostics.step_machine import PHASES
-from phalanx._job.report.measurements import Collectives, Lateness
+from phalanx._job.report.measurements import CollectiveTimes, Lateness
 
 
 @dataclass(frozen=True)
-class Sampled:
+class ProcessSample:
     """It has the operations of one process: its groups' names, its clock's offset, when it had warmed up."""
 
     rank: int
@@ -52,11 +52,11 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedRecords:
     """It has what all the records say together; `splits` are in the order of the processes."""
 
     splits: tuple[Split, ...]
-    collectives: tuple[Collectives, ...]
+    collectives: tuple[CollectiveTimes, ...]
     lateness: tuple[Lateness, ...]
     num_matched: int
 
@@ -70,7 +70,7 @@ class _Entry:
     num_bytes: float
 
 
-def match(processes: Sequence[Sampled]) -> Matched:
+def match(processes: Sequence[ProcessSample]) -> MatchedRecords:
     """Match the collectives of processes that were in the same groups."""
     calls: dict[_Key, list[_Entry]] = defaultdict(list)
     seen: dict[tuple[int, tuple[str, int, int], int, int], int] = defaultdict(int)
@@ -115,7 +115,7 @@ def match(processes: Sequence[Sampled]) -> Matched:
         Lateness(processes[number].rank, len(leads), sum(leads) / steps[number])
         for number, leads in sorted(late.items())
     )
-    return Matched(splits, _summarise(whole, scales), lateness, len(whole))
+    return MatchedRecords(splits, _summarise(whole, scales), lateness, len(whole))
 
 
 _Key = tuple[tuple[str, int, int], int, int, int]  # group, kind, number, how many there were before of that number
@@ -145,7 +145,7 @@ def _scales(calls: _Calls, whole: _Calls, is_from_start: Sequence[bool]) -> _Sca
     }
 
 
-def _summarise(whole: _Calls, scales: _Scales) -> tuple[Collectives, ...]:
+def _summarise(whole: _Calls, scales: _Scales) -> tuple[CollectiveTimes, ...]:
     rows: dict[tuple[int, float, int], list[tuple[float, float, float]]] = defaultdict(list)
     for (group, kind, *_), entries in whole.items():
         come, gone = max(e.enter for e in entries), max(e.leave for e in entries)
@@ -158,7 +158,7 @@ def _summarise(whole: _Calls, scales: _Scales) -> tuple[Collectives, ...]:
         duration = max(median(took for took, _, _ in calls), 1e-7)
         moved = num_bytes * _bus_factor(kind, num_ranks)
         found.append(
-            Collectives(
+            CollectiveTimes(
                 name=KIND_NAMES.get(kind, f"operation {kind}"),
                 num_bytes=num_bytes,
                 num_ranks=num_ranks,

@@ -58,7 +58,7 @@ class RankRun:
 
 
 @dataclass(frozen=True)
-class Collectives:
+class CollectiveTimes:
     """These are collectives of one kind and size. `bandwidth` is the median of bytes per second on the bus."""
 
     name: str
@@ -114,7 +114,7 @@ class Measurements:
     stays_broken: bool = False  # and so are all that came later
     throughput: Curve = ()  # time, samples per second of all ranks
     has_samples: bool = False
-    collectives: tuple[Collectives, ...] = ()
+    collectives: tuple[CollectiveTimes, ...] = ()
     lateness: tuple[Lateness, ...] = ()
     num_matched: int = 0  # collectives that were seen on all ranks
     copy_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host: one core's memcpy
@@ -190,7 +190,7 @@ class Measurements:
                     "ranks": tuple(_rank_from(rank) for rank in fields["ranks"]),
                     "loss": _curve(fields["loss"]),
                     "throughput": _curve(fields["throughput"]),
-                    "collectives": tuple(Collectives(**one) for one in fields["collectives"]),
+                    "collectives": tuple(CollectiveTimes(**one) for one in fields["collectives"]),
                     "lateness": tuple(Lateness(**one) for one in fields["lateness"]),
                     "events": tuple(RunEvent(**one) for one in fields["events"]),
                     "scalars": {name: _curve(curve) for name, curve in fields["scalars"].items()},

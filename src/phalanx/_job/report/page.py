@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from phalanx._job.report.finding import Finding
+from phalanx._job.report.finding import ReportFinding
 from phalanx._job.report.hover import SCRIPT
 from phalanx._job.report.measurements import Measurements
 from phalanx._job.report.pictures import (
@@ -33,12 +33,12 @@ STATES = {
 _WORDS = {"bad": "Failure", "warn": "Do", "note": "Note", "good": "Well"}
 
 
-def render(run: Measurements, findings: Sequence[Finding]) -> str:
+def render(run: Measurements, findings: Sequence[ReportFinding]) -> str:
     """Return the report of one run."""
     return document(f"{run.name}: run report", _head(run) + sections_of(run, findings), _foot())
 
 
-def sections_of(run: Measurements, findings: Sequence[Finding]) -> str:
+def sections_of(run: Measurements, findings: Sequence[ReportFinding]) -> str:
     """Return what the report shows of one run, below its head."""
     sections = [
         ("What to do", _findings(findings)),
@@ -113,7 +113,7 @@ def _tiles(run: Measurements) -> str:
     )
 
 
-def _findings(findings: Sequence[Finding]) -> str:
+def _findings(findings: Sequence[ReportFinding]) -> str:
     items = "".join(
         f"<li class={one.severity}><strong>{_WORDS[one.severity]}</strong> <span>{code(one.text)}</span></li>"
         for one in findings

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._job.report.finding import FEW_STEPS, Finding
+from phalanx._job.report.finding import FEW_STEPS, ReportFinding
 from phalanx._job.report.measurements import Measurements, RankRun
 from phalanx._job.report.units import percent, seconds
 
@@ -37,7 +37,7 @@ def _grouped(ranks: Sequence[RankRun], part: str, least: float) -> tuple[list[Ra
     return chosen, who[:1].upper() + who[1:], max(_share(rank, part) for rank in chosen)
 
 
-def _data(run: Measurements) -> Iterator[Finding]:
+def _data(run: Measurements) -> Iterator[ReportFinding]:
     chosen, who, share = _grouped(_timed(run), "data", DATA_SHARE)
     if not chosen:
         return
@@ -50,10 +50,10 @@ def _data(run: Measurements) -> Iterator[Finding]:
         advice = "load in the background, ahead of the step"
     else:
         advice = f"more DataLoader workers (now {min(w for w in workers if w is not None)}), or cheaper samples"
-    yield Finding("warn", f"{who} {verb} {up_to}{percent(share)} of each step for data: {advice}.", share)
+    yield ReportFinding("warn", f"{who} {verb} {up_to}{percent(share)} of each step for data: {advice}.", share)
 
 
-def _waits(run: Measurements) -> Iterator[Finding]:
+def _waits(run: Measurements) -> Iterator[ReportFinding]:
     """Yield findings about what a pipeline or a parameter server's trainer knows that it waits for."""
     for whom, name, advice in (
         ("stages", "other stages", "more micro-batches, or another schedule: `phalanx explain pipeline` draws it"),
@@ -64,10 +64,12 @@ def _waits(run: Measurements) -> Iterator[Finding]:
         if chosen:
             verb = "wait" if who.startswith("Ranks") else "waits"
             up_to = "up to " if len(chosen) > 1 else ""
-            yield Finding("warn", f"{who} {verb} {up_to}{percent(share)} of each step for {name}: {advice}.", share)
+            yield ReportFinding(
+                "warn", f"{who} {verb} {up_to}{percent(share)} of each step for {name}: {advice}.", share
+            )
 
 
-def _stragglers(run: Measurements) -> Iterator[Finding]:
+def _stragglers(run: Measurements) -> Iterator[ReportFinding]:
     ranks = {rank.rank: rank for rank in _timed(run)}
     if any("stages" in rank.facts.get("waits_for", ()) for rank in ranks.values()):
         return  # a pipeline's first stage has the last backward, so the others always wait for it at the end
@@ -85,7 +87,7 @@ def _stragglers(run: Measurements) -> Iterator[Finding]:
         # Who is thrown off its core is late, now one, now another; who waits for data has let go of its core.
         noise_s = min(_MOST_NOISE, _SLICE_S * often) * slow.step_s
         if excess_s < noise_s and excess["data"] < LATE_SHARE * slow.step_s:
-            yield Finding(
+            yield ReportFinding(
                 "warn",
                 f"Ranks are thrown off their cores, up to {often:.0f} times a second (rank {late.rank} "
                 f"{slow.preemptions_per_s or 0.0:.0f} times), which is enough for rank {late.rank} to come last to "
@@ -96,7 +98,7 @@ def _stragglers(run: Measurements) -> Iterator[Finding]:
             continue
         if excess_s < LATE_SHARE * slow.step_s:  # it comes last, and spends no more time on anything
             continue
-        yield Finding(
+        yield ReportFinding(
             "warn",
             f"Rank {late.rank} on {slow.host} is the straggler: it comes last to "
             f"{percent(late.times / run.num_matched)} of the collectives, and the others wait {percent(share)} of each "
@@ -146,7 +148,7 @@ def _why_computing_is_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
     return "its batches may be longer than the others', or its core slower; sort samples by length, or balance them"
 
 
-def _communication(run: Measurements) -> Iterator[Finding]:
+def _communication(run: Measurements) -> Iterator[ReportFinding]:
     ranks = _timed(run)
     if len(ranks) < 2:
         return
@@ -162,10 +164,10 @@ def _communication(run: Measurements) -> Iterator[Finding]:
         advice = "average less often (phalanx.DiLoCo), send less (a comm hook: bf16, PowerSGD), or accumulate"
     else:
         advice = "larger batches, or accumulate gradients over several before each exchange"
-    yield Finding("warn", f"{percent(share)} of each step goes into moving data between ranks: {advice}.", share)
+    yield ReportFinding("warn", f"{percent(share)} of each step goes into moving data between ranks: {advice}.", share)
 
 
-def _parts_of_one(run: Measurements) -> Iterator[Finding]:
+def _parts_of_one(run: Measurements) -> Iterator[ReportFinding]:
     ranks = _timed(run)
     chosen, who, share = _grouped(ranks, "update", UPDATE_SHARE)
     if chosen:
@@ -173,11 +175,11 @@ def _parts_of_one(run: Measurements) -> Iterator[Finding]:
         advice = "take the fused optimizer (fused=True)"
         if len(ranks) > 1:
             advice += ", or share the work (phalanx.ZeroRedundancyOptimizer)"
-        yield Finding("warn", f"{who} {verb} {percent(share)} of each step in the optimizer: {advice}.", share)
+        yield ReportFinding("warn", f"{who} {verb} {percent(share)} of each step in the optimizer: {advice}.", share)
     chosen, who, share = _grouped(ranks, "other", OTHER_SHARE)
     if chosen:
         verb = "spend" if who.startswith("Ranks") else "spends"
-        yield Finding(
+        yield ReportFinding(
             "warn",
             f"{who} {verb} {percent(share)} of the time outside of the steps: evaluation, callbacks, logging, "
             "saving. Do these less often; torch.save can go to the background (phalanx.CheckpointManager).",
@@ -185,7 +187,7 @@ def _parts_of_one(run: Measurements) -> Iterator[Finding]:
         )
 
 
-def _processors(run: Measurements) -> Iterator[Finding]:
+def _processors(run: Measurements) -> Iterator[ReportFinding]:
     ranks = [rank for rank in _timed(run) if rank.cpu_share is not None]
     crowded: dict[tuple[int, int, int], list[str]] = {}  # by threads, cores, and what to set: hosts
     starved: dict[str, list[RankRun]] = {}
@@ -205,7 +207,7 @@ def _processors(run: Measurements) -> Iterator[Finding]:
             starved[host] = thrown_off
     for (threads, cores, fitting), hosts in crowded.items():
         each = " each" if len(hosts) > 1 else ""
-        yield Finding(
+        yield ReportFinding(
             "warn",
             f"On {_name_hosts(hosts)} {threads} threads{each} compute on {cores} cores: set "
             f"OMP_NUM_THREADS={fitting}, or start fewer ranks.",
@@ -215,7 +217,7 @@ def _processors(run: Measurements) -> Iterator[Finding]:
         all_starved = [rank for here in starved.values() for rank in here]
         least = min(rank.cpu_share or 0.0 for rank in all_starved)
         often = max(rank.preemptions_per_s or 0.0 for rank in all_starved)
-        yield Finding(
+        yield ReportFinding(
             "warn",
             f"On {_name_hosts(list(starved))} other programs take the cores: "
             f"{name_ranks(sorted(rank.rank for rank in all_starved))} got one for {percent(least)} of the time, and "
@@ -235,29 +237,29 @@ def _computing_share(rank: RankRun) -> float:
     return sum(_share(rank, part) for part in ("forward", "backward", "update"))
 
 
-def _not_seen(run: Measurements) -> Iterator[Finding]:
+def _not_seen(run: Measurements) -> Iterator[ReportFinding]:
     ranks = run.last_attempt
     backends = {str(rank.facts.get("backend", "none")) for rank in ranks}
     known = any("phalanx" in backend for backend in backends)  # its ranks have made no collectives in the steps
     if len(ranks) > 1 and run.steps and not run.num_matched and not known:
-        yield Finding(
+        yield ReportFinding(
             "note",
             f"What ranks waited and sent is not known: the backend was {', '.join(sorted(backends))}, and only "
             "`phalanx` keeps a record of its operations.",
         )
 
 
-def _long_steps(run: Measurements) -> Iterator[Finding]:
+def _long_steps(run: Measurements) -> Iterator[ReportFinding]:
     for rank in _timed(run)[:1]:
         if rank.longest_s > 10 * rank.step_s and rank.longest_s > 1.0:
-            yield Finding(
+            yield ReportFinding(
                 "note",
                 f"The longest step took {seconds(rank.longest_s)}, {rank.longest_s / rank.step_s:.0f} times the mean: "
                 "a save, an evaluation, or a new epoch's workers (persistent_workers=True).",
             )
 
 
-LOOKS: tuple[Callable[[Measurements], Iterator[Finding]], ...] = (
+LOOKS: tuple[Callable[[Measurements], Iterator[ReportFinding]], ...] = (
     _data,
     _waits,
     _stragglers,

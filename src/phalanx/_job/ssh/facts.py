@@ -17,7 +17,7 @@ import phalanx
 from phalanx._base.host_addresses import own_addresses
 from phalanx._job.agent.environment import plan_environment
 from phalanx._job.agent.plan import JobPlan
-from phalanx._job.agent.target import Target, read_source
+from phalanx._job.agent.target import JobTarget, read_source
 from phalanx._job.launch.command import plan_job
 from phalanx._job.launch.command_line import parse
 from phalanx.errors import LaunchError
@@ -81,7 +81,7 @@ def collect_facts(request: Mapping[str, Any], environ: dict[str, str]) -> tuple[
         return replace(facts, problem=str(error).replace("phalanx run: ", "")), None
 
 
-def digest_source(target: Target) -> str:
+def digest_source(target: JobTarget) -> str:
     """Return what tells one version of a script from another; empty if its source is not in this folder."""
     source = read_source(target)
     return hashlib.blake2b(source, digest_size=8).hexdigest() if source else ""

@@ -33,7 +33,7 @@ from phalanx._base.ipc.wakeup import Mailbox
 from phalanx._base.processes import adopt_orphans, die_with_parent, kill_descendants
 from phalanx._job.agent.plan import JobPlan, is_terminal
 from phalanx._job.coordinator.rendezvous import Rendezvous
-from phalanx._job.hosts.reach import Responder, Target, try_all
+from phalanx._job.hosts.reach import ReachTarget, Responder, try_all
 from phalanx._job.inspect.stacks.job_snapshot import ask
 from phalanx._job.inspect.stacks.jobs import find_jobs
 from phalanx._job.launch.command import run_plan
@@ -130,7 +130,7 @@ class Session:
         if do == "check":
             self._check(message)
         elif do == "reach":
-            targets = [Target(int(n), "", str(at), int(port)) for n, at, port in message["targets"]]
+            targets = [ReachTarget(int(n), "", str(at), int(port)) for n, at, port in message["targets"]]
             self._trial = try_all(targets, bytes.fromhex(message["secret"]), self._reached.put)
         elif do == "start":
             self._start(message)

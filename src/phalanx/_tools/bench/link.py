@@ -21,7 +21,7 @@ from phalanx._base.deadline import Deadline
 from phalanx._comm.backend.torch_integration.groups import phalanx_group
 from phalanx._comm.engines.interfaces import interface_addresses
 from phalanx._comm.schedules.network import Link
-from phalanx._comm.transport.hierarchical.rails import Message
+from phalanx._comm.transport.hierarchical.rails import RailMessage
 from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport
 from phalanx.errors import PhalanxError
 
@@ -32,7 +32,7 @@ _TAG = 0
 
 
 @dataclass(frozen=True)
-class Measured:
+class LinkMeasurement:
     """It is the link between two hosts, and the median seconds of an exchange by its bytes, which tell it."""
 
     hosts: tuple[str, str]
@@ -40,7 +40,7 @@ class Measured:
     seconds: dict[int, float]
 
 
-def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int) -> list[Measured]:
+def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int) -> list[LinkMeasurement]:
     """Measure the link between each two hosts. All ranks of the group call it; the result is the same on all.
 
     Arguments:
@@ -59,7 +59,7 @@ def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int)
         dist.all_gather_object(everybody, mine)
         # The slower side's time is the exchange's.
         seconds = {size: max(everybody[r][size] for r in pair) for size in SIZES}
-        measured.append(Measured((names[pair[0]], names[pair[1]]), find_link(seconds), seconds))
+        measured.append(LinkMeasurement((names[pair[0]], names[pair[1]]), find_link(seconds), seconds))
     return measured
 
 
@@ -85,8 +85,8 @@ def _exchange(transport: HierarchicalTransport, pair: tuple[int, int], rounds: i
         for _ in range(_WARM + rounds):
             begin = time.perf_counter()
             messages = [
-                Message(engine.recv(peer, got, _TAG), peer, deadline),
-                Message(engine.send(peer, sent, _TAG), peer, deadline),
+                RailMessage(engine.recv(peer, got, _TAG), peer, deadline),
+                RailMessage(engine.send(peer, sent, _TAG), peer, deadline),
             ]
             for message in messages:
                 message.wait()
@@ -95,13 +95,13 @@ def _exchange(transport: HierarchicalTransport, pair: tuple[int, int], rounds: i
     return result
 
 
-def slowest(measured: Sequence[Measured]) -> Link:
+def slowest(measured: Sequence[LinkMeasurement]) -> Link:
     """Return the link to reckon with where links differ: a collective is as slow as its slowest link."""
     latency_s = max(one.link.latency_s for one in measured)
     return Link(latency_s, min(one.link.bytes_per_s for one in measured))
 
 
-def is_slow(one: Measured, measured: Sequence[Measured]) -> bool:
+def is_slow(one: LinkMeasurement, measured: Sequence[LinkMeasurement]) -> bool:
     """Return whether a link carries less than half of what the fastest one does."""
     return one.link.bytes_per_s < max(each.link.bytes_per_s for each in measured) / 2
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from phalanx._base.torch_versions import OLDEST, TESTED, describe_untested, release_of
 from phalanx._comm.engines.interfaces import is_public
 from phalanx._job.agent.limits import needed_open_files
-from phalanx._tools.doctor.facts import Facts, Probe, Torch
-from phalanx._tools.doctor.finding import Finding, Status
+from phalanx._tools.doctor.facts import DoctorFacts, Probe, Torch
+from phalanx._tools.doctor.finding import CheckResult, CheckStatus
 from phalanx._tools.doctor.gpu_checks import judge_gpus
 
 _oldest = ".".join(map(str, OLDEST))
@@ -22,22 +22,22 @@ _PROCESSES_PER_CORE = 16
 _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
 
 
-def check_cores(facts: Facts) -> Finding:
+def check_cores(facts: DoctorFacts) -> CheckResult:
     """Return whether each rank can have a core of its own."""
     host = facts.host
     fact = f"{host.usable_cores} of {host.cores} usable"
     if host.cpu_quota is not None and host.cpu_quota < host.usable_cores:
-        return Finding(
+        return CheckResult(
             "cores",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"{fact}, but the control group grants only {host.cpu_quota:.1f} cores' worth of time",
             f"Ranks beyond that are paused in the middle of a step: use --nproc-per-node {max(1, int(host.cpu_quota))},"
             " or raise the container's CPU limit.",
         )
     if host.usable_cores == 1:
-        return Finding(
+        return CheckResult(
             "cores",
-            Status.WARNING,
+            CheckStatus.WARNING,
             fact,
             "Several ranks will take turns on one core: right results, no gain in speed. "
             + (
@@ -48,81 +48,81 @@ def check_cores(facts: Facts) -> Finding:
         )
     if host.usable_cores < host.cores:
         fact += " (CPU affinity)"
-    return Finding("cores", Status.OK, fact)
+    return CheckResult("cores", CheckStatus.OK, fact)
 
 
-def check_memory(facts: Facts) -> Finding:
+def check_memory(facts: DoctorFacts) -> CheckResult:
     """Return whether one rank per core fits."""
     host = facts.host
     if host.available_bytes is None:
-        return Finding("memory", Status.OK, "not told by this platform")
+        return CheckResult("memory", CheckStatus.OK, "not told by this platform")
     fact = f"{host.available_bytes / _GIB:.1f} GiB available" + (
         " within the control group's limit" if host.memory_limited else ""
     )
     ranks = host.available_bytes // _BYTES_PER_RANK
     if ranks < host.usable_cores:
-        return Finding(
+        return CheckResult(
             "memory",
-            Status.WARNING,
+            CheckStatus.WARNING,
             fact,
             f"A rank takes about {_BYTES_PER_RANK / _GIB:.1f} GiB before its data: use --nproc-per-node {max(1, ranks)}"
             " or fewer, or make room.",
         )
     if host.commit_headroom_bytes is not None and host.commit_headroom_bytes < host.usable_cores * _BYTES_PER_RANK:
-        return Finding(
+        return CheckResult(
             "memory",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"{fact}, but only {host.commit_headroom_bytes / _GIB:.1f} GiB can be committed (vm.overcommit_memory=2)",
             "Starting ranks may be refused: set vm.overcommit_memory to 0, or raise vm.overcommit_ratio.",
         )
-    return Finding("memory", Status.OK, fact)
+    return CheckResult("memory", CheckStatus.OK, fact)
 
 
-def check_shm(facts: Facts) -> Finding:
+def check_shm(facts: DoctorFacts) -> CheckResult:
     """Return whether DataLoader workers have room; Phalanx itself needs none."""
     size = facts.host.shm_bytes
     if size is None:
-        return Finding("/dev/shm", Status.OK, "none; Phalanx needs none")
+        return CheckResult("/dev/shm", CheckStatus.OK, "none; Phalanx needs none")
     fact = f"{size / (1 << 20):.0f} MiB; Phalanx needs none, DataLoader workers do"
     if size < _SHM_BYTES:
-        return Finding(
+        return CheckResult(
             "/dev/shm",
-            Status.WARNING,
+            CheckStatus.WARNING,
             fact,
             "DataLoader workers die with a bus error when it is full: start the container with --shm-size=1g, or call"
             " torch.multiprocessing.set_sharing_strategy('file_system') with a large TMPDIR.",
         )
-    return Finding("/dev/shm", Status.OK, fact)
+    return CheckResult("/dev/shm", CheckStatus.OK, fact)
 
 
-def check_core(facts: Facts) -> Finding:
+def check_core(facts: DoctorFacts) -> CheckResult:
     """Return whether the C core is there."""
     core = facts.kernel.core
     if core.works:
-        return Finding("C core", Status.OK, core.detail)
+        return CheckResult("C core", CheckStatus.OK, core.detail)
     if facts.host.platform != "linux":
-        return Finding(
+        return CheckResult(
             "C core",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"not built on {facts.host.platform}",
             "Collectives run over Gloo: slower, correct.",
         )
-    return Finding(
+    return CheckResult(
         "C core",
-        Status.WARNING,
+        CheckStatus.WARNING,
         f"cannot be imported: {core.detail}",
         "Collectives run over Gloo, many times slower on one host. Install a C compiler and Python's headers"
         " (Debian, Ubuntu: apt install gcc python3-dev), then install phalanx again with `pip install -v`.",
     )
 
 
-def check_kernel(facts: Facts) -> Finding:
+def check_kernel(facts: DoctorFacts) -> CheckResult:
     """Return whether the kernel offers what the core is built on."""
     kernel = facts.kernel
     if kernel.proc is not None and not kernel.proc.works:
-        return Finding(
+        return CheckResult(
             "kernel",
-            Status.PROBLEM,
+            CheckStatus.PROBLEM,
             f"/proc does not work ({kernel.proc.detail})",
             "Mount it (mount -t proc proc /proc). Without it `phalanx run` does not start, and ranks that are started "
             "with MASTER_ADDR and MASTER_PORT share no memory: collectives run over Gloo, many times slower.",
@@ -136,10 +136,12 @@ def check_kernel(facts: Facts) -> Finding:
     tried = {name: probe for name, probe in probes.items() if probe is not None}
     missing = {name: probe for name, probe in tried.items() if not probe.works}
     if not missing:
-        return Finding("kernel", Status.OK, f"{', '.join(tried)} work" if tried else "nothing to try on this platform")
-    return Finding(
+        return CheckResult(
+            "kernel", CheckStatus.OK, f"{', '.join(tried)} work" if tried else "nothing to try on this platform"
+        )
+    return CheckResult(
         "kernel",
-        Status.WARNING,
+        CheckStatus.WARNING,
         "; ".join(f"{name} does not work ({probe.detail})" for name, probe in missing.items()),
         " ".join(_WITHOUT[name] for name in missing)
         + " A sandbox or a seccomp filter forbids it, or the kernel is older than 5.3: allow it in the container's"
@@ -155,112 +157,114 @@ _WITHOUT = {
 }
 
 
-def check_containers(facts: Facts) -> Finding:
+def check_containers(facts: DoctorFacts) -> CheckResult:
     """Return whether this is a container, and what that means for ranks in several of them."""
     own = facts.kernel.namespaces
     if not own:
-        return Finding("container", Status.OK, "none: the machine's own process numbers and users")
+        return CheckResult("container", CheckStatus.OK, "none: the machine's own process numbers and users")
     meaning = {
         "pid": "ranks in other containers share memory with those here, and hear of their end through pipes",
         "user": "ranks in other containers count as another host",
     }
-    return Finding("container", Status.OK, "; ".join(f"{kind} namespace of its own: {meaning[kind]}" for kind in own))
+    return CheckResult(
+        "container", CheckStatus.OK, "; ".join(f"{kind} namespace of its own: {meaning[kind]}" for kind in own)
+    )
 
 
-def check_torch(facts: Facts) -> Finding:
+def check_torch(facts: DoctorFacts) -> CheckResult:
     """Return whether PyTorch imports, is new enough, and can be distributed."""
     torch = facts.torch
     if not isinstance(torch, Torch):
-        return Finding(
+        return CheckResult(
             "torch",
-            Status.PROBLEM,
+            CheckStatus.PROBLEM,
             f"cannot be imported: {torch}",
             f"Install it into this Python: pip install 'torch>={_oldest}'. If it is there: python -c 'import torch'",
         )
     fact = f"{torch.version} with {', '.join(torch.backends) or 'no backend of its own'}"
     if release_of(torch.version) < OLDEST:
-        return Finding(
+        return CheckResult(
             "torch",
-            Status.PROBLEM,
+            CheckStatus.PROBLEM,
             f"{fact}; {_oldest} or later is needed",
             f"pip install --upgrade 'torch>={_oldest}'",
         )
     if not torch.registered:
-        return Finding(
+        return CheckResult(
             "torch",
-            Status.PROBLEM,
+            CheckStatus.PROBLEM,
             f"{fact}; it does not know the backend 'phalanx'",
             "Its entry point was not found: install phalanx with pip into this Python, and do not set"
             " TORCH_DEVICE_BACKEND_AUTOLOAD=0.",
         )
     if "gloo" not in torch.backends:
-        return Finding(
+        return CheckResult(
             "torch",
-            Status.WARNING if facts.kernel.core.works else Status.PROBLEM,
+            CheckStatus.WARNING if facts.kernel.core.works else CheckStatus.PROBLEM,
             f"{fact}; gloo is missing",
             "Jobs of several hosts need it, and so does one without the C core: use an official build of PyTorch.",
         )
     if untested := describe_untested(torch.version):
-        return Finding(
+        return CheckResult(
             "torch",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"{fact}; {untested}",
             f"It may well work: what it lacks is told in the log. If it does not: pip install 'torch=={TESTED[-1]}'",
         )
-    return Finding("torch", Status.OK, fact)
+    return CheckResult("torch", CheckStatus.OK, fact)
 
 
-def check_gpus(facts: Facts) -> Finding:
+def check_gpus(facts: DoctorFacts) -> CheckResult:
     """Return whether PyTorch sees the GPUs that the driver sees."""
     host, torch = facts.host, facts.torch
     if not host.gpus and not host.gpu_tool.works and not _is_absent(host.gpu_tool):
-        return Finding(
+        return CheckResult(
             "GPUs",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"nvidia-smi fails: {host.gpu_tool.detail}",
             "The driver is not loaded or does not fit the kernel: reinstall it or restart the machine.",
         )
     if not host.gpus:
         usable = isinstance(torch, Torch) and torch.cuda.works
-        return Finding("GPUs", Status.OK, torch.cuda.detail if usable and isinstance(torch, Torch) else "none")
+        return CheckResult("GPUs", CheckStatus.OK, torch.cuda.detail if usable and isinstance(torch, Torch) else "none")
     fact = f"{len(host.gpus)} ({'; '.join(sorted(set(host.gpus)))})"
     if isinstance(torch, Torch) and not torch.cuda.works:
         if torch.cuda_version is None:
-            return Finding(
+            return CheckResult(
                 "GPUs",
-                Status.WARNING,
+                CheckStatus.WARNING,
                 f"{fact}, but this PyTorch is built without CUDA",
                 "Training runs on the CPU. For the GPUs, install the CUDA build of PyTorch.",
             )
-        return Finding(
+        return CheckResult(
             "GPUs",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"{fact}, but PyTorch (CUDA {torch.cuda_version}) cannot use them: {torch.cuda.detail}",
             "Update the driver, or install a PyTorch for the CUDA version that nvidia-smi shows.",
         )
-    return Finding("GPUs", Status.OK, fact)
+    return CheckResult("GPUs", CheckStatus.OK, fact)
 
 
-def check_name(facts: Facts) -> Finding:
+def check_name(facts: DoctorFacts) -> CheckResult:
     """Return whether this machine's own name leads back to it: Gloo and many launchers take that for granted."""
     host = facts.host
     if host.name_resolves.works:
-        return Finding("host name", Status.OK, f"{host.name} is {host.name_resolves.detail}")
-    return Finding(
+        return CheckResult("host name", CheckStatus.OK, f"{host.name} is {host.name_resolves.detail}")
+    return CheckResult(
         "host name",
-        Status.WARNING,
+        CheckStatus.WARNING,
         f"{host.name} does not resolve: {host.name_resolves.detail}",
         f"Jobs of one host are not affected. Gloo between hosts is: add the line '127.0.1.1 {host.name}' to /etc/hosts,"
         " or name the network interface in GLOO_SOCKET_IFNAME.",
     )
 
 
-def check_network(facts: Facts) -> Finding:
+def check_network(facts: DoctorFacts) -> CheckResult:
     """Find who could listen to what ranks on several hosts send each other, or send them something."""
     if facts.host.addresses is None:
-        return Finding(
+        return CheckResult(
             "network",
-            Status.WARNING,
+            CheckStatus.WARNING,
             "its interfaces cannot be listed: no descriptor is left to ask the kernel with",
             "Raise the limit of open files (see limits), and ask again.",
         )
@@ -268,24 +272,24 @@ def check_network(facts: Facts) -> Finding:
     public = [f"{address} ({name})" for name, address in addresses if is_public(address)]
     others = [f"{address} ({name})" for name, address in addresses if name != "lo" and not is_public(address)]
     if public:
-        return Finding(
+        return CheckResult(
             "network",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"{', '.join(public)} can be reached from the whole internet",
             "Tensors between hosts are neither encrypted nor authenticated, and a group that would send them to a "
             "public address is refused: let the hosts meet in a private network or a VPN (`phalanx docs security`).",
         )
     if not others:
-        return Finding("network", Status.OK, "no address but the loopback's: nothing leaves this host")
-    return Finding(
+        return CheckResult("network", CheckStatus.OK, "no address but the loopback's: nothing leaves this host")
+    return CheckResult(
         "network",
-        Status.OK,
+        CheckStatus.OK,
         f"{', '.join(others)}: no public address; what ranks send to other hosts is not encrypted, and safe only from "
         "those who are not in these networks",
     )
 
 
-def check_limits(facts: Facts) -> Finding:
+def check_limits(facts: DoctorFacts) -> CheckResult:
     """Return whether enough files can be opened and enough processes started."""
     host = facts.host
     needed = _PROCESSES_PER_CORE * host.usable_cores
@@ -293,24 +297,26 @@ def check_limits(facts: Facts) -> Finding:
         return _judge_open_files(host.open_files, host.open_files_hard, host.usable_cores)
     left = None if host.processes is None else host.processes - (host.processes_running or 0)
     if left is not None and left < needed:
-        return Finding(
+        return CheckResult(
             "limits",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"{left} more processes and threads may be started",
             f"One rank per core with its threads and DataLoader workers may take {needed}: raise ulimit -u, or the"
             " container's limit (Docker: --pids-limit).",
         )
     files = "any number of" if host.open_files is None else host.open_files
-    return Finding("limits", Status.OK, f"{files} open files, {'any number of' if left is None else left} processes")
+    return CheckResult(
+        "limits", CheckStatus.OK, f"{files} open files, {'any number of' if left is None else left} processes"
+    )
 
 
-def _judge_open_files(soft: int, hard: int | None, cores: int) -> Finding:
+def _judge_open_files(soft: int, hard: int | None, cores: int) -> CheckResult:
     fact = f"{soft} open files per process"
     advice = "DataLoader workers and large jobs need more: "
     least = needed_open_files(cores)
     if hard is None or hard >= _OPEN_FILES:
-        return Finding(
-            "limits", Status.WARNING, fact, f"{advice}ulimit -n {min(4 * _OPEN_FILES, hard or 4 * _OPEN_FILES)}"
+        return CheckResult(
+            "limits", CheckStatus.WARNING, fact, f"{advice}ulimit -n {min(4 * _OPEN_FILES, hard or 4 * _OPEN_FILES)}"
         )
     # Raising the soft limit with `ulimit -n` is no way out here.
     fact += f", and no more than {hard} are allowed"
@@ -319,83 +325,85 @@ def _judge_open_files(soft: int, hard: int | None, cores: int) -> Finding:
         " /etc/security/limits.conf and a new login)."
     )
     if hard < least:
-        return Finding(
+        return CheckResult(
             "limits",
-            Status.PROBLEM,
+            CheckStatus.PROBLEM,
             fact,
             f"`phalanx run` needs {least} for {cores} {'rank' if cores == 1 else 'ranks'}: {elsewhere}",
         )
     meanwhile = f" Until then: ulimit -n {hard}" if hard > soft else ""
-    return Finding("limits", Status.WARNING, fact, f"{advice}{elsewhere}{meanwhile}")
+    return CheckResult("limits", CheckStatus.WARNING, fact, f"{advice}{elsewhere}{meanwhile}")
 
 
-def check_folder(facts: Facts) -> Finding:
+def check_folder(facts: DoctorFacts) -> CheckResult:
     """Return whether the current folder is there: PyTorch cannot be loaded in one that has been removed."""
     folder = facts.host.folder
     if folder is not None:
-        return Finding("folder", Status.OK, folder)
-    return Finding("folder", Status.PROBLEM, "the current folder has been removed", "cd to one that is there.")
+        return CheckResult("folder", CheckStatus.OK, folder)
+    return CheckResult("folder", CheckStatus.PROBLEM, "the current folder has been removed", "cd to one that is there.")
 
 
-def check_clock(facts: Facts) -> Finding:
+def check_clock(facts: DoctorFacts) -> CheckResult:
     """Return whether reading the time is cheap."""
     source = facts.host.clock_source
     if source in _SLOW_CLOCKS:
-        return Finding(
+        return CheckResult(
             "clock",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"the kernel reads {source}, which takes a microsecond or more each time",
             "Deadlines and profiles cost more than they should: boot with clocksource=tsc where the machine allows it.",
         )
-    return Finding("clock", Status.OK, source or "not told by this platform")
+    return CheckResult("clock", CheckStatus.OK, source or "not told by this platform")
 
 
-def check_variables(facts: Facts) -> Finding:
+def check_variables(facts: DoctorFacts) -> CheckResult:
     """Return whether the shell pretends to be a rank."""
     variables = facts.host.variables
     if left := {name: variables[name] for name in ("RANK", "WORLD_SIZE") if name in variables}:
-        return Finding(
+        return CheckResult(
             "variables",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"{', '.join(f'{name}={value}' for name, value in left.items())} set in this shell",
             "A script started by hand will wait for a job that does not exist: unset "
             + " ".join(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables),
         )
     said = ", ".join(f"{name}={value}" for name, value in variables.items())
-    return Finding("variables", Status.OK, said or "none that steer a job")
+    return CheckResult("variables", CheckStatus.OK, said or "none that steer a job")
 
 
-def check_scheduler(facts: Facts) -> Finding:
+def check_scheduler(facts: DoctorFacts) -> CheckResult:
     """Return whether a scheduler has started this command, as which node; or stands ready to start more than one."""
     scheduler, unused = facts.host.scheduler, facts.host.unused_hosts
     if not scheduler.works:
-        return Finding(
-            "scheduler", Status.WARNING, scheduler.detail, "`phalanx run` refuses to guess: set it right first."
+        return CheckResult(
+            "scheduler", CheckStatus.WARNING, scheduler.detail, "`phalanx run` refuses to guess: set it right first."
         )
     if unused:
-        return Finding(
+        return CheckResult(
             "scheduler",
-            Status.WARNING,
+            CheckStatus.WARNING,
             f"Slurm gave this job {unused} hosts, and a command that is started once uses one",
             "Start it on each: srun --ntasks-per-node=1 phalanx run ...",
         )
-    return Finding("scheduler", Status.OK, scheduler.detail or "none has started this command as one of several")
+    return CheckResult(
+        "scheduler", CheckStatus.OK, scheduler.detail or "none has started this command as one of several"
+    )
 
 
-def check_training(facts: Facts) -> Finding:
+def check_training(facts: DoctorFacts) -> CheckResult:
     """Return whether two ranks could take a step: the one thing that all the rest is for."""
     training: Probe = facts.training
     if training.works:
-        return Finding("training", Status.OK, training.detail)
-    return Finding(
+        return CheckResult("training", CheckStatus.OK, training.detail)
+    return CheckResult(
         "training",
-        Status.PROBLEM,
+        CheckStatus.PROBLEM,
         training.detail,
         "Mend what is listed above first; if nothing is, please report the output of `phalanx doctor --json`.",
     )
 
 
-CHECKS: tuple[Callable[[Facts], Finding], ...] = (
+CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
     check_folder,
     check_cores,
     check_memory,
@@ -415,15 +423,15 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
 )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: DoctorFacts) -> list[CheckResult]:
     """Return the finding of every check, in the order of CHECKS; those on GPUs come before the training's."""
     findings = [check(facts) for check in CHECKS]
     return [*findings[:-1], *judge_gpus(facts), findings[-1]]
 
 
-def would_train(findings: list[Finding]) -> bool:
+def would_train(findings: list[CheckResult]) -> bool:
     """Return whether training would work: no finding is a problem."""
-    return all(finding.status is not Status.PROBLEM for finding in findings)
+    return all(finding.status is not CheckStatus.PROBLEM for finding in findings)
 
 
 def _is_absent(gpu_tool: Probe) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import phalanx
 from phalanx._tools.doctor.driver import ask_driver
-from phalanx._tools.doctor.facts import Facts
+from phalanx._tools.doctor.facts import DoctorFacts
 from phalanx._tools.doctor.host import examine_host
 from phalanx._tools.doctor.kernel import examine_kernel
 from phalanx._tools.doctor.trial import try_training
 
 
-def examine() -> Facts:
+def examine() -> DoctorFacts:
     """Return everything that the checks look at; this takes the seconds that importing PyTorch takes."""
     torch, training = try_training()
-    return Facts(phalanx.__version__, examine_host(), examine_kernel(), torch, training, ask_driver())
+    return DoctorFacts(phalanx.__version__, examine_host(), examine_kernel(), torch, training, ask_driver())

@@ -96,7 +96,7 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Facts:
+class DoctorFacts:
     """It has everything that the checks look at, and the version of Phalanx.
 
     `torch` is the reason in words where PyTorch could not be imported.

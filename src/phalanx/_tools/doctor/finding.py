@@ -1,4 +1,4 @@
-"""A `Finding` is what a check says."""
+"""A `CheckResult` is what a check says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Status(enum.Enum):
+class CheckStatus(enum.Enum):
     """`PROBLEM` means that training would not work; `WARNING` that it would, with a loss."""
 
     OK = "ok"
@@ -15,10 +15,10 @@ class Status(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """It is what a check says. `advice` is what to do; it is empty only where all is well."""
 
     topic: str
-    status: Status
+    status: CheckStatus
     fact: str
     advice: str = ""

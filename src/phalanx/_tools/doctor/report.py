@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx._tools.doctor.checks import would_train
-from phalanx._tools.doctor.facts import Facts
-from phalanx._tools.doctor.finding import Finding, Status
+from phalanx._tools.doctor.facts import DoctorFacts
+from phalanx._tools.doctor.finding import CheckResult, CheckStatus
 
-_COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}
+_COLOURS = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
 
 
-def as_json(facts: Facts, findings: Sequence[Finding]) -> str:
+def as_json(facts: DoctorFacts, findings: Sequence[CheckResult]) -> str:
     """Return findings and the facts behind them, as one JSON object."""
     words: dict[str, Any] = {
         "format": "phalanx-doctor",
@@ -27,7 +27,7 @@ def as_json(facts: Facts, findings: Sequence[Finding]) -> str:
     return json.dumps(words, indent=2)
 
 
-def as_text(findings: Sequence[Finding]) -> str:
+def as_text(findings: Sequence[CheckResult]) -> str:
     """Return plain lines: status, topic and fact; the advice, indented, below."""
     lines = []
     for finding in findings:
@@ -39,7 +39,7 @@ def as_text(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, "", conclude(findings)])
 
 
-def print_table(findings: Sequence[Finding]) -> None:
+def print_table(findings: Sequence[CheckResult]) -> None:
     """Print the findings in colour, for a person at a terminal."""
     from rich.console import Console
     from rich.table import Table
@@ -57,10 +57,10 @@ def print_table(findings: Sequence[Finding]) -> None:
     console.print(conclude(findings), style="bold" if would_train(list(findings)) else "bold red", highlight=False)
 
 
-def conclude(findings: Sequence[Finding]) -> str:
+def conclude(findings: Sequence[CheckResult]) -> str:
     """Return one sentence that sums the findings up."""
-    problems = sum(finding.status is Status.PROBLEM for finding in findings)
-    warnings = sum(finding.status is Status.WARNING for finding in findings)
+    problems = sum(finding.status is CheckStatus.PROBLEM for finding in findings)
+    warnings = sum(finding.status is CheckStatus.WARNING for finding in findings)
     if problems:
         return f"Training would not work here: {_count(problems, 'problem')}, {_count(warnings, 'warning')}."
     return "Training works here" + (f", with {_count(warnings, 'warning')}." if warnings else ".")

@@ -26,7 +26,7 @@ from phalanx._comm.backend.device_backends import DeviceBackend, available, find
 from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.backend.overloads import first_form
 from phalanx._comm.backend.process_group import PhalanxProcessGroup
-from phalanx._comm.backend.process_group.staged import StagedWork, Staging
+from phalanx._comm.backend.process_group.staged import DeviceStaging, StagedWork
 from phalanx._comm.backend.rendezvous import ranks_share_gpus
 from phalanx._comm.backend.work import PhalanxWork, SerialExecutor
 from phalanx._comm.diagnostics.failure_report import closed
@@ -72,7 +72,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._device_backends = available()  # first: who begins a group asks for its devices
         super().__init__(*args, **kwargs)
-        self._staging = Staging()
+        self._staging = DeviceStaging()
         self._opening = threading.Lock()
         self._inside: dict[str, Any] = {}
         self._agreed: set[str] = set()

@@ -21,7 +21,7 @@ from phalanx._comm.backend.arguments import timeout_of
 from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.backend.process_group import collectives, messages, open_groups
 from phalanx._comm.backend.process_group.entry import entry_point
-from phalanx._comm.backend.process_group.messages import Messages
+from phalanx._comm.backend.process_group.messages import GroupMessages
 from phalanx._comm.backend.splitting import Splits
 from phalanx._comm.backend.torch_integration.groups import TorchGroup
 from phalanx._comm.backend.torch_integration.hooks import hookable
@@ -137,7 +137,7 @@ class PhalanxProcessGroup(TorchGroup):
             ledger=None if self.shared_memory is None else self.shared_memory.core,
         )
         self.recent_works: deque[PhalanxWork] = deque(maxlen=4096)  # see PhalanxWork.finish: C++ may hold half of one
-        self.messages = Messages(transport, self.shared_memory, self.members, self._interrupted, self.recent_works)
+        self.messages = GroupMessages(transport, self.shared_memory, self.members, self._interrupted, self.recent_works)
         self.closed = False
         self._splits = Splits()
         self._scratch: Scratch | None = None  # memory for `allocate_tensor`; None until it was asked for

@@ -1,7 +1,7 @@
 """Send and receive from rank to rank: receives match by sender and tag, and sends that must wait use threads.
 
 Each peer has a thread of its own, in which a send that would wait goes on. `send`, `recv` and `recv_anysource` are
-methods of `PhalanxProcessGroup`, in whose table of calls they stand; what a group keeps for them is its `Messages`.
+calls of `PhalanxProcessGroup`; a group keeps what they need in its `GroupMessages`.
 
 Shape: any, contiguous or not; the receiver's tensor has as many bytes as the sender's.
 Cost: on one host two copies, through memory that both map; what is sent before its receive waits there.
@@ -39,7 +39,7 @@ _LINGER_S = 1.0
 _MANY = 64  # channels, before those that nobody uses are forgotten
 
 
-class Messages:
+class GroupMessages:
     """It carries a group's messages. Messages between two ranks arrive in order per tag.
 
     A posted receive waits for no other with another tag. Where ranks share memory `inbox` matches them; elsewhere those

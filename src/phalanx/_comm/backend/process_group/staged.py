@@ -26,7 +26,7 @@ from phalanx._comm.diagnostics.call_sites import calling_site
 from phalanx._comm.diagnostics.failure_report import closed
 from phalanx._comm.transport.staging import CopyStream, HostMemory, StagedCall, open_copy_stream
 from phalanx._comm.transport.staging.host_memory import staging_bytes
-from phalanx._comm.transport.staging.staged_call import InFlight
+from phalanx._comm.transport.staging.staged_call import StagedTensors
 from phalanx.errors import PhalanxError
 
 _PATIENCE_S = 5.0
@@ -41,14 +41,14 @@ class _Calling(threading.local):
     call: StagedCall | None = None
 
 
-class Staging:
+class DeviceStaging:
     """It carries a group's operations on tensors of devices through the host's memory."""
 
     def __init__(self) -> None:
         self.calling = _Calling()
         """The operation on a device's tensors that each thread is calling."""
         self._host_memory: dict[str, HostMemory] = {}
-        self._copy_streams: dict[torch.device, tuple[CopyStream, InFlight]] = {}
+        self._copy_streams: dict[torch.device, tuple[CopyStream, StagedTensors]] = {}
         self._opening = threading.Lock()
 
     def open_host_memory(self, group: PhalanxProcessGroup, kind: str) -> None:
@@ -62,10 +62,10 @@ class Staging:
                 piece = None
         self._host_memory[kind] = HostMemory(kind, piece)
 
-    def _stream_of(self, device: torch.device) -> tuple[CopyStream, InFlight]:
+    def _stream_of(self, device: torch.device) -> tuple[CopyStream, StagedTensors]:
         if device not in self._copy_streams:
             stream = open_copy_stream(device)
-            self._copy_streams[device] = stream, InFlight(stream)
+            self._copy_streams[device] = stream, StagedTensors(stream)
         return self._copy_streams[device]
 
     def _new_call(self, group: PhalanxProcessGroup, device: torch.device) -> StagedCall:

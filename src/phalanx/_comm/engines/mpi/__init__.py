@@ -10,7 +10,17 @@ Calls come from several threads, which MPI must allow (MPI_THREAD_MULTIPLE).
 
 from __future__ import annotations
 
-from phalanx._comm.engines.mpi.engine import EngineClosed, MpiEngine, PeerLeft, TimedOut, Underway
+from phalanx._comm.engines.mpi.engine import EngineClosed, MpiEngine, PeerLeft, PendingOperation, TimedOut
 from phalanx._comm.engines.mpi.runtime import Launcher, Runtime, start, why_not
 
-__all__ = ["EngineClosed", "Launcher", "MpiEngine", "PeerLeft", "Runtime", "TimedOut", "Underway", "start", "why_not"]
+__all__ = [
+    "EngineClosed",
+    "Launcher",
+    "MpiEngine",
+    "PeerLeft",
+    "PendingOperation",
+    "Runtime",
+    "TimedOut",
+    "start",
+    "why_not",
+]

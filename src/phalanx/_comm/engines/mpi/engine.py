@@ -38,7 +38,7 @@ class PeerLeft(RuntimeError):
         self.peer = peer
 
 
-class Underway:
+class PendingOperation:
     """It is an operation that MPI has begun, and the memory that it uses, which stays while MPI may touch it.
 
     `start` returns MPI's request; or nothing, as long as there is no message to receive: then it is asked again.
@@ -116,14 +116,14 @@ class Underway:
             return self.test()
 
         timeout_s = timeout.total_seconds()
-        if not wait_until(is_done, Watch(self._engine, self._peer).look, timeout_s):
+        if not wait_until(is_done, PeerWatch(self._engine, self._peer).look, timeout_s):
             raise TimedOut(f"no answer within {timeout_s:.1f} s")
 
     def _source_rank(self) -> int:
         return int(self.status.Get_source())
 
 
-class Watch:
+class PeerWatch:
     """It looks, during one wait, whether the rank that is waited for has left."""
 
     def __init__(self, engine: MpiEngine, peer: int) -> None:
@@ -166,7 +166,7 @@ class MpiEngine:
         self.world_size = len(world_ranks)
         self.departed: set[int] = set()
         self.is_closed = False
-        self._underway: set[Underway] = set()
+        self._underway: set[PendingOperation] = set()
         self._unread: list[tuple[Any, bytearray]] = []  # what nobody has received when all had left
         self._guard = threading.RLock()
         everybody = mpi.COMM_WORLD.Get_group()
@@ -208,17 +208,17 @@ class MpiEngine:
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def send(self, dst: int, tensor: Tensor, tag: int) -> Underway:
+    def send(self, dst: int, tensor: Tensor, tag: int) -> PendingOperation:
         """Start to send a contiguous tensor."""
         data = self._bytes(tensor)
         return self._begin(lambda: self.comm.Isend(data, dst, self._tag(tag)), tensor, dst)
 
-    def recv(self, src: int, tensor: Tensor, tag: int) -> Underway:
+    def recv(self, src: int, tensor: Tensor, tag: int) -> PendingOperation:
         """Start to receive into a contiguous tensor."""
         data = self._bytes(tensor)
         return self._begin(lambda: self.comm.Irecv(data, src, self._tag(tag)), tensor, src, receives=True)
 
-    def recv_any(self, tensor: Tensor, tag: int) -> Underway:
+    def recv_any(self, tensor: Tensor, tag: int) -> PendingOperation:
         """Start to receive from the first rank that sends; after the wait, `_source_rank()` says which it was.
 
         The message is looked for before it is received: MPICH 5.0.2 over UCX does not find one that came before a
@@ -234,12 +234,12 @@ class MpiEngine:
 
     def _begin(
         self, start: Callable[[], Any], memory: Tensor | None, peer: int = _ANYBODY, *, receives: bool = False
-    ) -> Underway:
+    ) -> PendingOperation:
         """Begin an operation on the memory of a tensor; `start` returns MPI's request for it."""
         with self._guard:
             if self.is_closed:
                 raise EngineClosed("this rank has left the group")
-            operation = Underway(self, start, memory, peer, receives=receives)
+            operation = PendingOperation(self, start, memory, peer, receives=receives)
             self._underway.add(operation)
             return operation
 
@@ -251,7 +251,7 @@ class MpiEngine:
     def _tag(self, tag: int) -> int:
         return tag if tag < DATA else self._half | (tag & (self._half - 1))
 
-    def _forget(self, operation: Underway) -> None:
+    def _forget(self, operation: PendingOperation) -> None:
         self._underway.discard(operation)  # no lock: `close` holds it while it tests
 
     def check(self, peer: int) -> None:
@@ -272,7 +272,7 @@ class MpiEngine:
             probed.Recv([None, 0, mpi.BYTE])
             self.departed.add(int(status.Get_source()))
 
-    def _say_goodbye(self, peer: int) -> Underway:
+    def _say_goodbye(self, peer: int) -> PendingOperation:
         mpi = self.runtime.mpi
         return self._begin(lambda: self.comm.Isend([None, 0, mpi.BYTE], peer, self._goodbye_tag), None, peer)
 

@@ -26,18 +26,18 @@ from phalanx._comm.diagnostics.failure_report import (
     KILLED,
     LEFT,
     LEFT_IN_FLIGHT,
+    FailedOperation,
     FailureReport,
-    Operation,
     closed,
     late,
 )
 from phalanx._comm.diagnostics.failure_store import FailureStore
-from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition
 from phalanx._comm.engines.engine import DELIVERY_S, InTransit
 from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx._comm.transport.base import CallContext
-from phalanx._comm.transport.call import HEAD_BYTES, Call, Disagreement, disagreement, split_heads
+from phalanx._comm.transport.call import HEAD_BYTES, CollectiveCall, Disagreement, disagreement, split_heads
 from phalanx._comm.transport.call_lock import take_call_lock
 from phalanx._comm.transport.group_reports import GroupReports
 from phalanx._comm.transport.health_monitor import HealthMonitor
@@ -76,7 +76,7 @@ class GlooSession:
         self._sites: dict[str, int] = {"": 0}
         self._places = [""]  # by the number of the call site
         self.entered_s = 0.0  # when the last collective began, as `time.monotonic` counts
-        self._at = Position()
+        self._at = RankPosition()
         self.engine = engine
         self.reports = GroupReports(self)
         self.reports.attach(failure_store)
@@ -91,7 +91,7 @@ class GlooSession:
     # -- what the process group asks -----------------------------------------------------------------------------
 
     @property
-    def position(self) -> Position:
+    def position(self) -> RankPosition:
         """Return where this rank is."""
         return self._at
 
@@ -145,7 +145,7 @@ class GlooSession:
     # -- around a collective -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def collective(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
+    def collective(self, call: CollectiveCall, ctx: CallContext) -> Iterator[Deadline]:
         """Agree on `call` with all ranks; what fails inside becomes the error that all ranks raise.
 
         Raises:
@@ -155,7 +155,7 @@ class GlooSession:
 
         def check() -> None:
             if self.reports.report is not None:
-                raise self.reports.report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
+                raise self.reports.report.error(FailedOperation(call.name, self.group, self.rank, call_site=call.place))
 
         take_call_lock(self.lock, self.group, self.rank, ctx.timeout_s, check)
         try:
@@ -165,7 +165,7 @@ class GlooSession:
             self.lock.release()
 
     @contextlib.contextmanager
-    def _running(self, call: Call, ctx: CallContext) -> Iterator[Deadline]:
+    def _running(self, call: CollectiveCall, ctx: CallContext) -> Iterator[Deadline]:
         """Agree on `call` with all ranks, under `lock`. What fails inside becomes the error that all ranks raise.
 
         Raises:
@@ -173,18 +173,18 @@ class GlooSession:
             PeerLostError, DeadlineError: a rank is gone or late.
         """
         with torch.no_grad():
-            self._check_open(Operation(call.name, self.group, self.rank, call_site=call.place))
+            self._check_open(FailedOperation(call.name, self.group, self.rank, call_site=call.place))
             self.seq += 1
-            operation = Operation(f"{call.name} #{self.seq}", self.group, self.rank, self.seq, call.place)
+            operation = FailedOperation(f"{call.name} #{self.seq}", self.group, self.rank, self.seq, call.place)
             self.entered_s = time.monotonic()
-            self._at = Position(self.seq, operation.place, inside=True)
+            self._at = RankPosition(self.seq, operation.place, inside=True)
             deadline = Deadline.after(ctx.timeout_s)
             with self.reporting(operation, deadline):
                 self._agree(call, deadline)
                 yield deadline
-            self._at = Position(self.seq, operation.place)
+            self._at = RankPosition(self.seq, operation.place)
 
-    def _agree(self, call: Call, deadline: Deadline) -> None:
+    def _agree(self, call: CollectiveCall, deadline: Deadline) -> None:
         if self.world_size == 1:
             return
         mine, heads = bytearray(call.head(self.seq)), bytearray(HEAD_BYTES * self.world_size)
@@ -234,7 +234,7 @@ class GlooSession:
         else:
             self._background_messages.run(wait, look_at(self.engine, peer, GlooFailed))
 
-    def _check_open(self, operation: Operation) -> None:
+    def _check_open(self, operation: FailedOperation) -> None:
         if self.closed:
             raise closed(self.group)
         if self.reports.report is not None:
@@ -242,14 +242,14 @@ class GlooSession:
 
     def check_tag(self, tag: int, num_tags: int) -> None:
         """Raise what is wrong before a message with `tag` is sent or received."""
-        self._check_open(Operation("send and recv", self.group, self.rank))
+        self._check_open(FailedOperation("send and recv", self.group, self.rank))
         if not 0 <= tag < num_tags:
             raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1}, got {tag}")
 
     # -- reports -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def reporting(self, operation: Operation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
+    def reporting(self, operation: FailedOperation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
         """Turn what fails inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
         below zero, all if None.
         """
@@ -304,7 +304,7 @@ class GlooSession:
             return report
         return self._report_late(answers, timeout_s, peer)
 
-    def _report_late(self, answers: Mapping[int, Position], timeout_s: float, peer: int | None) -> FailureReport:
+    def _report_late(self, answers: Mapping[int, RankPosition], timeout_s: float, peer: int | None) -> FailureReport:
         """Report that this rank gave up. `answers` has where the others say they are; `peer` is as for `reporting`."""
         if peer is None:
             missing = self.reports.missing(answers)

@@ -12,11 +12,11 @@ from torch import Tensor
 from phalanx._base.core_numbers import AVG
 from phalanx._base.deadline import Deadline
 from phalanx._base.dtypes import REDUCTIONS, dtype_name, dtype_of
-from phalanx._comm.diagnostics.failure_report import Operation, RankCall
+from phalanx._comm.diagnostics.failure_report import FailedOperation, RankCall
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.engines.gloo import GlooEngine
 from phalanx._comm.transport.base import CallContext, Transport
-from phalanx._comm.transport.call import Call, Disagreement, compare_splits, describe_call
+from phalanx._comm.transport.call import CollectiveCall, Disagreement, compare_splits, describe_call
 from phalanx._comm.transport.gloo.session import GlooSession, bytes_of, talking, timedelta_of
 from phalanx._comm.transport.numerics import divide
 from phalanx._comm.transport.tensors import alias, dense, nbytes, scaled, write_back
@@ -76,7 +76,7 @@ class GlooTransport(Transport):
 
     def barrier(self, ctx: CallContext) -> None:
         """Return when every rank has come: the agreement is a barrier already."""
-        with self._session.collective(Call("barrier", place=self._session.place(ctx)), ctx):
+        with self._session.collective(CollectiveCall("barrier", place=self._session.place(ctx)), ctx):
             pass
 
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
@@ -249,7 +249,10 @@ class GlooTransport(Transport):
         data = dense(alias(tensor))
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
         deadline = Deadline.after(ctx.timeout_s)
-        with self._session.reporting(Operation(f"send to rank {dst}", self.group, self.rank), deadline, dst), talking():
+        with (
+            self._session.reporting(FailedOperation(f"send to rank {dst}", self.group, self.rank), deadline, dst),
+            talking(),
+        ):
             under_way = [self._session.engine.send(dst, part, tag) for part in (header, bytes_of(data)) if len(part)]
             self._session.wait_for(under_way, dst, nbytes(data), deadline)
 
@@ -260,7 +263,7 @@ class GlooTransport(Transport):
         header = torch.empty(2, dtype=torch.int64)
         deadline = Deadline.after(ctx.timeout_s)
         label = f"recv from rank {src}" if src >= 0 else "recv from any rank"
-        with self._session.reporting(Operation(label, self.group, self.rank), deadline, src), torch.no_grad():
+        with self._session.reporting(FailedOperation(label, self.group, self.rank), deadline, src), torch.no_grad():
             with talking():
                 source = self._recv_header(header, src, tag, deadline)
             code = dtype_of(data.dtype).code

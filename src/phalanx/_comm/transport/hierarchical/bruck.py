@@ -29,7 +29,7 @@ from phalanx._comm.transport.hierarchical.exchange import (
     read_message,
     write_message,
 )
-from phalanx._comm.transport.hierarchical.inboxes import Buffer, Inboxes
+from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, talking_to
 
@@ -66,7 +66,7 @@ class BruckExchange(LeaderExchange):
         ]
         payload_bytes = max(SMALL_BYTES // (size - 1), ALWAYS_SMALL_BYTES)
         longest = [aligned(longest_message(num_ranks, payload_bytes)) for num_ranks in self._sizes]
-        self._own = Buffer(longest[0])
+        self._own = MessageBuffer(longest[0])
         self._messages: list[tuple[int, int]] = []  # those of this operation: addresses and bytes, as in `_order`
         inboxes = Inboxes(
             engine,
@@ -78,7 +78,7 @@ class BruckExchange(LeaderExchange):
             lambda _, inbox: int(inbox.first_word.value),
         )
         outboxes = {
-            number: [Buffer(_HEADER_BYTES + sum(longest[: one.num_hosts])) for _ in range(SENT)]
+            number: [MessageBuffer(_HEADER_BYTES + sum(longest[: one.num_hosts])) for _ in range(SENT)]
             for number, one in enumerate(self._rounds)
         }
         super().__init__(layout, inboxes, outboxes)

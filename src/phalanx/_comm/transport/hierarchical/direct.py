@@ -16,7 +16,7 @@ from phalanx._base.deadline import Deadline, timeout_ns
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import Disagreement, compare_splits, describe_call
 from phalanx._comm.transport.hierarchical.agreement import Agreement
-from phalanx._comm.transport.hierarchical.rails import Message, talking_to
+from phalanx._comm.transport.hierarchical.rails import RailMessage, talking_to
 from phalanx._comm.transport.hierarchical.segmented import SegmentedCollectives
 from phalanx._comm.transport.hierarchical.small import SmallCollectives
 from phalanx._comm.transport.tensors import alias, dense, nbytes, write_back
@@ -120,7 +120,7 @@ class DirectCollectives:
 
     def _swap(
         self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], deadline: Deadline
-    ) -> list[Message]:
+    ) -> list[RailMessage]:
         """Start to send sends[r] to and receive receives[r] from each rank r of other hosts; None is skipped."""
         messages = []
         # Receives first: an engine that asks the receiver before it sends, as Gloo does, would otherwise put a rank's
@@ -129,11 +129,11 @@ class DirectCollectives:
             for r, tensor in enumerate(tensors):
                 if r not in self._layout.local_ranks and tensor is not None and tensor.numel():
                     with talking_to(r):
-                        messages.append(Message(start(r, tensor, self._agreement.stream(0)), r, deadline))
+                        messages.append(RailMessage(start(r, tensor, self._agreement.stream(0)), r, deadline))
         return messages
 
 
-def _wait_all(messages: Sequence[Message]) -> None:
+def _wait_all(messages: Sequence[RailMessage]) -> None:
     for message in messages:
         message.wait()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from phalanx._base.deadline import Deadline
 from phalanx._comm.engines.engine import Engine
 from phalanx._comm.transport.call import HEAD_BYTES, agree
-from phalanx._comm.transport.hierarchical.inboxes import Buffer, Inboxes
+from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, talking_to, timedelta_of
 
@@ -49,9 +49,9 @@ class LeaderExchange(abc.ABC):
     is_direct: bool
     """Whether each host has a message of its own for each other one. If not, all of them get the same payload."""
 
-    def __init__(self, layout: Layout, inboxes: Inboxes, outboxes: Mapping[int, Sequence[Buffer]]) -> None:
+    def __init__(self, layout: Layout, inboxes: Inboxes, outboxes: Mapping[int, Sequence[MessageBuffer]]) -> None:
         self.hosts = tuple(host for host in range(layout.num_hosts) if host != layout.host)
-        self._scratch = Buffer(SMALL_BYTES)
+        self._scratch = MessageBuffer(SMALL_BYTES)
         self.scratch = self._scratch.address  # for what the leader makes of its host's payloads
         self.inboxes = inboxes
         self._outboxes = outboxes
@@ -92,7 +92,7 @@ class LeaderExchange(abc.ABC):
             for outbox in outboxes:
                 outbox.pending = None  # the engine's sockets live as long as a message on its way
 
-    def free_outbox(self, key: int, peer: int, deadline: Deadline) -> Buffer:
+    def free_outbox(self, key: int, peer: int, deadline: Deadline) -> MessageBuffer:
         """Return the memory for this operation's message to `peer`, once the last but one has left it."""
         outbox = self._outboxes[key][self._number % SENT]
         if outbox.pending is not None:  # it is of the operation before the last, and most likely over
@@ -117,7 +117,7 @@ class DirectExchange(LeaderExchange):
             {host: longest_message(size, SMALL_BYTES) for host, size in self._sizes.items()},
             lambda host, inbox: length_of_message(inbox, self._sizes[host]),
         )
-        super().__init__(layout, inboxes, {host: [Buffer(longest) for _ in range(SENT)] for host in self._peers})
+        super().__init__(layout, inboxes, {host: [MessageBuffer(longest) for _ in range(SENT)] for host in self._peers})
 
     def send(
         self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
@@ -144,7 +144,7 @@ def all_agree(mine: bytes, *hosts: Sequence[bytes]) -> bool:
 
 
 def write_message(
-    buffer: Buffer, heads: Sequence[bytes], distinct: Sequence[bytes], pieces: Sequence[tuple[int, int]]
+    buffer: MessageBuffer, heads: Sequence[bytes], distinct: Sequence[bytes], pieces: Sequence[tuple[int, int]]
 ) -> int:
     """Write a host's message to the beginning of `buffer`, and return where it ends."""
     start = _payload_offset(len(heads), len(distinct))
@@ -158,7 +158,7 @@ def write_message(
     return end
 
 
-def read_message(buffer: Buffer, at: int, num_ranks: int) -> tuple[HostMessage, int]:
+def read_message(buffer: MessageBuffer, at: int, num_ranks: int) -> tuple[HostMessage, int]:
     """Return the message of a host with so many ranks that begins at `at`, and where the next one begins."""
     num_distinct, nbytes = _PREFIX.unpack_from(buffer.bytes, at)
     start = at + _payload_offset(num_ranks, num_distinct)
@@ -168,7 +168,7 @@ def read_message(buffer: Buffer, at: int, num_ranks: int) -> tuple[HostMessage, 
     return HostMessage([distinct[kind] for kind in kinds], buffer.address + start, nbytes), aligned(start + nbytes)
 
 
-def length_of_message(buffer: Buffer, num_ranks: int) -> int:
+def length_of_message(buffer: MessageBuffer, num_ranks: int) -> int:
     """Return the length of the message that has begun to arrive; it is a guess while its first bytes do."""
     num_distinct, nbytes = _PREFIX.unpack_from(buffer.bytes)
     return _payload_offset(num_ranks, num_distinct) + int(nbytes)

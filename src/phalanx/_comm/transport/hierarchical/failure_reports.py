@@ -13,7 +13,7 @@ from phalanx._base.loss_detection import COLLECT_REPORT_S, REPORT_S
 from phalanx._base.processes import read_state
 from phalanx._comm.diagnostics.failure_report import NOTHING_CALLED, FailureReport, RankCall, late
 from phalanx._comm.diagnostics.failure_store import FailureStore
-from phalanx._comm.diagnostics.flight_recorder import Position, read, read_position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition, read, read_position
 from phalanx._comm.diagnostics.whereabouts import how_it_ended, late_ranks
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import Disagreement
@@ -163,7 +163,9 @@ class FailureReports(GroupReports):
             missing, self.here.names, answers, self.here.rank, timeout_s, is_collective=peer is None, remarks=remarks
         )
 
-    def _with_this_host(self, answers: Mapping[int, Position], late_here: Collection[int]) -> dict[int, Position]:
+    def _with_this_host(
+        self, answers: Mapping[int, RankPosition], late_here: Collection[int]
+    ) -> dict[int, RankPosition]:
         """Add to `answers` where this host's ranks are that found no time to answer; its memory tells.
 
         On a busy host a rank may take longer than it is given. A rank that is stopped is left out: it hangs.
@@ -180,14 +182,14 @@ class FailureReports(GroupReports):
         late = late_ranks(self._core, self._layout.local_rank, len(self._layout.local_ranks))
         return [self._layout.local_ranks[r] for r in late]
 
-    def missing(self, answers: Mapping[int, Position], late_here: Sequence[int] = ()) -> list[int]:
+    def missing(self, answers: Mapping[int, RankPosition], late_here: Sequence[int] = ()) -> list[int]:
         return decide_missing(
             self.others(), answers, self.here.seq, {*late_here, *self._late_here()}, self._layout.local_ranks[0]
         )
 
 
 def decide_missing(
-    others: Sequence[int], answers: Mapping[int, Position], seq: int, late_here: Collection[int], leader: int
+    others: Sequence[int], answers: Mapping[int, RankPosition], seq: int, late_here: Collection[int], leader: int
 ) -> list[int]:
     """Return those of `others` for which a rank in collective `seq` waits. `answers` says where others are.
 

@@ -38,7 +38,7 @@ _CROWDED_S = 2e-5
 _WITHOUT_LOOKS = 50
 
 
-class Buffer:
+class MessageBuffer:
     """A buffer is memory for one message."""
 
     def __init__(self, nbytes: int) -> None:
@@ -70,12 +70,12 @@ class Inboxes:
         engine: Engine,
         senders: Mapping[int, int],
         nbytes: Mapping[int, int],
-        length: Callable[[int, Buffer], int],
+        length: Callable[[int, MessageBuffer], int],
     ) -> None:
         self._engine = engine
         self._senders = senders
         self._length = length
-        self._buffers = {key: [Buffer(nbytes[key]) for _ in range(_AHEAD)] for key in senders}
+        self._buffers = {key: [MessageBuffer(nbytes[key]) for _ in range(_AHEAD)] for key in senders}
         self._number = 0
         self._background = Background()
         self._without_looks = 0  # how many of the next messages are not looked for
@@ -83,7 +83,7 @@ class Inboxes:
         for slot in range(_AHEAD):
             self._post(slot)
 
-    def receive(self, key: int, deadline: Deadline) -> Buffer:
+    def receive(self, key: int, deadline: Deadline) -> MessageBuffer:
         """Return this operation's message of a sender; it stays as it is until `done`.
 
         Raises:
@@ -98,7 +98,7 @@ class Inboxes:
             self._await(inbox, peer, deadline)
         return inbox
 
-    def _sees(self, inbox: Buffer) -> bool:
+    def _sees(self, inbox: MessageBuffer) -> bool:
         """Return whether a message begins to arrive within a moment, in which other threads may have this core.
 
         Where they do take it, looking only hinders the engine's thread: then the next messages are not looked for.
@@ -118,7 +118,7 @@ class Inboxes:
             before = now
         return bool(inbox.first_word.value)
 
-    def _await(self, inbox: Buffer, peer: int, deadline: Deadline) -> None:
+    def _await(self, inbox: MessageBuffer, peer: int, deadline: Deadline) -> None:
         assert inbox.pending is not None
         arrived = self._background.start(partial(inbox.pending.wait, FOR_EVER))
         look = look_at(self._engine, peer, partial(ConnectionBroken, peer))

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.dtypes import dtype_name, dtype_of
-from phalanx._comm.diagnostics.failure_report import FailureReport, Operation, RankCall, closed
+from phalanx._comm.diagnostics.failure_report import FailedOperation, FailureReport, RankCall, closed
 from phalanx._comm.transport.background import WHOLE_BYTES, look_at
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import describe_call
-from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, Message, talking_to
+from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, RailMessage, talking_to
 from phalanx._comm.transport.hierarchical.session import HierarchicalSession
 from phalanx._comm.transport.tensors import alias, dense, nbytes, write_back
 
 
-class Messages:
+class HierarchicalMessages:
     """They are the messages of `session`'s rank. Messages between two ranks keep their order per tag."""
 
     def __init__(self, session: HierarchicalSession) -> None:
@@ -42,9 +42,9 @@ class Messages:
         ):
             messages = []
             with talking_to(dst):
-                messages.append(Message(self._session.engine.send(dst, header, tag), dst, deadline))
+                messages.append(RailMessage(self._session.engine.send(dst, header, tag), dst, deadline))
                 if nbytes(data):
-                    messages.append(Message(self._session.engine.send(dst, data, tag), dst, deadline))
+                    messages.append(RailMessage(self._session.engine.send(dst, data, tag), dst, deadline))
             self._wait_for(messages, dst, nbytes(data))
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
@@ -58,11 +58,11 @@ class Messages:
         with recorded, self._session.reporting(here, ctx, deadline, src), torch.no_grad():
             with talking_to(src):
                 if src >= 0:
-                    Message(self._session.engine.recv(src, header, tag), src, deadline).wait()
+                    RailMessage(self._session.engine.recv(src, header, tag), src, deadline).wait()
                     source = src
                 else:
                     pending = self._session.engine.recv_any(header, tag)
-                    Message(pending, src, deadline).wait()
+                    RailMessage(pending, src, deadline).wait()
                     source = pending._source_rank()
             sent_bytes, sent_dtype = header.tolist()
             code = dtype_of(data.dtype).code
@@ -70,13 +70,13 @@ class Messages:
                 self._refuse(here, source, (sent_bytes, sent_dtype), (nbytes(data), code))
             if sent_bytes:
                 with talking_to(source):
-                    message = Message(self._session.engine.recv(source, data, tag), source, deadline)
+                    message = RailMessage(self._session.engine.recv(source, data, tag), source, deadline)
                 self._wait_for([message], source, sent_bytes)
             if data.data_ptr() != tensor.data_ptr():
                 write_back(alias(tensor), data)
         return source
 
-    def _wait_for(self, messages: Sequence[Message], peer: int, num_bytes: int) -> None:
+    def _wait_for(self, messages: Sequence[RailMessage], peer: int, num_bytes: int) -> None:
         """Wait for what is under way with `peer`, and notice its closed connection even amid a message.
 
         Gloo tells that only of a message that has not begun to come; so another thread waits for a long one.
@@ -93,8 +93,8 @@ class Messages:
                 wait, look_at(self._session.engine, peer, partial(ConnectionBroken, peer))
             )
 
-    def _operation(self, label: str, ctx: CallContext) -> Operation:
-        return Operation(label, self._session.group, self._session.rank, call_site=self._session.place(ctx))
+    def _operation(self, label: str, ctx: CallContext) -> FailedOperation:
+        return FailedOperation(label, self._session.group, self._session.rank, call_site=self._session.place(ctx))
 
     def _check_open(self, label: str, tag: int, ctx: CallContext) -> None:
         if self._session.closed:
@@ -104,7 +104,7 @@ class Messages:
         if self._session.reports.report is not None:
             raise self._session.reports.report.error(self._operation(label, ctx))
 
-    def _refuse(self, here: Operation, source: int, sent: tuple[int, int], wanted: tuple[int, int]) -> None:
+    def _refuse(self, here: FailedOperation, source: int, sent: tuple[int, int], wanted: tuple[int, int]) -> None:
         calls = {
             source: RankCall(f"send of {sent[0]} bytes of {dtype_name(sent[1])} to rank {self._session.rank}"),
             self._session.rank: RankCall(f"recv of {wanted[0]} bytes of {dtype_name(wanted[1])} from rank {source}"),

@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx._base.deadline import Deadline
 from phalanx._comm.engines.engine import Engine, InTransit
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
-from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, Message, NotBegun, talking_to
+from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, NotBegun, RailMessage, talking_to
 
 # The tag of the first `PrecedingMessages` of a group; that of the next is one less. Collectives' data have lower ones.
 _FIRST_TAG, _NUM_TAGS = 0x7FFFFFFD, 64
@@ -103,7 +103,7 @@ class PrecedingMessages:
 
     def _wait(self, peer: int, pending: InTransit, deadline: Deadline, *, is_soon: bool) -> None:
         """Wait on this thread if that `is_soon` over, or if the engine hears signals; else let another thread wait."""
-        message = Message(pending, peer, deadline)
+        message = RailMessage(pending, peer, deadline)
         if is_soon or self._engine.is_interruptible:
             message.wait()
         else:

@@ -65,8 +65,8 @@ def timedelta_of(deadline: Deadline) -> timedelta:
 
 
 @dataclass(frozen=True)
-class Message:
-    """A `Message` is under way with `peer`."""
+class RailMessage:
+    """A `RailMessage` is under way with `peer`."""
 
     pending: InTransit | Widening
     peer: int
@@ -168,21 +168,21 @@ class Rail:
         lost: Tensor | None = None
         code = dtype_of(buffer.dtype).code
 
-        def send(dst: int, view: Tensor) -> Message:
+        def send(dst: int, view: Tensor) -> RailMessage:
             rank = self._ranks[dst]
             if shorter:
                 at = (view.data_ptr() - buffer.data_ptr()) // view.element_size()
                 view = self._compression.shorten(view, None if lost is None else lost[at : at + view.numel()])
             with talking_to(rank):
-                return Message(PendingSend(self._engine.send(rank, view, tag), view), rank, deadline)
+                return RailMessage(PendingSend(self._engine.send(rank, view, tag), view), rank, deadline)
 
-        def recv(src: int, view: Tensor) -> Message:
+        def recv(src: int, view: Tensor) -> RailMessage:
             rank = self._ranks[src]
             with talking_to(rank):
                 if shorter:
                     short = self._compression.staging(view)
-                    return Message(Widening(self._engine.recv(rank, short, tag), short, view), rank, deadline)
-                return Message(self._engine.recv(rank, view, tag), rank, deadline)
+                    return RailMessage(Widening(self._engine.recv(rank, short, tag), short, view), rank, deadline)
+                return RailMessage(self._engine.recv(rank, view, tag), rank, deadline)
 
         def combine(into: Tensor, first: Tensor, second: Tensor) -> None:
             _core.reduce(into.data_ptr(), (first.data_ptr(), second.data_ptr()), into.numel(), code, redop)

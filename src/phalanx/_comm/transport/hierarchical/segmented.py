@@ -25,9 +25,9 @@ from phalanx._base.dtypes import dtype_of
 from phalanx._comm.engines.engine import InTransit
 from phalanx._comm.schedules.schedule import Operation, Schedule, chunk_bounds
 from phalanx._comm.transport.base import CallContext
-from phalanx._comm.transport.call import Call
+from phalanx._comm.transport.call import CollectiveCall
 from phalanx._comm.transport.hierarchical.agreement import Agreement
-from phalanx._comm.transport.hierarchical.rails import Message, PendingSend, plan, talking_to
+from phalanx._comm.transport.hierarchical.rails import PendingSend, RailMessage, plan, talking_to
 from phalanx._comm.transport.numerics import HALF, divide, sum_of, sum_type
 from phalanx._comm.transport.tensors import dense, is_plain, scaled, write_back
 
@@ -44,7 +44,9 @@ class SegmentedCollectives:
         self._rank = agreement.session.rank
         self._world_size = agreement.session.world_size
 
-    def all_reduce(self, tensor: Tensor, call: Call, redop: int, ctx: CallContext, *, root: int, factor: Any) -> None:
+    def all_reduce(
+        self, tensor: Tensor, call: CollectiveCall, redop: int, ctx: CallContext, *, root: int, factor: Any
+    ) -> None:
         wanted = root in (-1, self._rank)
         with self._session.running(call, ctx) as deadline:
             self._agreement.gather_to_leader(ctx, deadline)
@@ -66,7 +68,7 @@ class SegmentedCollectives:
                 write_back(tensor, result.view(tensor.shape))
 
     def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], call: Call, redop: int, ctx: CallContext, factor: Any
+        self, output: Tensor, inputs: Sequence[Tensor], call: CollectiveCall, redop: int, ctx: CallContext, factor: Any
     ) -> None:
         with self._session.running(call, ctx) as deadline:
             self._agreement.agree(ctx, deadline)
@@ -77,7 +79,7 @@ class SegmentedCollectives:
             if not in_place:
                 write_back(output, result.view(output.shape))
 
-    def broadcast(self, tensor: Tensor, call: Call, root: int, ctx: CallContext) -> None:
+    def broadcast(self, tensor: Tensor, call: CollectiveCall, root: int, ctx: CallContext) -> None:
         with self._session.running(call, ctx) as deadline:
             self._agreement.agree(ctx, deadline)
             data = dense(tensor)
@@ -85,7 +87,7 @@ class SegmentedCollectives:
             if data is not tensor and root != self._rank:
                 write_back(tensor, data)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, call: Call, ctx: CallContext) -> None:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, call: CollectiveCall, ctx: CallContext) -> None:
         with self._session.running(call, ctx) as deadline:
             self._agreement.agree(ctx, deadline)
             into = [t if is_plain(t) else torch.empty(t.shape, dtype=t.dtype) for t in outputs]
@@ -433,9 +435,9 @@ class SegmentedCollectives:
         tensor: Tensor,
         tag: int,
         deadline: Deadline,
-    ) -> Message:
+    ) -> RailMessage:
         with talking_to(peer):
-            return Message(PendingSend(begin(peer, tensor, tag), tensor), peer, deadline)
+            return RailMessage(PendingSend(begin(peer, tensor, tag), tensor), peer, deadline)
 
     def _reduce_here(
         self, rails: Sequence[Tensor], mine: Tensor, redop: int, ctx: CallContext, deadline: Deadline

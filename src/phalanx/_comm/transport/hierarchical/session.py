@@ -23,19 +23,19 @@ from phalanx._comm.diagnostics import failures
 from phalanx._comm.diagnostics.failure_report import (
     LEFT,
     LEFT_IN_FLIGHT,
+    FailedOperation,
     FailureReport,
-    Operation,
     closed,
     describe_wait,
 )
 from phalanx._comm.diagnostics.failure_store import FailureStore
-from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition
 from phalanx._comm.engines.engine import DELIVERY_S, Engine
 from phalanx._comm.rendezvous.bootstrap import NOTICE_S
 from phalanx._comm.symmetric_memory.memory import SymmetricMemory
 from phalanx._comm.transport.background import Background
 from phalanx._comm.transport.base import CallContext
-from phalanx._comm.transport.call import Call, Disagreement
+from phalanx._comm.transport.call import CollectiveCall, Disagreement
 from phalanx._comm.transport.call_lock import take_call_lock
 from phalanx._comm.transport.health_monitor import HealthMonitor
 from phalanx._comm.transport.hierarchical.bruck import open_exchange
@@ -61,7 +61,7 @@ class Running:
 
     __slots__ = ("_call", "_ctx", "_deadline", "_record", "_session")
 
-    def __init__(self, session: HierarchicalSession, call: Call, ctx: CallContext) -> None:
+    def __init__(self, session: HierarchicalSession, call: CollectiveCall, ctx: CallContext) -> None:
         self._session = session
         self._call = call
         self._ctx = ctx
@@ -126,7 +126,7 @@ class HierarchicalSession:
         self._memory = SharedMemoryTransport(group)
         self.seq = 0  # how many collectives this rank has begun
         self._said_seq = -1
-        self._current: Call | None = None  # the call under way, or (unless `_inside`) the last
+        self._current: CollectiveCall | None = None  # the call under way, or (unless `_inside`) the last
         self._inside = False
         self.entered_s = 0.0
         self.reports = FailureReports(self, layout, self._memory)
@@ -233,7 +233,7 @@ class HierarchicalSession:
     def place(self, ctx: CallContext) -> str:
         return self._memory.place(ctx.call_site)
 
-    def _acquire_lock(self, call: Call, timeout_s: float) -> None:
+    def _acquire_lock(self, call: CollectiveCall, timeout_s: float) -> None:
         """Take `lock`, for `call`.
 
         A thread that has it may be stuck in the engine, while the group is over. Errors are those of `take_call_lock`.
@@ -241,11 +241,11 @@ class HierarchicalSession:
 
         def check() -> None:
             if self.reports.report is not None:
-                raise self.reports.report.error(Operation(call.name, self.group, self.rank, call_site=call.place))
+                raise self.reports.report.error(FailedOperation(call.name, self.group, self.rank, call_site=call.place))
 
         take_call_lock(self.lock, self.group, self.rank, timeout_s, check)
 
-    def interruptible(self, call: Call, ctx: CallContext, operation: Callable[[], None]) -> None:
+    def interruptible(self, call: CollectiveCall, ctx: CallContext, operation: Callable[[], None]) -> None:
         """Carry out `operation`, which waits in an engine that may hear neither signals nor that a peer is gone.
 
         Another thread carries it out, and this one waits for that thread. Ctrl-C ends the operation, and the group. So
@@ -273,7 +273,7 @@ class HierarchicalSession:
 
         self._background.run(operation, look, self.reports.interrupted)
 
-    def running(self, call: Call, ctx: CallContext) -> Running:
+    def running(self, call: CollectiveCall, ctx: CallContext) -> Running:
         """Return a context for one collective, with its place in the sequence; a failure becomes all ranks' error.
 
         Raises:
@@ -282,7 +282,7 @@ class HierarchicalSession:
         """
         return Running(self, call, ctx)
 
-    def _begin(self, call: Call, ctx: CallContext) -> int:
+    def _begin(self, call: CollectiveCall, ctx: CallContext) -> int:
         """Take the place in the sequence; return the number of the flight recorder's line."""
         if self.closed:
             raise closed(self.group)
@@ -299,16 +299,16 @@ class HierarchicalSession:
         return core.begin_record(self.seq, _KINDS[call.name], *about, ctx.call_site, call.shape)
 
     @property
-    def position(self) -> Position:
+    def position(self) -> RankPosition:
         """Return where this rank is, for ranks that ask."""
         call, inside = self._current, self._inside
-        return Position() if call is None else Position(self.seq, self._operation_of(call).place, inside=inside)
+        return RankPosition() if call is None else RankPosition(self.seq, self._operation_of(call).place, inside=inside)
 
-    def _operation_of(self, call: Call) -> Operation:
-        return Operation(f"{call.name} #{self.seq}", self.group, self.rank, self.seq, call.place)
+    def _operation_of(self, call: CollectiveCall) -> FailedOperation:
+        return FailedOperation(f"{call.name} #{self.seq}", self.group, self.rank, self.seq, call.place)
 
     @contextlib.contextmanager
-    def recorded(self, call: Call, ctx: CallContext, peer: int) -> Iterator[None]:
+    def recorded(self, call: CollectiveCall, ctx: CallContext, peer: int) -> Iterator[None]:
         """Record a message inside as one line of the flight recorder; it has no place in the sequence."""
         peer = self._numbers[peer] if peer >= 0 else -1
         about = (max(call.dtype, 0), 0, -1, peer, max(call.count, 0))
@@ -324,14 +324,14 @@ class HierarchicalSession:
             if not self.closed:
                 self.core.end_record(number, status)
 
-    def fail_with(self, report: FailureReport, operation: Operation) -> NoReturn:
+    def fail_with(self, report: FailureReport, operation: FailedOperation) -> NoReturn:
         """End the group with `report`, unless another rank's is there already; raise it as the error of `operation`."""
         self.reports.publish(report)
         assert self.reports.report is not None
         raise self.reports.report.error(operation)
 
     @contextlib.contextmanager
-    def reporting(self, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
+    def reporting(self, operation: FailedOperation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
         """Turn what fails inside, where only `peer` is waited for, into the error that all ranks raise."""
         try:
             yield
@@ -340,7 +340,12 @@ class HierarchicalSession:
             raise
 
     def _fail(
-        self, error: BaseException, operation: Operation, ctx: CallContext, deadline: Deadline, peer: int | None = None
+        self,
+        error: BaseException,
+        operation: FailedOperation,
+        ctx: CallContext,
+        deadline: Deadline,
+        peer: int | None = None,
     ) -> None:
         """End the group after an operation that ended with `error`, so that all ranks tell the same.
 

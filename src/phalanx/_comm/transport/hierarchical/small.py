@@ -20,7 +20,7 @@ from phalanx import _core
 from phalanx._base.deadline import Deadline
 from phalanx._base.dtypes import dtype_of
 from phalanx._comm.transport.base import CallContext
-from phalanx._comm.transport.call import Call
+from phalanx._comm.transport.call import CollectiveCall
 from phalanx._comm.transport.hierarchical.agreement import Agreement, Piece
 from phalanx._comm.transport.hierarchical.exchange import ALWAYS_SMALL_BYTES, SMALL_BYTES
 from phalanx._comm.transport.numerics import HALF, divide, sum_of, sum_type
@@ -52,11 +52,13 @@ class SmallCollectives:
             return size <= ALWAYS_SMALL_BYTES
         return self.fits(size)
 
-    def barrier(self, call: Call, ctx: CallContext) -> None:
+    def barrier(self, call: CollectiveCall, ctx: CallContext) -> None:
         with self._session.running(call, ctx) as deadline:
             self._agreement.agree(ctx, deadline)
 
-    def all_reduce(self, tensor: Tensor, call: Call, redop: int, ctx: CallContext, *, root: int, factor: Any) -> None:
+    def all_reduce(
+        self, tensor: Tensor, call: CollectiveCall, redop: int, ctx: CallContext, *, root: int, factor: Any
+    ) -> None:
         layout = self._layout
         wanted = root in (-1, self._rank)
         wanted_here = root < 0 or root in layout.local_ranks
@@ -91,7 +93,7 @@ class SmallCollectives:
             if wanted and not in_place:
                 write_back(tensor, result)
 
-    def broadcast(self, tensor: Tensor, call: Call, root: int, ctx: CallContext) -> None:
+    def broadcast(self, tensor: Tensor, call: CollectiveCall, root: int, ctx: CallContext) -> None:
         layout = self._layout
         with self._session.running(call, ctx) as deadline:
             mine = dense(tensor)
@@ -117,7 +119,7 @@ class SmallCollectives:
                 write_back(tensor, data)
 
     def all_gather(
-        self, outputs: Sequence[Tensor], tensor: Tensor, call: Call, sizes: Sequence[int], ctx: CallContext
+        self, outputs: Sequence[Tensor], tensor: Tensor, call: CollectiveCall, sizes: Sequence[int], ctx: CallContext
     ) -> None:
         """Write rank r's `tensor` to outputs[r], or if there is one output, all of them to it, one after the other."""
         ends = [0, *itertools.accumulate(sizes)]
@@ -153,7 +155,7 @@ class SmallCollectives:
         self._agreement.broadcast_from_leader(ctx, deadline, whole.data_ptr(), ends[-1])
 
     def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], call: Call, redop: int, ctx: CallContext
+        self, output: Tensor, inputs: Sequence[Tensor], call: CollectiveCall, redop: int, ctx: CallContext
     ) -> None:
         layout = self._layout
         by_host = layout.by_host

@@ -18,11 +18,11 @@ from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.engines.engine import Engine
 from phalanx._comm.symmetric_memory.memory import SymmetricMemory
 from phalanx._comm.transport.base import CallContext, Transport
-from phalanx._comm.transport.call import Call, describe_call
+from phalanx._comm.transport.call import CollectiveCall, describe_call
 from phalanx._comm.transport.hierarchical.agreement import Agreement
 from phalanx._comm.transport.hierarchical.direct import DirectCollectives
 from phalanx._comm.transport.hierarchical.layout import Layout
-from phalanx._comm.transport.hierarchical.messages import Messages
+from phalanx._comm.transport.hierarchical.messages import HierarchicalMessages
 from phalanx._comm.transport.hierarchical.preceding import Action, PrecedingMessages
 from phalanx._comm.transport.hierarchical.segmented import SegmentedCollectives
 from phalanx._comm.transport.hierarchical.session import HierarchicalSession
@@ -62,7 +62,7 @@ class HierarchicalTransport(Transport):
         self._small = SmallCollectives(self.agreement)
         self._segmented = SegmentedCollectives(self.agreement)
         self._direct = DirectCollectives(self.agreement, self._small, self._segmented)
-        self._messages = Messages(self.session)
+        self._messages = HierarchicalMessages(self.session)
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Take the memory, the engine and the store; this is called before the first operation."""
@@ -127,16 +127,16 @@ class HierarchicalTransport(Transport):
 
     def barrier(self, ctx: CallContext) -> None:
         """Return when every rank has come. Cost: H - 1 messages from each host's leader, and log2 H of more than 5."""
-        self._small.barrier(Call("barrier", place=self.session.place(ctx)), ctx)
+        self._small.barrier(CollectiveCall("barrier", place=self.session.place(ctx)), ctx)
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
         """Allocate memory as `Transport` says: each host in its own memory, all at one place of their sequence."""
         found: dict[int, Tensor] = {}
-        call = Call("barrier", count=nbytes, place=self.session.place(ctx))
+        call = CollectiveCall("barrier", count=nbytes, place=self.session.place(ctx))
         self.session.interruptible(call, ctx, lambda: found.update(self._allocate_on_host(nbytes, call, ctx)))
         return found
 
-    def _allocate_on_host(self, nbytes: int, call: Call, ctx: CallContext) -> dict[int, Tensor]:
+    def _allocate_on_host(self, nbytes: int, call: CollectiveCall, ctx: CallContext) -> dict[int, Tensor]:
         with self.session.running(call, ctx) as deadline:
             self.agreement.agree(ctx, deadline)
             memory = self.session.symm_mem
@@ -215,7 +215,9 @@ class HierarchicalTransport(Transport):
         """
         tensor, outputs = alias(tensor), [alias(t) for t in outputs]
         if root >= 0:
-            self.session.interruptible(Call("gather"), ctx, partial(self._direct.gather, outputs, tensor, root, ctx))
+            self.session.interruptible(
+                CollectiveCall("gather"), ctx, partial(self._direct.gather, outputs, tensor, root, ctx)
+            )
             return
         sizes = tuple(nbytes(t) for t in outputs)
         call = describe_call("all_gather", tensor, self.session.place(ctx), count=sum(sizes), sizes=sizes)
@@ -240,14 +242,16 @@ class HierarchicalTransport(Transport):
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
         """Write root's inputs[rank] to `output`; on the other ranks `inputs` is empty."""
-        self.session.interruptible(Call("scatter"), ctx, partial(self._direct.scatter, output, inputs, root, ctx))
+        self.session.interruptible(
+            CollectiveCall("scatter"), ctx, partial(self._direct.scatter, output, inputs, root, ctx)
+        )
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], ctx: CallContext, *, splits: bool
     ) -> None:
         """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
         self.session.interruptible(
-            Call("all_to_all"), ctx, partial(self._direct.all_to_all, outputs, inputs, ctx, splits=splits)
+            CollectiveCall("all_to_all"), ctx, partial(self._direct.all_to_all, outputs, inputs, ctx, splits=splits)
         )
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:

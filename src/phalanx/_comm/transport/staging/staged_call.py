@@ -21,8 +21,8 @@ from phalanx._comm.transport.staging.streams import CopyStream
 Operation = Callable[[CallContext], None]
 
 
-class InFlight:
-    """`InFlight` holds staged tensors that the device still reads."""
+class StagedTensors:
+    """`StagedTensors` holds staged tensors that the device still reads."""
 
     def __init__(self, stream: CopyStream) -> None:
         self._stream = stream
@@ -38,7 +38,7 @@ class InFlight:
 class StagedCall:
     """A staged call has the tensors of one operation in both places."""
 
-    def __init__(self, stream: CopyStream, memory: HostMemory, in_flight: InFlight) -> None:
+    def __init__(self, stream: CopyStream, memory: HostMemory, in_flight: StagedTensors) -> None:
         self.stream = stream
         self._memory = memory
         self._in_flight = in_flight

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from phalanx._job.hosts.succession.config import Config, Term
 from phalanx._job.hosts.succession.primary import Primary
-from phalanx._job.hosts.succession.voter import Accepted, Refused, Reply
+from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, TermRefused
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Candidate:
         return self.term[1] == self.known.primary or self.term[1] in self.known.standbys
 
     def hear(self, reply: Reply) -> Candidate:
-        if isinstance(reply, Refused):
+        if isinstance(reply, TermRefused):
             return replace(self, refused_by=reply.term) if reply.term > self.term else self
         if reply.term != self.term:
             return self
-        if isinstance(reply, Accepted):
+        if isinstance(reply, ConfigAccepted):
             return replace(self, accepted_by=self.accepted_by | {reply.voter}) if self.proposed is not None else self
         if self.proposed is not None:
             return self

@@ -21,7 +21,7 @@ from phalanx._job.agent.plan import JobPlan
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage, without_own_changes
 from phalanx._job.hosts.host_state import HostState
 from phalanx._job.hosts.leader_state import LeaderState
-from phalanx._job.hosts.succession.office import Elected
+from phalanx._job.hosts.succession.office import ElectedLeader
 from phalanx._job.hosts.succession.successor import Successor
 from phalanx._job.hosts.succession.take_over import TakeOver
 from phalanx.errors import PhalanxError
@@ -49,7 +49,7 @@ class FollowedSuccession:
         limits: Limits,
         host_timeout_s: float,
         store: tuple[str, str, str],
-        on_redirected: Callable[[Elected], tuple[str, str, str]],
+        on_redirected: Callable[[ElectedLeader], tuple[str, str, str]],
     ) -> None:
         self._successor = successor
         self._channel = channel
@@ -144,7 +144,7 @@ class FollowedSuccession:
             self.report = begin_report(attempt.plan, self._host, attempt.report_folder)
         return True
 
-    def _follow(self, elected: Elected, attempt: Attempt, early: Sequence[Change | ControlMessage]) -> None:
+    def _follow(self, elected: ElectedLeader, attempt: Attempt, early: Sequence[Change | ControlMessage]) -> None:
         self.store = self._on_redirected(elected)
         host = Address.parse(elected.address).host
         attempt.numbers.set_master(host, elected.master_port)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx._job.hosts.succession.config import Config, Electorate, Term
-from phalanx._job.hosts.succession.voter import Accepted, Promised, Refused, Reply
+from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, TermPromised, TermRefused
 
 
 def config_to_json(config: Config) -> dict[str, Any]:
@@ -53,9 +53,9 @@ def term_from_json(fields: Any) -> Term:
 def reply_to_json(reply: Reply) -> dict[str, Any]:
     """Return it as plain data."""
     body: dict[str, Any] = {"voter": reply.voter, "term": list(reply.term)}
-    if isinstance(reply, Accepted):
+    if isinstance(reply, ConfigAccepted):
         return {**body, "reply": "accepted", "version": reply.version}
-    if isinstance(reply, Promised):
+    if isinstance(reply, TermPromised):
         newest = None if reply.newest is None else config_to_json(reply.newest)
         return {**body, "reply": "promised", "newest": newest}
     return {**body, "reply": "refused"}
@@ -69,9 +69,9 @@ def reply_from_json(fields: Mapping[str, Any]) -> Reply:
     """
     voter, term = int(fields["voter"]), term_from_json(fields["term"])
     if fields["reply"] == "accepted":
-        return Accepted(voter, term, int(fields["version"]))
+        return ConfigAccepted(voter, term, int(fields["version"]))
     if fields["reply"] == "promised":
-        return Promised(voter, term, None if fields["newest"] is None else config_from_json(fields["newest"]))
+        return TermPromised(voter, term, None if fields["newest"] is None else config_from_json(fields["newest"]))
     if fields["reply"] == "refused":
-        return Refused(voter, term)
+        return TermRefused(voter, term)
     raise ValueError("no reply of a voter")

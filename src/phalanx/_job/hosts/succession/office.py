@@ -1,4 +1,4 @@
-"""An election results in an `Elected`, which all hosts are told, and in an `Office`, which the elected host has."""
+"""An election results in an `ElectedLeader`, which all hosts receive, and in an `Office` on the elected host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from phalanx._job.hosts.succession.witness.witness import Witness
 
 
 @dataclass(frozen=True)
-class Elected:
-    """An `Elected` is the leader that the hosts have agreed on, and the place of its coordinator."""
+class ElectedLeader:
+    """An `ElectedLeader` is the leader that the hosts have agreed on, and the place of its coordinator."""
 
     member: int
     address: str
@@ -30,7 +30,7 @@ class Elected:
         }
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Elected:
+    def from_json(cls, fields: Mapping[str, Any]) -> ElectedLeader:
         epoch = bytes.fromhex(fields["epoch"])
         return cls(int(fields["member"]), str(fields["address"]), epoch, int(fields["master_port"]))
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from phalanx._job.hosts.succession.config import Config, Term
-from phalanx._job.hosts.succession.voter import Accepted, Refused, Reply
+from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, TermRefused
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Primary:
         return replace(self, proposed=config, accepted_by=frozenset())
 
     def hear(self, reply: Reply) -> Primary:
-        if isinstance(reply, Refused) and reply.term > self.committed.term:
+        if isinstance(reply, TermRefused) and reply.term > self.committed.term:
             return replace(self, deposed_by=max(reply.term, self.deposed_by or reply.term))
         proposed = self.proposed
-        if not isinstance(reply, Accepted) or proposed is None or (reply.term, reply.version) != proposed.stamp:
+        if not isinstance(reply, ConfigAccepted) or proposed is None or (reply.term, reply.version) != proposed.stamp:
             return self
         accepted_by = self.accepted_by | {reply.voter}
         if proposed.is_decided_by(accepted_by):

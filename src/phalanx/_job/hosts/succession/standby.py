@@ -19,7 +19,7 @@ from phalanx._base.ipc.wakeup import Wakeup
 from phalanx._comm.control.connection_guard import cut
 from phalanx._comm.control.dealer import EPOCH_BYTES, EVENTS, open_dealer
 from phalanx._comm.control.key import Key
-from phalanx._comm.control.wire import Message, Op, Status, WireError, pack, unpack
+from phalanx._comm.control.wire import AnswerStatus, Op, WireError, WireMessage, pack, unpack
 from phalanx._job.coordinator.journal import unpack_entries
 from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
 
@@ -104,14 +104,14 @@ class Standby:
                 frame = b"".join(self._dealer.recv_multipart(_NOBLOCK))
                 try:
                     for message in unpack(frame[EPOCH_BYTES:]):
-                        if message.what == Status.JOURNAL:
+                        if message.what == AnswerStatus.JOURNAL:
                             followed = self._replay(message) or followed
                 except (WireError, IndexError):
                     self._expected, self._next_copy = 0, None
         if followed:
             self._put(pack(Op.FOLLOWED, 0, self._ticket, followed))
 
-    def _replay(self, message: Message) -> bytes:
+    def _replay(self, message: WireMessage) -> bytes:
         """Apply a message; return the number of the batch whose last message it is, or None."""
         _, number, (batch, entries) = message
         if number == 1:

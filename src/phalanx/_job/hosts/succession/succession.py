@@ -27,7 +27,7 @@ from phalanx._job.hosts.succession.candidate import Candidate
 from phalanx._job.hosts.succession.config import Config, Stamp, Term
 from phalanx._job.hosts.succession.message import config_to_json, reply_from_json
 from phalanx._job.hosts.succession.primary import Primary
-from phalanx._job.hosts.succession.voter import Accepted, Reply, Voter
+from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, Voter
 from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.hosts.succession.witness.witness import WITNESS
 
@@ -167,7 +167,7 @@ class Succession:
             self._advance()
 
     def _count(self, reply: Reply) -> None:
-        if isinstance(reply, Accepted):
+        if isinstance(reply, ConfigAccepted):
             self._accepted[reply.voter] = max((reply.term, reply.version), self._accepted.get(reply.voter, _NOTHING))
             if self._present is not None and reply.term == self._primary.committed.term:
                 self._present.add(reply.voter)

@@ -46,7 +46,7 @@ from phalanx._job.hosts.succession.message import (
     reply_to_json,
     term_from_json,
 )
-from phalanx._job.hosts.succession.office import Elected, Office
+from phalanx._job.hosts.succession.office import ElectedLeader, Office
 from phalanx._job.hosts.succession.primary import Primary
 from phalanx._job.hosts.succession.standby import Standby
 from phalanx._job.hosts.succession.voter import Voter
@@ -82,7 +82,7 @@ class Successor:
         self._polling_places: tuple[str, ...] = ()  # where standbys say who was elected, for a host without a vote
         self._num_asked = 0
         self._answered_at = -_TURN_S  # when this host has answered another one that stands
-        self._results: Mailbox[Elected | None] = Mailbox()
+        self._results: Mailbox[ElectedLeader | None] = Mailbox()
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._has_promised = False  # whether this host has voted, or follows another one, in the newest election
@@ -217,11 +217,11 @@ class Successor:
         self.is_electing = False
         return True
 
-    def take_result(self) -> list[Elected | None]:
+    def take_result(self) -> list[ElectedLeader | None]:
         """Return who was elected; None: nobody, in the time that there was."""
         return self._results.take()
 
-    def await_result(self, over: threading.Event) -> Elected | None:
+    def await_result(self, over: threading.Event) -> ElectedLeader | None:
         """Return who was elected, once that is known; None: nobody, or `over` is set."""
         while not over.is_set():
             if wait_readable([self], _PAUSE_S):
@@ -237,7 +237,7 @@ class Successor:
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]  # elections may be many
         thread.start()
 
-    def _finish(self, over: threading.Event, result: Elected | None) -> None:
+    def _finish(self, over: threading.Event, result: ElectedLeader | None) -> None:
         if self._end_once(over):
             self._results.put(result)
 
@@ -281,7 +281,7 @@ class Successor:
                 if over.is_set():
                     return True
                 self._has_promised = True
-            elected = Elected.from_json(ask["elected"])
+            elected = ElectedLeader.from_json(ask["elected"])
             self._follow(elected)
             self._finish(over, elected)
             return True
@@ -297,7 +297,7 @@ class Successor:
         client.queue_push("replies", json.dumps(reply_to_json(reply)))
         return False
 
-    def _follow(self, elected: Elected) -> None:
+    def _follow(self, elected: ElectedLeader) -> None:
         address = Address.parse(elected.address)
         self._channel.redirect(elected.member, address, elected.epoch, _REDIRECT_S)
 
@@ -407,7 +407,7 @@ class Successor:
         unread = prepare(copy, primary.committed.primary, self._channel.first)
         copy.store.set(FIRST_KEY.encode(), str(self._channel.member).encode())
         service = Service(join_endpoint(self._own, 0), self._key, coordinator=copy)
-        elected = Elected(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
+        elected = ElectedLeader(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
         if not self._end_once(over):
             service.close()
             return

@@ -14,7 +14,7 @@ from phalanx._job.hosts.succession.config import Config, Term
 
 
 @dataclass(frozen=True)
-class Accepted:
+class ConfigAccepted:
     """`voter` has accepted the config of this stamp."""
 
     voter: int
@@ -23,7 +23,7 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Promised:
+class TermPromised:
     """`voter` accepts nothing of an earlier term than this any more; `newest` is the last config that it accepted."""
 
     voter: int
@@ -32,14 +32,14 @@ class Promised:
 
 
 @dataclass(frozen=True)
-class Refused:
+class TermRefused:
     """`voter` has promised `term`, which is later than that of whoever asked."""
 
     voter: int
     term: Term
 
 
-Reply = Accepted | Promised | Refused
+Reply = ConfigAccepted | TermPromised | TermRefused
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class Voter:
     def propose(self, config: Config) -> tuple[Voter, Reply]:
         """Answer a request to accept a config."""
         if config.term < self.promised:
-            return self, Refused(self.member, self.promised)
+            return self, TermRefused(self.member, self.promised)
         if self.newest is None or config.stamp >= self.newest.stamp:
             return replace(self, promised=config.term, newest=config), self._accept(config)
         return self, self._accept(self.newest)  # an old message, which was overtaken by the next one
 
-    def _accept(self, config: Config) -> Accepted:
-        return Accepted(self.member, config.term, config.version)
+    def _accept(self, config: Config) -> ConfigAccepted:
+        return ConfigAccepted(self.member, config.term, config.version)
 
     def solicit(self, term: Term) -> tuple[Voter, Reply]:
         """Answer a request to promise a term."""
         if term < self.promised:
-            return self, Refused(self.member, self.promised)
-        return replace(self, promised=term), Promised(self.member, term, self.newest)
+            return self, TermRefused(self.member, self.promised)
+        return replace(self, promised=term), TermPromised(self.member, term, self.newest)

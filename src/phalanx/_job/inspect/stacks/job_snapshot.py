@@ -71,7 +71,7 @@ class JobSnapshot:
         return cls(ranks=ranks, groups=groups, pages=tuple(fields.pop("pages")), ended=ended, lost=lost, **fields)
 
 
-class Answer(NamedTuple):
+class SnapshotAnswer(NamedTuple):
     """An answer is a snapshot and its descriptors.
 
     Those of the stacks are in the order of `ranks` (none if not asked for), those of the control memories in that of
@@ -109,7 +109,7 @@ def _file(data: bytes) -> Iterator[int]:
         os.close(fd)
 
 
-class Told(NamedTuple):
+class HostAnswer(NamedTuple):
     """It is what another host of the job says; its clock is `offset_s` behind that of the first host."""
 
     name: str
@@ -117,13 +117,13 @@ class Told(NamedTuple):
     offset_s: float
 
 
-def answer_others(channel: Channel, told: Sequence[Told]) -> None:
+def answer_others(channel: Channel, told: Sequence[HostAnswer]) -> None:
     """Answer `ask_others` as the agent, which never waits."""
     with suppress(OSError), _file(json.dumps(told).encode()) as description:
         channel.put({}, [description])
 
 
-def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Told]:
+def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[HostAnswer]:
     """Return what `phalanx stacks`, or the command `what`, would say on each other host of the job that answers."""
     deadline = Deadline.after(timeout_s)
     try:
@@ -138,13 +138,13 @@ def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Tol
         return []
     with open(answered.fds[0], "rb") as file:
         data = os.pread(file.fileno(), _MAX_DESCRIPTION_BYTES, 0)
-    return [Told(str(host), str(text), float(offset_s)) for host, text, offset_s in json.loads(data)]
+    return [HostAnswer(str(host), str(text), float(offset_s)) for host, text, offset_s in json.loads(data)]
 
 
 @contextmanager
 def ask(
     name: str, agent: int, timeout_s: float, *, command: str = "phalanx stacks", stacks: bool = True
-) -> Iterator[Answer]:
+) -> Iterator[SnapshotAnswer]:
     """Yield what the agent with process number `agent` says to `command` at the socket `name`; close all on exit.
 
     Raises:
@@ -179,7 +179,7 @@ def ask(
                 ) from None
         first = 1 + (len(snapshot.ranks) if snapshot.with_stacks else 0)
         last = first + len(snapshot.groups)
-        yield Answer(snapshot, fds[1:first], fds[first:last], fds[last:])
+        yield SnapshotAnswer(snapshot, fds[1:first], fds[first:last], fds[last:])
     finally:
         for fd in fds:
             os.close(fd)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from phalanx._base.processes import read_processor_ns, read_state
 from phalanx._comm.diagnostics.observer import GroupLog, Observer
-from phalanx._comm.diagnostics.progress_page import Progress, Track, read_page
-from phalanx._job.inspect.stacks.job_snapshot import Answer, ask
+from phalanx._comm.diagnostics.progress_page import RankProgress, Track, read_page
+from phalanx._job.inspect.stacks.job_snapshot import SnapshotAnswer, ask
 from phalanx._job.inspect.stacks.jobs import RunningJob, find_jobs
 from phalanx._job.inspect.top.memory import Memory, MemoryReader
 from phalanx.errors import LaunchError
@@ -23,7 +23,7 @@ TIMEOUT_S = 5.0
 MAX_OPERATIONS = 64  # so many operations of a rank in a group tell of the last seconds, and are quickly sent
 
 
-class Operation(NamedTuple):
+class RankOperation(NamedTuple):
     """It is one operation of one rank; `root` and `peer` as the recorder has them. `leave_ns` is 0 while it runs."""
 
     seq: int
@@ -40,7 +40,7 @@ class MemberLook:
 
     rank: int
     pid: int
-    operations: tuple[Operation, ...]
+    operations: tuple[RankOperation, ...]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RankLook:
     pid: int
     state: str
     memory: Memory | None
-    progress: Progress | None
+    progress: RankProgress | None
     processor_ns: int | None = None
 
 
@@ -107,7 +107,7 @@ def look_at_own(memory: MemoryReader) -> str:
         return json.dumps({"why": str(error) or "its agent cannot be asked"})
 
 
-def _read(answer: Answer, memory: MemoryReader) -> HostLook:
+def _read(answer: SnapshotAnswer, memory: MemoryReader) -> HostLook:
     snapshot = answer.snapshot
     pages = dict(zip(snapshot.pages, answer.pages, strict=True))
     groups = []
@@ -153,7 +153,7 @@ def _summarise(log: GroupLog) -> GroupLook:
             continue
         records = rank.records[-MAX_OPERATIONS:]
         operations = tuple(
-            Operation(r.seq, r.kind, r.root, r.enter_ns, r.leave_ns, r.place if r is records[-1] else "")
+            RankOperation(r.seq, r.kind, r.root, r.enter_ns, r.leave_ns, r.place if r is records[-1] else "")
             for r in records
         )
         members.append(MemberLook(rank.rank, rank.pid, operations))
@@ -201,16 +201,16 @@ def from_json(text: str, name: str, offset_ns: int) -> HostLook | str:
     return replace(host, started_ns=host.started_ns + offset_ns, at_ns=host.at_ns + offset_ns)
 
 
-def _shift_operations(operations: Sequence[Sequence[Any]], offset_ns: int) -> tuple[Operation, ...]:
+def _shift_operations(operations: Sequence[Sequence[Any]], offset_ns: int) -> tuple[RankOperation, ...]:
     shifted = []
     for fields in operations:
-        operation = Operation(*fields)
+        operation = RankOperation(*fields)
         leave_ns = operation.leave_ns + offset_ns if operation.leave_ns else 0
         shifted.append(operation._replace(enter_ns=operation.enter_ns + offset_ns, leave_ns=leave_ns))
     return tuple(shifted)
 
 
-def _shift_progress(fields: dict[str, Any] | None, offset_ns: int) -> Progress | None:
+def _shift_progress(fields: dict[str, Any] | None, offset_ns: int) -> RankProgress | None:
     if fields is None:
         return None
     tracks: list[Track | None] = []
@@ -220,4 +220,4 @@ def _shift_progress(fields: dict[str, Any] | None, offset_ns: int) -> Progress |
         else:
             recent = tuple((at + offset_ns, samples) for at, samples in track["recent"])
             tracks.append(Track(**{**track, "recent": recent}))
-    return Progress(fields["generation"], *tracks)
+    return RankProgress(fields["generation"], *tracks)

@@ -25,7 +25,7 @@ from phalanx._base.ipc.signals import caught_signals, read_signals
 from phalanx._base.ipc.wakeup import Mailbox
 from phalanx._job.inspect.top.table import page
 from phalanx._job.inspect.top.view import JobView
-from phalanx._job.inspect.top.watch import Watch
+from phalanx._job.inspect.top.watch import JobWatch
 from phalanx.errors import LaunchError
 
 _SHARE = 1 / 50  # looks take at most so much of a core: with many ranks there are fewer looks
@@ -36,7 +36,7 @@ _KEYS = {"\x1b[A": -1, "\x1b[B": 1, "k": -1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 
 class Looker:
     """It is the thread that looks; code that waits on `fileno` finds views, or why there is none, in `take`."""
 
-    def __init__(self, watch: Watch, interval_s: float) -> None:
+    def __init__(self, watch: JobWatch, interval_s: float) -> None:
         self._watch = watch
         self._interval_s = interval_s
         self._found: Mailbox[JobView | str | None] = Mailbox()
@@ -105,7 +105,7 @@ class _Screen:
         return True
 
 
-def show(watch: Watch, interval_s: float) -> JobView | None:
+def show(watch: JobWatch, interval_s: float) -> JobView | None:
     """Show the job until it ends or the user has seen enough; return the last view if it has ended.
 
     Raises:

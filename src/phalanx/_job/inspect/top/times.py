@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from phalanx._base.core_numbers import BROADCAST, BROADCAST_BUFFERS, GATHER, GRADIENTS, RECV, REDUCE, SCATTER, SEND
-from phalanx._job.inspect.top.look import MAX_OPERATIONS, HostLook, MemberLook, Operation
+from phalanx._job.inspect.top.look import MAX_OPERATIONS, HostLook, MemberLook, RankOperation
 
 LONGEST_NS = 10_000_000_000
 _FROM_ROOT = (BROADCAST, SCATTER, BROADCAST_BUFFERS)
@@ -65,7 +65,7 @@ class Stuck:
 
 
 @dataclass(frozen=True)
-class Measured:
+class OperationTimes:
     """It is the time between two looks. `num_operations` were those to which all ranks of a group came."""
 
     span_ns: int
@@ -83,13 +83,13 @@ class _Call:
     world_size: int
     kind: int
     seq: int
-    operations: dict[HostPid, Operation]
+    operations: dict[HostPid, RankOperation]
     ranks: dict[HostPid, int]
 
 
 def measure(
     hosts: Sequence[HostLook], since_ns: int, before: Mapping[HostPid, int] = types.MappingProxyType({})
-) -> Measured:
+) -> OperationTimes:
     """Return the time from `since_ns` to the looks; from later on where the recorders do not reach that far back.
 
     `before` is the processor's time for each process, as it was at `since_ns`.
@@ -128,10 +128,10 @@ def measure(
         for who, now in processor_times(hosts).items():
             if who in times and who in before:
                 times[who] = _with_idle(times[who], now - before[who])
-    return Measured(max(0, now_ns - begin_ns), times, lateness, num_operations, _find_stuck(hosts, calls, now_ns))
+    return OperationTimes(max(0, now_ns - begin_ns), times, lateness, num_operations, _find_stuck(hosts, calls, now_ns))
 
 
-def add(several: Iterable[Measured]) -> Measured | None:
+def add(several: Iterable[OperationTimes]) -> OperationTimes | None:
     """Return all the time that they cover; `stuck` is the last one's. It is None if there are none."""
     list_ = list(several)
     if not list_:
@@ -149,7 +149,7 @@ def add(several: Iterable[Measured]) -> Measured | None:
     last = list_[-1]
     times = {who: t for who, t in times.items() if who in last.times}
     span_ns = sum(measured.span_ns for measured in list_)
-    return Measured(span_ns, times, lateness, sum(measured.num_operations for measured in list_), last.stuck)
+    return OperationTimes(span_ns, times, lateness, sum(measured.num_operations for measured in list_), last.stuck)
 
 
 def processor_times(hosts: Sequence[HostLook]) -> dict[HostPid, int]:
@@ -197,7 +197,7 @@ def _match(hosts: Sequence[HostLook]) -> list[_Call]:
     return [call for alike in calls.values() for call in alike]
 
 
-def _is_of(operation: Operation, who: HostPid, call: _Call) -> bool:
+def _is_of(operation: RankOperation, who: HostPid, call: _Call) -> bool:
     """Return whether a process's operation with the number of `call` belongs to it.
 
     Each reducer counts its rounds of gradients from 1, and a wrapper makes another reducer after its first step: rounds

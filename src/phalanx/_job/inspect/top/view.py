@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx._base.core_numbers import GRADIENTS
-from phalanx._comm.diagnostics.flight_recorder import Position
+from phalanx._comm.diagnostics.flight_recorder import RankPosition
 from phalanx._comm.diagnostics.progress_page import Track
-from phalanx._job.inspect.top.look import HostLook, Operation, RankLook
-from phalanx._job.inspect.top.times import HostPid, Measured, Times
+from phalanx._job.inspect.top.look import HostLook, RankLook, RankOperation
+from phalanx._job.inspect.top.times import HostPid, OperationTimes, Times
 
 RECENT_NS = 10_000_000_000  # "per second" is taken over this time
 _OFTEN = 0.5  # a rank must come last to this part of the operations, to be called the slowest
@@ -112,7 +112,7 @@ class JobView:
     report: str = ""
 
 
-def view(hosts: Sequence[HostLook], measured: Measured | None, notes: Sequence[str] = ()) -> JobView:
+def view(hosts: Sequence[HostLook], measured: OperationTimes | None, notes: Sequence[str] = ()) -> JobView:
     """Return the job as the hosts say, with what was measured over several looks. The first of `hosts` tells of all."""
     first = hosts[0]
     ranks = sorted(
@@ -149,7 +149,7 @@ def _generation_of(rank: RankLook) -> int:
     return rank.progress.generation if rank.progress is not None else 0
 
 
-def _view_rank(host: HostLook, rank: RankLook, measured: Measured | None) -> RankView:
+def _view_rank(host: HostLook, rank: RankLook, measured: OperationTimes | None) -> RankView:
     operations = [m.operations for group in host.groups for m in group.members if m.pid == rank.pid and m.operations]
     times = measured.times.get((host.node, rank.pid)) if measured is not None else None
     position = _position(operations, host.at_ns)
@@ -181,18 +181,18 @@ def _shares(times: Times | None) -> dict[str, float | None]:
     return shares | {"computing": outside - idle, "idle": idle, "waiting": waiting, "communicating": moving}
 
 
-def _position(operations: Sequence[Sequence[Operation]], now_ns: int) -> Position:
+def _position(operations: Sequence[Sequence[RankOperation]], now_ns: int) -> RankPosition:
     """Return in which operation the rank is, the one that it entered last, or which it left last."""
     last = [operations_[-1] for operations_ in operations]
     if not last:
-        return Position()
+        return RankPosition()
     inside = [operation for operation in last if operation.leave_ns == 0]
     operation = max(inside or last, key=lambda operation: operation.enter_ns)
     seconds = (now_ns - operation.enter_ns) / 1e9 if inside else 0.0
-    return Position(operation.seq, operation.label, bool(inside), seconds)
+    return RankPosition(operation.seq, operation.label, bool(inside), seconds)
 
 
-def _pace(rank: RankLook, operations: Sequence[Sequence[Operation]], now_ns: int) -> Pace | None:
+def _pace(rank: RankLook, operations: Sequence[Sequence[RankOperation]], now_ns: int) -> Pace | None:
     progress = rank.progress
     loop = progress.loop if progress is not None else None
     state = progress.state if progress is not None else None
@@ -267,7 +267,7 @@ def left_s(pace: Pace | None) -> float | None:
     return max(0, pace.total_steps - pace.step) / pace.steps_per_s
 
 
-def _find_slowest(measured: Measured | None, who: dict[HostPid, int], names: dict[int, str]) -> Slowest | None:
+def _find_slowest(measured: OperationTimes | None, who: dict[HostPid, int], names: dict[int, str]) -> Slowest | None:
     if measured is None or measured.span_ns <= 0 or measured.num_operations < _FEW:
         return None
     known = [(late.lead_ns, member, late) for member, late in measured.lateness.items() if member in who]
@@ -280,7 +280,7 @@ def _find_slowest(measured: Measured | None, who: dict[HostPid, int], names: dic
     return Slowest(who[member], names[member[0]], late.times, measured.num_operations, share)
 
 
-def _view_stuck(measured: Measured | None, who: dict[HostPid, int]) -> StuckView | None:
+def _view_stuck(measured: OperationTimes | None, who: dict[HostPid, int]) -> StuckView | None:
     stuck = measured.stuck if measured is not None else None
     if stuck is None or stuck.waited_ns < _STUCK_NS:
         return None

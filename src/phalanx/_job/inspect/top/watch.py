@@ -10,7 +10,7 @@ from phalanx._job.inspect.stacks.job_snapshot import ask_others
 from phalanx._job.inspect.stacks.jobs import RunningJob, find_jobs
 from phalanx._job.inspect.top.look import COMMAND, HostLook, from_json, look
 from phalanx._job.inspect.top.memory import MemoryReader
-from phalanx._job.inspect.top.times import LONGEST_NS, HostPid, Measured, add, measure, processor_times
+from phalanx._job.inspect.top.times import LONGEST_NS, HostPid, OperationTimes, add, measure, processor_times
 from phalanx._job.inspect.top.view import JobView, view
 
 _OTHERS_TIMEOUT_S = 10.0  # more than the agent of the first host waits for the others
@@ -18,13 +18,13 @@ _ENOUGH_NS = 1_000_000_000
 _LEAST_MORE_LOOKS, _MORE_LOOKS, _PAUSE_S = 3, 8, 0.1
 
 
-class Watch:
+class JobWatch:
     """It is one job, and what was seen of it lately."""
 
     def __init__(self, job: RunningJob) -> None:
         self.job = job
         self._memory = MemoryReader()
-        self._measured: deque[tuple[int, Measured]] = deque()
+        self._measured: deque[tuple[int, OperationTimes]] = deque()
         self._processor_times: dict[HostPid, int] = {}  # at the look before
         self._attempt = (0, 0)
 

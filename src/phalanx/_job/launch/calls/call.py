@@ -27,7 +27,7 @@ _TERM_S = 0.5
 _MAX_TERMS = 40  # longer than the agent's own patience with what the kernel holds
 
 
-class RemoteTraceback(Exception):
+class RankTraceback(Exception):
     """It is the cause of an exception that a rank raised, and says as text where it was raised."""
 
     def __str__(self) -> str:
@@ -302,7 +302,7 @@ def _failure(call: str, folder: str, verdict: Verdict, code: int) -> BaseExcepti
     text = verdict.text or f"the job ended before its function had returned everywhere: {_describe(code)}"
     if ended is not None and isinstance(ended.error, Exception):
         error = ended.error
-        error.__cause__ = RemoteTraceback(f"{call}: {text}")
+        error.__cause__ = RankTraceback(f"{call}: {text}")
         return error
     return LaunchError(f"{call}: {text}", exit_code=code)
 

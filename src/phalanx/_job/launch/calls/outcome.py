@@ -1,4 +1,4 @@
-"""An `Outcome` says how a call ended in one rank: the rank writes it, whole or not at all, and the caller reads it."""
+"""A `RankOutcome` says how a call ended in one rank. The rank writes it, whole or not at all; the caller reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """It says how rank `rank` ended. `text` is empty when it returned, else a headline and what is known, in words."""
 
     rank: int
@@ -27,12 +27,12 @@ class Outcome:
         return bool(self.text)
 
 
-def call(rank: int, fn: Callable[[], Any]) -> Outcome:
+def call(rank: int, fn: Callable[[], Any]) -> RankOutcome:
     """Call `fn`, and tell how it went, whatever it raises."""
     try:
-        return Outcome(rank, result=fn())
+        return RankOutcome(rank, result=fn())
     except BaseException as error:
-        return Outcome(rank, text=describe_error(error), error=error)
+        return RankOutcome(rank, text=describe_error(error), error=error)
 
 
 def describe_error(error: BaseException) -> str:
@@ -40,22 +40,22 @@ def describe_error(error: BaseException) -> str:
     return f"raised {type(error).__name__}\n" + "".join(traceback.format_exception(error))
 
 
-def write(path: Path, outcome: Outcome, dumps: Callable[[Any], bytes] = pickle.dumps) -> None:
+def write(path: Path, outcome: RankOutcome, dumps: Callable[[Any], bytes] = pickle.dumps) -> None:
     """Write `outcome` to `path`, which appears when all is there; what `dumps` cannot pickle is named in its place."""
     draft = path.with_suffix(".draft")
     draft.write_bytes(_pickled(outcome, dumps))
     draft.rename(path)
 
 
-def read(path: Path) -> Outcome | None:
+def read(path: Path) -> RankOutcome | None:
     """Return what `write` has written there; None if it has not."""
     if not path.exists():
         return None
-    outcome: Outcome = pickle.loads(path.read_bytes())
+    outcome: RankOutcome = pickle.loads(path.read_bytes())
     return outcome
 
 
-def _pickled(outcome: Outcome, dumps: Callable[[Any], bytes]) -> bytes:
+def _pickled(outcome: RankOutcome, dumps: Callable[[Any], bytes]) -> bytes:
     # Never the pickle of multiprocessing: it would pass tensors as handles of a process that is about to end.
     try:
         data = dumps(outcome)
@@ -67,7 +67,7 @@ def _pickled(outcome: Outcome, dumps: Callable[[Any], bytes]) -> bytes:
             return pickle.dumps(replace(outcome, error=None))
         kind = type(outcome.result).__name__
         text = f"returned a {kind}, which cannot be pickled\n{describe_error(problem)}"
-        return pickle.dumps(Outcome(outcome.rank, text=text))
+        return pickle.dumps(RankOutcome(outcome.rank, text=text))
 
 
 def describe_exit(exit_code: int) -> str:

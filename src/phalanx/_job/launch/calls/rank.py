@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from phalanx._job.launch.calls import outcome, payload
-from phalanx._job.launch.calls.outcome import Outcome
+from phalanx._job.launch.calls.outcome import RankOutcome
 
 
 def run(folder: str) -> None:
@@ -20,9 +20,9 @@ def run(folder: str) -> None:
         payload.show_in_main(fn)
         result = fn(*args, **kwargs)
     except BaseException as error:
-        outcome.write(path, Outcome(rank, text=outcome.describe_error(error), error=error), payload.encode_value)
+        outcome.write(path, RankOutcome(rank, text=outcome.describe_error(error), error=error), payload.encode_value)
         raise
-    outcome.write(path, Outcome(rank, result=result), payload.encode_value)
+    outcome.write(path, RankOutcome(rank, result=result), payload.encode_value)
 
 
 def payload_path(folder: str) -> Path:
