@@ -13,13 +13,11 @@ from phalanx.testing import hosts, run_ranks
 from phalanx.testing.namespaces import Host
 
 _machines: list[Host] = []
-
-
-_KEYS = [str(Key.generate()) for _ in range(2)]
+_KEY = str(Key.generate())
 
 
 def on_hosts(
-    sizes: list[int], fn: Callable[..., Any], *args: Any, keys: Any = None, lost: Any = (), joining: bool = False
+    sizes: list[int], fn: Callable[..., Any], *args: Any, key: str = _KEY, lost: Any = (), joining: bool = False
 ) -> list[Any]:
     """`fn(rank, *args)` as a worker of the host it is on; if `joining`, `fn(rank, options)`, which makes the worker."""
     owner = [host for host, size in enumerate(sizes) for _ in range(size)]
@@ -28,7 +26,7 @@ def on_hosts(
         machines[owner[rank]].enter()
         _machines[:] = machines
         os.environ.pop("PHALANX_KEY_FILE", None)
-        os.environ.update(PHALANX_KEY=(keys or [_KEYS[0]] * len(sizes))[owner[rank]], HOME="/nonexistent")
+        os.environ.update(PHALANX_KEY=key, HOME="/nonexistent")
         options = rpc.RpcBackendOptions(init_method=f"tcp://{machines[0].address}:29513")
         if joining:
             return fn(rank, options, *args)

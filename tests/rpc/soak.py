@@ -43,8 +43,6 @@ class Report:
     seconds: float = 0.0
     reasons: dict[str, int] = field(default_factory=dict)
     memory_bytes: list[int] = field(default_factory=list)  # of the caller, over time
-    cpu_seconds: float = 0.0  # of the caller; and of the workers, those that were killed as well
-    workers_cpu_seconds: float = 0.0
 
     @property
     def per_second(self) -> float:
@@ -132,7 +130,7 @@ class _Caller:
     def finish(self) -> Report:
         """Wait for the last answer, and count."""
         end = time.monotonic() + 60
-        # Not until none is under way: one that has failed is told so by the leader, which may be about to.
+        # Not until none is under way: one that has failed is told so by the reader, which may be about to.
         while self._outcomes.find(b"\0", 0, self._number) >= 0 and time.monotonic() < end:
             time.sleep(0.01)
         report = self.report
@@ -169,9 +167,7 @@ def soak(seconds: float, rate: int, servers: int = 2, kill_every_s: float = 1.0,
                 rpc.shutdown(graceful=False)
         finally:
             pipe.send(None)
-            before = _cpu_of_children()
             nursery.join()
-        report.workers_cpu_seconds = _cpu_of_children() - before
         return report
 
 
@@ -181,7 +177,6 @@ def _run(
     report = caller.report
     for number in range(1, servers + 1):
         _await(f"s{number}")
-    cpu = time.process_time()
     begin = now = time.monotonic()
     due, next_kill, next_look, down = begin, begin + kill_every_s, begin, 0
     while now - begin < seconds:
@@ -205,7 +200,6 @@ def _run(
         now = time.monotonic()
     report.seconds = now - begin
     caller.finish()
-    report.cpu_seconds = time.process_time() - cpu
     return report
 
 
@@ -222,11 +216,6 @@ def _await(name: str) -> None:
         if time.monotonic() > end:
             raise AssertionError(f"{name} did not come")
         time.sleep(0.01)
-
-
-def _cpu_of_children() -> float:
-    used = os.times()
-    return used.children_user + used.children_system
 
 
 def _memory() -> int:
@@ -249,10 +238,7 @@ def main() -> int:
     print(
         f"{report.answered} answered, {report.failed} failed {report.reasons}, {report.lost} lost, "
         f"{report.run_twice} ran twice, {report.answered_without_run} answered and did not run; "
-        f"{report.per_second:.0f} calls/s for {report.seconds:.0f} s, {report.kills} kills; CPU seconds of the caller "
-        f"{report.cpu_seconds:.1f}, of the workers {report.workers_cpu_seconds:.1f}, so "
-        f"{(report.answered + report.failed) / (report.cpu_seconds + report.workers_cpu_seconds):.0f} calls a second "
-        "of CPU; memory of the caller "
+        f"{report.per_second:.0f} calls/s for {report.seconds:.0f} s, {report.kills} kills; memory of the caller "
         f"{report.memory_bytes[0] >> 20} MiB at first, {report.memory_bytes[-1] >> 20} at last, "
         f"{report.growth_bytes / (1 << 20):+.1f} from the second quarter to the last"
     )

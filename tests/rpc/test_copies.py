@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy
 import torch
-from tests.rpc.workers import run_workers, worker
+from tests.rpc.workers import run_caller
 
 from phalanx import rpc
 
@@ -33,23 +33,18 @@ def make_values(rng: random.Random) -> list[Any]:
     """Random nested values with tensors and arrays, small and large."""
 
     def make() -> Any:
-        kind = rng.randrange(7)
         count = rng.choice([1, 3, 100, 30_000])
-        if kind == 0:
-            return torch.zeros(count)
-        if kind == 1:
-            return torch.zeros(2, count, dtype=torch.int16).t()
-        if kind == 2:
-            return numpy.zeros((count, 2))
-        if kind == 3:
-            return torch.zeros(2 * count)[::2]
-        if kind == 4:
-            return torch.sparse_coo_tensor(
-                torch.zeros(1, count, dtype=torch.int64), torch.zeros(count), (2,), check_invariants=True
-            )
-        if kind == 5:
-            return {"one": make(), "two": [make()]}
-        return torch.zeros(count, dtype=torch.uint16)
+        indices = torch.zeros(1, count, dtype=torch.int64)
+        makers = [
+            lambda: torch.zeros(count),
+            lambda: torch.zeros(2, count, dtype=torch.int16).t(),
+            lambda: numpy.zeros((count, 2)),
+            lambda: torch.zeros(2 * count)[::2],
+            lambda: torch.sparse_coo_tensor(indices, torch.zeros(count), (2,), check_invariants=True),
+            lambda: {"one": make(), "two": [make()]},
+            lambda: torch.zeros(count, dtype=torch.uint16),
+        ]
+        return rng.choice(makers)()
 
     return [make() for _ in range(rng.randint(1, 4))]
 
@@ -81,28 +76,25 @@ class Keeper:
         return change_and_keep(values)
 
 
-def _copies(rank: int, folder: str) -> None:
-    with worker(rank, 2, folder):
-        if rank:
-            return
-        rng = random.Random(11)
-        for number in range(60):
-            values = make_values(rng)
-            name = rng.choice(["w0", "w0", "w1"])
-            how = number % 4
-            if how == 0:
-                found = rpc.rpc_sync(name, change_and_keep, (values,))
-            elif how == 1:
-                found = rpc.rpc_async(name, keep_later, (values,)).wait()
-            elif how == 2:
-                found = rpc.remote(name, Keeper).rpc_sync().change(values)
-            else:
-                found = rpc.rpc_sync(name, change_and_keep, kwargs={"values": values})
-            assert not is_spoilt(values), (name, how)
-            spoil(found)
-            assert not rpc.rpc_sync(name, kept_is_spoilt), (name, how)
+def _copies() -> None:
+    rng = random.Random(11)
+    for number in range(60):
+        values = make_values(rng)
+        name = rng.choice(["w0", "w0", "w1"])
+        how = number % 4
+        if how == 0:
+            found = rpc.rpc_sync(name, change_and_keep, (values,))
+        elif how == 1:
+            found = rpc.rpc_async(name, keep_later, (values,)).wait()
+        elif how == 2:
+            found = rpc.remote(name, Keeper).rpc_sync().change(values)
+        else:
+            found = rpc.rpc_sync(name, change_and_keep, kwargs={"values": values})
+        assert not is_spoilt(values), (name, how)
+        spoil(found)
+        assert not rpc.rpc_sync(name, kept_is_spoilt), (name, how)
 
 
 def test_what_is_changed_there_is_not_changed_here_nor_the_other_way():
     """A call to oneself shared its tensors with who called: `t.add_()` there changed the caller's."""
-    run_workers(_copies, 2, timeout=60)
+    run_caller(_copies, 2, timeout=60)

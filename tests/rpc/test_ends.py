@@ -5,7 +5,7 @@ import signal
 import threading
 
 import pytest
-from tests.rpc.workers import nothing, pid, run_workers, same, until, wait_event
+from tests.rpc.workers import join, nothing, pid, run_workers, same, until, wait_event
 
 from phalanx import rpc
 from phalanx.errors import ClosedError, PeerLostError
@@ -36,8 +36,7 @@ class _Waiter(threading.Thread):
 
 
 def _end_in_the_midst(rank, folder):
-    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+    join(rank, 3, folder)
     if rank:
         signal.pause()  # until it is killed
     agent = current.agent()

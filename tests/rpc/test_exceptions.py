@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rpc.workers import nothing, run_workers, same, worker
+from tests.rpc.workers import nothing, run_caller, same
 
 from phalanx import rpc
 from phalanx.errors import DeadlineError
@@ -167,52 +167,6 @@ def check_error(number: int, call: Any) -> BaseException:
     return caught.value
 
 
-def _call_all(rank: int, folder: str) -> None:
-    with worker(rank, 2, folder):
-        if rank:
-            return
-        for number, (ways, made) in enumerate(CLASSES):
-            calls = [lambda number=number: rpc.rpc_sync("w1", fail_so, (number,), timeout=30)]
-            if issubclass(made, Exception):  # torch's Future takes no other
-                calls.append(lambda number=number: rpc.rpc_async("w1", fail_later, (number,), timeout=30).wait())
-            if number % 4 == 0:
-                calls.append(lambda number=number: rpc.remote("w1", fail_so, (number,)).to_here(timeout=30))
-                calls.append(lambda number=number: rpc.rpc_sync("w0", fail_so, (number,), timeout=30))
-            for call in calls:
-                error = check_error(number, call)
-                kind = expected(number) if issubclass(made, Exception) else None
-                if kind is not None:
-                    assert type(error) is kind, (ways, error)
-                else:
-                    assert type(error) in (RemoteError, made), (ways, type(error))
-                cause = remote_error._first_cause(error)
-                assert type(cause) is remote_error.RemoteTraceback, ways
-                assert "On WorkerInfo" in str(cause), ways
-        assert rpc.rpc_sync("w1", nothing, timeout=30) is None
-
-
-@pytest.mark.slow
-def test_an_exception_of_any_class_is_answered():
-    """One whose text or pickle raises was never answered, causes in a circle were walked for ever, and one that raised
-    SystemExit as it was unpickled ended who called."""
-    run_workers(_call_all, 2, timeout=100)
-
-
-def _backward_all(rank: int, folder: str) -> None:
-    with worker(rank, 2, folder):
-        if rank:
-            return
-        for number, (ways, made) in enumerate(CLASSES[:78:3]):
-            error = check_error(3 * number, lambda number=number: call_backward(3 * number))
-            if issubclass(made, Exception):
-                assert isinstance(error, autograd.BackwardError), ways
-                assert "was raised on worker 'w1'" in str(error), ways
-
-
-def test_an_exception_of_any_class_ends_a_backward_pass():
-    run_workers(_backward_all, 2, timeout=100)
-
-
 def exit_when_unpickled() -> Any:
     return Ends()
 
@@ -224,17 +178,44 @@ class Ends:
         return raise_it, (SystemExit,)
 
 
-def _results(rank: int, folder: str) -> None:
-    with worker(rank, 2, folder):
-        if rank:
-            return
-        for _ in range(3):
-            with pytest.raises(RemoteError, match="SystemExit"):
-                rpc.rpc_sync("w1", exit_when_unpickled, timeout=30)
-            with pytest.raises(RemoteError, match="SystemExit"):
-                rpc.rpc_sync("w1", same, (Ends(),), timeout=30)
-        assert rpc.rpc_sync("w1", same, (1,)) == 1
+def _call_all() -> None:
+    for number, (ways, made) in enumerate(CLASSES):
+        calls = [lambda number=number: rpc.rpc_sync("w1", fail_so, (number,), timeout=30)]
+        if issubclass(made, Exception):  # torch's Future takes no other
+            calls.append(lambda number=number: rpc.rpc_async("w1", fail_later, (number,), timeout=30).wait())
+        if number % 4 == 0:
+            calls.append(lambda number=number: rpc.remote("w1", fail_so, (number,)).to_here(timeout=30))
+            calls.append(lambda number=number: rpc.rpc_sync("w0", fail_so, (number,), timeout=30))
+        for call in calls:
+            error = check_error(number, call)
+            kind = expected(number) if issubclass(made, Exception) else None
+            if kind is not None:
+                assert type(error) is kind, (ways, error)
+            else:
+                assert type(error) in (RemoteError, made), (ways, type(error))
+            cause = remote_error._first_cause(error)
+            assert type(cause) is remote_error.RemoteTraceback, ways
+            assert "On WorkerInfo" in str(cause), ways
+    for call in (lambda: rpc.rpc_sync("w1", exit_when_unpickled), lambda: rpc.rpc_sync("w1", same, (Ends(),))):
+        with pytest.raises(RemoteError, match="SystemExit"):
+            call()
+    assert rpc.rpc_sync("w1", nothing, timeout=30) is None
 
 
-def test_results_and_arguments_that_end_the_process_as_they_are_unpickled_do_not():
-    run_workers(_results, 2, timeout=60)
+@pytest.mark.slow
+def test_an_exception_of_any_class_is_answered():
+    """One whose text or pickle raises was never answered, causes in a circle were walked for ever, and one that raised
+    SystemExit as it was unpickled ended who called; so did such a result, or argument."""
+    run_caller(_call_all, 2, timeout=100)
+
+
+def _backward_all() -> None:
+    for number, (ways, made) in enumerate(CLASSES[:78:3]):
+        error = check_error(3 * number, lambda number=number: call_backward(3 * number))
+        if issubclass(made, Exception):
+            assert isinstance(error, autograd.BackwardError), ways
+            assert "was raised on worker 'w1'" in str(error), ways
+
+
+def test_an_exception_of_any_class_ends_a_backward_pass():
+    run_caller(_backward_all, 2, timeout=100)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rpc.on_hosts import _KEYS, _machines, on_hosts
+from tests.rpc.on_hosts import _machines, on_hosts
 from tests.rpc.workers import Counter, fail, nothing, pid, same, set_event, until, wait_event
 
 from phalanx import rpc
@@ -116,15 +116,9 @@ def test_a_host_that_is_cut_off_is_lost_for_those_on_both_sides():
     on_hosts([1, 1], _cut, joining=True)
 
 
-@pytest.mark.slow
-def test_a_worker_with_another_key_is_refused():
-    with pytest.raises(RankFailed, match=r"one of the two does not know the job's key"):
-        on_hosts([1, 1], lambda rank: rpc.rpc_sync(f"w{1 - rank}", nothing), keys=_KEYS)
-
-
 def test_without_a_key_workers_of_two_hosts_do_not_meet():
     with pytest.raises(RankFailed, match=r"AuthenticationError: .*there is no key for them to know each other by"):
-        on_hosts([1, 1], nothing, keys=["", ""])
+        on_hosts([1, 1], nothing, key="")
 
 
 def _join(rank: int, options: rpc.RpcBackendOptions, folder: str) -> None:

@@ -13,22 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.rpc.workers import nothing, pid, run_workers, same, set_event, until, wait_event, worker
+from tests.rpc.workers import join, nothing, pid, run_caller, run_workers, same, set_event, until, wait_event, worker
 
 from phalanx import rpc
 from phalanx.errors import ClosedError, DeadlineError, PhalanxError
-from phalanx.rpc import autograd, current
+from phalanx.rpc import autograd, current, start
 from phalanx.rpc.agent import interrupts
-
-
-def _blocked(rank, folder):
-    with worker(rank, 2, folder, num_worker_threads=4):
-        if rank:
-            return
-        _check_blocked_functions()
-        _check_gil()
-        _check_stopped()
-        _check_late_future()
 
 
 def _check_blocked_functions():
@@ -44,17 +34,20 @@ def _check_blocked_functions():
     assert made.to_here() == 2
 
 
-def _check_gil():
-    holds = rpc.rpc_async("w1", _hold_the_gil, (1,))
+def _check_gil(sign):
+    holds = rpc.rpc_async("w1", _hold_the_gil, (1, sign))
+    until(Path(sign).exists)
     with pytest.raises(DeadlineError, match="worker 'w1'"):
         rpc.rpc_sync("w1", nothing, timeout=0.1)
     holds.wait()
     assert rpc.rpc_sync("w1", same, (4,)) == 4
 
 
-def _hold_the_gil(seconds):
+def _hold_the_gil(seconds, sign):
     """As a C extension does that never lets go of it: no other thread of Python's runs meanwhile."""
-    ctypes.PyDLL(None).sleep(seconds)
+    libc = ctypes.PyDLL(None)
+    libc.creat(sign.encode(), 0o600)
+    libc.sleep(seconds)
 
 
 def _check_stopped():
@@ -69,25 +62,18 @@ def _check_stopped():
     assert rpc.rpc_sync("w1", same, (6,)) == 6
 
 
-def _check_late_future():
-    future = rpc.rpc_async("w1", wait_event, ("given up",), timeout=0.05)
-    with pytest.raises(TimeoutError):
-        future.wait()
-    rpc.rpc_sync("w1", set_event, ("given up",))
-    until(lambda: not current.agent().num_in_flight)
-
-
-def _blocked_worker(rank, folder):
-    if rank == 1:
-        from phalanx.rpc import start
-
-        start.on_start.append(lambda agent: agent.controls.update(set=lambda member, name: set_event(name)))
-    _blocked(rank, folder)
+def _blocked(rank, folder):
+    start.on_start.append(lambda agent: agent.controls.update(set=lambda member, name: set_event(name)))
+    with worker(rank, 2, folder, num_worker_threads=4):
+        if rank == 0:
+            _check_blocked_functions()
+            _check_gil(f"{folder}/holds")
+            _check_stopped()
 
 
 @pytest.mark.slow
 def test_functions_that_block_and_workers_that_are_stopped_fail_calls_by_their_time_out_alone():
-    run_workers(_blocked_worker, 2)
+    run_workers(_blocked, 2)
 
 
 def _interrupt(rank, folder):
@@ -168,30 +154,27 @@ def _in_child(rref, tensor, folder):
         return 0 if rpc.rpc_sync("w0", same, (5,)) == 5 else 5
 
 
-def _timeouts(rank, folder):
-    with worker(rank, 2, folder, rpc_timeout=math.inf):
-        if rank:
-            return
-        for to in ("w0", "w1"):
-            rref = rpc.remote(to, same, (5,))
-            for seconds in (0, 30, math.inf, 1e10, -1, True):
-                assert rpc.rpc_sync(to, same, (5,), timeout=seconds) == 5
-                assert rref.to_here(timeout=seconds) == 5
-                assert rref.rpc_sync(timeout=seconds).bit_length() == 3
-            for wrong, error in ((math.nan, ValueError), ("3", TypeError), (None, TypeError)):
-                calls = [
-                    lambda to=to, wrong=wrong: rpc.rpc_sync(to, same, (5,), timeout=wrong),
-                    lambda to=to, wrong=wrong: rpc.remote(to, same, (5,), timeout=wrong),
-                    lambda rref=rref, wrong=wrong: rref.to_here(timeout=wrong),
-                ]
-                for call in calls:
-                    with pytest.raises(error, match="timeout is a number of seconds"):
-                        call()
+def _timeouts():
+    for to in ("w0", "w1"):
+        rref = rpc.remote(to, same, (5,))
+        for seconds in (0, 30, math.inf, 1e10, -1, True):
+            assert rpc.rpc_sync(to, same, (5,), timeout=seconds) == 5
+            assert rref.to_here(timeout=seconds) == 5
+            assert rref.rpc_sync(timeout=seconds).bit_length() == 3
+        for wrong, error in ((math.nan, ValueError), ("3", TypeError), (None, TypeError)):
+            calls = [
+                lambda to=to, wrong=wrong: rpc.rpc_sync(to, same, (5,), timeout=wrong),
+                lambda to=to, wrong=wrong: rpc.remote(to, same, (5,), timeout=wrong),
+                lambda rref=rref, wrong=wrong: rref.to_here(timeout=wrong),
+            ]
+            for call in calls:
+                with pytest.raises(error, match="timeout is a number of seconds"):
+                    call()
 
 
 def test_time_limits_mean_the_same_everywhere_and_what_is_none_is_refused():
     """Infinity ended init_rpc, and what is no number meant an internal error, or nothing on another worker."""
-    run_workers(_timeouts, 2)
+    run_caller(_timeouts, 2, options=dict(rpc_timeout=math.inf))
 
 
 class Handle:
@@ -207,28 +190,25 @@ class Handle:
         Handle.ended += 1
 
 
-def _finalizers(rank, folder):
-    with worker(rank, 2, folder, rpc_timeout=30):
-        if rank:
-            return
-        before = gc.get_threshold()
-        draw = random.Random(1)
-        try:
-            for number in range(300):
-                gc.set_threshold(draw.randint(5, 150), 2, 2)
-                Handle()
-                calls = [rpc.rpc_async("w1", same, ([[one] for one in range(10)],)) for _ in range(3)]
-                assert rpc.rpc_sync("w1", same, (number,)) == number
-                assert all(call.wait() == [[one] for one in range(10)] for call in calls)
-        finally:
-            gc.set_threshold(*before)
-        gc.collect()
-        assert Handle.ended == 300
+def _finalizers():
+    before = gc.get_threshold()
+    draw = random.Random(1)
+    try:
+        for number in range(300):
+            gc.set_threshold(draw.randint(5, 150), 2, 2)
+            Handle()
+            calls = [rpc.rpc_async("w1", same, ([[one] for one in range(10)],)) for _ in range(3)]
+            assert rpc.rpc_sync("w1", same, (number,)) == number
+            assert all(call.wait() == [[one] for one in range(10)] for call in calls)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert Handle.ended == 300
 
 
 def test_finalizers_may_call_wherever_the_collector_runs_them():
     """One ran while its thread connected or read, waited for what that thread held, and hung."""
-    run_workers(_finalizers, 2)
+    run_caller(_finalizers, 2, options=dict(rpc_timeout=30))
 
 
 class Alarm(Exception):
@@ -239,43 +219,40 @@ def _raise_alarm(*_):
     raise Alarm
 
 
-def _alarms(rank, folder):
-    with worker(rank, 2, folder):
-        if rank:
-            return
-        others = threading.Event()
+def _alarms():
+    others = threading.Event()
 
-        def call():
-            number = 0
-            while not others.is_set():
-                number += 1
-                assert rpc.rpc_sync("w1", same, (number,)) == number
+    def call():
+        number = 0
+        while not others.is_set():
+            number += 1
+            assert rpc.rpc_sync("w1", same, (number,)) == number
 
-        before = signal.signal(signal.SIGALRM, _raise_alarm)
-        thread = threading.Thread(target=call, name="phalanx-test-caller")
-        thread.start()
-        num_alarms = 0
-        draw = random.Random(3)
-        for _ in range(150):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.004))
-                for _ in range(100):
-                    x = torch.ones(draw.choice([2, 1 << 16]))
-                    assert torch.equal(rpc.rpc_sync("w1", same, (x,)), x)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except Alarm:
-                num_alarms += 1
-            assert rpc.rpc_sync("w1", same, (5,)) == 5
-        signal.signal(signal.SIGALRM, before)
-        others.set()
-        thread.join()
-        assert num_alarms > 50
-        assert current.agent().num_in_flight == 0
+    before = signal.signal(signal.SIGALRM, _raise_alarm)
+    thread = threading.Thread(target=call, name="phalanx-test-caller")
+    thread.start()
+    num_alarms = 0
+    draw = random.Random(3)
+    for _ in range(150):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.004))
+            for _ in range(100):
+                x = torch.ones(draw.choice([2, 1 << 16]))
+                assert torch.equal(rpc.rpc_sync("w1", same, (x,)), x)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Alarm:
+            num_alarms += 1
+        assert rpc.rpc_sync("w1", same, (5,)) == 5
+    signal.signal(signal.SIGALRM, before)
+    others.set()
+    thread.join()
+    assert num_alarms > 50
+    assert current.agent().num_in_flight == 0
 
 
 def test_an_exception_of_a_signal_handler_ends_a_call_and_nothing_else():
     """Where it came while the main thread read, the other worker counted as lost from then on."""
-    run_workers(_alarms, 2)
+    run_caller(_alarms, 2)
 
 
 def test_a_fork_of_a_worker_is_none_and_may_become_one():
@@ -290,14 +267,6 @@ def _limit(what, most):
         yield
     finally:
         resource.setrlimit(what, before)
-
-
-def _num_descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
-def _limit_here(what, most):
-    resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
 
 
 def _limits(rank, folder):
@@ -416,27 +385,8 @@ def test_a_graceful_end_waits_for_calls_that_make_calls():
     run_workers(_busy_end, 3)
 
 
-def _huge(rank, folder):
-    with worker(rank, 2, folder, rpc_timeout=0):
-        if rank == 0:
-            huge = torch.empty((1 << 31) + 5, dtype=torch.uint8)
-            huge[-3:] = 7
-            assert rpc.rpc_sync("w1", _look, (huge,)) == (huge.numel(), 21)
-
-
-def _look(tensor):
-    return tensor.numel(), int(tensor[-3:].sum())
-
-
-@pytest.mark.skipif(not os.environ.get("PHALANX_HUGE_TESTS"), reason="takes 6 GiB of memory: PHALANX_HUGE_TESTS=1")
-def test_an_argument_may_be_larger_than_2_gib():
-    run_workers(_huge, 2, timeout=200)
-
-
 def _ends_while_calling(rank, folder):
-    rpc.init_rpc(
-        "w0", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{folder}/s")
-    )
+    join(0, 1, folder)
     agent = current.agent()
     find = agent.peer
 
@@ -461,30 +411,27 @@ def _num_owned():
     return current.agent().references.count()["num_owner_rrefs"]
 
 
-def _drops_later(rank, folder):
-    with worker(rank, 2, folder):
-        if rank:
-            return
-        rref = rpc.remote("w1", same, (2,))
-        assert rref.to_here() == 2
-        assert rpc.rpc_sync("w1", _num_owned) == 1
-        agent = current.agent()
-        tell, refused = agent.tell, threading.Event()
+def _drops_later():
+    rref = rpc.remote("w1", same, (2,))
+    assert rref.to_here() == 2
+    assert rpc.rpc_sync("w1", _num_owned) == 1
+    agent = current.agent()
+    tell, refused = agent.tell, threading.Event()
 
-        def refuse(*args):
-            agent.tell = tell
-            refused.set()
-            raise PhalanxError("no descriptor")
+    def refuse(*args):
+        agent.tell = tell
+        refused.set()
+        raise PhalanxError("no descriptor")
 
-        agent.tell = refuse
-        del rref
-        assert refused.wait(30)
-        until(lambda: rpc.rpc_sync("w1", _num_owned) == 0)
-        with pytest.raises(DeadlineError):
-            rpc.rpc_sync("w1", wait_event, ("never",), timeout=0.05)
-        rpc.rpc_sync("w1", set_event, ("never",))
+    agent.tell = refuse
+    del rref
+    assert refused.wait(30)
+    until(lambda: rpc.rpc_sync("w1", _num_owned) == 0)
+    with pytest.raises(DeadlineError):
+        rpc.rpc_sync("w1", wait_event, ("never",), timeout=0.05)
+    rpc.rpc_sync("w1", set_event, ("never",))
 
 
 def test_references_that_cannot_be_dropped_for_want_of_descriptors_are_dropped_later():
     """The clock's thread ended with the error: no call ran out of time any more, and the objects were never let go."""
-    run_workers(_drops_later, 2)
+    run_caller(_drops_later, 2)

@@ -12,6 +12,7 @@ from tests.rpc.workers import (
     Counter,
     dismiss,
     event,
+    join,
     nothing,
     pid,
     run_workers,
@@ -50,7 +51,7 @@ def _fork_and_wait():
 
 
 def _lose(rank, folder):
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=_options(folder))
+    join(rank, 3, folder)
     if rank == 1:
         signal.pause()  # until it is killed
     if rank == 0:
@@ -109,7 +110,7 @@ def _counts():
 
 
 def _hand_on_what_is_lost(rank, folder):
-    rpc.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=_options(folder))  # they join and leave
+    join(rank, None, folder)  # they join and leave
     if rank == 2:
         signal.pause()  # until it is killed
     if rank == 1:
@@ -142,7 +143,7 @@ def test_references_beside_one_whose_owner_is_lost_are_let_go_of():
 
 
 def _lose_stranger(rank, folder):
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=_options(folder))
+    join(rank, 3, folder)
     if rank == 1:
         os.kill(rpc.rpc_sync("w2", pid), signal.SIGKILL)
     if rank == 2:
@@ -159,7 +160,7 @@ def test_the_end_does_not_wait_for_a_lost_worker_that_rank_0_never_spoke_to():
 
 def _join(rank, folder):
     if rank == 0:
-        rpc.init_rpc("w0", rank=0, rpc_backend_options=_options(folder))
+        join(rank, None, folder)
         assert rpc.get_worker_info() == rpc.WorkerInfo("w0", 0)
         for time_ in range(3):
             _await_worker("w1")
@@ -176,7 +177,7 @@ def _join(rank, folder):
         rpc.shutdown()
         return
     for _ in range(4):
-        rpc.init_rpc("w1", rank=1, rpc_backend_options=_options(folder))
+        join(rank, None, folder)
         _await_worker("w0")
         event("has met w0").set()
         wait_event("leave")
@@ -205,7 +206,7 @@ def test_workers_join_and_leave_and_come_again_under_the_same_name():
 
 
 def _join_and_call_all(rank, folder):
-    rpc.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=_options(folder))
+    join(rank, None, folder)
     for to in range(4):
         until(lambda to=to: rpc.rpc_sync(to, same, (rank,)) == rank)
     for to in range(4):

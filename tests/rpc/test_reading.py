@@ -12,7 +12,18 @@ import types
 
 import pytest
 import torch
-from tests.rpc.workers import fail, nothing, pid, run_workers, same, set_event, until, wait_event, worker
+from tests.rpc.workers import (
+    fail,
+    join,
+    nothing,
+    pid,
+    run_caller,
+    run_workers,
+    same,
+    set_event,
+    until,
+    wait_event,
+)
 from tests.threads import map_in_threads
 
 from phalanx import rpc
@@ -87,39 +98,6 @@ def _be_stuck(name):
     return name
 
 
-_users = threading.Lock()
-_wanted = threading.Event()
-
-
-class Locked:
-    """Unpickled, it wants a lock of the user's."""
-
-    def __reduce__(self):
-        return _take_lock, ()
-
-
-def _take_lock():
-    _wanted.set()
-    with _users:
-        return 7
-
-
-def wait_event_and_lock(name):
-    wait_event(name)
-    return Locked()
-
-
-def _a_callback_is_added_while_its_answer_is_made():
-    """`then` waited for an answer whose unpickling wanted a lock that the caller of `then` held, without end."""
-    first = rpc.rpc_async("w1", wait_event_and_lock, ("lock",))
-    with _users:
-        rpc.rpc_async("w1", set_event, ("lock",))
-        assert _wanted.wait(_WAIT_S)
-        heard = first.then(lambda done: (done.value(), threading.current_thread().name))
-    assert heard.wait() == (7, "phalanx-rpc-work")
-    assert first.wait() == 7
-
-
 def wait_event_and_stick(name):
     return Stuck(wait_event(name))
 
@@ -129,11 +107,13 @@ def _who_is_stuck_keeps_nobody_waiting():
     first = rpc.rpc_async("w1", wait_event_and_stick, ("first",))
     rpc.rpc_async("w1", set_event, ("first",))
     assert _entered.wait(_WAIT_S)
+    heard = first.then(lambda done: (done.value(), thread_name()))  # it waited, with what unpickling wanted in hand
     for number in range(20):
         assert rpc.rpc_sync("w1", same, (number,)) == number
         assert rpc.rpc_async("w1", same, (number,)).wait() == number
     _gate.set()
     assert first.wait() == "first"
+    assert heard.wait() == ("first", "phalanx-rpc-work")
 
 
 def _callbacks_do_not_run_in_a_thread_that_holds_what_they_want():
@@ -292,28 +272,23 @@ def _a_finalizer_in_the_reader_may_call():
     assert done[0] == 8
 
 
-def _all(rank, folder):
-    with worker(rank, 2, folder):
-        if rank == 0:
-            _who_reads_and_runs()
-            _callbacks_keep_nobody_waiting()
-            _who_is_stuck_keeps_nobody_waiting()
-            _a_callback_is_added_while_its_answer_is_made()
-            _answers_that_nobody_waits_for_are_read()
-            _many_threads_wait()
-            _time_runs_out_for_who_reads()
-            _callbacks_do_not_run_in_a_thread_that_holds_what_they_want()
-            _callbacks_of_one_answer_run_in_order()
-            _callbacks_come_while_answers_do()
-            _what_waits_for_all_hears_of_the_first_error()
-            _callbacks_of_calls_that_time_out_stop_no_clock()
-            _a_finalizer_in_the_reader_may_call()
+def _all():
+    _who_reads_and_runs()
+    _callbacks_keep_nobody_waiting()
+    _who_is_stuck_keeps_nobody_waiting()
+    _answers_that_nobody_waits_for_are_read()
+    _many_threads_wait()
+    _time_runs_out_for_who_reads()
+    _callbacks_do_not_run_in_a_thread_that_holds_what_they_want()
+    _callbacks_of_one_answer_run_in_order()
+    _callbacks_come_while_answers_do()
+    _what_waits_for_all_hears_of_the_first_error()
+    _callbacks_of_calls_that_time_out_stop_no_clock()
+    _a_finalizer_in_the_reader_may_call()
 
 
 def _breaks(rank, folder, over_line):
-    rpc.init_rpc(
-        f"w{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{folder}/s")
-    )
+    join(rank, 2, folder)
     if rank:
         with pytest.raises(PeerLostError):
             rpc.shutdown()
@@ -339,8 +314,7 @@ def _breaks(rank, folder, over_line):
 
 
 def _ends(rank, folder):
-    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/s")
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    join(rank, 2, folder)
     if rank:
         signal.pause()  # until it is killed
     agent = current.agent()
@@ -385,7 +359,7 @@ def test_frames_that_make_no_sense_lose_the_worker_whoever_reads_them(over_line)
 
 @pytest.mark.slow
 def test_the_thread_that_waits_reads_and_nobody_who_is_stuck_keeps_others_waiting():
-    run_workers(_all, 2)
+    run_caller(_all, 2, timeout=120)
 
 
 def test_a_function_is_found_by_name_as_long_as_it_is_there(monkeypatch):

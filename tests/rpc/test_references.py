@@ -1,13 +1,11 @@
 """References: made, used, handed on to third workers, counted and dropped."""
 
 import gc
-import random
-import threading
 import time
 
 import pytest
 import torch
-from tests.rpc.workers import Counter, fail, run_workers, same, set_event, wait_event, worker
+from tests.rpc.workers import Counter, fail, run_caller, same, set_event, wait_event
 from tests.threads import map_in_threads
 
 from phalanx import rpc
@@ -52,14 +50,12 @@ def _wait_until_free(*workers):
         time.sleep(0.001)
 
 
-def _everything(rank, folder):
-    with worker(rank, 3, folder):
-        if rank == 0:
-            _check_basics()
-            _check_proxies()
-            _check_third_workers()
-            _check_errors()
-            _wait_until_free("w0", "w1", "w2")
+def _everything():
+    _check_basics()
+    _check_proxies()
+    _check_third_workers()
+    _check_errors()
+    _wait_until_free("w0", "w1", "w2")
 
 
 def _check_basics():
@@ -123,23 +119,10 @@ def _check_third_workers():
     assert [one.to_here() for one in back] == list(range(50))
     nested = rpc.remote("w1", _nest, ("w2",))
     assert nested.to_here().to_here() == "inner"
-    # A reference that comes home before the request to make its object: in the answer to a call, on another connection.
-    for n in range(30):
-        home = rpc.rpc_sync("w1", _make_at, ("w0", n))
-        assert home.is_owner()
-        assert home.to_here() == n
-    # In a result that comes when nobody waits any more.
-    with pytest.raises(TimeoutError):
-        rpc.rpc_sync("w1", _return_late, ("late",), timeout=0.01)
-    rpc.rpc_sync("w1", set_event, ("late",))
 
 
 def _nest(to):
     return rpc.remote(to, same, ("inner",))
-
-
-def _make_at(to, value):
-    return rpc.remote(to, same, (value,))
 
 
 def _return_late(name):
@@ -168,80 +151,26 @@ def _check_errors():
 
 
 def test_references_are_used_handed_on_and_dropped_by_three_workers():
-    run_workers(_everything, 3)
+    run_caller(_everything, 3)
 
 
 def _make_counter_at(to, value):
     return rpc.remote(to, Counter, (value,))
 
 
-def _comes_home_early(rank, folder):
-    with worker(rank, 2, folder, rpc_timeout=20):
-        if rank:
-            return
+def _comes_home_early():
 
-        def use(first):
-            for number in range(first, first + 400):
-                rref = rpc.rpc_sync("w1", _make_counter_at, ("w0", number))
-                assert rref.rpc_sync().add(1) == number + 1
-                if number % 2:
-                    assert rref.to_here().value == number + 1
+    def use(first):
+        for number in range(first, first + 400):
+            rref = rpc.rpc_sync("w1", _make_counter_at, ("w0", number))
+            assert rref.rpc_sync().add(1) == number + 1
+            if number % 2:
+                assert rref.to_here().value == number + 1
 
-        map_in_threads(use, (0, 1000, 2000))
-        _wait_until_free("w0", "w1")
+    map_in_threads(use, (0, 1000, 2000))
+    _wait_until_free("w0", "w1")
 
 
 def test_a_reference_may_come_home_before_the_request_that_makes_its_object():
     """Its entry was given up with the first use, and the object was put into another one: the next use hung."""
-    run_workers(_comes_home_early, 2, timeout=120)
-
-
-def _early_order(rank, folder):
-    with worker(rank, 1, folder):
-        references = current.agent().references
-        draw = random.Random(7)
-        for number in range(200):
-            maker, others = 99, [7, 8]
-            rref_id, forks = (maker, number), [(maker, 1000 * number + fork) for fork in range(3)]
-            waited = references.find_or_expect(rref_id)
-            assert waited is not None
-            events = [("make", None), *(("announce", fork) for fork in forks), *(("drop", fork) for fork in forks)]
-            draw.shuffle(events)
-            events.sort(key=lambda one: one[0] == "drop" and draw.random() < 0.5)
-            made = None
-            announced = set()
-            for what, fork in events:
-                if what == "make":
-                    made = references.make(rref_id, (maker, -number - 1), others[0])
-                elif what == "announce":
-                    assert references.announce_fork(rref_id, fork, draw.choice(others))
-                    announced.add(fork)
-                elif fork in announced:
-                    references.drop_fork(rref_id, fork)
-                    announced.discard(fork)
-            assert made is waited, events
-            references.drop_fork(rref_id, (maker, -number - 1))
-            for fork in announced:
-                references.drop_fork(rref_id, fork)
-            assert references.find(rref_id) is None
-        assert sum(references.count().values()) == 0
-
-
-def test_the_object_is_put_where_those_wait_who_heard_of_it_first():
-    run_workers(_early_order, 1)
-
-
-def _refuses(rank, folder):
-    with worker(rank, 2, folder):
-        if rank:
-            return
-        for to in ("w0", "w1"):
-            for _ in range(3):
-                with pytest.raises(TypeError, match="cannot pickle"):
-                    rpc.remote(to, same, (threading.Lock(),))
-        _wait_until_free("w0", "w1")
-
-
-def test_a_call_whose_arguments_cannot_be_pickled_leaves_no_reference():
-    """One to the worker itself stayed in the owner's table."""
-    run_workers(_refuses, 2)
+    run_caller(_comes_home_early, 2, timeout=120, options=dict(rpc_timeout=20))

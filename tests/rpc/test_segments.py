@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rpc.workers import dismiss, pid, run_workers, until, wait_event, worker
+from tests.rpc.workers import dismiss, join, pid, run_caller, run_workers, until, wait_event, worker
 
 from phalanx import rpc
 from phalanx.rpc import current, segments
@@ -73,8 +73,7 @@ def test_memory_that_is_given_back_is_unmapped_by_all_who_had_it():
 
 
 def _lost(rank: int, folder: str) -> None:
-    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+    join(rank, 3, folder)
     if rank == 0:
         tensor = torch.ones(1 << 17)
         rpc.rpc_sync("w1", forget_all, ())
@@ -104,47 +103,44 @@ def _lent():
     return len(current.agent().connections.lender._lent)
 
 
-def _forks(rank, folder):
-    with worker(rank, 2, folder):
-        if rank:
-            return
-        draw = random.Random(4)
-        for _ in range(6):
-            sizes = [draw.choice([100, 1 << 15, 1 << 18, 1 << 20]) for _ in range(4)]
-            mine = {number: rpc.rpc_sync("w1", filled, (number, size)) for number, size in enumerate(sizes)}
-            told, go = os.pipe(), os.pipe()
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
+def _forks():
+    draw = random.Random(4)
+    for _ in range(6):
+        sizes = [draw.choice([100, 1 << 15, 1 << 18, 1 << 20]) for _ in range(4)]
+        mine = {number: rpc.rpc_sync("w1", filled, (number, size)) for number, size in enumerate(sizes)}
+        told, go = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.read(go[0], 1)
+                if all(bool((tensor == number).all()) for number, tensor in mine.items()):
+                    for tensor in mine.values():
+                        tensor.add_(100)
+                    os.write(told[1], b"x")
                     os.read(go[0], 1)
-                    if all(bool((tensor == number).all()) for number, tensor in mine.items()):
-                        for tensor in mine.values():
-                            tensor.add_(100)
-                        os.write(told[1], b"x")
-                        os.read(go[0], 1)
-                        status = int(not all(bool((tensor == n + 100).all()) for n, tensor in mine.items()))
-                finally:
-                    os._exit(status)
-            os.close(told[1])
-            for number in draw.sample(sorted(mine), 2):
-                del mine[number]
-            others = [rpc.rpc_sync("w1", filled, (50 + turn, sizes[turn % 4])) for turn in range(12)]
-            os.write(go[1], b"x")
-            assert os.read(told[0], 1) == b"x", "the child did not see what its parent had"
-            assert all(bool((tensor == number).all()) for number, tensor in mine.items())
-            assert all(bool((tensor == 50 + turn).all()) for turn, tensor in enumerate(others))
-            for tensor in (*mine.values(), *others):
-                tensor.mul_(-1)
-            os.write(go[1], b"x")
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            for fd in (told[0], *go):
-                os.close(fd)
-            del mine, others, tensor
-        until(lambda: rpc.rpc_sync("w1", _lent) == 0)
+                    status = int(not all(bool((tensor == n + 100).all()) for n, tensor in mine.items()))
+            finally:
+                os._exit(status)
+        os.close(told[1])
+        for number in draw.sample(sorted(mine), 2):
+            del mine[number]
+        others = [rpc.rpc_sync("w1", filled, (50 + turn, sizes[turn % 4])) for turn in range(12)]
+        os.write(go[1], b"x")
+        assert os.read(told[0], 1) == b"x", "the child did not see what its parent had"
+        assert all(bool((tensor == number).all()) for number, tensor in mine.items())
+        assert all(bool((tensor == 50 + turn).all()) for turn, tensor in enumerate(others))
+        for tensor in (*mine.values(), *others):
+            tensor.mul_(-1)
+        os.write(go[1], b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for fd in (told[0], *go):
+            os.close(fd)
+        del mine, others, tensor
+    until(lambda: rpc.rpc_sync("w1", _lent) == 0)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_has_tensors_of_its_own():
     """It saw the next tensors of other calls in them, and its parent what it wrote."""
-    run_workers(_forks, 2)
+    run_caller(_forks, 2)

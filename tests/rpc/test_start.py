@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tests.rpc.workers import nothing, run_workers, same
+from tests.rpc.workers import join, nothing, run_workers, same
 from tests.system.phalanx_command import run, write_script
 
 from phalanx import rpc
@@ -70,8 +70,7 @@ def test_wrong_options_are_told():
 
 
 def _shut_down_alone(rank: int, folder: str) -> None:
-    options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    join(rank, 2, folder)
     if rank == 0:
         with pytest.raises(DeadlineError, match=r"not all workers have come within 0.1 s"):
             rpc.shutdown(timeout=0.1)
@@ -91,8 +90,7 @@ def test_a_shutdown_that_others_do_not_join_ends_when_its_time_is_up():
 def _start_many_times(rank: int, folder: str) -> None:
     old = None
     for n in range(5):
-        options = rpc.RpcBackendOptions(init_method=f"file://{folder}/store")
-        rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        join(rank, 2, folder)
         if old is not None:
             with pytest.raises(ClosedError, match=r"was shut down since.*Cannot call fork an UserRRef after deletion"):
                 rpc.rpc_sync(f"w{1 - rank}", same, (old,))

@@ -18,11 +18,16 @@ from phalanx.errors import PeerLostError
 from phalanx.testing import run_ranks
 
 
+def join(rank: int, world_size: int | None, folder: str, **options: Any) -> None:
+    """Make this process the worker `w<rank>`."""
+    made = rpc.RpcBackendOptions(init_method=f"file://{folder}/store", **options)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=made)
+
+
 @contextlib.contextmanager
 def worker(rank: int, world_size: int | None, folder: str, **options: Any) -> Iterator[None]:
     """This process as the worker `w<rank>`, until all have come to the end."""
-    made = rpc.RpcBackendOptions(init_method=f"file://{folder}/store", **options)
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=made)
+    join(rank, world_size, folder, **options)
     try:
         yield
     except BaseException:
@@ -35,6 +40,20 @@ def run_workers(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: A
     """`fn(rank, folder, *args)` in each process; it makes the worker itself."""
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(_start, world_size, fn, folder, *args, init=False, **kwargs)
+
+
+def run_caller(
+    fn: Callable[..., Any], world_size: int, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Any:
+    """`fn(*args)` at the first of so many workers; the others only serve."""
+    return run_workers(_call_or_serve, world_size, world_size, fn, options or {}, *args, **kwargs)[0]
+
+
+def _call_or_serve(
+    rank: int, folder: str, world_size: int, fn: Callable[..., Any], options: dict[str, Any], *args: Any
+) -> Any:
+    with worker(rank, world_size, folder, **options):
+        return fn(*args) if rank == 0 else None
 
 
 def _start(rank: int, world_size: int, fn: Callable[..., Any], folder: str, *args: Any) -> Any:
@@ -58,14 +77,6 @@ class Counter:
         future: torch.futures.Future[int] = torch.futures.Future()
         threading.Thread(target=lambda: future.set_result(self.add(amount)), name="phalanx-test-later").start()
         return future
-
-
-class OwnError(Exception):
-    """An exception whose constructor asks for more than a text."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(code, text)
-        self.code = code
 
 
 def nothing() -> None:
