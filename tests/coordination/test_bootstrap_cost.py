@@ -101,20 +101,6 @@ def test_the_first_says_what_does_not_fit_while_others_are_still_missing(store):
     come.join()
 
 
-def test_what_ranks_know_of_each_other_comes_back_and_secrets_of_others_do_not():
-    """Of each host the first token is kept, of all ranks the first secret."""
-    infos = [
-        replace(INFO, host=f"host {rank // 3}", token=f"token {rank}", secret=f"secret {rank}", cpus=frozenset({rank}))
-        for rank in range(7)
-    ]
-    expected = [
-        replace(info, token=info.token if rank % 3 == 0 else "", secret=info.secret if rank == 0 else "")
-        for rank, info in enumerate(infos)
-    ]
-    assert unpack_infos(pack_infos(infos)) == expected
-    assert "secret 0" not in repr(infos[0])
-
-
 def test_who_has_found_the_first_reads_nobody_else_however_long_it_waits(store):
     """It looked among twice as many at each check, so that in the end each rank read all who had come."""
     come_all(store, range(200), 5000)
@@ -166,7 +152,7 @@ def test_what_a_start_leaves_behind_is_one_key_and_it_takes_few_requests(store, 
     assert len(second.join()) == 1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_what_all_ranks_say_arrives_as_it_was_said(seed):
     draw = random.Random(seed)
     texts = ["", "a", 'ä\n"', "0", "1"]
@@ -193,6 +179,7 @@ def test_what_all_ranks_say_arrives_as_it_was_said(seed):
         expected.append(replace(info, token=token, secret=info.secret if rank == 0 else ""))
     read = unpack_infos(pack_infos(infos))
     assert read == expected
+    assert "a secret" not in repr(replace(INFO, secret="a secret"))
     assert [(type(one.has_pidfds), type(one.pid)) for one in (info.process for info in read)] == [(bool, int)] * len(
         infos
     )

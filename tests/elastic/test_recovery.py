@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -177,35 +176,6 @@ def test_an_island_that_is_lost_misses_a_round(kind: str, tmp_path: Path) -> Non
     weights = [one["weights"] for one in ended.results]
     assert_same_on_all_ranks(weights)
     assert all(torch.isfinite(value).all() for value in weights[0].values())
-
-
-class ApartAtLoss(Job):
-    """Ranks 1 and 2 stand at different steps when they can hear that rank 0 is lost, each at its next commit."""
-
-    def strike(self, place: str, step: int) -> None:
-        while place == "batch" and (dist.get_rank(), step) in ((1, 13), (2, 14)) and not self.told.exists():
-            time.sleep(0.001)
-        super().strike(place, step)
-
-    @property
-    def told(self) -> Path:
-        return Path(self.folder) / "told"
-
-
-def test_ranks_that_train_apart_may_hear_of_a_loss_at_different_steps(tmp_path: Path) -> None:
-    """One had a round more to go in its epoch than the other, which waited at the epoch's end: neither ever went on.
-
-    Found by freezing processes: else all get as far as the next round before they hear of a loss.
-    """
-    job = ApartAtLoss(str(tmp_path), (Strike(0, "commit", 13),), samples=128)
-
-    def tell(agent: SmallAgent) -> None:
-        if agent.generation:
-            job.told.touch()
-
-    ended = SmallAgent(train_apart, 3, job, "DiLoCo", folder=tmp_path, on_turn=tell).run()
-    weights = [one["weights"] for one in ended.results]
-    assert_same_on_all_ranks(weights)
 
 
 @pytest.mark.slow(but=("adam",))

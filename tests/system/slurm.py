@@ -5,9 +5,8 @@ It has a folder and a network of its own, and is taken down afterwards:
     with cluster(folder) as slurm:
         slurm.run("srun", "-N2", "python", "train.py")
 
-By hand, until Ctrl-C: `python -m tests.system.slurm`; it prints what to set for `srun` and `sbatch` to find it. Debian
-and Ubuntu: apt install slurm-wlm munge. It runs as root, without control groups: the processes of a step are those
-below it.
+Debian and Ubuntu: apt install slurm-wlm munge. It runs as root, without control groups: the processes of a step are
+those below it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,19 +192,3 @@ def _find(program: str) -> str | None:
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-
-
-def main() -> None:
-    """A cluster for the shell."""
-    if problem := why_not():
-        sys.exit(problem)
-    with tempfile.TemporaryDirectory(prefix="phalanx-slurm-") as folder, cluster(Path(folder)) as slurm:
-        print(f"export SLURM_CONF={slurm.environment['SLURM_CONF']}   # until Ctrl-C", flush=True)
-        try:
-            signal.pause()
-        except KeyboardInterrupt:
-            pass
-
-
-if __name__ == "__main__":
-    main()

@@ -103,45 +103,6 @@ def test_what_each_rank_was_doing_is_told_and_kept_when_one_is_killed_and_when_a
     assert sorted((message["operation"], message["peer"]) for message in messages) == [("recv", 1), ("send", 1)]
 
 
-EDGES = """
-import ctypes, os, signal, threading
-event = threading.Event()
-rank = int(os.environ["RANK"])
-if rank == 1:
-    signal.signal(signal.SIGURG, lambda *_: None)
-if rank == 2:
-    signal.signal(signal.SIGURG, signal.SIG_DFL)
-def background():
-    event.wait()
-threading.Thread(target=background, daemon=True).start()
-if rank == 3:
-    os.kill(os.getpid(), signal.SIGSTOP)
-if rank == 0:  # hangs in native code, and holds the interpreter's lock: no other thread of it can run
-    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
-    library.pthread_mutex_lock(mutex)
-    library.pthread_mutex_lock(mutex)
-event.wait()
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_answer_is_reported_with_the_reason_and_nobody_is_disturbed(tmp_path: Path) -> None:
-    script = write_script(tmp_path, EDGES)
-    with start("run", "--no-preload", "--nproc-per-node", "4", "--shutdown-timeout", "0", script) as running:
-        pid = str(running.process.pid)
-        shown, expected = "", ("line 17 in <module>", "a handler of its own", "nothing handles SIGURG", "is stopped")
-        while not all(words in shown for words in expected):  # at first some are still starting
-            assert running.process.poll() is None
-            shown = stacks(pid).stdout
-        ranks = re.split(r"^rank \d.*\n", shown, flags=re.MULTILINE)[1:]
-        assert "in background" in ranks[0]
-        assert 'script.py", line 17 in <module>' in ranks[0]
-        assert "the script has put a handler of its own on SIGURG" in ranks[1]
-        assert "nothing handles SIGURG in it" in ranks[2]
-        assert "is stopped (SIGSTOP, Ctrl-Z or a debugger)" in ranks[3]
-        assert "4 of 4 ranks running" in stacks(pid).stdout
-
-
 def test_a_job_that_is_not_there_is_said_to_be_so() -> None:
     shown = stacks("1")
     assert (shown.returncode, shown.stdout) == (2, "")

@@ -4,11 +4,12 @@ import os
 import re
 import select
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 from tests.system.elastic_job import Job, elastic_job
-from tests.system.phalanx_command import run, said_by, write_script
+from tests.system.phalanx_command import Finished, run, said_by, write_script
 
 
 @pytest.mark.slow
@@ -187,3 +188,82 @@ def test_a_loss_after_training_is_a_failure_that_lets_the_others_save(tmp_path: 
     assert finished.code == 128 + signal.SIGKILL
     assert sum(len(said_by(line)) for line in finished.out.splitlines() if "saved" in line) == 2
     assert "First failure: rank 1 of 3" in finished.err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_not_heard(tmp_path: Path) -> None:
+    nobody = 65534
+    with elastic_job(tmp_path) as job:
+        pattern = rf"@(phalanx-agent-{job.running.process.pid}-\w+)"  # which anybody can read
+        name = re.findall(pattern, Path("/proc/net/unix").read_text())[0]
+        pid = os.fork()
+        if pid == 0:
+            os.setuid(nobody)
+            try:
+                with socket.socket(socket.AF_UNIX) as sock:
+                    sock.connect(f"\0{name}")
+                    os._exit(0 if sock.recv(100) == b"" else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0
+        job.kill(1)
+        job.wait_joined(1, 1)
+        job.wait_generation(1, 3)
+        finished = job.finish()
+    assert finished.code == 0
+    assert f"a process of user {nobody} (pid {pid}) has connected to the job of another user" in finished.err
+
+
+TWO_RUNS = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist, phalanx
+from phalanx import elastic
+struck = Path(sys.argv[1], "struck")
+
+def make(run):
+    model = phalanx.DistributedDataParallel(torch.nn.Linear(2, 1), check=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def train(state):
+        while state.step < 4:
+            if (os.environ["STRIKE"], state.step, dist.get_rank()) == (run, 2, 1) and not struck.exists():
+                struck.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.commit()
+        return state.step
+    train.__name__ = run
+    return elastic.run(elastic.State(model=model, optimizer=optimizer), wait_s=600.0)(train)
+
+with phalanx.init(timeout=60.0):
+    print("first", make("first")())
+    print("second", make("second")())
+"""
+
+
+def run_twice_in_a_script(folder: Path, strike: str) -> Finished:
+    script = write_script(folder, TWO_RUNS)
+    env = {"OMP_NUM_THREADS": "1", "STRIKE": strike}
+    finished = run("--nproc-per-node", "2", script, str(folder), env=env)
+    assert (folder / "struck").exists()
+    return finished
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_in_the_first_run_is_replaced_and_the_second_run_follows(tmp_path: Path) -> None:
+    finished = run_twice_in_a_script(tmp_path, "first")
+    assert finished.code == 0, finished.out + finished.err
+    for line in ("first 4", "second 4"):
+        assert {rank for text in finished.out.splitlines() if line in text for rank in said_by(text)} == {0, 1}
+
+
+def test_a_rank_that_is_lost_in_the_second_run_ends_the_job_with_the_advice_to_make_them_one(tmp_path: Path) -> None:
+    finished = run_twice_in_a_script(tmp_path, "second")
+    said = finished.out + finished.err
+    assert finished.code != 0
+    assert "First failure: rank 1 of 2" in finished.err
+    assert "second is a further elastic.run of this script, and a rank that is lost in it ends the job" in said
+    assert "Put the runs into one function" in said
+    assert "second 4" not in finished.out

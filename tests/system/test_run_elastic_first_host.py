@@ -1,29 +1,61 @@
-"""An elastic job goes on when the host that leads it is lost: real processes in network namespaces.
+"""An elastic job goes on when the host that leads it is lost or told to leave, and takes it in when it comes back.
 
-The ranks are those of `elastic_rank.py`, which speak the protocol and do nothing else; the last test trains.
+Real processes in network namespaces; the ranks are those of `elastic_rank.py`, which speak the protocol and do nothing
+else; the last tests train.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.system import elastic_servers, elastic_training
 from tests.system.elastic_hosts import Cluster, cluster, samples_of_epochs, wait_for_files
 from tests.system.elastic_job import SCRIPT
+from tests.system.phalanx_command import Finished
 from tests.system.standbys import ONE_WAY, WAITS, address_of, await_standbys, find_leader
 
 from phalanx.testing import why_no_hosts
 from phalanx.testing.namespaces import Host, hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+
+JOINS = "this job goes on already, and the host at 10.77.0."
+PORT = "29479"
+LEFT = 128 + signal.SIGTERM
+
+
+def tell_to_leave(made: Cluster, *numbers: int) -> None:
+    for number in numbers:
+        made.jobs[number].running.process.terminate()
+
+
+def require_in_order(left: Finished, *others: Finished) -> None:
+    """Nothing was lost: the host has left, and the others have ended well."""
+    assert left.code == LEFT, left.out
+    assert "this host has left the job, which goes on on the others" in left.out
+    assert [end.code for end in others] == [0] * len(others), others[0].out
+    for end in (left, *others):
+        assert " is lost: " not in end.out
+        assert "was lost during the run" not in end.out
+
+
+def finish(made: Cluster, leader: int, *others: int) -> list[Finished]:
+    """Have all ranks end well, as these hosts have to."""
+    made.jobs[leader].order("finish")
+    ends = made.ended(leader, *others)
+    assert [end.code for end in ends] == [0] * len(ends), "\n".join(end.out for end in ends)
+    return ends
 
 
 def wait_for_path(path: Path) -> None:
@@ -37,9 +69,7 @@ def test_a_job_goes_on_without_its_first_host_and_its_successor_shows_what_all_p
         made.kill(0)
         leader = find_leader(made, 1, 2)
         made.jobs[leader].wait_generation(1, 3)
-        made.jobs[leader].order("finish")
-        ends = made.ended(leader, 3 - leader)
-    assert [end.code for end in ends] == [0, 0], ends[0].out
+        ends = finish(made, leader, 3 - leader)
     assert "with rank 0, is lost: the coordinator at 10.77.0.1:29479 has ended" in ends[0].out
     assert "1 rank was lost during the run" in ends[0].out
     assert "finished" in ends[0].out
@@ -138,9 +168,7 @@ def test_a_spare_takes_the_place_of_the_first_host_and_another_one_goes_on_waiti
         made.jobs[leader].wait(r"generation [12] as \d of 3 ", 3)  # at once, or a moment after the others go on
         for number in (3, 4):
             made.wait_for(number, "leads the job now; this host waits there")
-        made.jobs[leader].order("finish")
-        ends = made.ended(leader, 3 - leader, 3, 4)
-    assert [end.code for end in ends] == [0, 0, 0, 0], ends[0].out
+        ends = finish(made, leader, 3 - leader, 3, 4)
     assert "3 ranks on 3 hosts go on" in ends[0].out
 
 
@@ -165,9 +193,182 @@ def test_a_host_whose_ranks_start_as_the_first_host_is_lost_comes_to_the_one_tha
         (tmp_path / "come").open("w").close()
         made.wait_for(leader, "taken in; 3 ranks on 3 hosts go on")
         made.wait_for(leader, "as 2 of 3")
+        finish(made, leader, 3 - leader, 3)
+
+
+@pytest.mark.slow
+def test_the_first_host_is_told_to_leave_and_the_others_go_on_in_the_same_processes(tmp_path: Path) -> None:
+    """A SIGTERM at the first host ended the job on all of them."""
+    with cluster(tmp_path, 2, 1, 1, nnodes="1:3", env=WAITS) as made:
+        await_standbys(made, 0)
+        tell_to_leave(made, 0)
+        left = made.ended_one(0)
+        leader = find_leader(made, 1, 2)
+        made.join(0, address_of(made.jobs[leader]))
+        made.jobs[leader].wait_generation(2, 4)
         made.jobs[leader].order("finish")
-        ends = made.ended(leader, 3 - leader, 3)
-    assert [end.code for end in ends] == [0, 0, 0], ends[0].out
+        ends = made.ended(leader, *({0, 1, 2} - {leader}))
+    require_in_order(left, *ends)
+    assert "with ranks 0, 1, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in left.out
+    assert "the host that leads the job leaves (SIGTERM). The others choose another one" in ends[0].out
+    assert "finished" in ends[0].out
+    started = re.findall(r"joined 2 as (\d) of 4", ends[0].out)  # of the others nobody was started again
+    assert sorted(started) == sorted(re.findall(r"joined \d+ as (\d) of", ends[0].out)) == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_tells_all_hosts_to_end_ends_the_job(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
+        await_standbys(made, 0)
+        tell_to_leave(made, 0, 1, 2)
+        ends = made.ended(0, 1, 2)
+    assert ends[0].code == LEFT, ends[0].out
+    assert all(end.code for end in ends)
+    assert not any("leads the job now" in end.out for end in ends)
+
+
+@pytest.mark.slow
+def test_a_second_sigterm_at_the_first_host_stops_the_job_on_all_hosts(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
+        await_standbys(made, 0)
+        tell_to_leave(made, 0)
+        made.wait_for(0, "SIGTERM: this host leaves, unless all others are told to end within 2 s, too")
+        tell_to_leave(made, 0)
+        ends = made.ended(0, 1, 2)
+    assert [end.code for end in ends] == [LEFT] * 3, ends[0].out
+    assert "SIGTERM: stopping 3 ranks" in ends[0].out
+
+
+def test_without_enough_hosts_to_choose_another_one_a_sigterm_at_the_first_ends_the_job(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 1, nnodes="1:2", env=WAITS) as made:
+        tell_to_leave(made, 0)
+        ends = made.ended(0, 1)
+    assert [end.code for end in ends] == [LEFT] * 2, ends[0].out
+    assert "SIGTERM: stopping 2 ranks" in ends[0].out
+
+
+def test_the_first_host_that_was_killed_comes_back_into_its_job_by_the_same_command(tmp_path: Path) -> None:
+    """It began a job of its own, and waited there for hosts that never came."""
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
+        await_standbys(made, 0)
+        made.kill(0)
+        leader = find_leader(made, 1, 2)
+        made.start(0, 1)
+        made.wait_for(0, JOINS)
+        made.jobs[leader].wait(r"generation [12] as \d of 3 ", 3)
+        finish(made, leader, 0, 3 - leader)
+
+
+@pytest.mark.slow
+def test_the_first_host_that_was_told_to_leave_comes_back_and_may_lead_again(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
+        await_standbys(made, 0)
+        made.jobs[0].running.process.terminate()
+        assert made.ended_one(0).code == 128 + signal.SIGTERM
+        second = find_leader(made, 1, 2)
+        made.start(0, 1)
+        made.jobs[second].wait_generation(2, 3)
+        await_standbys(made, second)
+        made.kill(second)
+        third = find_leader(made, 0, 3 - second)
+        made.start(second, 1)  # at the address of the first host, which says where the job is led now
+        made.jobs[third].wait(r"generation [34] as \d of 3 ", 3)
+        finish(made, third, second, 3 - second - third)
+
+
+@pytest.mark.slow
+def test_hosts_that_wait_at_the_address_of_the_first_are_sent_on_when_that_is_back(tmp_path: Path) -> None:
+    """Of four hosts the first and another one are requeued, and the other one comes before the first.
+
+    The first one wrote a report of a job that had failed, in the place of that of the job that goes on.
+    """
+    report = tmp_path / "report"
+    options = ("--report", str(report))
+    with cluster(tmp_path, 1, 1, 1, 1, nnodes="1:4", env=WAITS, options=options) as made:
+        await_standbys(made, 0)
+        made.kill(0)
+        leader = find_leader(made, 1, 2, 3)
+        made.wait_for(leader, "3 ranks on 3 hosts go on")
+        other = next(number for number in (1, 2, 3) if number != leader)
+        made.kill(other)
+        made.wait_for(leader, "2 ranks on 2 hosts go on")
+        before = json.loads((report / "job.json").read_text())
+        made.start(other, 1)
+        made.wait_for(other, "waiting for the first host")
+        made.start(0, 1)
+        made.wait_for(0, JOINS)
+        made.jobs[leader].wait(r"generation \d as \d of 4 ", 4)
+        assert json.loads((report / "job.json").read_text()) == before
+        finish(made, leader, *({0, 1, 2, 3} - {leader}))
+
+
+@pytest.mark.slow
+def test_another_command_at_the_address_where_a_job_began_begins_a_job_of_its_own_and_says_so(tmp_path: Path) -> None:
+    another = tmp_path / "another.py"
+    another.write_text("print('another job')")
+    options = ("--rdzv-conf", "last_call_timeout=5")
+    with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS, options=options) as made:
+        await_standbys(made, 0)
+        made.kill(0)
+        leader = find_leader(made, 1, 2)
+        made.start(0, 1, str(another))
+        made.wait_for(0, "another job that began at this address, ")
+        end = made.ended_one(0)
+        assert end.code == 0
+        assert "another job" in end.out.splitlines()[-1]
+        assert "This command begins a job of its own" in end.out
+        assert f"the host at {address_of(made.jobs[leader])} leads it" in end.out
+        finish(made, leader, 3 - leader)
+
+
+NOTICE = """
+import sys, time
+from phalanx._comm.control.key import Key
+from phalanx._job.hosts.succession.moved_job import LeaderNotice
+notice = LeaderNotice([sys.argv[1]], Key(bytes(32)), sys.argv[2])
+sys.stdin.read()
+notice.close()
+"""
+
+
+@contextlib.contextmanager
+def noticed(made: Cluster, address: str) -> Iterator[None]:
+    """Inside, a process on the second host says at the first that the job is led at `address`."""
+    where = f"{made.machines[0].address}:{PORT}"
+    line = [*made.machines[1].command, sys.executable, "-c", NOTICE, where, address]
+    with subprocess.Popen(line, stdin=subprocess.PIPE) as notice:
+        try:
+            yield
+        finally:
+            notice.communicate()
+
+
+@pytest.mark.slow
+def test_a_first_host_that_does_not_reach_the_one_that_leads_now_says_so_and_begins_nothing(tmp_path: Path) -> None:
+    with hosts(2, both_ways=True) as machines, contextlib.closing(Cluster(machines, tmp_path, "1:3", WAITS)) as made:
+        nobody = f"{machines[1].address}:1"
+        made.start(0, 1)
+        with noticed(made, nobody):
+            end = made.ended_one(0)
+    assert end.code == 1
+    assert f"is led by the host at {nobody}, which this host does not reach" in end.out
+    assert "open the way there (firewall), and type the command again" in end.out
+    assert "joined 0" not in end.out
+
+
+@pytest.mark.slow
+def test_a_first_host_that_trains_before_it_is_told_says_what_to_type(tmp_path: Path) -> None:
+    options = ("--no-preload", "--rdzv-conf", "last_call_timeout=0")
+    with (
+        hosts(2, both_ways=True) as machines,
+        contextlib.closing(Cluster(machines, tmp_path, "1:3", WAITS, options)) as made,
+    ):
+        made.start(0, 1)
+        made.first.wait_joined(0, 0)
+        with noticed(made, "10.77.0.2:41873"):
+            made.wait_for(0, "this one trains beside it. If it is the same, end this command and type: phalanx join 10")
+        (end,) = made.finish(0)
+    assert end.code == 0
 
 
 def train(machines: list[Host], folder: Path, what: str = "") -> list[str]:

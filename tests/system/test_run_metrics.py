@@ -67,20 +67,6 @@ def test_a_scraper_reads_the_running_job(tmp_path: Path) -> None:
         assert all(family.type in ("gauge", "counter") and family.documentation for family in families)
 
 
-@pytest.mark.slow
-def test_with_a_secret_only_who_sends_it_reads(tmp_path: Path) -> None:
-    over = tmp_path / "over"
-    words = ("run", "--metrics", "0.0.0.0:0", "--nproc-per-node", "1", write_script(tmp_path, SCRIPT), str(over))
-    with start(*words, stderr=subprocess.STDOUT, env={"PHALANX_METRICS_TOKEN": "a-long-secret"}) as running:
-        address = running.read_until("metrics at").split()[-1].replace("0.0.0.0", "127.0.0.1")
-        running.read_until_all("running", 1)
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            scrape(address)
-        assert "phalanx_world_size 1.0" in scrape(address, Authorization="Bearer a-long-secret")
-        over.touch()
-        assert running.finish().code == 0
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

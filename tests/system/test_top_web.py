@@ -99,22 +99,15 @@ def test_a_running_job_and_its_report_so_far_are_a_page_for_who_has_the_token(tm
             assert "has ended" in top.stdout.read()
 
 
-@pytest.mark.slow
-def test_a_job_that_hangs_is_shown_with_who_does_not_come(tmp_path: Path) -> None:
-    with start("run", "--nproc-per-node", "2", write_script(tmp_path, _HANG), stderr=subprocess.STDOUT) as job:
-        job.read_until("running")
-        with served(str(job.process.pid)) as (_, address):
-            now = read_until(address, "now", "has not come")
-            assert ">stuck<" in now
-            assert re.search(r"rank 0 waits in all_reduce #\d+", now)
-        job.process.send_signal(signal.SIGINT)
-        job.finish()
-
-
-def test_a_port_that_is_taken_is_said_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+def test_a_hang_is_shown_with_who_does_not_come_until_ctrl_c_and_a_port_that_is_taken_is_told(
+    tmp_path: Path,
+) -> None:
     with start("run", "--nproc-per-node", "2", write_script(tmp_path, _HANG), stderr=subprocess.STDOUT) as job:
         job.read_until("running")
         with served(str(job.process.pid)) as (top, address):
+            now = read_until(address, "now", "has not come")
+            assert ">stuck<" in now
+            assert re.search(r"rank 0 waits in all_reduce #\d+", now)
             port = address.split(":")[2].split("/")[0]
             words = ["top", str(job.process.pid), "--web", "--port", port]
             second = subprocess.run(
