@@ -1,1 +1,1 @@
-"""How the ranks of a job find each other, whatever started them."""
+"""Rendezvous: the ranks of a job find each other, whatever launched them."""

@@ -1,10 +1,10 @@
-"""The agent of a host tells its ranks, in a file without a name, what they need in a job on several hosts.
+"""The agent of a host passes its ranks, in an anonymous file, the data that a job on several hosts needs.
 
-    0       {"address": …, "key": …, …}       where the job's store is, and what opens it
-    4096    {"ranks": […], "reason": …}       once a host is lost: the ranks that are gone with it, and why
+    0       {"address": …, "key": …, …}       the address of the job's store, and the key that opens the store
+    4096    {"ranks": […], "reason": …}       once a host is lost: the ranks of that host, and the reason
 
-The key is in no variable: every program that a rank starts would inherit it. That a host is lost is told here because
-a rank may be one of those who were cut off, and then nothing reaches it through the network.
+The key is not in an environment variable: every program that a rank starts would inherit the variable. The agent
+reports a lost host here because the network may no longer reach this host's ranks.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True)
 class LostHost:
-    """Nothing will be heard of these ranks (numbers in the job) any more, because their host is lost."""
+    """The `ranks` (numbered in the job) whose host is lost; they will never answer."""
 
     ranks: tuple[int, ...]
     reason: str
 
 
 def create_agent_file(address: str, key: str, relay: str = "") -> tuple[int, str]:
-    """Return a descriptor of a new agent file, and the value of PHALANX_STORE that leads to it.
+    """Return a descriptor of a new agent file, and the value of PHALANX_STORE that leads to the file.
 
-    Where `address` is a path the store needs no `key`; but workers of other hosts (`phalanx.rpc`) ask for it. `relay`
-    is a path at which this process hands on what is sent to the store.
+    If `address` is a path, the store needs no `key`, but workers on other hosts (`phalanx.rpc`) use the key. `relay` is
+    the path at which this process relays messages to the store.
     """
     fd = create("phalanx-agent")
     told = {"address": address, "key": key, "relay": relay, "processes": _pid_namespace()}
@@ -43,8 +43,8 @@ def create_agent_file(address: str, key: str, relay: str = "") -> tuple[int, str
 def read_store(fd: int) -> tuple[str, str]:
     """Return the coordinator's address and the key.
 
-    The address is the relay's where there is one; it lies under the agent's number, which means nothing in a container
-    with process numbers of its own.
+    With a relay, the address is the relay's, which contains the agent's process number; in a container with its own
+    process numbers that number is invalid.
     """
     told = json.loads(os.pread(fd, _LOST_AT, 0).rstrip(b"\0"))
     can_relay = told["relay"] and told["processes"] == _pid_namespace()
@@ -59,7 +59,7 @@ def _pid_namespace() -> str:
 
 
 def tell_lost(fd: int, lost: LostHost) -> None:
-    """Tell the ranks of this host that a host is lost; the first one counts."""
+    """Report a lost host to the ranks of this host; only the first report counts."""
     if read_lost(fd) is None:
         spans = [[first, last] for first, last in _spans(lost.ranks)]
         os.pwrite(fd, json.dumps({"ranks": spans, "reason": lost.reason[:1000]}).encode()[:_MAX_BYTES], _LOST_AT)
@@ -75,7 +75,7 @@ def read_lost(fd: int) -> LostHost | None:
 
 
 def describe_loss(host: str, why: str) -> str:
-    """Return why the ranks of a host are gone, in the words of a rank's error."""
+    """Return why the ranks of a host are lost, as text for a rank's error."""
     return f"its host, {host}, is lost: {why}"
 
 

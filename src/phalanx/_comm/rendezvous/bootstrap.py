@@ -1,15 +1,15 @@
-"""The ranks of a new group find each other through the job's store, once, before anything is shared.
+"""The ranks of a new group find each other through the job's store, before they share anything else.
 
     every rank   add  <n>/came         → the number i of its arrival
-                 set  <n>/rank/<i>     = its rank, its world size, its process and host     (at once, at a coordinator)
-    the first    get  <n>/rank/*       → set  <n>/ranks = all of them, or why there is no group
-    every rank   get  <n>/ranks        → the ranks of one host connect to the socket of the first of them
+                 set  <n>/rank/<i>     = its rank, its world size, its process and host     (together, at a coordinator)
+    the first    get  <n>/rank/*       → set  <n>/ranks = all ranks, or the reason why there is no group
+    every rank   get  <n>/ranks        → the ranks of one host connect to the socket of that host's first rank
 
-Keys are numbered by arrival, not by rank: where two processes were given one rank, or different world sizes, both are
-seen and told so; with a key for each rank one would overwrite the other.
+Keys are numbered by arrival, not by rank: if two processes have the same rank, or different world sizes, both keys
+are there and both processes get an error. With one key per rank, one process would overwrite the other's key.
 
-`n` counts the starts at this store. A start that is over, or that ended processes have left behind in a file, is left
-as it is: the next rank to arrive begins another. The key `bootstrap` holds its number, and how the last one ended.
+`n` counts the starts at this store. When a start has ended, or dead processes have left one in a file, the next rank
+that arrives begins a new start. The key `bootstrap` holds the number of the current start, and how the last one ended.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from phalanx.errors import CoordinationError, DeadlineError, MismatchError, Peer
 
 _logger = get_logger(__name__)
 _LONGEST_PAUSE_S = 0.02
-_CHECKS_PER_S = 256  # so many processes a second are checked, by all ranks together, while the first decides
+_CHECKS_PER_S = 256  # processes checked per second by all ranks together, while the first rank decides
 _LONGEST_UNCHECKED_S = 30.0
 _LONGEST_WAIT_S = 5.0
-_MOST_DESCRIBED = 64  # ranks of a group of which each says who is missing; of more, only the first that came does
+_MOST_DESCRIBED = 64  # in larger groups only the first arrival names the missing ranks
 _CHECK_PROCESSES_S = 0.25  # how often a rank checks whether another process has ended
 _ACKNOWLEDGE_S = 1.0
-_PATIENCE_S = 2.0  # the first to arrive reports who is missing; a little later the others do it themselves
+_PATIENCE_S = 2.0  # the other ranks report the missing ranks this much later than the first arrival would
 _MOST_REMEMBERED = 64
 NOTICE_S = 5.0
 
-# Called again and again while ranks meet: by raising, whoever knows better ends the wait.
+# Called repeatedly while ranks wait for each other: an exception from it ends the wait.
 _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
 
 
 @contextlib.contextmanager
 def checked_while_meeting(check: Callable[[], None]) -> Iterator[None]:
-    """Let every wait of a group that forms call `check` again and again, inside; what it raises ends the wait."""
+    """In this context, call `check` repeatedly while a group forms; an exception from `check` ends the wait."""
     token = _check.set(check)
     try:
         yield
@@ -69,17 +69,17 @@ def checked_while_meeting(check: Callable[[], None]) -> Iterator[None]:
 
 
 def check_meeting() -> None:
-    """Call what `checked_while_meeting` has set. Every wait that forms a group calls this again and again."""
+    """Call the check that `checked_while_meeting` has set. Every wait that forms a group calls this repeatedly."""
     if (check := _check.get()) is not None:
         check()
 
 
 class _Superseded(Exception):
-    """The start that this rank waits in is over, without it."""
+    """Another start has replaced the start in which this rank waits."""
 
 
 class Bootstrap:
-    """One rank's part in one start of a group. `join` is collective over the group's ranks."""
+    """A `Bootstrap` is one rank's part in one start of a group. `join` is collective over the group's ranks."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Bootstrap:
         self._group = group
         self._is_further = is_further
         self._deadline = deadline
-        self._num_judged = 0  # so many who came were looked at by `_decide`
+        self._num_judged = 0  # the number of arrivals that `_decide` has already checked
         self.infos: list[RankInfo] = []
 
     def join(self) -> list[RankInfo]:
@@ -106,8 +106,8 @@ class Bootstrap:
         Raises:
             ValueError: this rank does not exist in a group of this size.
             MismatchError: the ranks were given different world sizes, or two of them the same rank.
-            PeerLostError: a rank came and ended.
-            DeadlineError: some rank never came; `missing` says which, on every rank that did.
+            PeerLostError: a rank arrived and its process ended.
+            DeadlineError: some rank did not arrive in time; `missing` names the missing ranks, on every rank.
         """
         outcome = None
         while outcome is None:
@@ -116,19 +116,19 @@ class Bootstrap:
             with contextlib.suppress(_Superseded):
                 outcome = self._wait()
         if failure := outcome.get("failure"):
-            # Ranks that are still to come fit no better; ranks that are missing will not come.
+            # After a mismatch, late ranks must read the error, too; missing ranks will not come.
             self.acknowledge_failure(expected=self._me.world_size - 1 if failure["kind"] == "mismatch" else 0)
             raise self._error(FormationFailure(failure["kind"], failure["text"], failure["ranks"]))
         self.infos = unpack_infos(outcome["ranks"])
         return self.infos
 
     def contest(self) -> str:
-        """Return what to report of the start that others wait in, or will, once this rank too is kept out."""
+        """Report this rejected rank to the start that other ranks wait in; return that start's error, or ""."""
         arrivals = self._arrivals
         _, arrivals.number, _ = arrivals.current()
         infos = arrivals.key(OUTCOME)
         if self._store.check([infos]) or (arrivals.number and not arrivals.read_all()):
-            return ""  # no start is going on
+            return ""  # no start is in progress
         arrivals.me = replace(arrivals.me, is_contested=True)
         arrivals.take_place()
 
@@ -143,12 +143,12 @@ class Bootstrap:
         return str(failure["text"]) if failure else ""
 
     def acknowledge_failure(self, *, expected: int = 0) -> None:
-        """Wait, in a failed start, until rank 0 may end: its process may serve the store in which others read why.
+        """Wait until all ranks have read the failure of this start: rank 0's process may serve the store.
 
-        It waits for the others, a moment, and until so many as `expected` have come to hear it: without the store they
-        could say only that the store is gone.
+        Rank 0 waits a moment for the acknowledgements of the others, and until `expected` ranks have arrived: without
+        the store they could only report that the store is gone.
         """
-        with contextlib.suppress(RuntimeError):  # it is gone already
+        with contextlib.suppress(RuntimeError):  # the store is already gone
             if self._me.rank == 0:
                 self._poll_until(lambda: self._have_acknowledged(expected), Deadline.after(_ACKNOWLEDGE_S), _no_notice)
             else:
@@ -161,9 +161,9 @@ class Bootstrap:
         )
 
     def forget(self) -> None:
-        """Remove the keys, on rank 0, when all have met, so that a later group of the same name can meet here.
+        """Remove the keys, on rank 0, once all ranks have joined, so that a later group can use the same name.
 
-        This comes before the first barrier: a rank that has passed it may begin to meet anew.
+        Call this before the first barrier: a rank that has passed the barrier may start the next group.
         """
         members = [[r, {**info.to_json(), "secret": ""}] for r, info in enumerate(self.infos)]
         how = f"a group of this name was formed here at {time.strftime('%H:%M:%S')}"
@@ -177,10 +177,10 @@ class Bootstrap:
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def _wait(self) -> dict[str, Any]:
-        """Return the outcome of this start: every rank's information, or why there is no group."""
+        """Return the outcome of this start: every rank's information, or the reason why there is no group."""
         is_first, clock = self._arrivals.index == 0, self._deadline.clock
         patience = self._deadline if is_first else Deadline.after(min(self._deadline.left_s + _PATIENCE_S, 1e9), clock)
-        # Hundreds of ranks that ask again and again would keep the store from answering the first.
+        # Frequent polls by hundreds of ranks would delay the store's answers to the first rank.
         check_s = min(max(_CHECK_PROCESSES_S, self._me.world_size / _CHECKS_PER_S), _LONGEST_UNCHECKED_S)
         next_check = Deadline.after(check_s, clock)
 
@@ -189,7 +189,7 @@ class Bootstrap:
             if outcome.has_come():
                 return True
             if is_first:
-                outcome.stop_waiting()  # this rank need not be told what it decides
+                outcome.stop_waiting()  # this rank publishes the outcome itself
                 if self._decide():
                     return True
             if next_check.passed:
@@ -198,7 +198,7 @@ class Bootstrap:
             return False
 
         def pause(pause_s: float) -> None:
-            if is_first:  # it looks four times a second whether those who have come fit together
+            if is_first:  # the first arrival checks four times a second whether the arrivals fit together
                 last.wait(min(_CHECK_PROCESSES_S, patience.left_s), pause_s)
             else:
                 outcome.wait(min(check_s, _LONGEST_WAIT_S, patience.left_s), pause_s)
@@ -217,9 +217,9 @@ class Bootstrap:
             return found
 
     def _decide(self) -> bool:
-        """Say, as the first that came, that the group is complete, or that it never will be; return whether it did."""
+        """As the first arrival, publish that the group is complete or impossible; return whether that was decided."""
         arrivals = list(self._arrivals.read_all().values())
-        if len(arrivals) == self._num_judged:  # whoever has said who it is stays that
+        if len(arrivals) == self._num_judged:  # an arrival's record never changes
             return False
         self._num_judged = len(arrivals)
         if failure := find_problem(arrivals):
@@ -232,16 +232,16 @@ class Bootstrap:
         return True
 
     def _check_processes(self, is_first: bool) -> bool:
-        """See whether somebody who came has ended, or nobody will come any more; return whether this rank is the first.
+        """Fail the start if an arrived process has ended; return whether this rank is the first arrival.
 
-        It becomes the first where those before it have died before they could say who they are.
+        This rank becomes the first if those before it died before they published their records.
         """
         arrivals = self._arrivals
         if arrivals.is_superseded():
             raise _Superseded
         if is_first:
             arrived = list(arrivals.read_all().values())
-        else:  # the first alone looks at all
+        else:  # only the first arrival checks all ranks
             is_first = arrivals.seek_first()
             arrived = [arrivals.first]
         if failure := find_dead(arrived, self._me.info) or self._find_holder(len(arrivals.known)):
@@ -249,7 +249,7 @@ class Bootstrap:
         return is_first and min(arrivals.known) == arrivals.index
 
     def _find_holder(self, num_arrived: int) -> FormationFailure | None:
-        """Return a failure if this rank stays alone and the rank of its number in the group here still runs."""
+        """Return a failure if no other rank has arrived and a running process of the last group has this rank."""
         members = {r: RankInfo.from_json(info) for r, info in self._arrivals.before.get("members", ())}
         mine = self._me.info
         waited_s = self._deadline.timeout_s - self._deadline.left_s
@@ -267,7 +267,7 @@ class Bootstrap:
         )
 
     def _give_up(self) -> None:
-        """Say who is missing, since the time is up."""
+        """Publish the missing ranks, because the time is up."""
         missing = self._arrivals.missing()
         if missing:
             size = self._me.world_size
@@ -303,7 +303,7 @@ class Bootstrap:
         )
 
     def _publish(self, failure: FormationFailure) -> None:
-        """Say why there is no group, unless somebody has said something already."""
+        """Publish why there is no group, unless another rank has published an outcome."""
         now = time.strftime("%H:%M:%S")
         data = {"kind": failure.kind, "text": failure.text, "ranks": dict(failure.ranks), "at": now}
         self._store.compare_set(self._arrivals.key(OUTCOME), "", json.dumps({"failure": data}))
@@ -327,10 +327,10 @@ class Bootstrap:
         notice: Callable[[], None],
         pause: Callable[[float], None] = time.sleep,
     ) -> bool:
-        """Ask until it is over; `notice` is called once, after five seconds. False when time is up.
+        """Poll until `is_over`, and call `notice` once after five seconds; return False when the time is up.
 
-        Asking, because the `wait` of torch's stores cannot be interrupted by Ctrl-C, counts in whole seconds where the
-        store is a file, and has TCPStore print a warning whenever it ends without the key. `pause` may know better.
+        The `wait` of torch's stores would not do: Ctrl-C cannot interrupt it, it counts in whole seconds with a
+        FileStore, and TCPStore prints a warning on every timeout. `pause` may return as soon as the store notifies.
         """
         notice_at = Deadline.after(NOTICE_S, deadline.clock)
         spoken, pause_s = False, 0.0005
@@ -349,7 +349,7 @@ class Bootstrap:
     def _describe_wait(self, patience: Deadline, is_first: bool) -> str:
         waited = patience.timeout_s - patience.left_s
         first, size = self._arrivals.first, self._me.world_size
-        if size > _MOST_DESCRIBED and not is_first:  # thousands of ranks would read each other's words
+        if size > _MOST_DESCRIBED and not is_first:  # thousands of ranks would read each other's records
             num_missing = size - self._arrivals.count()
             who_knows = f"rank {first.rank}" if first is not self._me else "the rank that came first"
             whom = f"{num_missing} of {size} ranks ({who_knows} says which)"
@@ -375,20 +375,20 @@ def exchange(
     *,
     is_further: bool = False,
 ) -> Bootstrap:
-    """Return the start of the group in which all ranks have exchanged their information.
+    """Exchange the information of all ranks, and return the completed `Bootstrap`.
 
-    `is_further` says that this process has a group already: errors then advise about groups, not about processes.
+    `is_further`: this process already has a group, so errors give advice about groups, not about processes.
 
     Raises:
         ValueError, MismatchError, PeerLostError, DeadlineError: as `Bootstrap.join`.
-        PeerLostError: the store is gone, with the process that served it.
+        PeerLostError: the process that served the store has ended.
     """
     bootstrap = Bootstrap(store, rank, world_size, mine, group, deadline, is_further=is_further)
     try:
         bootstrap.join()
     except PhalanxError:
         raise
-    except RuntimeError as error:  # DistNetworkError: whoever keeps the store has ended
+    except RuntimeError as error:  # DistNetworkError: the process that serves the store has ended
         raise PeerLostError(
             f"init_process_group of group {group!r} on rank {rank}: the job's store is gone, and with it the process "
             f"that served it: rank 0, or the launcher.\ntorch said: {str(error).splitlines()[0]}\nRead its log first.",
@@ -398,9 +398,9 @@ def exchange(
 
 
 def contest(store: Store, rank: int, world_size: int) -> str:
-    """Show the ranks that wait at `store` for a start that this process takes itself for `rank`, too, and keeps out.
+    """Report to the ranks that wait at `store` that this process also claims `rank` and was rejected.
 
-    It returns what all of them are told, or "" if no rank waits there. It takes two seconds at most.
+    Return the error that all of them get, or "" if no rank waits. This takes at most two seconds.
     """
     info = RankInfo(host_identity(), os.uname().nodename, "", ProcessId.of_self(), frozenset(), 0)
     bootstrap = Bootstrap(store, rank, world_size, info, "0", Deadline.after(_PATIENCE_S))
@@ -415,26 +415,26 @@ class AwaitedKey:
     """An `AwaitedKey` waits for the value of `key` in `store`. As a context manager it stops waiting on exit.
 
     Arguments:
-        is_told: whether the store is to tell. If not, or if it cannot, it is asked at each look.
+        is_told: the store notifies this process. Otherwise, or if the store cannot, every check polls the store.
 
-    Cost: at the job's coordinator one request in all, however long it takes; at other stores one request for each look.
+    Cost: at the job's coordinator one request in all, however long the wait; at other stores one request per check.
 
     Raises:
-        RuntimeError: whoever keeps the store has gone, as torch's stores say it. Each method may.
+        RuntimeError: the process that serves the store has ended (as torch's stores report it); from any method.
     """
 
     def __init__(self, store: Store, key: str, *, is_told: bool = True) -> None:
         self._store = store
         self._key = key
         self._value: bytes | None = None
-        self._pending: Any = None  # the store's promise to tell, as long as there is one
+        self._pending: Any = None  # the request that waits in the store, as long as there is one
         base = base_of(store)
         if is_told and hasattr(base, "begin_get"):
             with _in_torchs_words():
                 self._pending = base.begin_get(base.name_through(store, key))
 
     def has_come(self) -> bool:
-        """Return whether the value is there, without waiting for it."""
+        """Return whether the value is there, without waiting."""
         if self._pending is None:
             return self._value is not None or self._store.check([self._key])
         with _in_torchs_words():
@@ -442,7 +442,7 @@ class AwaitedKey:
         return self._value is not None
 
     def wait(self, wait_s: float, pause_s: float) -> None:
-        """Wait for the value at most `wait_s`; if the store does not tell, sleep for `pause_s` before the next look."""
+        """Wait for the value, at most `wait_s`; if the store does not notify, sleep for `pause_s`."""
         if self._pending is None:
             time.sleep(pause_s)
         else:
@@ -450,7 +450,7 @@ class AwaitedKey:
                 self._keep(self._pending.wait(wait_s))
 
     def get(self) -> bytes:
-        """Return the value, which must have come."""
+        """Return the value, which must be there."""
         return self._store.get(self._key) if self._value is None else self._value
 
     def _keep(self, value: bytes | None) -> None:
@@ -459,7 +459,7 @@ class AwaitedKey:
             self.stop_waiting()
 
     def stop_waiting(self) -> None:
-        """Tell the store not to tell any more: from now on it is asked at each look."""
+        """Cancel the notification: from now on every check polls the store."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()
@@ -480,18 +480,16 @@ def _in_torchs_words() -> Iterator[None]:
         raise RuntimeError(str(error)) from error
 
 
-# `Arrivals` are the ranks that have come to a group's start, in the order in which they came, as a store has them.
-#
-# The keys of start number `n` begin with `n`; `bootstrap` has the present start's number, and how the last one ended.
+# The keys of start `n` begin with `n`; `bootstrap` holds the number of the current start, and how the last one ended.
 
-# The key of every rank's information, or of the failure; ranks of one host fetch it once.
+# The key of every rank's information, or of the failure; the ranks of one host fetch it once.
 OUTCOME = f"ranks{WRITE_ONCE}"
 
 
 class Arrivals:
-    """They are those of the start that is going on at `store`, where `me` has come, or will.
+    """`Arrivals` are the ranks that have arrived at the current start at `store`, in order; `me` is this rank.
 
-    `known` has who has been read, by place: whoever has said who it is stays that.
+    `known` has the arrivals read so far, by place; a record never changes.
     """
 
     def __init__(self, store: Store, me: RankArrival) -> None:
@@ -499,38 +497,38 @@ class Arrivals:
         self.me = me
         self.number = 0  # the number of the start
         self.index = 0  # the place of `me`
-        self.before: dict[str, Any] = {}  # how the start before ended, and with which members
+        self.before: dict[str, Any] = {}  # how the last start ended, and with which members
         self.known: dict[int, RankArrival] = {}
-        self._num_sought = 1  # places among which this rank looks for the first
+        self._num_sought = 1  # the number of places in which this rank searches for the first arrival
         self._in_file = file_of(store)
 
     def key(self, name: str) -> str:
-        """Return the name that a key of this start has in the store."""
+        """Return the store's key for `name` of this start."""
         return f"{self.number}/{name}"
 
     @property
     def first(self) -> RankArrival:
-        """Return the one that came first of those that are known."""
+        """Return the earliest arrival known."""
         return self.known[min(self.known)]
 
     def current(self) -> tuple[str, int, dict[str, Any]]:
-        """Return the key `bootstrap`: as it stands, the number of the start, and how the one before ended."""
-        text = self._store.compare_set("bootstrap", "", "").decode()  # check and get, at once
+        """Return the value of the key `bootstrap`, the number of the start in it, and how the last start ended."""
+        text = self._store.compare_set("bootstrap", "", "").decode()  # checks and gets in one request
         return text, *_read_state(text)
 
     def end(self, how: str, members: Sequence[Any] = ()) -> None:
-        """End this start: whoever comes now begins the next."""
+        """End this start: the next rank that arrives begins a new one."""
         text, number, _ = self.current()
         if number == self.number:
             before = {"how": how, "members": list(members)}
             self._store.compare_set("bootstrap", text, json.dumps({"number": number + 1, "before": before}))
 
     def is_superseded(self) -> bool:
-        """Return whether another start goes on, and this one has no outcome."""
+        """Return whether a newer start has replaced this one, which has no outcome."""
         return self.current()[1] != self.number and not self._store.check([self.key(OUTCOME)])
 
     def delete(self) -> None:
-        """Delete the keys of this start, as far as the store can."""
+        """Delete the keys of this start, as far as the store supports it."""
         base = base_of(self._store)
         if hasattr(base, "delete_prefix"):
             base.delete_prefix(base.name_through(self._store, self.key("")))
@@ -539,10 +537,10 @@ class Arrivals:
             with contextlib.suppress(Exception):  # a store that cannot delete keeps a few bytes
                 self._store.delete_key(self.key(key))
 
-    # -- coming --------------------------------------------------------------------------------------------------
+    # -- arriving ------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Take a place in the start that is going on, or in a new one."""
+        """Take a place in the current start, or in a new one."""
         while True:
             has_outcome = self._find_start()
             self.known = {}
@@ -555,9 +553,9 @@ class Arrivals:
                 return
 
     def _find_start(self) -> bool:
-        """Find out which start is going on, and return whether it has an outcome.
+        """Find the current start, and return whether it has an outcome.
 
-        Cost: one round trip where the store can and the start is the one that was expected; otherwise two.
+        Cost: one round trip if the store supports it and the start is the expected one; otherwise two.
         """
         base, expected = base_of(self._store), self.number
         if not hasattr(base, "read_and_check"):
@@ -569,7 +567,7 @@ class Arrivals:
         return has_outcome if self.number == expected else self._store.check([self.key(OUTCOME)])
 
     def take_place(self) -> None:
-        """Take the next place and say who has it; at once, and with others of this host, where the store can."""
+        """Take the next place and publish this rank's record, in one request where the store supports it."""
         words = json.dumps(self.me.to_json())
         base = base_of(self._store)
         if hasattr(base, "add_item"):
@@ -580,13 +578,13 @@ class Arrivals:
         self._store.set(self.key(f"rank/{self.index}"), words)
 
     def _is_left_behind(self, has_outcome: bool) -> str:
-        """Return how this start has ended, if it has and concerns nobody who comes now; else nothing."""
+        """Return how this start ended, if it has ended and does not concern a rank that arrives now; else ""."""
         if has_outcome:
             failure = json.loads(self._store.get(self.key(OUTCOME))).get("failure")
             if failure is None:
                 return ""
-            # A late rank of that job should hear why it failed. Of a file nobody knows which job wrote it: as long as
-            # one of its processes runs, it is that one. Who was told already means to try again.
+            # A late rank of the same job must read why the start failed. A file does not show which job wrote it: while
+            # one of the file's processes runs, it is this job. A process that has read the failure tries again.
             processes = [one.info.process for one in self.read_all().values()]
             is_told = self.me.info.process in processes
             is_old = bool(self._in_file) and not any(process.is_running() for process in processes)
@@ -594,20 +592,20 @@ class Arrivals:
                 return ""
             return f"an earlier start ended at {failure['at']}: {failure['text'].splitlines()[0]}"
         if self._in_file and (dead := find_dead(list(self.read_all().values()), self.me.info)):
-            # A file outlives its job: they ended in an earlier one, and nobody will ever answer for them.
+            # A file outlives its job: these processes ended in an earlier job, and will never answer.
             who = ", ".join(f"rank {r} ({info})" for r, info in dead.ranks.items())
             return f"an earlier start was left behind in {self._in_file}: {who} has ended"
         return ""
 
-    # -- who has come --------------------------------------------------------------------------------------------
+    # -- arrivals ------------------------------------------------------------------------------------------------
 
     def count(self) -> int:
-        """Return how many have taken a place; the ranks of one host ask for it together."""
+        """Return the number of places taken; the ranks of one host share the request."""
         came = self.key("came")
         return int(self._store.compare_set(came, "", "") or 0) if self._store.check([came]) else 0
 
     def read_all(self) -> dict[int, RankArrival]:
-        """Return all who have come, by place."""
+        """Return all arrivals, by place."""
         self._read([i for i in range(self.count()) if i not in self.known])
         return self.known
 
@@ -616,10 +614,10 @@ class Arrivals:
         return [r for r in range(self.me.world_size) if r not in came]
 
     def seek_first(self) -> bool:
-        """Look for the first, among twice as many as before as long as it is not found; return whether it is `me`.
+        """Search for the first arrival, in twice as many places each time; return whether it is `me`.
 
-        It is where all before it have taken a place and not said who they are: they may have died there. Nobody else is
-        read: thousands of ranks would read each other's words.
+        `me` is the first if no earlier place has a record: those processes may have died. No other records are read:
+        thousands of ranks would read each other's records.
         """
         num_sought = min(self._num_sought, min(self.known))
         self._read(list(range(num_sought)))
@@ -629,7 +627,7 @@ class Arrivals:
         return self.index == num_sought
 
     def _read(self, places: list[int]) -> None:
-        """Read who took these places, all at once; in halves where a process is between the calls, or died there."""
+        """Read the records at `places` in one request; in halves if a process has not yet written its record."""
         keys = [self.key(f"rank/{i}") for i in places]
         if keys and self._store.check(keys):
             for i, text in zip(places, self._store.multi_get(keys), strict=True):
@@ -641,6 +639,6 @@ class Arrivals:
 
 
 def _read_state(text: str) -> tuple[int, dict[str, Any]]:
-    """Return what the key `bootstrap` says: the number of the start, and how the one before ended."""
+    """Parse the value of `bootstrap`: the number of the start, and how the last start ended."""
     data: dict[str, Any] = json.loads(text) if text else {"number": 0, "before": {}}
     return data["number"], data["before"]

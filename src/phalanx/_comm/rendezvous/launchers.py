@@ -1,7 +1,7 @@
-"""Find out which process this is from what has started it: torchrun's variables, an `mpiexec`, a step of Slurm.
+"""Find this process's rank from the variables of its launcher: torchrun, an `mpiexec`, or a Slurm step.
 
-It is purely data, but for a look at the processes above this one: Slurm's variables are also in the shell that a user
-types in, and in the body of a batch script, where a program is one process of its own.
+All of it works on given data, except for the parent processes: Slurm's variables are also set in an interactive shell
+and in a batch script, where a program is a single process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from phalanx._base.processes import read_stat
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """A `LaunchedProcess` says which of how many processes this is. `local_size` is 0 if the launcher does not say it.
+    """A `LaunchedProcess` is the place of a process in its job. `local_size` is 0 if the launcher does not give it.
 
-    `job` names this job among those of a user on one host; `first_host` is where rank 0 runs, and `port` one that is
-    probably free there: both empty where the launcher does not say.
+    `job` identifies the job among a user's jobs on one host; `first_host` is the host of rank 0, and `port` a port that
+    is probably free there: both empty if the launcher does not give them.
     """
 
     launcher: str
@@ -33,7 +33,7 @@ class LaunchedProcess:
     port: int = 0
 
 
-# Each MPI tells its processes these: (rank, size, local rank, local size).
+# Variables that each MPI sets in its processes: (rank, size, local rank, local size).
 _MPI = {
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK",
@@ -44,7 +44,7 @@ _MPI = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
-# Each of these says that this process is one of several, but not enough for a rendezvous.
+# Variables that show that this process is one of several, but do not suffice for a rendezvous.
 _HALF_TOLD = (
     "LOCAL_RANK", "PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK",
     "PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK",
@@ -54,15 +54,15 @@ _SIZES = (
     "PALS_SIZE", "JSM_NAMESPACE_SIZE",
 )  # fmt: skip
 
-_NO_STEP = 0xFFFFFFF0  # larger numbers mean a batch script, an interactive shell and the like
-_PORTS = range(20000, 30000)  # these are below those that systems give to outgoing connections
+_NO_STEP = 0xFFFFFFF0  # larger numbers mean a batch script, an interactive shell and so on
+_PORTS = range(20000, 30000)  # below the ports that systems use for outgoing connections
 _STEPD = re.compile(r"slurmstepd: \[(\d+)\.(\w+)\]")
 
 
 def find_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return what an `mpiexec` or Slurm says of this process, or None: nobody says that it is one of several.
+    """Return the place that an `mpiexec` or Slurm gave this process; None if neither launched it as one of several.
 
-    MPI goes first: an `mpiexec` inside Slurm starts its helpers as a step, whose variables its ranks inherit.
+    MPI takes precedence: an `mpiexec` inside Slurm starts its helpers as a step, whose variables its ranks inherit.
     """
     if _is_pmi_of_slurm(environment):
         return slurm_launch(environment)
@@ -70,11 +70,11 @@ def find_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
 
 
 def mpi_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return what an `mpiexec` says of this process (MPICH and Intel MPI speak alike), or None."""
+    """Return the place that an `mpiexec` gave this process, or None (MPICH and Intel MPI set the same variables)."""
     if _is_pmi_of_slurm(environment):
         return None
     for launcher, (rank, size, local_rank, local_size) in _MPI.items():
-        if not (_is_number(environment, rank) and _is_number(environment, size)):  # unset, or emptied to that end
+        if not (_is_number(environment, rank) and _is_number(environment, size)):  # unset, or deliberately set to ""
             continue
         return LaunchedProcess(
             launcher,
@@ -92,7 +92,7 @@ def _is_number(environment: Mapping[str, str], name: str) -> bool:
 
 
 def slurm_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return what a step of Slurm (`srun`) says of this process; None outside of a step, or alone in one."""
+    """Return the place that a Slurm step (`srun`) gave this process; None outside of a step, or alone in one."""
     try:
         rank = int(environment["SLURM_PROCID"])
         size = int(environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"])
@@ -115,7 +115,7 @@ def slurm_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
 
 
 def _tasks_of(environment: Mapping[str, str]) -> int:
-    """Return how many tasks of the step are on this host. Slurm writes '2(x3),1', and SLURM_NODEID is the index."""
+    """Return the number of the step's tasks on this host. Slurm writes '2(x3),1', and SLURM_NODEID is the index."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
@@ -127,7 +127,7 @@ def _tasks_of(environment: Mapping[str, str]) -> int:
 
 
 def _is_step(job: str, step: str) -> bool:
-    """Return whether this process runs in that step: other processes inherit the variables, too."""
+    """Return whether this process runs in that step: processes outside of the step inherit the variables, too."""
     for title in _titles_above():
         if match := _STEPD.match(title):
             return match[1] == job and match[2] == step
@@ -135,7 +135,7 @@ def _is_step(job: str, step: str) -> bool:
 
 
 def _titles_above() -> Iterator[str]:
-    """Yield the titles of the processes above this one, from the nearest on."""
+    """Yield the titles of this process's ancestors, the parent first."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -148,9 +148,9 @@ def _titles_above() -> Iterator[str]:
 
 
 def _is_typed(environment: Mapping[str, str]) -> bool:
-    """Return whether somebody typed this command into the shell of `srun --pty`, where only the first task goes on.
+    """Return whether a user typed this command into the shell of `srun --pty`, where only the first task runs.
 
-    A shell that is typed into gives each command a process group of its own, a script does not.
+    An interactive shell gives each command its own process group; a script does not.
     """
     if "SLURM_PTY_PORT" not in environment:
         return False
@@ -161,7 +161,7 @@ def _is_typed(environment: Mapping[str, str]) -> bool:
 
 
 def _is_pmi_of_slurm(environment: Mapping[str, str]) -> bool:
-    """Return whether it was Slurm, not an `mpiexec`, that set MPICH's variables (srun --mpi=pmi2)."""
+    """Return whether Slurm, not an `mpiexec`, set MPICH's variables (srun --mpi=pmi2)."""
     return (
         "PMI_RANK" in environment
         and "MPI_LOCALRANKID" not in environment
@@ -170,41 +170,41 @@ def _is_pmi_of_slurm(environment: Mapping[str, str]) -> bool:
 
 
 def first_of(hosts: str) -> str:
-    """Return the first name of a list in Slurm's form: 'n[03-05,9]' begins with n03."""
+    """Return the first name in a Slurm host list: 'n[03-05,9]' begins with n03."""
     match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", hosts)
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
-# PHALANX_STORE begins with this if the job's store is a coordinator. The path of a file without a name follows, which
-# holds {"address": …, "key": …}: the key is in no variable, which all that a rank starts would inherit.
+# PHALANX_STORE begins with this if the job's store is a coordinator. The path of an anonymous file follows, which
+# holds {"address": …, "key": …}: every program that a rank starts would inherit a key in a variable.
 COORDINATOR = "coordinator:"
 
 
 def describe_rank(environment: Mapping[str, str]) -> str:
-    """Return in a word which rank of which job the variables name; another launcher inside of a rank changes it."""
+    """Return a short text for the rank and job in the variables; another launcher inside a rank changes it."""
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     return "/".join(environment.get(name, "") for name in names)
 
 
 def find_agents_store(environment: Mapping[str, str]) -> str:
-    """Return the address of the store that `phalanx run` keeps for this rank; empty in every other process.
+    """Return the address of the store that `phalanx run` keeps for this rank; "" in every other process.
 
-    What a rank starts inherits PHALANX_STORE: torchrun, or a program that is given a RANK by hand. Those ranks are of
-    another job, and PHALANX_STORE_OF tells: it names the rank that was meant.
+    A program that a rank starts inherits PHALANX_STORE, for example torchrun, or a program started with its own RANK.
+    Its ranks belong to another job, so PHALANX_STORE_OF names the rank for which PHALANX_STORE was set.
     """
     store = environment.get("PHALANX_STORE", "")
     return store if store and environment.get("PHALANX_STORE_OF") == describe_rank(environment) else ""
 
 
 def find_incomplete_environment(environment: Mapping[str, str], *, is_spawned: bool) -> str:
-    """Return what says that this process is one of several, where nothing says which, or where they meet; or nothing.
+    """Return the variable which shows that this process is one of several, if its rank or store is unknown; else "".
 
-    `is_spawned`: this process was started by `multiprocessing`.
+    `is_spawned`: `multiprocessing` started this process.
     """
     ranks = {name: environment[name] for name in _HALF_TOLD if environment.get(name, "") not in ("", "-1")}
     if ranks.get("LOCAL_RANK") == "0":
         del ranks["LOCAL_RANK"]
-    if "SLURM_JOB_ID" in environment:  # Slurm says it all: what its plugins set for one task alone means nothing
+    if "SLURM_JOB_ID" in environment:  # Slurm's plugins may set PMI variables for a single task
         ranks = {name: value for name, value in ranks.items() if not name.startswith("PMI")}
     sizes = {name: environment[name] for name in _SIZES if environment.get(name, "") not in ("", "1")}
     if sizes or (ranks and not any(name in environment for name in _SIZES)):

@@ -1,6 +1,6 @@
-"""Describe the ranks that have arrived at a group's start: process, host and settings, and whether all fit.
+"""Describe the ranks that have arrived at a group's start (process, host, settings), and check that they fit together.
 
-It is purely data, but for a look at the processes of this host that may have ended.
+All of it works on given data, except that it checks whether processes of this host have ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx._base.log import get_logger, warn_once
 from phalanx._comm.symmetric_memory.watch import ProcessId
 
 _logger = get_logger(__name__)
-PROTOCOL = 4  # the version of the words in the store; ranks whose installations speak differently must not guess
+PROTOCOL = 4  # version of the records in the store; ranks with different versions refuse to form a group
 _MOST_NAMED = 8
 
 Kind = Literal["mismatch", "missing", "lost"]
@@ -26,7 +26,7 @@ Kind = Literal["mismatch", "missing", "lost"]
 
 @dataclass(frozen=True)
 class RankInfo:
-    """`RankInfo` describes one rank to the others."""
+    """A `RankInfo` describes one rank to the others."""
 
     host: str
     hostname: str
@@ -34,16 +34,16 @@ class RankInfo:
     process: ProcessId
     cpus: frozenset[int]
     core: int  # the version of the C core's layout; 0 without the core
-    # the address of this host at which the others reach it; empty if the job's store has no address either
+    # the address of this host that other hosts connect to; empty if the job's store has no address either
     address: str = ""
     agreed: str = ""  # settings that must be the same on every rank
-    obstacle: str = ""  # why this process can share no memory
-    keeps_store: bool = False  # the job's store ends with this process
-    interface_problem: str = ""  # why the network interface that was named cannot be used
-    secret: str = field(default="", repr=False)  # rank 0's is told only to the ranks of the group
+    obstacle: str = ""  # why this process cannot share memory
+    keeps_store: bool = False  # this process serves the job's store
+    interface_problem: str = ""  # why the configured network interface cannot be used
+    secret: str = field(default="", repr=False)  # only the ranks of the group receive rank 0's secret
 
     def to_json(self) -> dict[str, Any]:
-        """Return the information as plain data, which the store can hold as JSON."""
+        """Return the information as plain data for JSON."""
         p = self.process
         return {
             "host": self.host,
@@ -78,7 +78,7 @@ class RankInfo:
         )
 
     def has_ended(self, mine: RankInfo) -> bool:
-        """Return whether the rank's process is gone, as far as the process of `mine` can see that."""
+        """Return whether the rank's process has ended, as far as the process of `mine` can see."""
         return self.host == mine.host and self.process != mine.process and self.process.has_ended()
 
     def __str__(self) -> str:
@@ -91,8 +91,8 @@ _COLUMNS = tuple(each.name for each in fields(RankInfo))
 def pack_infos(infos: Sequence[RankInfo]) -> str:
     """Return the information of all ranks as text for the store: some 25 bytes per rank where there are thousands.
 
-    What ranks have in common is there once. Of each host the token of its first rank is kept, where the others of that
-    host fetch its memory; nobody connects to them, so that theirs are left out. So are all secrets but that of rank 0.
+    Common values are written once. Of each host only the first rank's token is kept, since the others of that host
+    fetch its memory and nobody connects to them. Of the secrets only rank 0's is kept.
     """
     hosts: set[str] = set()
     rows = []
@@ -109,7 +109,7 @@ def pack_infos(infos: Sequence[RankInfo]) -> str:
 
 
 def _number_values(column: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Return each value of a column once, and for each row the place of its value among them."""
+    """Return the distinct values of a column, and for each row the index of its value."""
     places: dict[Any, int] = {}
     numbers = [places.setdefault(tuple(value) if isinstance(value, list) else value, len(places)) for value in column]
     return list(places), numbers
@@ -129,18 +129,18 @@ def unpack_infos(text: str) -> list[RankInfo]:
 
 @dataclass(frozen=True)
 class RankArrival:
-    """A rank that has come, what it believes, and when it came (seconds since 1970, by its own clock)."""
+    """A rank that has arrived, its configuration, and the time of arrival (seconds since 1970, by its own clock)."""
 
     rank: int
     world_size: int
     info: RankInfo
     at: float = field(default_factory=time.time)
     protocol: int = PROTOCOL
-    # whether it is kept out, because another process keeps the store that it, as rank 0, was to keep
+    # rejected, because another process serves the store that this process, as rank 0, should serve
     is_contested: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the arrival as plain data, which the store can hold as JSON."""
+        """Return the arrival as plain data for JSON."""
         own = {name: getattr(self, name) for name in ("rank", "world_size", "at", "protocol", "is_contested")}
         return {**own, "rank_info": self.info.to_json()}
 
@@ -155,7 +155,7 @@ class RankArrival:
 
 @dataclass(frozen=True)
 class FormationFailure:
-    """A `FormationFailure` says why a group was not formed, with the same `text` on every rank."""
+    """A `FormationFailure` is the reason why a group was not formed, with the same `text` on every rank."""
 
     kind: Kind
     text: str
@@ -163,7 +163,7 @@ class FormationFailure:
 
 
 def find_problem(arrivals: Sequence[RankArrival]) -> FormationFailure | None:
-    """Return what is wrong with those who have come so far, in whatever order; None as long as they fit together."""
+    """Return the conflict among the ranks that have arrived so far, in any order; None if they fit together."""
     if len({one.protocol for one in arrivals}) > 1:
         return _disagreement(arrivals, "the ranks run different versions of Phalanx", lambda one: f"{one.protocol}")
     if len({one.world_size for one in arrivals}) > 1:
@@ -204,7 +204,7 @@ def _twice(one: RankArrival, other: str) -> FormationFailure:
 
 
 def find_dead(arrivals: Sequence[RankArrival], mine: RankInfo) -> FormationFailure | None:
-    """Return the first of those who came and whose process has ended since, as far as `mine`'s can see that."""
+    """Return the first arrived rank whose process has ended since, as far as the process of `mine` can see."""
     for one in arrivals:
         if one.info.has_ended(mine):
             return FormationFailure(
@@ -218,7 +218,7 @@ def find_dead(arrivals: Sequence[RankArrival], mine: RankInfo) -> FormationFailu
 def _disagreement(
     arrivals: Sequence[RankArrival], fact: str, say: Callable[[RankArrival], str], advice: str = ""
 ) -> FormationFailure:
-    """Return a failure of `fact` and what each rank believes; of many that believe the same, a few are named."""
+    """Return a failure of `fact` and each rank's value; of many ranks with one value, only a few are named."""
     beliefs: dict[str, list[RankArrival]] = {}
     for one in sorted(arrivals, key=lambda one: one.rank):
         beliefs.setdefault(say(one), []).append(one)
@@ -233,11 +233,11 @@ def _disagreement(
 
 
 def host_identity() -> str:
-    """Return what two processes have in common when they can share memory through us: a kernel, network, and user.
+    """Return an identifier that two processes share if they can share memory: kernel, network and user namespace.
 
-    A host's name proves nothing: two hosts may have one name, and containers of one host may have two. The memory is
-    handed over through a socket of the network namespace, to a user of the user namespace. Pid namespaces do not
-    matter.
+    A host name proves nothing: two hosts may have the same name, and containers of one host different names. Shared
+    memory is passed through a socket of the network namespace, to a user of the user namespace. Pid namespaces do
+    not matter.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as f:

@@ -1,4 +1,4 @@
-"""Find the address of a node of Slurm, whose name in Slurm need not be one that the network knows."""
+"""Find the address of a Slurm node, whose name in Slurm may be unknown to the network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PATIENCE_S = 10.0
 
 
 def find_address(node: str) -> str:
-    """Return the name of `node` if it resolves here; else the address that Slurm has for it, or the name again."""
+    """Return the name of `node` if it resolves here; else the address that Slurm reports for it, or the name."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
