@@ -57,9 +57,12 @@ def _check_stopped():
         until(lambda: Path(f"/proc/{its_pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         with pytest.raises(DeadlineError, match=rf"rpc_sync\(same\) to worker 'w1' \(rank 1, pid {its_pid} on "):
             rpc.rpc_sync("w1", same, (5,), timeout=0.1)
+        with pytest.raises(DeadlineError):  # more than the kernel takes for a process that does not read
+            rpc.rpc_sync("w1", same, (b"x" * (1 << 22),), timeout=0.1)
     finally:
         os.kill(its_pid, signal.SIGCONT)
     assert rpc.rpc_sync("w1", same, (6,)) == 6
+    until(lambda: not current.agent().num_in_flight)
 
 
 def _blocked(rank, folder):

@@ -128,12 +128,22 @@ class ServedLine(LineEnd):
 
 
 class Line(LineEnd):
-    """`Line` is the caller's end. `bell` wakes the thread that waits."""
+    """`Line` is the caller's end. `bell` wakes the thread that waits, also where it waits for the callee to read."""
 
     def __init__(self, connection: UnixConnection, sock: socket.socket, lines: Lines) -> None:
         self.lines = lines
         self.bell = Wakeup()
+        self.has_failed = False  # the call that is under way
         super().__init__(connection, sock)
+
+    def _wait_writable(self) -> None:
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        poll.register(self.bell.fileno(), select.POLLIN)
+        if self.bell.fileno() in dict(poll.poll()):
+            self.bell.drain()
+            if self.has_failed:  # the callee never gets the rest
+                self.break_off()
 
     def close(self) -> None:
         super().close()
@@ -194,6 +204,7 @@ class Lines:
         if is_over:
             line.close()
             return
+        line.has_failed = False
         self._idle.append(line)
         if self._connection.closed:
             self.close()
@@ -205,6 +216,11 @@ class Lines:
             return False
         self._left.add(line)
         return True
+
+    def abandon(self) -> None:
+        """Close this process's descriptors in a fork; those of lines that are open are known to the connection."""
+        for sock in self._opening.values():
+            sock.close()
 
     def close(self) -> None:
         """Close the lines that no thread uses: those put them back. The reader calls it, or nobody reads any more."""

@@ -372,7 +372,7 @@ class UnixConnection:
     def abandon(self) -> None:
         """Close this process's descriptors in a fork, without a word to the other end."""
         self.closed = True
-        for end in list(self.line_ends):
+        for end in [*self.line_ends, *([] if self.lines is None else [self.lines])]:
             end.abandon()
         self.socket.close()
         self._fd_socket.close()

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from phalanx._base.deadline import join_all
 from phalanx._base.log import get_logger
 from phalanx._comm.control.key import Key
 from phalanx.errors import ClosedError, PhalanxError
@@ -423,8 +424,7 @@ class Agent:
         self.threads.finish(_LAST_S)  # a callback may wait for another call, or for what comes after the end
         self.threads.close()
         self.connections.close()
-        for line in self._served_lines:
-            line.thread.join(_JOIN_S)
+        join_all([line.thread for line in self._served_lines], _JOIN_S)  # not one that is in the user's code
         self.reader.release()
         self.become(State.CLOSED)
         for owned in self.references.clear():

@@ -151,14 +151,17 @@ class LineAnswer:
         """Set the error that `make` returns, unless the waiting thread finds the answer."""
         with _failing:
             self._make = make
+            if self._line is not None:
+                self._line.has_failed = True
             self.ring()
         self._call_back()
 
     def ring(self) -> None:
         """Have the thread that reads the line ask again whether what it waits for has come."""
         with _failing:
-            if self._line is not None:
-                self._line.bell.ring()
+            line = self._line
+            if line is not None:
+                line.bell.ring()
 
     def read_until(self, has_come: Callable[[], bool]) -> None:
         """Read the line until the answer or an error is there, or `has_come`, which is asked again at each `ring`."""
@@ -205,8 +208,9 @@ class LineAnswer:
             return False
 
     def _end(self, line: Line) -> None:
-        """Fail with the loss of the callee, which the reader notices as well."""
-        line.connection.break_off()
+        """Fail with the loss of the callee, which the reader notices as well, or because not all could be sent."""
+        if self._make is None:
+            line.connection.break_off()
         self._await_failure(line)
         with _failing:
             self._line = self._call = None

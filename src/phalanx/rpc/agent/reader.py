@@ -30,6 +30,7 @@ from phalanx.rpc.wire import Frame
 _logger = get_logger(__name__)
 
 _MOST_S = 3600.0
+_JOIN_S = 5.0  # a finalizer may be stuck in it
 Task = Callable[[], None]
 
 
@@ -188,7 +189,7 @@ class Reader:
         self._closed = True
         self._wakeup.ring()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_JOIN_S)
         self._has_ended = True
         self._handle_all()
 
