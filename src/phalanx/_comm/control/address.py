@@ -1,4 +1,4 @@
-"""An `Address` says where a coordinator is: `host:port`, `[v6]:port`, or the path of a socket of this host."""
+"""The `Address` of a coordinator: `host:port`, `[v6]:port`, or the path of a Unix socket on this host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Address:
-    """An address is a host and a port; or, with `path`, a Unix socket, for which no key is needed."""
+    """An `Address` is a host and a port; or, with `path`, a Unix socket, which needs no key."""
 
     host: str = ""
     port: int = 0
@@ -17,17 +17,17 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, *, default_port: int | None = None) -> Address:
-        """Return the address that `text` shows.
+        """Parse the address in `text`.
 
         Raises:
-            ValueError: it shows none.
+            ValueError: `text` is not an address.
         """
         text = text.strip()
         text = text.removeprefix("tcp://").removeprefix("ipc://")
         if text.startswith("/"):
             return cls(path=text)
         host, colon, port = text.rpartition(":")
-        if text.endswith("]") or not colon or (":" in host and not host.startswith("[")):  # no port, perhaps IPv6
+        if text.endswith("]") or not colon or (":" in host and not host.startswith("[")):  # no port; perhaps IPv6
             host, port = text, "" if default_port is None else str(default_port)
         if not port.isdecimal() or int(port) > 0xFFFF:
             raise ValueError(f"an address is HOST:PORT (or [IPv6]:PORT), got {text!r}")
@@ -40,15 +40,15 @@ class Address:
 
     @property
     def endpoint(self) -> str:
-        """Return the address as ZeroMQ writes it."""
+        """Return the address as a ZeroMQ endpoint."""
         return f"ipc://{self.path}" if self.path else f"tcp://{self}"
 
 
 def listen(address: Address, backlog: int) -> socket.socket:
-    """Return a listening socket at `address`; an empty host, or `*`, is every interface, IPv4 and IPv6.
+    """Return a listening socket at `address`; an empty host, or `*`, means every interface, IPv4 and IPv6.
 
     Raises:
-        OSError: the address is not ours, the port is taken, or the name leads nowhere.
+        OSError: the address belongs to another host, the port is in use, or the name does not resolve.
     """
     if address.host in ("", "*"):
         candidates: list[tuple[int, tuple[Any, ...]]] = [
@@ -76,7 +76,7 @@ def _listen(family: int, place: tuple[object, ...], backlog: int, *, both: bool)
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if both else 1)
         if hasattr(
             socket, "TCP_DEFER_ACCEPT"
-        ):  # a connection that says nothing stays in the kernel, and costs us nothing
+        ):  # a connection that sends nothing stays in the kernel, and costs this process nothing
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 5)
         listener.setblocking(False)
         listener.bind(place)

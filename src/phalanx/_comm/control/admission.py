@@ -1,7 +1,7 @@
-"""Admit through the network only processes that know the key; count the others, and tell of them with their addresses.
+"""Admit only processes that know the key; count the refused ones, and report them with their addresses.
 
-ZeroMQ does the cryptography (CURVE) and asks here about each public key (its protocol ZAP). Somebody with another key
-fails before that question, in the handshake, which `connection_guard` sees.
+ZeroMQ does the cryptography (CURVE) and asks here about each public key (its protocol ZAP). A process with another key
+fails earlier, in the handshake, which `connection_guard` observes.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import zmq
 from zmq.utils import z85
 
 _MAX_REMEMBERED = 1024
-_PAUSE_S = 10.0  # two lines that say the same are at least so far apart
-_MAX_LINES = 20  # so many lines are said in such a pause, whatever they say
+_PAUSE_S = 10.0  # the shortest pause between two equal lines
+_MAX_LINES = 20  # the most lines in such a pause
 _MAX_GUESSES = 4
 _MAX_LOOKED_THROUGH = 4096  # connections: a flood leaves tens of thousands in the kernel's table
 _ENDED = (4, 5, 6, 8, 9, 11)  # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAST_ACK, CLOSING
 
 
 class Complaints:
-    """`Complaints` reports what members, and processes without the key, do wrong, in few lines however often."""
+    """`Complaints` reports errors of members, and refused processes, in few lines, however many there are."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        # for each line: when it was last said, and how often it has come since
+        # for each line: when it was last printed, and how often it was reported since
         self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()
         self._window, self._told = 0.0, 0
         self.num_refused = 0
 
     def refused(self, peer: str, why: str, now: float) -> None:
-        """Note that a connection from `peer` was not admitted."""
+        """Record that a connection from `peer` was refused."""
         self.num_refused += 1
         self.add(f"refused a connection from {peer}: {why}", now)
 
     def add(self, line: str, now: float) -> None:
-        """Report something that a person should know, but at most once in a while for each `line`."""
+        """Report an event to the user, each `line` at most once per pause."""
         said_at, since = self._seen.pop(line, (-_PAUSE_S, 0))
         if now - self._window >= _PAUSE_S:
             self._window, self._told = now, 0
@@ -55,7 +55,7 @@ class Complaints:
 
 
 class Admission:
-    """`Admission` answers ZAP's questions for one context of ZeroMQ: only processes with this public key get in."""
+    """`Admission` answers ZAP requests of one ZeroMQ context: it admits only processes with this public key."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], member_key: bytes, complaints: Complaints) -> None:
         self._known = z85.decode(member_key)
@@ -77,12 +77,12 @@ class Admission:
             self.socket.send_multipart((version, request, *status, b"", b""))
 
     def close(self) -> None:
-        """Close the socket; nobody is admitted any more."""
+        """Close the socket; from now on no process is admitted."""
         self.socket.close()
 
 
 def gone_peers(port: int) -> str:
-    """Return the addresses whose connections to our `port` ended a moment ago, as the kernel remembers them."""
+    """Return the addresses whose connections to our `port` ended a moment ago, from the kernel's table."""
     found: dict[str, None] = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:

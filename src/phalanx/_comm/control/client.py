@@ -1,4 +1,4 @@
-"""`Client` asks the coordinator for keys and values, membership, messages and events."""
+"""The `Client` of the coordinator: keys and values, membership, messages and events."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAX_PART = 4096  # the number of fields that one request may have
 
 
 class Client(MemberConnection):
-    """A `Client` makes requests of the coordinator over its connection. Any number of threads may call it.
+    """A `Client` sends requests to the coordinator. Any number of threads may call it.
 
-    Arguments and errors of the construction are those of `Connection`.
+    The arguments and errors of the constructor are those of `Connection`.
     """
 
     def __enter__(self) -> Client:
@@ -31,7 +31,7 @@ class Client(MemberConnection):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    # Keys and values, as c10d's Store has them.
+    # Keys and values, as in c10d's Store.
 
     def set(self, key: str, value: str | bytes) -> None:
         self._call(Op.SET, _name(key), _bytes(value))
@@ -40,28 +40,28 @@ class Client(MemberConnection):
         return self._call(Op.GET, _name(key), deadline=self._deadline(timeout), waits_for=(key,))[0]
 
     def begin_get(self, key: str) -> PendingGet:
-        """Ask for the value of `key`, without waiting for it."""
+        """Request the value of `key`, without waiting."""
         return PendingGet(self, self._begin(Op.GET, _name(key), deadline=self._deadline(None)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number at `key`, which is zero if it is not there, and return the sum."""
+        """Add to the number at `key`, which is zero if the key is missing, and return the sum."""
         return int(self._call(Op.ADD, _name(key), pack_number(amount))[0])
 
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Add one to the number at `counter`, and set the key made of `prefix` and that number, in one request.
+        """Add one to the number at `counter`, and set the key `prefix` + that number, in one request.
 
-        Return the number as it was before; the first is zero.
+        Return the number before the addition; the first is zero.
         """
         return int(self._call(Op.ADD_ITEMS, _name(counter), _name(prefix), _bytes(value))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set `key` to `desired` if its value is `expected`, or if both are missing; return its value then."""
+        """Set `key` to `desired` if its value is `expected`, or if both are missing; return the value afterwards."""
         return self._call(Op.COMPARE_SET, _name(key), _bytes(expected), _bytes(desired))[0]
 
     def read_and_check(self, key: str, checked: str) -> tuple[bytes, bool]:
-        """Return the value of `key`, which is set to "" if it is not there, and whether `checked` is there.
+        """Return the value of `key`, set to "" if the key is missing, and whether the key `checked` exists.
 
-        Cost: one round trip, and two requests, each of which the ranks of a host make together.
+        Cost: one round trip and two requests, each shared by the ranks of a host.
         """
         deadline = self._deadline(None)
         requests = [(Op.COMPARE_SET, (_name(key), b"", b"")), (Op.CHECK, (_name(checked),))]
@@ -69,7 +69,7 @@ class Client(MemberConnection):
         return value, is_there == b"1"
 
     def _answered(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
-        """Return calls for these requests, which were sent in one frame, when all are over.
+        """Send these requests in one frame, and return the completed calls.
 
         Raises:
             DeadlineError: not all were answered in time.
@@ -102,7 +102,7 @@ class Client(MemberConnection):
         return int(self._call(Op.NUM_KEYS)[0])
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
-        """Wait until all of `keys` are there, and return their values."""
+        """Wait until all `keys` exist, and return their values."""
         deadline = self._deadline(timeout)
         values: list[bytes] = []
         for part in _parts([_name(key) for key in keys], 1):
@@ -120,7 +120,7 @@ class Client(MemberConnection):
             self._call(Op.MULTI_SET, *part)
 
     def barrier(self, key: str, size: int, timeout: Timeout = None) -> None:
-        """Wait until `size` calls have been made with this `key`; the number at `key` counts them."""
+        """Wait until `size` calls have been made with this `key`; the number at `key` counts the calls."""
         deadline = self._deadline(timeout)
         self._call(Op.BARRIER, _name(key), pack_number(size), deadline=deadline, waits_for=(key,))
 
@@ -128,7 +128,7 @@ class Client(MemberConnection):
         self._call(Op.QUEUE_PUSH, _name(key), _bytes(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout = None) -> bytes | None:
-        """Return the oldest item of the queue `key`, for nobody else; without `block`, None where there is none."""
+        """Pop the oldest item of the queue `key`; without `block`, return None if the queue is empty."""
         deadline = self._deadline(timeout)
         found = self._call(
             Op.QUEUE_POP, _name(key), b"1" if block else b"0", deadline=deadline, waits_for=(key,) if block else ()
@@ -136,24 +136,24 @@ class Client(MemberConnection):
         return found[0] if found else None
 
     def queue_len(self, key: str) -> int:
-        """Return how many items are in the queue `key`."""
+        """Return the length of the queue `key`."""
         return int(self._call(Op.QUEUE_LEN, _name(key))[0])
 
     def list_keys(self, prefix: str = "") -> list[str]:
         return [key.decode() for key in self._call(Op.LIST_KEYS, _name(prefix))]
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete the keys that start with `prefix`, and return how many they were."""
+        """Delete the keys that start with `prefix`, and return their number."""
         return int(self._call(Op.DELETE_PREFIX, _name(prefix))[0])
 
     # Membership.
 
     def expel(self, member: int, why: str) -> None:
-        """Remove another member from the job: all members are told that it is lost."""
+        """Remove another member from the job: all members are notified that it is lost."""
         self._call(Op.LEAVE, pack_number(member), why.encode())
 
     def members(self) -> dict[int, dict[str, Any]]:
-        """Return the facts of all current members, by number."""
+        """Return the facts of all members, by number."""
         found: dict[int, dict[str, Any]] = {}
         start = 0
         while page := self._call(Op.MEMBERS, pack_number(start)):
@@ -162,13 +162,13 @@ class Client(MemberConnection):
         return found
 
     def post(self, to: int, body: bytes, timeout: Timeout = None) -> None:
-        """Send a message to a member, or with -1 to all others. It waits while the receiver's outbox is full.
+        """Send a message to a member, or with -1 to all others; wait while the receiver's outbox is full.
 
         Raises:
-            ValueError: there is no such member (any more).
+            ValueError: there is no such member, or it has left.
         """
         deadline = self._deadline(timeout)
-        # Each try is answered at once, but for a cut of the network; and what was sent should not be left in doubt.
+        # Each attempt is answered at once unless the network is cut, and must not be abandoned before its answer.
         each_s = max(deadline.left_s, _TRY_S)
 
         def is_taken() -> bool:
@@ -183,12 +183,12 @@ class Client(MemberConnection):
     def post_all(self, messages: Sequence[tuple[int, bytes]], timeout: Timeout = None) -> list[int]:
         """Send messages, each to a member or with -1 to all others, in one frame of at most `MAX_MESSAGES`.
 
-        Return the places of those for which a receiver's outbox had no room, which are to be posted again. A message to
-        a member that is not there (any more), or that is too long, is dropped.
+        Return the indices of the messages for which a receiver's outbox was full; post these again. A message is
+        dropped if it is too long, or if its member does not exist.
 
         Raises:
             DeadlineError: not all were answered in time; some may have been posted.
-            CoordinationError: the connection has failed, or the coordinator does not know this process as a member.
+            CoordinationError: the connection failed, or this process is not a member.
         """
         deadline = self._deadline(timeout)
         calls = self._answered([(Op.POST, (pack_number(to), body)) for to, body in messages], deadline)
@@ -197,15 +197,15 @@ class Client(MemberConnection):
     def _is_refused_room(self, call: PendingCall) -> bool:
         try:
             return call.result(self._where) == [b"busy"]
-        except ValueError:  # nobody is there to be told
+        except ValueError:  # the receiver does not exist
             return False
 
     def report(self, kind: str, body: bytes) -> None:
-        """Hand in a report (a failure, a flight record), which others can ask for."""
+        """Send a report (a failure, a flight record) to the coordinator, where others can read it."""
         self._call(Op.REPORT, kind.encode(), body)
 
     def reports(self, kind: str) -> list[tuple[int, bytes]]:
-        """Return all reports of a kind, each with the number of the member that handed it in."""
+        """Return all reports of a kind, each with the number of the member that sent it."""
         found: list[tuple[int, bytes]] = []
         while page := self._call(Op.REPORTS, kind.encode(), pack_number(len(found))):
             found += ((int(number), body) for number, body in zip(page[::2], page[1::2], strict=True))
@@ -213,9 +213,9 @@ class Client(MemberConnection):
 
 
 class PendingGet:
-    """A `PendingGet` is a `get` that waits in the coordinator while its caller does something else and polls.
+    """A `PendingGet` is a `get` that waits in the coordinator while its caller polls.
 
-    It must be ended by `cancel`, whether the value has come or not.
+    The caller must end it with `cancel`, whether the value has arrived or not.
     """
 
     def __init__(self, client: Client, call: PendingCall) -> None:
@@ -223,10 +223,10 @@ class PendingGet:
         self._call: PendingCall | None = call
 
     def look(self) -> bytes | None:
-        """Return the value, or None if it is not there yet. It takes at most a millisecond.
+        """Return the value, or None if it has not arrived. This takes at most a millisecond.
 
         Raises:
-            CoordinationError: the connection has failed.
+            CoordinationError: the connection failed.
             ClosedError: the client was closed.
         """
         assert self._call is not None
@@ -234,7 +234,7 @@ class PendingGet:
         return self._call.result(self._client._where)[0] if self._call.is_over else None
 
     def wait(self, timeout: Timeout) -> bytes | None:
-        """Return the value as soon as it is there, or None when time is up.
+        """Wait for the value and return it, or None after `timeout`.
 
         Raises:
             CoordinationError, ClosedError: as `look`.
@@ -244,7 +244,7 @@ class PendingGet:
         return self._call.result(self._client._where)[0] if self._call.is_over else None
 
     def cancel(self) -> None:
-        """Stop asking. A second call does nothing."""
+        """Cancel the request. A second call does nothing."""
         call, self._call = self._call, None
         if call is not None:
             self._client._end(call)
@@ -265,7 +265,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _parts(fields: list[bytes], step: int) -> Iterator[list[bytes]]:
-    """Yield the fields in parts that fit in one request, split only after `step` fields; without fields, one part."""
+    """Split fields into parts that fit in one request, at multiples of `step`; without fields, yield one empty part."""
     part: list[bytes] = []
     size = 0
     for at in range(0, len(fields), step):

@@ -1,6 +1,7 @@
-"""A `Connection` leads to the coordinator: its requests block, with a deadline, and its events do not.
+"""A `Connection` to the coordinator: its requests block until a deadline; its events do not block.
 
-Any number of threads may call; `reader` says which of them reads. A member has one more: see `member_connection`.
+Any number of threads may call it; `Reader` decides which of them reads. A member has one more thread (see
+`member_connection`).
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ from phalanx._comm.control.wire import (
 )
 from phalanx.errors import AuthenticationError, ClosedError, CoordinationError, DeadlineError
 
-_LONGEST_POLL_S = 3.0  # then what was not answered is looked through
-_MAX_CALLS = 400  # so many calls wait at a time; the coordinator remembers more answers than that
-_HANDSHAKES, _HANDSHAKES_S = 2, 1.0  # that must fail, and for so long, before we believe it is not by accident
+_LONGEST_POLL_S = 3.0  # then unanswered requests are checked for resending
+_MAX_CALLS = 400  # the most concurrent calls; the coordinator remembers more answers than that
+_HANDSHAKES, _HANDSHAKES_S = 2, 1.0  # failed handshakes, and their duration, before the failure is diagnosed
 _DIAGNOSIS_S = 2.0
 
-# These are plain numbers: pyzmq's enumerations take longer than what is done with them.
+# Plain numbers: pyzmq's enumerations cost more than the operations that use them.
 _NOBLOCK, _POLLIN, _READY = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
 
 Timeout = float | timedelta | None
 
 
 class Connection:
-    """A connection to the coordinator at `address`, which is found, tried and authenticated on construction.
+    """A `Connection` to the coordinator at `address` finds, tries and authenticates it on construction.
 
     Arguments:
         address: HOST:PORT, or the path of the coordinator's socket on this host.
         key: the job's key; a path needs none.
-        timeout: of each call that is given none of its own, and of the construction.
-        job: compared with the coordinator's, where both have one.
+        timeout: for the construction, and for each call without a timeout of its own.
+        job: compared with the coordinator's job, if both have one.
         heartbeat_s: the pause between ZeroMQ's heartbeats; a process that becomes a member needs few.
 
     Raises:
-        AuthenticationError: the coordinator has another key, or there is none.
-        CoordinationError: the address leads nowhere, or to something else; the message says what came back from where.
+        AuthenticationError: the coordinator has another key, or no key was given.
+        CoordinationError: there is no coordinator at the address; the message lists the answer of each address tried.
         DeadlineError: no answer in time.
     """
 
@@ -80,7 +81,7 @@ class Connection:
             raise without_key(self.address)
         self.timeout = timeout
         self.member = -1
-        self.is_counted_out = False  # by the coordinator itself, which does not take this process for a member any more
+        self.is_counted_out = False  # the coordinator no longer counts this process as a member
         self.job = job
         self.key = key
         self._given_context, self._heartbeat_s = context, heartbeat_s
@@ -94,17 +95,17 @@ class Connection:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # it guards the socket, and all that follows
+        self._lock = threading.Lock()  # guards the socket and all attributes below
         self._room = CallRoom(_MAX_CALLS)
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
         self._epoch = b""
-        self._former_epochs: set[bytes] = set()  # the epochs of coordinators that this connection was redirected from
+        self._former_epochs: set[bytes] = set()  # epochs of the coordinators that this connection has left
         self._was_connected = False
         self._cut_at: float | None = None
         self._refused_at: float | None = None  # since when the coordinator's port is closed
         self._failed, self._failed_at = 0, 0.0
-        self._suspect: Route | None = None  # handshakes with it fail: it is to be looked into
+        self._suspect: Route | None = None  # a route whose handshakes fail; it will be diagnosed
         self._heard_at = time.monotonic()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -140,7 +141,7 @@ class Connection:
         dealer.connect(endpoint)
         try:
             said, lost_after = self._call(Op.HELLO, pack_number(VERSION), deadline=deadline)
-        except ValueError as error:  # it speaks another version of the protocol
+        except ValueError as error:  # the coordinator speaks another version of the protocol
             raise CoordinationError(f"{self._where}: {error}.", reason="stranger") from None
         job = said.decode()
         if self.job and job and self.job != job:
@@ -150,10 +151,10 @@ class Connection:
         self._beat_s = heartbeat_s(self._lost_after_s)
 
     def redirect(self, address: Address, epoch: bytes, timeout: Timeout = None) -> None:
-        """Go on at the coordinator that has taken over: it knows this client, and what it was granted.
+        """Switch to the coordinator that has taken over; it knows this client and the client's answered requests.
 
         Raises:
-            CoordinationError: the address leads nowhere.
+            CoordinationError: there is no coordinator at the address.
             ClosedError: this client was closed.
         """
         deadline = self._deadline(timeout)
@@ -182,12 +183,12 @@ class Connection:
 
     @property
     def endpoint(self) -> str:
-        """Return where the coordinator was found, as ZeroMQ writes it."""
+        """Return the coordinator's address as a ZeroMQ endpoint."""
         return self.address.endpoint if self._route is None else self._route.address.endpoint
 
     @property
     def own_host(self) -> str:
-        """Return this host's address from which the coordinator was reached; "" on the coordinator's own socket."""
+        """Return this host's address on the route to the coordinator; "" on the coordinator's local socket."""
         return self._route.own_host if self._route is not None else ""
 
     @property
@@ -199,7 +200,7 @@ class Connection:
         return f"the coordinator at {self.address}"
 
     def close(self) -> None:
-        """Let go of the connection. A member that has not left will be counted as lost. A second call does nothing."""
+        """Close the connection. A member that has not left counts as lost. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = self._reader.is_closed = True
@@ -241,17 +242,17 @@ class Connection:
         try:
             self._await(call, deadline)
         finally:
-            self._end(call)  # it is not over if time is up, or after Ctrl-C
+            self._end(call)  # the call is unanswered after a timeout or Ctrl-C
         if not call.is_over:
             raise self._late(deadline, waits_for)
         return call.result(self._where)
 
     def _begin(self, what: int, *fields: bytes, deadline: Deadline) -> PendingCall:
-        """Send a request; every call of this needs one of `_end`."""
+        """Send a request; every call must be ended with `_end`."""
         return self._begin_all([(what, fields)], deadline)[0]
 
     def _begin_all(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
-        """Send requests in one frame, of at most `MAX_MESSAGES`; each call that is returned needs one of `_end`."""
+        """Send at most `MAX_MESSAGES` requests in one frame; each returned call must be ended with `_end`."""
         if os.getpid() != self._pid:
             self._revive(deadline)
         if self._is_closed:
@@ -273,10 +274,10 @@ class Connection:
         return calls
 
     def _await(self, call: PendingCall, deadline: Deadline) -> None:
-        """Wait until the request is answered, or time is up; it goes on nevertheless."""
+        """Wait until the request is answered or the deadline has passed; the request stays pending."""
         while not call.is_over and not deadline.passed:
             self._reader.wait(call, deadline, self._poll_once)
-        if not call.is_over:  # this process may have stood still, and the answer lies there
+        if not call.is_over:  # this process may have been stopped, with the answer unread
             self._look(call)
 
     def _look(self, call: PendingCall) -> None:
@@ -284,7 +285,7 @@ class Connection:
         self._reader.look(call, self._poll_once)
 
     def _end(self, call: PendingCall) -> None:
-        """Forget a request; the coordinator is told if it was not answered."""
+        """End a request, and cancel it at the coordinator if it is unanswered."""
         try:
             if not call.is_over:
                 self._withdraw(call)
@@ -301,8 +302,8 @@ class Connection:
         silent_s, is_cut = time.monotonic() - self._heard_at, self._cut_at is not None
         return late(self._where, deadline.timeout_s, list(waits_for), silent_s, is_cut=is_cut)
 
-    # ZeroMQ's descriptor is readable once for all that has arrived, and a send takes that note away from who polls it:
-    # whoever sends must `_read` afterwards, before it lets go of the lock.
+    # ZeroMQ's descriptor becomes readable once for everything that has arrived, and a send resets it for the thread
+    # that polls it: after a send, `_read` before releasing the lock.
 
     def _transmit(self, *calls: PendingCall) -> None:
         now = time.monotonic()
@@ -314,7 +315,7 @@ class Connection:
         try:
             assert self._socket is not None
             send_in_pieces(self._socket, message)
-        except zmq.Again:  # its queue is full: it will be sent again
+        except zmq.Again:  # its queue is full: the message will be sent again
             pass
 
     def _send_heartbeat(self) -> None:
@@ -324,7 +325,7 @@ class Connection:
             self._inbox.told()
 
     def _poll_once(self, limit_s: float) -> None:
-        """Wait for something to read, and read it. Only the thread whose turn it is to read."""
+        """Wait for data to read, and read it. Only the thread that has the turn may call this."""
         if self._suspect is not None:
             self._diagnose(self._suspect, limit_s)
             return
@@ -345,7 +346,7 @@ class Connection:
                 self._read()
 
     def _read(self) -> None:
-        """Take what has arrived. Under the lock."""
+        """Read everything that has arrived. The caller holds the lock."""
         dealer, monitor = self._socket, self._monitor
         assert dealer is not None
         assert monitor is not None
@@ -356,7 +357,7 @@ class Connection:
             self._heard_at = time.monotonic()
             epoch = frame[:EPOCH_BYTES]
             if epoch != self._epoch:
-                if epoch in self._former_epochs:  # it was under way
+                if epoch in self._former_epochs:  # it was in transit during the switch
                     continue
                 if self._epoch:
                     self._fail_all(started_again(self._where))
@@ -395,16 +396,16 @@ class Connection:
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            if self._was_connected:  # again: what was under way may be lost
+            if self._was_connected:  # reconnected: messages in transit may be lost
                 for call in list(self._calls.values())[:_MAX_CALLS]:
                     call.num_sent = 0
                     self._transmit(call)
-                self._send_heartbeat()  # those that TCP had not delivered are lost
+                self._send_heartbeat()  # TCP may have lost the last ones
             self._was_connected, self._cut_at, self._refused_at = True, None, None
         elif event == zmq.EVENT_DISCONNECTED:
             if self._was_connected and self._cut_at is None:
                 self._cut_at = time.monotonic()
-        # a connection that was let in once has the right key
+        # a connection that was once admitted has the right key
         elif event != zmq.EVENT_CONNECTED and not self._was_connected:
             self._failed += 1
             now = time.monotonic()
@@ -414,13 +415,13 @@ class Connection:
                 self._suspect = self._route
 
     def _diagnose(self, route: Route, limit_s: float) -> None:
-        """Find out who is at the other end of a connection that never came about; without the lock: it takes long."""
+        """Find out why a connection cannot be established. This takes long, so it runs without the lock."""
         error = explain_refusal(self.address, route, self.key, min(limit_s, _DIAGNOSIS_S))
         with self._lock:
             self._suspect, self._failed = None, 0
             if self._socket is not None:
                 self._read()
-                if error is not None and not self._was_connected:  # it has not come about meanwhile
+                if error is not None and not self._was_connected:  # no connection has been established meanwhile
                     self._fail_all(error)
 
     def _expelled(self, why: bytes) -> None:
@@ -444,7 +445,7 @@ class Connection:
             self._wakeup.ring()
 
     def _revive(self, deadline: Deadline) -> None:
-        """Make a connection of its own in a forked child, which is no member, and has nothing under way."""
+        """Open a new connection in a forked child, which is not a member and has no pending requests."""
         self._reset()
         self.member = -1
         self._given_context = None
@@ -452,16 +453,16 @@ class Connection:
 
 
 class CallRoom:
-    """There is room for `size` calls. Any number of threads may use it."""
+    """A `CallRoom` is a semaphore with `size` places. Any number of threads may use it."""
 
     def __init__(self, size: int) -> None:
         self._num_free = size
         self._changed = threading.Condition(threading.Lock())
 
     def take(self, number: int, timeout_s: float) -> bool:
-        """Take room for so many calls as soon as there is room for all of them; return False when time is up.
+        """Take `number` places as soon as all of them are free; return False after `timeout_s`.
 
-        Nothing is held while it waits, so that two that take much do not wait for each other.
+        It takes none while it waits, so that two large requests cannot deadlock.
         """
         with self._changed:
             if self._num_free < number and not self._changed.wait_for(
@@ -481,41 +482,41 @@ _EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
 
 
 class EventInbox:
-    """An `EventInbox` returns each event once and in order, and has a descriptor that is readable while there are some.
+    """An `EventInbox` returns each event once and in order; its descriptor is readable while it has events.
 
-    Several threads must not use it at once: the connection's lock guards it.
+    The connection's lock guards it.
     """
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
         self._wakeup = Wakeup()
-        self.last = 0  # the number of the last event that has come
-        self.taken = 0  # the number of the last event that was taken, which the coordinator need not keep
-        self._untold_bytes = 0  # how much was taken since the coordinator was last told
+        self.last = 0  # the number of the last event received
+        self.taken = 0  # the number of the last event taken, which the coordinator need not keep
+        self._untold_bytes = 0  # the bytes taken since the last heartbeat
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while there are events to take."""
         return self._wakeup.fileno()
 
     def restart(self) -> None:
-        """Start counting again: this process has joined, perhaps for the second time."""
+        """Restart the numbering: this process has joined, perhaps again."""
         self.last = self.taken = self._untold_bytes = 0
 
     def receive(self, number: int, event: Event) -> None:
-        """Keep event `number` if it is the next one. One that was sent twice is dropped, and so is one before which
-        another is missing: it is sent again.
+        """Keep event `number` if it is the next one; drop it if it is a duplicate, or if an earlier event is missing.
+        The coordinator sends dropped events again.
         """
         if number == self.last + 1:
             self.last = number
             self.put(event)
 
     def put(self, event: Event) -> None:
-        """Add an event of our own, which has no number."""
+        """Add an event of this process, which has no number."""
         self._events.append(event)
         self._wakeup.ring()
 
     def take(self) -> list[Event]:
-        """Return the events that have come since the last call."""
+        """Return the events received since the last call."""
         events = list(self._events)
         self._events.clear()
         self.taken = self.last
@@ -525,11 +526,11 @@ class EventInbox:
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether the coordinator should hear it at once, since senders may be waiting for us."""
+        """Return whether to send the value of `taken` at once, since senders may be blocked."""
         return self._untold_bytes > _TELL_BYTES
 
     def told(self) -> None:
-        """Note that the coordinator was told the value of `taken`."""
+        """Record that the coordinator was sent the value of `taken`."""
         self._untold_bytes = 0
 
     def close(self) -> None:
@@ -537,35 +538,35 @@ class EventInbox:
         self._wakeup.close()
 
 
-# A `Reader` decides which of the threads that wait for answers reads the socket, for itself and for the others.
+# A `Reader` decides which of the threads that wait for answers reads the socket, for all of them.
 #
-#     call ──► send ──► is somebody reading? ── no ──► read until mine has come, then let another one read
-#                                            └─ yes ─► sleep until the reader wakes me
+#     call ──► send ──► does another thread read? ── no ──► read until my answer arrives, then appoint another reader
+#                                                 └─ yes ─► sleep until the reader wakes this thread
 #
-# A lone thread pays for no switch to another one.
+# A single thread never switches to another one.
 
 PollOnce = Callable[[float], None]
-"""A function that waits so many seconds for something to read, and reads it."""
+"""A function that waits up to so many seconds for data, and reads it."""
 
 
 class Reader:
-    """It gives threads their turn to read. `lock` guards `calls`, those that are not answered, by number."""
+    """A `Reader` gives threads their turn to read. `lock` guards `calls`, the unanswered calls by number."""
 
     def __init__(self, lock: threading.Lock, calls: Mapping[int, PendingCall]) -> None:
         self._lock = lock
         self._calls = calls
-        self._thread: int | None = None  # the one that reads
-        self.turn = threading.Lock()  # that thread has it
-        self.wakeup: Wakeup | None = None  # for the thread that reads
+        self._thread: int | None = None  # the thread that reads
+        self.turn = threading.Lock()  # held by that thread
+        self.wakeup: Wakeup | None = None  # wakes the thread that reads
         self.is_closed = False
 
     def wait(self, call: PendingCall, deadline: Deadline, poll_once: PollOnce) -> None:
-        """Read until the call is over, or sleep until the thread that reads says so; it may be too early."""
+        """Read until the call is over, or sleep until the reading thread wakes this one, perhaps too early."""
         if not self.turn.acquire(blocking=False):
             wake = threading.Lock()
             wake.acquire()
             call.wake = wake
-            if not self.turn.acquire(blocking=False):  # a reader that stopped before it could see that we wait
+            if not self.turn.acquire(blocking=False):  # a reader that stopped just now did not see this thread
                 if not call.is_over:
                     wake.acquire(timeout=min(deadline.left_s, 0.5))
                 call.wake = None
@@ -590,7 +591,7 @@ class Reader:
                 self._appoint()
 
     def read_for(self, limit_s: float, poll_once: PollOnce) -> None:
-        """Read once, if no other thread does; wait so long at most for the turn, and for something to read."""
+        """Read once, if no other thread reads; wait at most `limit_s` for the turn, and for data."""
         if self.turn.acquire(timeout=limit_s):
             try:
                 self._thread = threading.get_ident()
@@ -600,14 +601,14 @@ class Reader:
                 self.turn.release()
 
     def awaken(self, call: PendingCall) -> None:
-        """Let the thread that waits for the call see that it is over."""
+        """Wake the thread that waits for the call."""
         if call.wake is not None:
             _release(call.wake)
         elif self._thread is not None and self._thread != threading.get_ident() and self.wakeup is not None:
             self.wakeup.ring()
 
     def _appoint(self) -> None:
-        """Let one who waits take over, as the reader stops."""
+        """Wake a waiting thread to take over from a reader that stops."""
         with self._lock:
             for call in self._calls.values():
                 if call.wake is not None:
@@ -616,10 +617,10 @@ class Reader:
 
 
 def _release(lock: threading.Lock) -> None:
-    """Wake whoever waits for `lock`, if nobody has."""
+    """Release `lock`, unless it is already released."""
     try:
         lock.release()
-    except RuntimeError:  # it is awake
+    except RuntimeError:  # already released
         pass
 
 
@@ -629,7 +630,7 @@ _FAILED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EV
 def explain_refusal(
     address: Address, route: Route, key: Key | None, timeout_s: float
 ) -> AuthenticationError | CoordinationError | None:
-    """Return an error that says why, after another try; None if the coordinator is only busy, or does not answer."""
+    """Try once more, and return the reason for a refusal as an error; None if the coordinator is busy or silent."""
     assert key is not None
     answer, refuses = who_answers(route.address, timeout_s, lambda deadline: _hangs_up(route, key, deadline))
     if refuses:
@@ -646,9 +647,9 @@ def explain_refusal(
 
 
 def _hangs_up(route: Route, key: Key, deadline: Deadline) -> bool:
-    """Return whether the coordinator ends a connection in the handshake with our key; False if it does not in time.
+    """Return whether the coordinator closes a connection in the handshake with our key; False if it does not in time.
 
-    It cannot say that the key is another one: what it would say is encrypted for whoever has the same key.
+    It cannot report that the key is wrong: its answer would be encrypted for processes with its key.
     """
     with zmq.Context() as context, open_dealer(context, key) as dealer:
         dealer.reconnect_ivl = -1
@@ -668,7 +669,7 @@ def _hangs_up(route: Route, key: Key, deadline: Deadline) -> bool:
 
 
 def without_key(address: Address) -> AuthenticationError:
-    """Return the error of a client that was given no key."""
+    """Return the error of a client without a key."""
     return AuthenticationError(
         f"the coordinator at {address} lets in who knows the job's key, and there is none here.\n"
         "Give the key of the host where it runs: a file (PHALANX_KEY_FILE, or ~/.config/phalanx/key), or "
@@ -677,7 +678,7 @@ def without_key(address: Address) -> AuthenticationError:
 
 
 def unreachable(address: Address, tried: NoRouteError) -> CoordinationError:
-    """Return the error of an address that leads nowhere from this host."""
+    """Return the error of an address where this host cannot reach a coordinator."""
     return CoordinationError(
         f"the coordinator at {address} cannot be reached from {os.uname().nodename}. Tried {tried}.\n"
         "Check that it runs there, that this host can route to it, and that no firewall is in between.",
@@ -686,7 +687,7 @@ def unreachable(address: Address, tried: NoRouteError) -> CoordinationError:
 
 
 def cut_off(where: str, for_s: float) -> CoordinationError:
-    """Return the error of a connection that was cut, and could not be made again."""
+    """Return the error of a connection that was cut and could not be restored."""
     return CoordinationError(
         f"{where} cannot be reached any more: the connection was cut {for_s:.0f} s ago, and nobody answers there.\n"
         "Either it has ended (read the output of its host first), or the network between the hosts is down.",
@@ -695,7 +696,7 @@ def cut_off(where: str, for_s: float) -> CoordinationError:
 
 
 def started_again(where: str) -> CoordinationError:
-    """Return the error of a coordinator that does not know the job any more."""
+    """Return the error of a coordinator that no longer knows the job."""
     return CoordinationError(
         f"{where} is another one than before: it was started again, and the job's keys, members and queues are gone.\n"
         "Start the job again.",
@@ -704,12 +705,12 @@ def started_again(where: str) -> CoordinationError:
 
 
 def ended(where: str) -> CoordinationError:
-    """Return the error of a coordinator whose host is there, without it."""
+    """Return the error of a coordinator that has ended while its host still runs."""
     return CoordinationError(f"{where} has ended: its host answers, and nothing listens there any more", reason="lost")
 
 
 def late(where: str, timeout_s: float, keys: Sequence[str], silent_s: float, *, is_cut: bool) -> DeadlineError:
-    """Return the error of a request that was not answered in time: `keys` have not come, or nothing was heard."""
+    """Return the error of a request that was not answered in time: `keys` are missing, or the coordinator is silent."""
     if keys and silent_s < COORDINATOR_SILENT_S and not is_cut:
         shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
         return DeadlineError(f"wait timeout after {timeout_s * 1000:.0f}ms, keys: {shown}")

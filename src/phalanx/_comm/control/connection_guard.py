@@ -1,4 +1,4 @@
-"""Keep strangers from holding the connections of a listening ZeroMQ socket.
+"""Prevent strangers from occupying the connections of a listening ZeroMQ socket.
 
     accepted ──► young ──a member's message──► admitted
                    ├── not authenticated within HANDSHAKE_S ──► closed by ZeroMQ
@@ -7,8 +7,8 @@
 ZeroMQ accepts every connection and has no limit, so the guard closes single connections. A member whose connection is
 closed connects again by itself.
 
-The guard also notices that a member's connection has ended and was not replaced: the kernel of a host closes the
-connections of a process that was killed, whereas a live one connects again at once.
+The guard also notices when a member's connection has ended and was not replaced: the kernel closes the connections of
+a killed process, whereas a live process reconnects at once.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from phalanx._base.loss_detection import CONNECTION_ENDED_S
 from phalanx._comm.control.admission import Complaints, gone_peers
 
 HANDSHAKE_S = 5.0
-_YOUNG_S = HANDSHAKE_S + 1.0  # who has not said anything by then is authenticated, or would be closed by ZeroMQ
+_YOUNG_S = HANDSHAKE_S + 1.0  # by then a connection is authenticated, or ZeroMQ has closed it
 PIECE_BYTES = 1 << 14  # the most that ZeroMQ allocates at once for a connection that is not authenticated
-_CURVE_BYTES = 64  # encryption adds at most so much to a piece
+_CURVE_BYTES = 64  # the most bytes that encryption adds to a piece
 _EVENT_BYTES = 6
 _MAX_OPEN_FILES = 1 << 16
-_ROUND_EVENTS = 256  # events that are read between two rounds of messages
+_ROUND_EVENTS = 256  # events read between two rounds of messages
 _READ_S = 1.0  # the pause between two readings of the kernel's table, which may be long
-# These are plain numbers: pyzmq's enumerations take longer than what is done with them.
+# Plain numbers: pyzmq's enumerations cost more than the operations that use them.
 _NOBLOCK, _MORE_FOLLOW = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 _Place = tuple[str, int]
 
 
 class _Ended(NamedTuple):
-    """A member's connection has ended at a time; nobody has connected from its host since."""
+    """The end of a member's connection; no process has connected from its host since."""
 
     host: str
     at: float
@@ -68,7 +68,7 @@ class ConnectionGuard:
         )
         self._peers: dict[int, _Place | None] = {}  # by descriptor: the address and port of the other end
         self._young: dict[int, float] = {}  # by descriptor, the oldest first: when it was accepted
-        self._unread: set[int] = set()  # descriptors that are no longer young, and whose first message was not read yet
+        self._unread: set[int] = set()  # descriptors that are no longer young, with their first message still unread
         self._members: dict[int, bytes] = {}  # by descriptor: the identity of the member whose connection it is
         self._current: dict[bytes, int] = {}  # by identity: the descriptor of the newest connection
         self._ended: dict[bytes, _Ended] = {}  # by identity
@@ -77,12 +77,12 @@ class ConnectionGuard:
 
     @property
     def num_open(self) -> int:
-        """Return the number of connections that are open, authenticated or not yet."""
+        """Return the number of open connections, authenticated or not."""
         return len(self._peers)
 
     @property
     def num_young(self) -> int:
-        """Return the number of connections over which no message has come yet."""
+        """Return the number of connections that have sent no message yet."""
         return len(self._young)
 
     @property
@@ -92,17 +92,17 @@ class ConnectionGuard:
 
     @property
     def is_watching(self) -> bool:
-        """Return whether `read_events` must be called from time to time although nothing has come."""
+        """Return whether `read_events` must be called regularly even if nothing has arrived."""
         return bool(self._young or self._ended)
 
     def admit(self, frame: zmq.Frame, identity: bytes = b"") -> None:
-        """Note that the connection over which `frame`, a part of a message, has come is a member's.
+        """Record that the connection of `frame`, a part of a message, belongs to a member.
 
-        `identity` is the member's, where `take_ended` is asked.
+        `identity` is the member's identity, which `take_ended` needs.
         """
         fd = int(frame.get(zmq.SRCFD))
         place = _find_place(fd)
-        if place is None:  # it has gone
+        if place is None:  # the connection has ended
             return
         while self._peers.get(fd) != place and self._read_event():  # ZeroMQ has queued its event before its message
             pass
@@ -113,10 +113,10 @@ class ConnectionGuard:
         self._current[identity] = fd
 
     def read_events(self, now: float) -> None:
-        """Read what has happened since, or the first part of it. Call `make_room` after the messages were read.
+        """Read new events, at most one round of them. Call `make_room` after reading the messages.
 
-        While events wait to be read ZeroMQ accepts no connection. So strangers who come faster than they are closed are
-        held up, and members are heard between two calls.
+        While events are unread, ZeroMQ accepts no connection. So strangers who connect faster than they are closed are
+        slowed down, and members' messages are read between two calls.
         """
         self._now = now
         while self._young and now - next(iter(self._young.values())) > _YOUNG_S:
@@ -144,7 +144,7 @@ class ConnectionGuard:
     def _accept(self, fd: int) -> None:
         self._forget(fd)
         place = self._peers[fd] = _find_place(fd)
-        if place is None:  # it has gone already
+        if place is None:  # the connection has already ended
             return
         for identity in [who for who, ended in self._ended.items() if ended.host == place[0]]:
             del self._ended[identity]
@@ -154,13 +154,13 @@ class ConnectionGuard:
         place = self._peers.pop(fd, None)
         identity = self._forget(fd)
         if identity and place is not None and not any(self._is_from(young, place[0]) for young in self._young):
-            self._ended[identity] = _Ended(place[0], self._now)  # else one of these may be its next connection
+            self._ended[identity] = _Ended(place[0], self._now)  # otherwise one of these may be its next connection
         if self._failed:
             self._failed = False
             self._refuse("" if place is None else place[0])
 
     def _forget(self, fd: int) -> bytes:
-        """Forget what is known of a descriptor; return the member whose newest connection it was."""
+        """Forget a descriptor; return the member whose newest connection it was."""
         self._young.pop(fd, None)
         self._unread.discard(fd)
         identity = self._members.pop(fd, b"")
@@ -174,10 +174,10 @@ class ConnectionGuard:
         return place is not None and place[0] == host
 
     def take_ended(self, now: float) -> list[tuple[bytes, float]]:
-        """Return the members, by identity, whose connections ended CONNECTION_ENDED_S ago or earlier, and since when;
-        nobody has connected from their hosts since. Each is returned once.
+        """Return members by identity, each once, with the time when their connection ended, CONNECTION_ENDED_S ago or
+        earlier, if no process has connected from their host since.
         """
-        if self._ended and int(self.socket.get(zmq.EVENTS)) & int(zmq.POLLIN):  # they may have connected again
+        if self._ended and int(self.socket.get(zmq.EVENTS)) & int(zmq.POLLIN):  # they may have reconnected
             return []
         found = [(who, ended.at) for who, ended in self._ended.items() if now - ended.at >= CONNECTION_ENDED_S]
         for identity, _ in found:
@@ -185,11 +185,11 @@ class ConnectionGuard:
         return found
 
     def forgive(self, pause_s: float, now: float) -> None:
-        """Note that this process stood still, so that nobody could connect to it."""
+        """Record that this process was stopped, so that no process could connect to it."""
         self._ended = {who: ended._replace(at=min(now, ended.at + pause_s)) for who, ended in self._ended.items()}
 
     def make_room(self, now: float) -> None:
-        """Close the oldest young connections as long as there are too many."""
+        """Close the oldest young connections while there are too many."""
         while self._young and (len(self._young) > self._max_young or len(self._peers) > self._max_open):
             why = f"{self._max_young} newer ones have said nothing either"
             if len(self._peers) > self._max_open:
@@ -205,16 +205,16 @@ class ConnectionGuard:
             self._complaints.refused(place[0], why, now)
 
     def close(self) -> None:
-        """Stop reading; the end of ZeroMQ's context, which has to follow, stops the watching.
+        """Stop reading. ZeroMQ's context must be closed next; that ends its monitoring thread.
 
-        ZeroMQ's thread waits where more events have come than the queue holds, and `disable_monitor` would wait for it,
-        with Python's lock held.
+        ZeroMQ's thread blocks if more events have occurred than the queue holds; `disable_monitor` would wait for that
+        thread while it holds Python's lock.
         """
         self.socket.close(0)
 
     def _close(self, fd: int, place: _Place) -> None:
-        """End a connection, which is ZeroMQ's to close, if `fd` is still that one's."""
-        with contextlib.suppress(OSError, IndexError):  # it has gone; the address of another kind of socket is a text
+        """Shut down ZeroMQ's connection `fd`, if `fd` still leads to `place`."""
+        with contextlib.suppress(OSError, IndexError):  # it has ended, or is a socket of another kind
             connection = socket.socket(fileno=fd)
             try:
                 if connection.getsockname()[1] == self._port and connection.getpeername()[:2] == place:
@@ -230,35 +230,35 @@ class ConnectionGuard:
 
 
 def protect(listening: zmq.Socket[bytes], piece_bytes: int = PIECE_BYTES) -> None:
-    """Bound what one connection of `listening`, which is not bound yet, costs before it is authenticated."""
+    """Limit what one connection of `listening`, which is not bound yet, costs before it is authenticated."""
     listening.maxmsgsize = piece_bytes + _CURVE_BYTES
     listening.handshake_ivl = int(HANDSHAKE_S * 1000)
 
 
 def connections_allowed(wanted: int = _MAX_OPEN_FILES) -> int:
-    """Return how many connections a socket may have, once this process may have `wanted` open files, or all it can.
+    """Raise the limit of open files to `wanted` if possible, and return how many connections a socket may have.
 
-    A quarter is left for what else the process opens, and for connections that ZeroMQ has accepted and nobody could
-    read of yet, a thousand at most. ZeroMQ's thread turns in circles when accept() finds no descriptor.
+    A quarter is left for other files of this process, and for connections that ZeroMQ has accepted but the guard has
+    not seen, at most a thousand. ZeroMQ's thread spins when accept() finds no descriptor.
     """
     limit = min(raise_limit(wanted), _MAX_OPEN_FILES)
     return limit - limit // 4
 
 
 def cut(part: bytes | memoryview, piece_bytes: int = PIECE_BYTES) -> list[memoryview]:
-    """Return `part` in pieces that a protected socket takes; an empty one is one piece."""
+    """Split `part` into pieces that a protected socket accepts; an empty part is one piece."""
     view = memoryview(part)
     return [view[at : at + piece_bytes] for at in range(0, len(view), piece_bytes)] or [view]
 
 
 def send_in_pieces(to: zmq.Socket[bytes], message: bytes, identity: bytes | None = None) -> None:
-    """Send a message in pieces that a protected socket takes, without waiting; a router sends it to `identity`.
+    """Send a message in pieces that a protected socket accepts, without waiting; a router sends it to `identity`.
 
-    It does what `send_multipart` does, which takes three times as long since it puts the flags together for each piece.
+    `send_multipart` would do the same in three times the time, since it combines the flags for each piece.
 
     Raises:
-        zmq.Again: there is no room for it; nothing was sent.
-        zmq.ZMQError: nobody has that identity.
+        zmq.Again: the queue is full; nothing was sent.
+        zmq.ZMQError: no peer has that identity.
     """
     if identity is not None:
         to.send(identity, _MORE_FOLLOW)
@@ -269,15 +269,15 @@ def send_in_pieces(to: zmq.Socket[bytes], message: bytes, identity: bytes | None
 
 
 def _find_place(fd: int) -> _Place | None:
-    """Return the other end of a connection of ZeroMQ's, if it is still there; this takes no descriptor."""
-    try:  # given a family and a kind Python asks the kernel for neither; the answer below has the right ones
+    """Return the other end of a ZeroMQ connection, if it still exists; this opens no descriptor."""
+    try:  # with a given family and kind, Python does not query the kernel; getpeername returns the right ones
         connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
-    except OSError:  # it has gone
+    except OSError:  # the connection has ended
         return None
     try:
         host, port = connection.getpeername()[:2]
         return (host, port) if isinstance(port, int) else None
-    except (OSError, ValueError):  # it has gone, and the number is that of something else by now
+    except (OSError, ValueError):  # the connection has ended, and the number belongs to another file
         return None
     finally:
         connection.detach()

@@ -1,4 +1,4 @@
-"""Open and set up the socket of a client."""
+"""Open a client's socket and set its options."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from phalanx._comm.control.connection_guard import protect
 from phalanx._comm.control.key import Key
 
 EPOCH_BYTES = 8  # in front of each frame of the coordinator
-HEARTBEAT_S = 6.0  # the pause between ZeroMQ's heartbeats, and how long it waits for their answer
-MEMBER_HEARTBEAT_S = 30.0  # the same for a member, which notices a coordinator that hangs by its own heartbeats
+HEARTBEAT_S = 6.0  # the pause between ZeroMQ's heartbeats, and the timeout for their answers
+MEMBER_HEARTBEAT_S = 30.0  # the same for a member, whose own heartbeats detect a coordinator that hangs
 EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_DISCONNECTED
@@ -24,7 +24,7 @@ EVENTS = (
 def open_dealer(
     context: zmq.Context[zmq.Socket[bytes]], key: Key | None, heartbeat_s: float = HEARTBEAT_S
 ) -> zmq.Socket[bytes]:
-    """Return a socket that is not connected yet.
+    """Open a client's socket, which is not yet connected.
 
     Arguments:
         key: the job's key; None for the coordinator's socket on this host.
@@ -39,9 +39,8 @@ def open_dealer(
     dealer.reconnect_ivl, dealer.reconnect_ivl_max = 50, 1000
     dealer.connect_timeout = 1500
     dealer.handshake_ivl = 10000
-    # A cut of the network is the kernel's to notice, which costs the coordinator's process nothing; ZeroMQ's heartbeats
-    # are for one that hangs, where nothing else tells. The coordinator knows that the kernel waits for some four
-    # seconds (`_UNBROKEN_S`).
+    # The kernel detects a network cut, at no cost to the coordinator's process; ZeroMQ's heartbeats detect a hang of
+    # the coordinator. The coordinator relies on the kernel's limit of some four seconds (`_UNBROKEN_S`).
     dealer.tcp_keepalive, dealer.tcp_keepalive_idle, dealer.tcp_keepalive_intvl, dealer.tcp_keepalive_cnt = 1, 2, 1, 2
     dealer.tcp_maxrt = 4000
     dealer.heartbeat_ivl = dealer.heartbeat_timeout = int(heartbeat_s * 1000)

@@ -1,4 +1,4 @@
-"""An `Event` is what a client is told without having asked."""
+"""An `Event` reaches a client without a request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, in the order in which the coordinator saw it.
+    """An `Event` happened to a member or to this process; events come in the coordinator's order.
 
-    kind: "joined" (facts), "left" or "lost" (why) of `member`; "message" (body) from `member`, or "datagram", which
-    nobody keeps; or of this process itself: "expelled" (why): the coordinator does not count it as a member any more;
-    "unreachable", "reachable" (why): the coordinator itself has been silent for too long, or is back.
+    kind: "joined" (facts), "left" or "lost" (why) of `member`; "message" (body) from `member`, or "datagram", which is
+    not kept; or of this process itself: "expelled" (why), it no longer counts as a member; "unreachable", "reachable"
+    (why), the coordinator has been silent for too long, or is back.
     """
 
     kind: str
@@ -22,10 +22,10 @@ class Event:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts that a member which joined has told of itself."""
+        """Return the facts that a member published when it joined."""
         return dict(json.loads(self.body))
 
     @property
     def why(self) -> str:
-        """Return why a member has left or is lost."""
+        """Return why a member left or was lost."""
         return self.body.decode(errors="replace")

@@ -1,9 +1,8 @@
-"""A job's key lets in every process that knows it, and proves the coordinator to it as well.
+"""A job's `Key` authenticates the job's processes to the coordinator, and the coordinator to them.
 
-It is 32 random bytes, which people see as 52 characters: `plx-`, and base64 of the bytes and of a checksum of them, so
-that a key that was copied in part is told from one of another job. Two CURVE pairs follow from it, one for the
-coordinator and one for those who join. Neither is ever sent: the coordinator proves to a member that it knows the key
-as a member does to the coordinator.
+A key is 32 random bytes, shown as 52 characters: `plx-`, and base64 of the bytes and of their checksum, so that a
+truncated key differs from another job's key. Two CURVE pairs are derived from it, one for the coordinator and one for
+the members. The key and the secret halves are never sent.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _CHECKSUM_BYTES = 4
 
 @dataclass(frozen=True)
 class CurvePair:
-    """A pair of CURVE keys, as ZeroMQ takes them (Z85)."""
+    """A pair of CURVE keys in ZeroMQ's encoding (Z85)."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -30,7 +29,7 @@ class CurvePair:
 
 @dataclass(frozen=True)
 class Key:
-    """A `Key` is a job's key. It never shows itself: `repr` has a fingerprint, by which people compare two keys."""
+    """A `Key` is a job's key. It is never printed: `repr` has a fingerprint, by which users compare two keys."""
 
     raw: bytes = field(repr=False)
 
@@ -40,15 +39,15 @@ class Key:
 
     @classmethod
     def generate(cls) -> Key:
-        """Return a new key, from the system's random numbers."""
+        """Return a new key from the system's random numbers."""
         return cls(os.urandom(_BYTES))
 
     @classmethod
     def parse(cls, text: str) -> Key:
-        """Return the key that `text` shows, as `str(key)` printed it.
+        """Parse a key that `str(key)` printed.
 
         Raises:
-            ValueError: it is none; the message says what is wrong and does not repeat it.
+            ValueError: `text` is not a key; the message says why and does not repeat the text.
         """
         text = text.strip()
         if not text.startswith(_PREFIX):
@@ -67,7 +66,7 @@ class Key:
 
     @property
     def fingerprint(self) -> str:
-        """Return eight characters that differ between keys and reveal nothing of them."""
+        """Return eight characters that differ between keys and reveal nothing about them."""
         return hashlib.blake2b(self.raw, digest_size=4, person=b"plx-fingerprint").hexdigest()
 
     def coordinator_pair(self) -> CurvePair:
@@ -79,7 +78,7 @@ class Key:
         return self._pair(b"plx-member")
 
     def reach_secret(self) -> bytes:
-        """Return a secret that proves to a visitor with a nonce that a host is of the job; it opens nothing else."""
+        """Return a secret by which a host proves, with a visitor's nonce, that it belongs to the job; no more."""
         return self._derive(b"plx-reach")
 
     def _derive(self, purpose: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Keep and find a job's key: in a file, a variable, the user's configuration folder, or the person's memory.
+"""Find and store a job's key: in a file, a variable, the user's configuration folder, or typed in by the user.
 
 The key is never on a command line, which every user of a machine can read (`ps`).
 """
@@ -25,16 +25,16 @@ _WRITING_S, _WHOLE_BYTES = 2.0, 52
 def default_path(environment: Mapping[str, str]) -> Path:
     """Return the path of the user's own key: `phalanx/key` in the configuration folder (XDG_CONFIG_HOME)."""
     folder = environment.get("XDG_CONFIG_HOME", "")
-    if not os.path.isabs(folder):  # its specification asks for that
+    if not os.path.isabs(folder):  # its specification requires an absolute path
         folder = os.path.join(environment.get("HOME") or os.path.expanduser("~"), ".config")
     return Path(folder, "phalanx", "key")
 
 
 def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[str, str] = os.environ) -> Key | None:
-    """Return the job's key: in the file `path`, PHALANX_KEY_FILE's, PHALANX_KEY, or the user's own; else None.
+    """Return the job's key: from the file `path`, PHALANX_KEY_FILE, PHALANX_KEY, or the user's own file; else None.
 
     Raises:
-        AuthenticationError: a file that was named is not there; others can read it; or what is there is no key.
+        AuthenticationError: a named file is missing, other users can read it, or it holds no valid key.
     """
     if path is not None:
         return read_key(path)
@@ -50,7 +50,7 @@ def find_key(path: str | os.PathLike[str] | None = None, environment: Mapping[st
 
 
 def ask_for_key(prompt: str = "The job's key (as `phalanx key --print` shows it): ") -> Key | None:
-    """Return the key from a person at the terminal, who does not see it while typing; None without a terminal."""
+    """Read the key from the terminal without echo; return None without a terminal."""
     import getpass
 
     if not sys.stdin.isatty():
@@ -66,13 +66,13 @@ def ask_for_key(prompt: str = "The job's key (as `phalanx key --print` shows it)
 
 
 def read_key(path: str | os.PathLike[str]) -> Key:
-    """Return the key in a file that only its owner can read.
+    """Read the key from a file that only its owner can read.
 
     Raises:
-        AuthenticationError: it cannot be read, others can read it, or it holds no key.
+        AuthenticationError: the file cannot be read, other users can read it, or it holds no valid key.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not keep us waiting
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # do not block on a pipe
     except OSError as error:
         raise AuthenticationError(
             f"the key file {os.fspath(path)}: {error.strerror}.\n`phalanx key {os.fspath(path)}` makes one."
@@ -102,12 +102,12 @@ def read_key(path: str | os.PathLike[str]) -> Key:
 
 
 def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
-    """Return the key in the file `path`, which is made if it is not there; and whether it was.
+    """Read the key from the file `path`, creating it if it is missing; return the key, and whether it is new.
 
-    Several hosts that share the folder and make it at the same time get the same key: it appears whole, once.
+    Several hosts that share the folder and call this at the same time get the same key: the file appears atomically.
 
     Raises:
-        AuthenticationError: a file is there, and holds no key that may be used; or none can be written.
+        AuthenticationError: the file holds no valid key, or cannot be written.
     """
     path = Path(path)
     if os.path.exists(path):
@@ -122,7 +122,7 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
                 print(key, file=file, flush=True)
                 os.fsync(fd)
             try:
-                os.link(draft, path)  # fails where a file is already: nobody's key is overwritten
+                os.link(draft, path)  # fails if the file exists: no key is ever overwritten
             except FileExistsError:
                 return _read_when_whole(path), False
             except OSError:  # a file system without links
@@ -136,10 +136,10 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Key, bool]:
 
 
 def _read_when_whole(path: Path) -> Key:
-    """Return the key in `path`, which another process may just be writing."""
+    """Read the key in `path`, waiting while another process writes it."""
     deadline = Deadline.after(_WRITING_S)
     while True:
-        was_whole = path.stat().st_size >= _WHOLE_BYTES  # before it is read: it may become whole after that
+        was_whole = path.stat().st_size >= _WHOLE_BYTES  # before reading: it may become complete afterwards
         try:
             return read_key(path)
         except AuthenticationError:

@@ -1,4 +1,4 @@
-"""Processes of this user on this host find the coordinator, or the way to it, at a local socket."""
+"""Open a local socket at which this user's processes on this host reach the coordinator or a relay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BACKLOG = 4096
 class LocalSocket:
     """A `LocalSocket` is an address of this host at which `router` listens; on Linux a killed process leaves no file.
 
-    The kernel vouches for the user of whoever connects, so that no key is asked for.
+    The kernel identifies the user who connects, so no key is needed.
     """
 
     def __init__(self, router: zmq.Socket[bytes]) -> None:
@@ -32,9 +32,9 @@ class LocalSocket:
                 router.use_fd = listener.fileno()
                 router.set(zmq.IPC_FILTER_UID, os.getuid())
                 router.bind(f"ipc://{self.path}")
-                listener.detach()  # ZeroMQ takes the descriptor only where `bind` returns
+                listener.detach()  # ZeroMQ owns the descriptor only after `bind` has returned
             else:
-                self._folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")  # 0700; a socket's path has little room
+                self._folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")  # 0700; a socket's path must be short
                 self.path = os.path.join(self._folder, "coordinator")
                 router.bind(f"ipc://{self.path}")
             undo.pop_all()

@@ -1,6 +1,6 @@
-"""A process that is a member of the job says that it is there, and hears which other members come and go.
+"""A `MemberConnection` makes a process a member of the job: it sends heartbeats, and receives membership events.
 
-A thread of its own sends a heartbeat, and reads while nobody else does; so events come although nobody calls.
+Its own thread sends the heartbeats, and reads while no other thread does, so that events arrive without calls.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from phalanx._comm.control.route import is_refused
 from phalanx._comm.control.wire import Op, pack, pack_number
 
 _REFUSED_EVERY_S, _PROBE_S = 0.25, 0.3
-_STOOD_STILL_S = 1.0  # a heartbeat that is so late was held up by the whole process, or by its machine
+_STOOD_STILL_S = 1.0  # so late a heartbeat means that the whole process, or its machine, was stopped
 
 
 class MemberConnection(Connection):
-    """A connection whose process may join. Arguments and errors of the construction are those of `Connection`."""
+    """A `Connection` whose process may join the job. Arguments and errors are those of `Connection`."""
 
     is_served: Callable[[], bool] | None = None
-    """Whether the coordinator, if it is one of this process, serves; then its silence means nothing."""
+    """Whether the coordinator, if it runs in this process, serves; while it does not, its silence means nothing."""
 
     def join(self, facts: Mapping[str, Any], *, watch: Collection[int] | None = None) -> int:
-        """Become a member, and return its number; from now on report those in `watch`, or all, that join and leave.
+        """Become a member, and return its number; from now on receive the joins and ends of members in `watch`, or all.
 
-        `facts` is what the others are told: JSON, up to 64 KiB; "host" is the name by which messages call this member.
+        `facts` is published to the other members: JSON, up to 64 KiB; messages name this member by its "host".
         """
         if self.member >= 0:
             raise ValueError(f"this client is member {self.member} already")
         body = json.dumps(dict(facts)).encode()
-        if self._thread is not None:  # the thread belongs to a membership that has ended
+        if self._thread is not None:  # the thread belongs to an earlier membership
             self._stop.set()
             self._ring()
             self._thread.join()
@@ -68,14 +68,14 @@ class MemberConnection(Connection):
         self._begin_beating()
 
     def send_datagram(self, to: int, body: bytes) -> None:
-        """Send a member a message that nobody keeps: nothing holds it up, and it may be lost. This does not wait."""
+        """Send a member an unreliable message, without waiting: it may be lost."""
         with self._lock:
             if self._socket is not None:
                 self._transmit_raw(pack(Op.DATAGRAM, 0, pack_number(to), body))
                 self._read()
 
     def leave(self, why: str = "it has finished") -> None:
-        """Leave the job; the other members are told why."""
+        """Leave the job; the other members are notified of the reason."""
         self._stop.set()
         self._ring()
         if self._thread is not None:
@@ -89,7 +89,7 @@ class MemberConnection(Connection):
                 self._stop.clear()
 
     def is_over(self) -> bool:
-        """Return whether the coordinator has visibly ended: its host answers, and its port is closed. This is slow."""
+        """Return whether the coordinator has ended: its host answers, but its port is closed. This is slow."""
         if self._route is not None:
             return is_refused(self._route.address, _PROBE_S)
         return not os.path.exists(self.address.path)
@@ -101,7 +101,7 @@ class MemberConnection(Connection):
         return self._inbox.fileno()
 
     def take(self) -> list[Event]:
-        """Return the events that have come since the last call; this never blocks. What is taken is not sent again."""
+        """Return the events received since the last call, without waiting; they will not be sent again."""
         with self._lock:
             events = self._inbox.take()
             if self._inbox.is_overdue and self._socket is not None:
@@ -110,7 +110,7 @@ class MemberConnection(Connection):
         return events
 
     def wait_event(self, timeout: Timeout = None) -> list[Event]:
-        """Wait for an event, and return those that have come since the last call; empty if none comes in time."""
+        """Wait for an event, and return the events received since the last call; none after `timeout`."""
         deadline = self._deadline(timeout)
         poll = select.poll()  # select() refuses descriptors above 1,023
         poll.register(self.fileno(), select.POLLIN)
@@ -129,7 +129,7 @@ class MemberConnection(Connection):
             now = time.monotonic()
             if now >= next_at:
                 with self._lock:
-                    if now - next_at > _STOOD_STILL_S:  # this process: that it heard nothing is its own doing
+                    if now - next_at > _STOOD_STILL_S:  # this process was stopped, and received nothing
                         self._heard_at = min(now, self._heard_at + now - next_at)
                     self._send_heartbeat()
                     self._read()
@@ -142,7 +142,7 @@ class MemberConnection(Connection):
             self._reader.read_for(left_s, self._poll_once)
 
     def _judge(self, now: float) -> None:
-        """Say once when the coordinator falls silent, and once when it is back."""
+        """Report once when the coordinator becomes silent, and once when it is back."""
         silent_s = now - self._heard_at
         is_served = self.is_served is not None and self.is_served()
         if silent_s > self._lost_after_s and not self._is_silent and not is_served:
@@ -153,9 +153,9 @@ class MemberConnection(Connection):
             self._inbox.put(Event("reachable"))
 
     def _look_for_end(self, cut_at: float) -> None:
-        """After a cut connection, check whether the coordinator's host answers but its port is closed: it has ended.
+        """After a cut connection, check whether the coordinator has ended: its host answers, but its port is closed.
 
-        A host that was switched off, or a link that is cut, says nothing: only silence tells of those.
+        A host that is switched off, or a cut link, gives no answer; only silence shows those.
         """
         is_over = self.is_over()
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""A `PendingCall` is a request under way: who waits for it, and what came back."""
+"""A `PendingCall` is an unanswered request, with the thread that waits for it, and then its answer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from phalanx.errors import CoordinationError
 Request = tuple[int, Sequence[bytes]]  # an `Op` and its fields
 
 _RESEND_S, _MOST_DOUBLINGS = 3.0, 3
-RESEND_PARKED_S = 20.0  # the coordinator lets go of what a client that says nothing for a minute waits for
+RESEND_PARKED_S = 20.0  # the coordinator drops the requests of a client that is silent for a minute
 
 
 def resend_after(num_sent: int, *, is_parked: bool) -> float:
-    """Return after how many seconds to repeat a request that was sent `num_sent` times and not answered.
+    """Return after how many seconds to repeat an unanswered request that was sent `num_sent` times.
 
-    The pauses grow: a coordinator that thousands ask at once answers late, and each request that is sent again makes it
-    later. If the request is parked, the coordinator has said that it has it.
+    The pauses grow: a coordinator with thousands of clients answers late, and each repeated request adds to its load.
+    A parked request is one whose arrival the coordinator has confirmed.
     """
     if is_parked:
         return RESEND_PARKED_S
@@ -26,7 +26,7 @@ def resend_after(num_sent: int, *, is_parked: bool) -> float:
 
 
 class PendingCall:
-    """A `PendingCall` is a request of kind `what` under way. The connection's lock guards all but reading `is_over`."""
+    """A `PendingCall` is a pending request of kind `what`. The connection's lock guards all but reading `is_over`."""
 
     __slots__ = ("answer", "error", "fields", "is_parked", "message", "num_sent", "number", "sent_at", "wake", "what")
 
@@ -35,34 +35,34 @@ class PendingCall:
         self.what = what
         self.message = message
         self.sent_at = 0.0
-        self.num_sent = 0  # how often it was sent since the connection was made
-        self.is_parked = False  # the coordinator has said that it has the request, and that it waits there
+        self.num_sent = 0  # times sent since the connection was established
+        self.is_parked = False  # the coordinator has confirmed the request, which waits there
         self.answer: int | None = None
         self.fields: list[bytes] = []
         self.error: Exception | None = None
-        self.wake: threading.Lock | None = None  # the thread that waits for the answer holds it while it sleeps
+        self.wake: threading.Lock | None = None  # held by the thread that waits for the answer, while it sleeps
 
     @property
     def is_over(self) -> bool:
-        """Return whether it was answered, or has failed."""
+        """Return whether the request was answered or has failed."""
         return self.answer is not None or self.error is not None
 
     @property
     def resend_at(self) -> float:
-        """Return when to repeat the request if it was not answered by then."""
+        """Return when to repeat the request if it is unanswered by then."""
         return self.sent_at + resend_after(self.num_sent, is_parked=self.is_parked)
 
     def note_sent(self, now: float) -> None:
-        """Note that the request was sent, for the first time or again."""
+        """Record that the request was sent."""
         self.sent_at = now
         self.num_sent += 1
 
     def result(self, where: str) -> list[bytes]:
-        """Return the fields of the answer, which has come from `where`.
+        """Return the fields of the answer from the coordinator at `where`.
 
         Raises:
-            CoordinationError: the connection has failed, or the coordinator does not know us any more.
-            ValueError: it refuses the request.
+            CoordinationError: the connection failed, or the coordinator no longer knows this process.
+            ValueError: the coordinator refused the request.
         """
         if self.error is not None:
             raise self.error
@@ -79,10 +79,10 @@ class PendingCall:
 
 
 def pack_calls(requests: Sequence[Request], first: int) -> list[PendingCall]:
-    """Return a call for each request, numbered from `first`, whose messages together make one frame.
+    """Return a call for each request, numbered from `first`; their messages make one frame.
 
     Raises:
-        ValueError: they are too long for a frame.
+        ValueError: the messages are too long for a frame.
     """
     calls = [
         PendingCall(number, what, pack(what, number, *fields)) for number, (what, fields) in enumerate(requests, first)

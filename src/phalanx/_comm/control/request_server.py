@@ -1,13 +1,13 @@
-"""Answer one short request for each connection, whoever connects, and however many do.
+"""Answer one short request per connection, for anyone who connects, with bounded resources.
 
     accepted ──► reading ──a whole request──► answering ──all is sent──► closed
-                    ╰─── others crowd in, or time is up ───┴──► closed
+                    ╰─── too many others, or time is up ───┴──► closed
 
-A stranger costs no thread, and a bounded number of descriptors and bytes: in each of the two states there are 64
-connections at most, with the beginning of a request or what is left of an answer. Beyond that one is closed: of those
-without a whole request the oldest, of those that have an answer the one that has taken nothing of it for longest. A
-connection that waits for its answer is never closed, nor is one that is younger than a quarter of a second: until then
-the next ones wait in the kernel. A connection that says nothing at all stays there for its first five seconds.
+A stranger costs no thread, and a bounded number of descriptors and bytes: each of the two states has at most 64
+connections, with the beginning of a request or the rest of an answer. When there are more, one is closed: in "reading"
+the oldest; in "answering" the one whose client has received nothing for longest. A connection that waits for its
+answer is never closed, nor is one younger than a quarter of a second: until then new connections wait in the kernel,
+as does a connection that sends nothing, for its first five seconds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from phalanx._base.ipc.wakeup import Wakeup
 
 MOST_OPEN = 64  # in each state
 BACKLOG = 128
-_REQUEST_S = 10.0  # a request must have come whole after that
-_ANSWER_S = 60.0  # and its answer must have been taken
+_REQUEST_S = 10.0  # the time limit for receiving a whole request
+_ANSWER_S = 60.0  # the time limit for sending its answer
 _GRACE_S = 0.25  # from connecting to sending a request, on a busy machine
 _LOOK_S = 1.0
 _PAUSE_S = 0.05  # while the process has no descriptor left
@@ -35,13 +35,13 @@ Answer = bytes | Callable[[], bytes]
 
 
 class RequestServer:
-    """It serves the connections of `listener`, which it closes, until `close`.
+    """A `RequestServer` serves the connections of `listener`, which it owns, until `close`.
 
     Arguments:
-        answer: it is called with what has come over a connection. It returns None while that is no whole request; then
-            the answer, or, where the answer takes a while, a function that makes it: in another thread, one by one.
-        most_bytes: a request has so many at most; a connection over which as many came, and no whole one, is closed.
-        name: the threads have this name.
+        answer: called with the bytes received on a connection. It returns None while the request is incomplete; then
+            the answer, or a function that makes a slow answer: these run in another thread, one at a time.
+        most_bytes: the longest request; a connection that has sent more without a whole request is closed.
+        name: the name of the threads.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RequestServer:
         self._answer = answer
         self._most_bytes = most_bytes
         self._connections: dict[int, _Connection] = {}  # by descriptor
-        # by descriptor, the oldest first: since when
+        # by descriptor, the oldest first: the time of its state
         self._reading: dict[int, float] = {}
         self._answering: dict[int, float] = {}
         self._wanted: queue.SimpleQueue[tuple[_Connection, Callable[[], bytes]] | None] = queue.SimpleQueue()
@@ -70,16 +70,16 @@ class RequestServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Answer nobody any more: the port is closed when this returns. A second call does nothing.
+        """Stop answering: the port is closed when this returns. A second call does nothing.
 
-        An answer that is being made is not waited for.
+        This does not wait for an answer that is being made.
         """
         self._closed = True
         self._wanted.put(None)
         self._wakeup.ring()
         self._thread.join()
 
-    # -- the thread that has the connections ---------------------------------------------------------------------------
+    # -- the thread of the connections ---------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -120,7 +120,7 @@ class RequestServer:
                 self._close(next(iter(waiting)))
 
     def _room_s(self) -> float:
-        """Return in how many seconds the next connection can be accepted: infinitely many while answers are awaited."""
+        """Return the seconds until the next connection can be accepted; infinity while answers are being made."""
         if sum(not self._connections[fd].left for fd in self._answering) >= MOST_OPEN:
             return math.inf
         if len(self._reading) < MOST_OPEN:
@@ -137,7 +137,7 @@ class RequestServer:
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):  # it has gone again
+        except (BlockingIOError, ConnectionError):  # the client has disconnected
             return
         except OSError:  # no descriptor is free
             if self._reading:
@@ -147,14 +147,14 @@ class RequestServer:
             return
         try:
             accepted.setblocking(False)
-        except OSError:  # it has gone already
+        except OSError:  # the client has disconnected
             accepted.close()
             return
         connection = _Connection(accepted)
         self._connections[connection.fd] = connection
         self._reading[connection.fd] = time.monotonic()
         self._selector.register(accepted, selectors.EVENT_READ)
-        self._receive(connection)  # what has come with it counts before it may have to make room
+        self._receive(connection)  # data that came with the connection counts before it may have to make room
         if len(self._reading) > MOST_OPEN:
             oldest = next(iter(self._reading))
             self._receive(self._connections[oldest])
@@ -233,11 +233,11 @@ class RequestServer:
 
 
 class _Connection:
-    """It is a connection with what has come of its request, and what is left to send of its answer."""
+    """A `_Connection` has the bytes received of its request, and the unsent bytes of its answer."""
 
     def __init__(self, accepted: socket.socket) -> None:
         self.socket = accepted
         self.fd = accepted.fileno()
         self.request = b""
         self.left = memoryview(b"")
-        self.taken_at = 0.0  # when something of the answer was taken last
+        self.taken_at = 0.0  # when the client last received a part of the answer

@@ -1,4 +1,4 @@
-"""Find which of a host's addresses leads to the coordinator: each is tried before one is used."""
+"""Find an address of a host at which the coordinator can be reached; each is tried before one is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx._base.deadline import Deadline
 from phalanx._comm.control.address import Address
 
 _EACH_S = 3.0
-_STAGGER_S = 0.25  # before the next address is tried beside the first, as browsers do
+_STAGGER_S = 0.25  # before the next address is tried in parallel, as browsers do
 _LINGER_S, _LEAST_S = 0.05, 0.001
 _NO_HELLO = b"\x04\xc8\x05HELLO" + bytes(194)
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -22,7 +22,7 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0
 
 @dataclass(frozen=True)
 class Route:
-    """A numeric address that answered, and the address of this host from which it was reached."""
+    """A `Route` is a numeric address that answered, and this host's own address on the way to it."""
 
     address: Address
     own_host: str
@@ -30,7 +30,7 @@ class Route:
 
 @dataclass
 class NoRouteError(Exception):
-    """No address answered; the message says what came back from each that was tried."""
+    """No address answered; the message lists the result of each attempt."""
 
     tried: dict[str, str] = field(default_factory=dict)
 
@@ -39,10 +39,10 @@ class NoRouteError(Exception):
 
 
 def find_route(place: Address, deadline: Deadline) -> Route:
-    """Return the first address of `place` that takes a connection; they are tried in parallel, each a little later.
+    """Return the first address of `place` that accepts a connection; attempts start one after another, in parallel.
 
     Raises:
-        NoRouteError: none did within the time (a few seconds for each address, or `deadline`).
+        NoRouteError: none answered in time (a few seconds for each address, or `deadline`).
     """
     try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
@@ -99,7 +99,7 @@ def _words(code: int) -> str:
 
 
 def is_refused(address: Address, timeout_s: float) -> bool:
-    """Return whether the host at a numeric address answers that nothing listens at this port."""
+    """Return whether the host at a numeric address answers that the port is closed."""
     try:
         socket.create_connection((address.host, address.port), timeout_s).close()
     except ConnectionRefusedError:
@@ -112,12 +112,12 @@ def is_refused(address: Address, timeout_s: float) -> bool:
 def who_answers(
     address: Address, timeout_s: float, hangs_up: Callable[[Deadline], bool] = lambda deadline: False
 ) -> tuple[str, bool]:
-    """Return what listens at a numeric address: 'coordinator', what it seems to be instead, or '' if nothing answers;
-    and whether a coordinator refuses our handshake.
+    """Return what listens at a numeric address ('coordinator', a guess, or '' without an answer), and whether a
+    coordinator refuses our handshake.
 
-    `hangs_up` makes that handshake, and returns whether the coordinator ended the connection. It may do so for want of
-    room, or because it ends itself: so another connection stands beside, without a word. That one is older, and would
-    be ended first. It takes no longer than `timeout_s`, however slowly the other end speaks.
+    `hangs_up` makes that handshake, and returns whether the coordinator closed the connection. The coordinator may also
+    close it because it is full or ending, so a second, silent connection is opened first: a full coordinator closes
+    the older one first. This takes at most `timeout_s`, however slow the other end is.
     """
     deadline = Deadline.after(timeout_s)
     greeting, refuses = b"", False
@@ -135,12 +135,12 @@ def who_answers(
                 refuses = hangs_up(deadline)
             time.sleep(_LINGER_S)
             refuses = refuses and _is_open(probe)
-            probe.sendall(_NO_HELLO)  # so that it is refused, and the coordinator's log has our address for certain
+            probe.sendall(_NO_HELLO)  # it is refused, so that the coordinator's log certainly has our address
     except OSError:
         return "", False
     if is_coordinator:
         return "coordinator", refuses
-    if greeting[:1] in (b"", b"\xff") and len(greeting) < 64:  # a coordinator that had no room for us, perhaps
+    if greeting[:1] in (b"", b"\xff") and len(greeting) < 64:  # perhaps a coordinator that was full
         return "", False
     return f"something else ({greeting[:40]!r})", False
 
@@ -150,7 +150,7 @@ def _is_of_coordinator(greeting: bytes) -> bool:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Return whether the other end has not ended this connection, over which nothing more is expected."""
+    """Return whether the other end, which should send nothing more, has not closed this connection."""
     connection.setblocking(False)
     try:
         connection.recv(1)

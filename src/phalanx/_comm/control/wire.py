@@ -1,9 +1,9 @@
-"""Messages travel between a member and the coordinator: a few byte strings each, one or several in a frame.
+"""Messages between a member and the coordinator are a few byte strings each; a frame has one or several messages.
 
     fields (u16) · what (u8) · number (u64) · length of each field (u32) · the fields
 
-`what` is an `Op` on the way to the coordinator, and an `AnswerStatus` on the way back; `number` is that of the
-request. All numbers are little-endian. Nothing here is executed, and no memory is allocated for a missing length.
+`what` is an `Op` in a request and an `AnswerStatus` in an answer; `number` is the number of the request. All numbers
+are little-endian. Nothing received is executed, and a length is checked before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import NamedTuple, TypeVar
 VERSION = 6
 MAX_VALUE_BYTES = 8 << 20  # TCPStore has the same limit
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + (1 << 20)
-MAX_MESSAGES = 256  # the most messages in a frame, which are handled before the next member's turn
+MAX_MESSAGES = 256  # the most messages in a frame, handled before the next member's turn
 MAX_FIELDS = 0xFFFF
-MAX_ENVELOPE_BYTES = MAX_FRAME_BYTES + (64 << 10)  # for frames that a relay hands on together, or for one
+MAX_ENVELOPE_BYTES = MAX_FRAME_BYTES + (64 << 10)  # for frames that a relay forwards together
 WRITE_ONCE = "#once"
-"""A key that ends so is set once and keeps its value as long as it is there: a host need not ask for it twice."""
+"""A key with this ending is set once and never changes: a host need not request it twice."""
 
-# what reading a message raises that makes no sense, which counts as if it had not come
+# errors of parsing a malformed message, which is then ignored
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 _HEAD = struct.Struct("<HBQ")
 _FIELD_BYTES = 4
 M = TypeVar("M", bound=Sized)
-KIND = slice(2, 3)  # where the kind of the first message stands in a frame
+KIND = slice(2, 3)  # the position of the first message's kind in a frame
 
 
 class Op(enum.IntEnum):
-    """An `Op` says what a client asks of the coordinator."""
+    """The kind of a client's request to the coordinator."""
 
     HELLO = 1
     SET = 2
@@ -60,35 +60,35 @@ class Op(enum.IntEnum):
     REPORT = 24
     REPORTS = 25
     BARRIER = 26
-    RELAY = 27  # from a relay: frames of the processes of its host
-    UNDELIVERED = 28  # from a relay: answers that a process of its host did not take
-    ADD_ITEMS = 29  # values for a numbered row of keys, and as many added to the number that counts them
-    FOLLOW = 30  # from a standby: it wants the whole state, and all that changes from then on
-    FOLLOWED = 31  # from a standby: up to which batch of changes it has all
-    DATAGRAM = 32  # a message to a member that nobody keeps: it may be lost, and nothing holds it up
+    RELAY = 27  # from a relay: frames from processes on its host
+    UNDELIVERED = 28  # from a relay: answers that a process on its host did not receive
+    ADD_ITEMS = 29  # values for a numbered row of keys, and their number added to the row's counter
+    FOLLOW = 30  # from a standby: send the whole state, and every later change
+    FOLLOWED = 31  # from a standby: the last batch of changes received
+    DATAGRAM = 32  # an unreliable message to a member: it may be lost
     OF_MEMBER = 33  # from a relay: the member that has opened it; its clients end with that member's host
 
 
 class AnswerStatus(enum.IntEnum):
-    """An `AnswerStatus` says what an answer is, or what the coordinator sends without being asked."""
+    """The kind of a message from the coordinator: the status of an answer, or an unrequested message."""
 
     OK = 0
-    WRONG_CALL = 1  # the caller is wrong: a value is no number, or a limit is passed
-    EMPTY = 2  # nothing is there, and the caller did not want to wait
-    BUSY = 3  # the receiver has yet to take what was sent before: ask again
-    UNKNOWN = 4  # this process is no member, or not any more
-    EVENT = 5  # not an answer: something happened
+    WRONG_CALL = 1  # the caller's error: a value is not a number, or a limit is exceeded
+    EMPTY = 2  # there is no value, and the caller did not want to wait
+    BUSY = 3  # the receiver's outbox is full: try again
+    UNKNOWN = 4  # this process is not a member, or no longer
+    EVENT = 5  # unrequested: an event
     HEARTBEAT = 6
-    PARKED = 7  # not an answer: the request that was sent again waits here already
-    RELAYED = 8  # to a relay: frames for the processes of its host
-    CUT = 9  # from a relay: it has lost the coordinator, for now
-    RESUMED = 10  # from a relay: it has found it again; what was sent meanwhile may be lost
-    JOURNAL = 11  # to a standby: a part of the state, or of what has changed
-    DATAGRAM = 12  # not an answer: a member has sent a message that nobody keeps
+    PARKED = 7  # not an answer: the repeated request already waits at the coordinator
+    RELAYED = 8  # to a relay: frames for the processes on its host
+    CUT = 9  # from a relay: it has lost the coordinator for now
+    RESUMED = 10  # from a relay: it has reached the coordinator again; messages sent meanwhile may be lost
+    JOURNAL = 11  # to a standby: a part of the state, or a change
+    DATAGRAM = 12  # unrequested: an unreliable message from a member
 
 
 class WireMessage(NamedTuple):
-    """A `WireMessage` is one of those in a frame."""
+    """One message of a frame."""
 
     what: int
     number: int
@@ -96,11 +96,11 @@ class WireMessage(NamedTuple):
 
 
 class WireError(ValueError):
-    """The frame is not one of ours."""
+    """A frame is malformed."""
 
 
 def pack(what: int, number: int, *fields: bytes) -> bytes:
-    """Return one message; a frame is several of them, one after another."""
+    """Return one message; a frame is a sequence of messages."""
     n = len(fields)
     if n == 1:
         (field,) = fields
@@ -112,7 +112,7 @@ _ONE = struct.Struct("<HBQI")
 
 
 def pack_head(what: int, number: int, sizes: Sequence[int]) -> bytes:
-    """Return what stands in a message in front of its fields, which have these sizes."""
+    """Return the bytes of a message before its fields, which have these sizes."""
     return _HEAD.pack(len(sizes), what, number) + struct.pack(f"<{len(sizes)}I", *sizes)
 
 
@@ -120,7 +120,7 @@ def unpack(frame: bytes, max_fields: int | None = None) -> list[WireMessage]:
     """Return the messages of a frame.
 
     Raises:
-        WireError: it is not made of messages, or of too many, or they have more than `max_fields` fields in all.
+        WireError: the frame is malformed, or has too many messages, or more than `max_fields` fields in all.
     """
     messages: list[WireMessage] = []
     at, end, num_fields = 0, len(frame), 0
@@ -153,7 +153,7 @@ def unpack_number(field: bytes) -> int:
     """Return the number in a field.
 
     Raises:
-        WireError: it is none of 64 bits.
+        WireError: the field is not a number of 64 bits.
     """
     if len(field) > 20:
         raise WireError("a number of more than 20 digits")
@@ -170,7 +170,7 @@ def unpack_text(field: bytes) -> str:
     """Return the text in a field.
 
     Raises:
-        WireError: it is not UTF-8.
+        WireError: the field is not UTF-8.
     """
     try:
         return field.decode()
@@ -179,7 +179,7 @@ def unpack_text(field: bytes) -> str:
 
 
 def frames(messages: Sequence[M]) -> list[list[M]]:
-    """Return the messages in as few frames as the limits allow."""
+    """Group the messages into as few frames as the limits allow."""
     made: list[list[M]] = []
     size = 0
     for message in messages:
