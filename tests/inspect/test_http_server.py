@@ -143,20 +143,20 @@ def test_a_flood_costs_few_threads_descriptors_and_bytes_and_a_scraper_is_served
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ]
     line = [sys.executable, "-c", _SERVE, token]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(line, **pipes, text=True) as process, contextlib.ExitStack() as open_ones:
         address = SimpleNamespace(port=int(process.stdout.readline()))
         assert get(address, f"/?token={token}")[0] == 200
         threads, _, memory = costs(process.pid)
-        open_ones = []
         for said in floods:
-            open_ones += strangers(address.port, said)
+            for stranger in strangers(address.port, said):
+                open_ones.enter_context(stranger)
             for _ in range(5):
                 assert get(address, f"/?token={token}") == (200, "\0" * (1 << 18))
                 now = costs(process.pid)
                 assert now[0] == threads == 3
                 assert now[1] <= _MOST_DESCRIPTORS
                 assert now[2] - memory < _MOST_MIB
-        for stranger in open_ones:
-            stranger.close()
+        open_ones.close()
         process.stdin.close()
         assert process.wait(60) == 0
