@@ -1,4 +1,4 @@
-"""An elastic job goes on training when ranks are lost or come; this package keeps the state that it goes on from."""
+"""Train through the loss of ranks: this package keeps the state from which an elastic job continues."""
 
 from phalanx.elastic.run import run
 from phalanx.elastic.state import State

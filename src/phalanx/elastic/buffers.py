@@ -1,4 +1,4 @@
-"""Keep the buffers of modules in the form that they have at a step: late, grown, None, or under two names."""
+"""Keep the buffers of modules as they are at a step: registered late, grown, None, or under two names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGN = 64
 
 
 class Buffers:
-    """`Buffers` finds the buffers of `layers` at each step, and plans anew only if one came, left or changed form."""
+    """`Buffers` finds the buffers of `layers` at each step, and plans anew if one was added, removed or reshaped."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = layers
@@ -27,12 +27,12 @@ class Buffers:
         self._count = -1
         self._forms: list[Any] = []
         self.tensors: list[Tensor] = []
-        """The buffers that the latest look has found, each once."""
+        """The buffers found by the latest call of `look`, each once."""
         self.plan = b""
         """Their names and forms, pickled, in the form that `restore` reads."""
 
     def look(self) -> bool:
-        """Find the current buffers, and return whether names and forms are those of the call before."""
+        """Find the current buffers, and return whether names and forms are unchanged since the previous call."""
         count = sum(map(len, self._dicts))
         if count == self._count == 0:
             return True
@@ -71,7 +71,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes `views` of them take."""
+        """Return the number of bytes that `views` of the buffers take."""
         return sum(-(-t.nbytes // _ALIGN) * _ALIGN for t in self.tensors)
 
     def views(self, memory: Tensor) -> list[Tensor]:
@@ -79,7 +79,7 @@ class Buffers:
 
     @staticmethod
     def read(plan: bytes, memory: Tensor) -> list[Tensor]:
-        """Return the values that `save` has put into `memory` at a time when `plan` was the plan."""
+        """Return the values that `save` wrote to `memory` while `plan` was the plan."""
         forms = {form[0]: (torch.Size(form[1]), form[3]) for *_, form in pickle.loads(plan) if form is not None}
         return views_of([forms[number] for number in range(len(forms))], memory)
 
@@ -95,10 +95,10 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, plan: bytes, saved: Sequence[Tensor]) -> None:
-        """Make the layers have the buffers that `plan` names, with the values of `saved`, and no others.
+        """Replace the buffers of the layers by those that `plan` names, with the values of `saved`.
 
         Raises:
-            JobEndedError: it names a layer that is not here.
+            JobEndedError: `plan` names a layer that this rank does not have.
         """
         entries = pickle.loads(plan)
         for key, name, *_ in entries:
@@ -109,7 +109,7 @@ class Buffers:
                 )
         forms: dict[int, Any] = {form[0]: form for *_, form in entries if form is not None}
         made: dict[int, Tensor] = {}
-        for key, name, _, form in entries:  # a layer that has a fitting buffer keeps it
+        for key, name, _, form in entries:  # a layer keeps a buffer that fits
             mine = self._layers[key]._buffers.get(name)
             if form is not None and mine is not None and form[0] not in made and _fits(mine, form):
                 made[form[0]] = mine

@@ -1,9 +1,9 @@
-"""Carry the bytes of a hand-over to the ranks that lack them: through memory on a host, in messages between hosts.
+"""Transfer the state from one rank to those that lack it: through memory on a host, in messages between hosts.
 
-    round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
-    round 2                                                     that one ──read by──▶ the other receivers of its host
+round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
+round 2                                                     that one ──read by──▶ the other receivers of its host
 
-Between rounds all ranks tell what has arrived. The group's timeout is raised meanwhile (`own_clock`), since a hand-over
+Between rounds all ranks report what has arrived. Meanwhile `own_clock` raises the group's timeout, since a hand-over
 may take longer than any operation of the group should.
 """
 
@@ -28,14 +28,14 @@ from phalanx._comm.transport.tensors import is_dense
 
 _SMALL = 1 << 16  # tensors below this are packed; the others travel as they are
 _ALIGN = 64
-_SLOWEST_BYTES_PER_S = 8 << 20  # the slowest link, or a machine with more to do than it can
+_SLOWEST_BYTES_PER_S = 8 << 20  # the slowest link, or an overloaded machine
 
 
 @dataclass(frozen=True)
 class Station:
-    """A `Station` is a rank that takes part: it knows whose memory can read whose, and where the pieces lie in it.
+    """A `Station` is a rank in a hand-over: its host, its process, and the addresses of its pieces.
 
-    `addresses` is None if they lie on another device.
+    `addresses` is None if the pieces are on another device.
     """
 
     host: str
@@ -56,7 +56,7 @@ class Station:
 
 @dataclass(frozen=True)
 class Move:
-    """A `Move` is one receiver's way to the bytes in a round."""
+    """A `Move` says how one receiver gets the bytes in a round."""
 
     receiver: int
     holder: int
@@ -67,7 +67,10 @@ def plan_round(
     stations: Mapping[int, Station], source: int, holders: Collection[int], needing: Collection[int],
     refused: Collection[int],
 ) -> list[Move]:  # fmt: skip
-    """Return which ranks get the bytes now, and from whom; empty if none needs them. The `refused` could not read."""
+    """Return which ranks receive the bytes in this round, and from whom; empty if no rank needs them.
+
+    The ranks in `refused` could not read another process's memory.
+    """
     moves: list[Move] = []
     awaited: set[int] = set()
     for receiver in sorted(needing):
@@ -77,16 +80,16 @@ def plan_round(
             moves.append(Move(receiver, near[0], reads=True))
             continue
         if receiver not in refused and any(mine.can_read(stations[other]) for other in awaited):
-            continue  # the first of its host is being sent to
+            continue  # the first rank of that host is already a receiver
         awaited.add(receiver)
         moves.append(Move(receiver, source, reads=False))
     return moves
 
 
 def carry(tensors: Sequence[Tensor], source: int, receivers: Collection[int], group: Any) -> None:
-    """Fill the tensors of `receivers` with what those of `source` hold. All ranks call it.
+    """Copy the tensors of `source` to the tensors of `receivers`. All ranks call it.
 
-    The tensors are of the same forms on the source and on all receivers; on other ranks they are not touched.
+    The tensors have the same forms on the source and on all receivers; other ranks' tensors stay unchanged.
     """
     me = group.rank()
     takes_part = me == source or me in receivers
@@ -121,7 +124,7 @@ def carry(tensors: Sequence[Tensor], source: int, receivers: Collection[int], gr
 
 @contextlib.contextmanager
 def own_clock(group: Any, nbytes: int) -> Iterator[None]:
-    """Let operations of `group` also take as long as moving `nbytes` takes; `nbytes` is the same on all ranks."""
+    """Extend the timeout of `group` by the time that moving `nbytes` takes; `nbytes` is the same on all ranks."""
     ours = phalanx_group(group)
     assert ours is not None  # elastic.run forms no other groups
     timeout_s = ours.timeout_s
@@ -139,7 +142,10 @@ def _gather(value: Any, group: Any) -> list[Any]:
 
 
 class _Cargo:
-    """`_Cargo` sends large tensors as they lie, all others as one piece. Both sides know the tensors' forms."""
+    """`_Cargo` sends large tensors unpacked and all others packed into one piece.
+
+    Both sides know the tensors' forms.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         large = [t for t in tensors if t.nbytes >= _SMALL and is_dense(t)]
@@ -155,7 +161,7 @@ class _Cargo:
 
     @property
     def addresses(self) -> tuple[int, ...] | None:
-        """Return where the pieces lie in this process; None if not all do."""
+        """Return the addresses of the pieces in this process; None if some piece has none."""
         if any(piece.device.type != "cpu" for piece in self._pieces):
             return None
         return tuple(piece.data_ptr() for piece in self._pieces)
@@ -166,7 +172,7 @@ class _Cargo:
             place.copy_(tensor)
 
     def unpack(self) -> None:
-        """Copy the small tensors from the piece to where they belong."""
+        """Copy the small tensors from the piece to their places."""
         for place, tensor in zip(self._places, self._small, strict=True):
             tensor.copy_(place)
 
@@ -179,7 +185,7 @@ class _Cargo:
         ]
         try:
             read_process(holder.process.pid, copies)
-        except OSError:  # a container's filter, or another user; if the process has ended, the group says so
+        except OSError:  # a container's seccomp filter, or another user; if the process has ended, the group reports it
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""`AgentChannel` is a rank's connection to the agent of `phalanx run`, and stays open to the end."""
+"""`AgentChannel` is a rank's connection to the agent of `phalanx run`, open until the rank ends."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from phalanx.errors import DeadlineError, PhalanxError
 _ENDS = ("end", "no generation", "leave")
 _WELCOME_S = 30.0
 _AGAIN_AFTER_S = 0.01
-_POLL_EVERY_S = 0.02  # how often a commit checks whether something has come
-_ASK_EVERY_S = 5.0  # how often the agent is asked whether there will be a generation
+_POLL_EVERY_S = 0.02  # how often a commit checks for messages
+_ASK_EVERY_S = 5.0  # how often the rank asks the agent whether there will be a generation
 
 
 class AgentChannel:
-    """`AgentChannel` is a `Generations` whose agent decides. Only the main thread runs it; only a recovery waits."""
+    """`AgentChannel` is a `Generations` in which the agent decides.
+
+    Only the main thread uses it; only a recovery waits.
+    """
 
     def __init__(self, agent: str, rank: int, generation: int, *, min_ranks: int, wait_s: float) -> None:
         name, token = split(agent)
@@ -52,7 +55,7 @@ class AgentChannel:
             time.sleep(_AGAIN_AFTER_S)
 
     def _connect(self, name: str, hello: dict[str, Any], deadline: Deadline) -> bool:
-        """Return whether the agent has accepted us; it may not, if so many others connect that it has lost patience.
+        """Return whether the agent accepted the connection; an agent with too many connections closes it.
 
         Raises:
             OSError: there is no agent, it does not answer, or it refuses.
@@ -80,15 +83,15 @@ class AgentChannel:
             raise ConnectionRefusedError(str(message.content.get("why", "")))
         return True
 
-    # -- what this rank says -------------------------------------------------------------------------------------
+    # -- what this rank sends ------------------------------------------------------------------------------------
 
     def _send(self, **message: Any) -> None:
         if os.getpid() == self._pid:  # a fork of the rank does not report
-            with contextlib.suppress(OSError):  # the agent has ended, and so will this process in a moment
+            with contextlib.suppress(OSError):  # the agent has ended, and this process will end in a moment
                 self._channel.send(message)
 
     def _ask(self, after: int) -> None:
-        """Ask whether there will be a generation; an agent that reads nothing is asked no more."""
+        """Ask the agent whether there will be a generation, unless the agent has stopped reading."""
         if not self._channel.waiting:
             self._channel.put({"kind": "waiting", "generation": after})
 
@@ -107,7 +110,7 @@ class AgentChannel:
         )
 
     def regrouped(self, number: int) -> None:
-        """Report that this rank is in the group of that generation, and holds the state."""
+        """Report that this rank is in the group of generation `number`, and holds the state."""
         self._send(kind="regrouped", generation=number)
 
     def failed(self, step: int, error: str) -> None:
@@ -119,15 +122,15 @@ class AgentChannel:
     def close(self) -> None:
         self._channel.close()
 
-    # -- what it hears -------------------------------------------------------------------------------------------
+    # -- what it receives ----------------------------------------------------------------------------------------
 
     def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
-        """Wait for a generation later than `after`, and return the latest. The agent is asked from time to time.
+        """Wait for a generation later than `after`, and return the latest, polling the agent.
 
         Raises:
-            JobEndedError: there will be none.
-            LeaveError: there will be one, without this rank.
-            NoGenerationError: there will be none, for what this rank has reported.
+            JobEndedError: there will be no later generation.
+            LeaveError: the next generation does not include this rank.
+            NoGenerationError: there will be no generation for the loss that this rank has reported.
             DeadlineError: the agent does not answer.
             PhalanxError: the agent has ended.
         """
@@ -174,7 +177,7 @@ class AgentChannel:
         return latest
 
     def _receive(self, *, wait_s: float) -> bool:
-        """Read everything that has come; return whether something has."""
+        """Read all messages that have arrived; return whether there were any."""
         has_come = False
         while wait_readable([self._channel], 0.0 if has_come else wait_s):
             for message in self._channel.take():
@@ -201,10 +204,10 @@ _F_SETSIG = 10  # fcntl.F_SETSIG exists from Python 3.13 on
 
 
 def outlive_zygote(pipe: int) -> bool:
-    """Have this process end with whoever holds the writing end of `pipe`, and no longer with its parent.
+    """End this process when the owner of the writing end of `pipe` ends, and no longer when its parent ends.
 
-    `pipe` becomes ours and stays open as long as the process. False, and nothing is changed, where the system has no
-    such thing, or outside of the main thread: only that thread's wish for a death signal counts.
+    This process owns `pipe` from now on and never closes it. Return False and change nothing where the system has no
+    such signal, or outside of the main thread: the kernel sends a death signal only for that thread.
     """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return False
@@ -214,7 +217,7 @@ def outlive_zygote(pipe: int) -> bool:
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     except OSError:
         return False
-    # now both deaths are asked for; one of an agent that has died meanwhile shows as the end of the pipe
+    # Both death signals are requested now; if an agent has died meanwhile, the pipe is at its end.
     os.set_blocking(pipe, False)
     try:
         if os.read(pipe, 1) == b"":

@@ -1,4 +1,4 @@
-"""`Commits` records each commit of a `State`, and restores the latest one; `elastic.run` and its group work with it."""
+"""`Commits` records each commit of a `State`, and restores the latest one, for `elastic.run` and its group."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _logger = get_logger(__name__)
 
 
 class LatestCommit:
-    """A loss takes this rank back to this commit: its number, the epoch and step after it, and the small state.
+    """A `LatestCommit` is the commit to which a loss takes this rank back: its number, epoch and step, and small state.
 
-    The ends of epochs are commits as well, so that numbers run ahead of steps.
+    The end of an epoch is a commit as well, so commit numbers run ahead of steps.
     """
 
     __slots__ = ("epoch", "number", "small", "step")
@@ -38,7 +38,7 @@ class LatestCommit:
 
 
 class Commits:
-    """`Commits` knows the objects and values of a `State`, the step in progress, and the latest commit.
+    """`Commits` holds the objects and values of a `State`, the step in progress, and the latest commit.
 
     Arguments:
         things: the objects, by name.
@@ -65,21 +65,21 @@ class Commits:
             self.position = DataPosition(self.objects.sampler, self._on_iterator)
         self.tracker = StepTracker(self.objects, None if self.position is None else self.position.mark)
         """The step in progress."""
-        # what no part holds of the layers and wrappers, as at the latest commit
+        # settings of layers and wrappers that no part contains, as of the latest commit
         self._switches = Switches(self.objects)
         self.save()
 
     @property
     def form(self) -> str:
-        """Return the names and kinds of the objects: they must be the same on all ranks."""
+        """Return the names and kinds of the objects, which must be the same on all ranks."""
         return self._form
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps were committed."""
+        """Return the number of committed steps."""
         return int(self.values["step"])
 
-    # -- what the loop does --------------------------------------------------------------------------------------
+    # -- called by the loop ---------------------------------------------------------------------------------------
 
     def count_samples(self, samples: int) -> None:
         if self.position is None:
@@ -87,7 +87,7 @@ class Commits:
                 f"State.commit(samples={samples}): there is no sampler in State, so nothing is counted. Leave it out."
             )
         if self.objects.rounds or self.objects.sharded:
-            # After a loss such a step may count as done without its commit, which alone knows its samples.
+            # After a loss such a step may count as done without its commit, and only the commit knows its samples.
             names = ", ".join(sorted({type(thing).__name__ for thing in (*self.objects.rounds, *self.objects.sharded)}))
             raise ValueError(
                 f"State.commit(samples={samples}): there is {names} in State, whose updates are not always taken back "
@@ -126,7 +126,7 @@ class Commits:
             runner.after_commit()
 
     def _advance(self, position: DataPosition) -> int:
-        """Note the position in the data; return how many samples of this rank the step has used."""
+        """Record the position in the data; return how many samples of this rank the step has used."""
         last, mark = self.mark, position.mark()
         self.mark = mark
         if mark.used and not self._has_told_idle and last is not None and mark.stands_at(last):
@@ -141,7 +141,7 @@ class Commits:
         return position.samples_between(last, mark)
 
     def save(self) -> None:
-        """Save what is small, and may change before the next commit."""
+        """Save the small state, which may change before the next commit."""
         latest = self.latest
         latest.small = self._small.capture(self.values)
         latest.epoch, latest.step = self.values["epoch"], self.values["step"]
@@ -162,17 +162,17 @@ class Commits:
             self.save()
 
     def go_on_with(self, set_random: Callable[[], None]) -> None:
-        """Note that the random states, which `set_random` sets again, are those of the latest commit."""
+        """Record that `set_random` restores the random states of the latest commit."""
         self._is_back = True
-        if self.mark is not None:  # also on a rank that has just come: a loss in its first step takes it back to here
+        if self.mark is not None:  # also on a rank that has just joined: a loss in its first step takes it back here
             self._random_again = set_random
 
     def _on_iterator(self, loader: Any, is_new: bool) -> None:
-        """Give the random states what an undisturbed loader would have drawn for its workers, and nothing else.
+        """Advance the random states by the draws of an undisturbed loader for its workers, and no more.
 
-        A loader that goes on inside an epoch has drawn a seed, as an undisturbed one has not; nor has one whose workers
-        last (`persistent_workers`), at the beginning of any epoch but the job's first. But where workers have lasted
-        over the loss, and their seed was drawn after the commit to which all went back, it is drawn once more.
+        An undisturbed loader draws no seed inside an epoch; with `persistent_workers` it draws one in the job's first
+        epoch only. A loader that resumes inside an epoch has drawn a seed that must not count. If the workers outlived
+        the loss, and their seed was drawn after the commit to which all ranks went back, it is drawn again.
         """
         again, self._random_again = self._random_again, None
         is_back, self._is_back = self._is_back, False
@@ -184,10 +184,10 @@ class Commits:
         elif is_back and self._drawn.get(loader) == self.latest.number and loader.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # as torch's loader does for its iterator
 
-    # -- what the runner asks ------------------------------------------------------------------------------------
+    # -- called by the runner -------------------------------------------------------------------------------------
 
     def begin_run(self) -> None:
-        """Begin to count commits anew: what an earlier `elastic.run` of this State has learned does not hold."""
+        """Start counting commits anew, and forget what an earlier `elastic.run` of this State has learned."""
         if self.latest.number and self.position is not None:
             self.mark = self.position.next_pass()
         self.latest.number, self._random_again = 0, None
@@ -198,9 +198,9 @@ class Commits:
         self.save()
 
     def count_as_done(self, number: int) -> None:
-        """Note that the update is made, and that only the commit is missing.
+        """Count the step as done: its update is made, and only its commit is missing.
 
-        A batch that the loop has taken behind the update is not used, if the commit was to have another one.
+        A batch that the loop took after the update stays unused, if the commit would have counted another one.
         """
         mark = None if self.tracker.is_committing else self.tracker.mark
         self.tracker.count(self.values["step"])
@@ -217,7 +217,7 @@ class Commits:
         self.values["epoch"], self.values["step"] = latest.epoch, latest.step
 
     def parts(self) -> list[StatePart]:
-        """Return what is the same on every rank, in the order in which it is handed over."""
+        """Return the parts that are the same on every rank, in the order in which they are handed over."""
         return [*self.objects.parts(), ValuePart(self._get_progress, self._put_progress)]
 
     def _get_progress(self) -> Any:
@@ -243,7 +243,7 @@ class Commits:
         self.mark = None if where is None else Mark(where[0], None, where[1])
 
     def settle(self, rank: int, world_size: int) -> None:
-        """Set everything to the latest commit, after the state has arrived or was there."""
+        """Restore the latest commit everywhere, after this rank has received the state or already had it."""
         self.tracker.end()
         self.tracker.forget_backward()
         self.roll_back_values()
@@ -264,9 +264,11 @@ class Commits:
 
 
 class Switches:
-    """`Switches` keeps those of all modules in `objects`, which a loss may find in a validation, or in an accumulation.
+    """`Switches` saves and restores train/eval mode and gradient synchronization of all modules in `objects`.
 
-    Cost: a look at each layer in each commit.
+    A loss may strike in a validation or in a gradient accumulation.
+
+    Cost: one check of each layer in each commit.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -277,15 +279,16 @@ class Switches:
         """Whether each layer trains, and whether each wrapper's next forward begins with rank 0's buffers."""
 
     def keep_all(self) -> None:
-        """Keep them as they are at the end of an epoch, after which the loop sets them for the next one."""
+        """Save the switches at the end of an epoch, after which the loop sets them for the next one."""
         self._layers = list(self._objects.layers())
         self.kept = [layer.training for layer in self._layers], self._broadcasts()
 
     def keep(self) -> None:
-        """Keep them as they are at the commit of a step.
+        """Save the switches at the commit of a step.
 
-        A loop may commit in evaluation, and train again behind the commit, which is not done again after a loss. So the
-        layers' are those of the latest commit at which all models that have an optimizer trained.
+        A loop may commit in eval mode and return to train mode after the commit; the latter is not repeated after a
+        loss. So the layers' modes are those of the latest commit at which all models that have an optimizer were in
+        train mode.
         """
         modes = self.kept[0]
         if all(module.training for module in self._objects.trained):
@@ -296,7 +299,7 @@ class Switches:
         return [wrapper.require_forward_param_sync for wrapper in self._wrappers]
 
     def give_back(self) -> None:
-        """Set all modules as they were kept."""
+        """Restore the saved switches of all modules."""
         modes, broadcasts = self.kept
         self._layers = list(self._objects.layers())
         for layer, trains in zip(self._layers, modes, strict=False):

@@ -19,7 +19,7 @@ class Frozen(NamedTuple):
 
 
 def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
-    """Take `value` apart, without a copy of its tensors. A tensor in `named` (name by id) is stored as its name.
+    """Split `value` into bytes and tensors without copying tensors. A tensor in `named` (name by id) becomes its name.
 
     Raises:
         TypeError, AttributeError, PicklingError: something in it cannot be pickled.
@@ -31,7 +31,7 @@ def freeze(value: Any, named: Callable[[], Mapping[int, str]] = dict) -> Frozen:
 
 
 def thaw(frozen: Frozen, named: Callable[[], Mapping[str, Tensor]] = dict) -> Any:
-    """Return the value again, with copies of its tensors; those that were stored as names come from `named`."""
+    """Rebuild the value with copies of its tensors; tensors that were stored as names come from `named`."""
     return _Unpickler(frozen, named).load()
 
 

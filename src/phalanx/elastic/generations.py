@@ -1,4 +1,4 @@
-"""Ask who is in the job: the launcher alone decides, and the ranks report what they hear, and wait."""
+"""Ask the launcher who is in the job: it alone decides; the ranks report what they observe, and wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.errors import PhalanxError
 class GenerationNotice:
     """A `GenerationNotice` announces one membership of the job.
 
-    `environment` is what a rank of it that is started now would find, in this rank's place.
+    `environment` holds the variables with which a rank of that generation would be started in this slot.
     """
 
     number: int
@@ -25,12 +25,13 @@ class GenerationNotice:
 
 
 class JobEndedExit(SystemExit):
-    """The end of a process whose elastic job has failed; the script itself did not ask for it."""
+    """A `JobEndedExit` ends a process whose elastic job has failed; the script itself did not ask to exit."""
 
 
 class JobEndedError(PhalanxError):
-    """The launcher has given the job up, since there were fewer ranks than the minimum for too long. `exit_code` is
-    what this process should end with.
+    """The launcher has ended the job, since there were fewer ranks than the minimum for too long.
+
+    `exit_code` is the exit code for this process.
     """
 
     def __init__(self, message: str, *, exit_code: int = 75) -> None:
@@ -39,20 +40,20 @@ class JobEndedError(PhalanxError):
 
 
 class LeaveError(PhalanxError):
-    """The host of this rank leaves the job, which goes on without it: this rank ends, and nobody waits for it."""
+    """The host of this rank leaves the job, which continues without it: this rank ends, and nobody waits for it."""
 
 
 class NoGenerationError(PhalanxError):
-    """The launcher begins no other generation: what this rank has reported is its failure now."""
+    """The launcher starts no other generation: the reported error is this rank's failure."""
 
 
 class SupersededError(Exception):
-    """While the ranks of a generation meet, the launcher has begun another."""
+    """The launcher has started another generation while the ranks of this one were meeting."""
 
 
 @dataclass
 class RankLoss:
-    """A `RankLoss` is what a rank reports. With `disagrees` no rank is lost: they called different operations."""
+    """A `RankLoss` is a rank's report of a loss. With `disagrees` no rank is lost: they called different operations."""
 
     generation: int
     step: int
@@ -68,25 +69,25 @@ class Generations(Protocol):
         """Report that this rank has lost a peer and waits."""
 
     def next_generation(self, after: int, timeout_s: float) -> GenerationNotice:
-        """Wait for a generation later than `after`, as long as the deciding process says that there may be one.
+        """Wait for a generation later than `after`, as long as the launcher says that there may be one.
 
         Raises:
-            JobEndedError: there will be none, and this rank should save what it holds.
-            LeaveError: there will be one, without this rank.
-            NoGenerationError: there will be none, and the loss that was reported is this rank's failure.
-            DeadlineError: nothing was heard of the deciding process for `timeout_s`.
+            JobEndedError: there will be no later generation, and this rank should save its state.
+            LeaveError: the next generation does not include this rank.
+            NoGenerationError: there will be no generation, and the reported loss is this rank's failure.
+            DeadlineError: the launcher sent nothing for `timeout_s`.
         """
 
     def newer_than(self, number: int) -> bool:
-        """Return whether a later generation is announced, or wanted because ranks wait to join; this does not wait."""
+        """Return, without waiting, whether a later generation is announced, or ranks wait to join."""
 
     def regrouped(self, number: int) -> None:
-        """Report that this rank is in the group of that generation."""
+        """Report that this rank is in the group of generation `number`."""
 
     def failed(self, step: int, error: str) -> None:
-        """Report that an exception of the user's own is about to end this rank."""
+        """Report that an exception of the user's code is about to end this rank."""
 
     def finished(self) -> None:
-        """Report that the training is over on this rank, and on all others."""
+        """Report that the training has finished on all ranks."""
 
     def close(self) -> None: ...

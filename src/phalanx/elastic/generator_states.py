@@ -1,8 +1,9 @@
 """Read the states of torch's, Python's and NumPy's random generators at little cost, and restore them.
 
 Python's `random` and NumPy's global generator take 7 and 23 us to read through their own interfaces, more than a commit
-may cost. Both are a Mersenne Twister, 624 words and a position, at an address that can be known; where a trial shows
-that what lies there is the state, it is copied from there (0.1 us), and only what has changed is read properly.
+may cost. Both are a Mersenne Twister, 624 words and a position, at an address that can be found. Where a trial shows
+that this memory holds the state, the state is copied from there (0.1 us), and read through the interface only if it
+changed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _cuda_is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 
 
 class GeneratorStates:
-    """`GeneratorStates` reads random states: `capture` returns an equal state as long as nothing was drawn."""
+    """`GeneratorStates` reads random states: `capture` returns equal bytes as long as nothing was drawn."""
 
     def __init__(self) -> None:
         self._python = _python_words()
-        self._numpy: Any = None  # the generator to which `_numpy_words` belong
+        self._numpy: Any = None  # the generator that owns `_numpy_words`
         self._numpy_words: Any = None
         self._last_numpy = (b"", False)  # the words, and whether half of a pair of normal numbers is kept
         self._numpy_blob = b""
@@ -34,7 +35,7 @@ class GeneratorStates:
         self._python_blob = b""
 
     def capture(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """Return the states of torch (CPU), Python, NumPy and CUDA, as bytes; empty for what is not there."""
+        """Return the states of torch (CPU), Python, NumPy and CUDA as bytes; empty for a missing generator."""
         return (
             torch.default_generator.get_state().numpy().tobytes(),
             self._capture_python(),
@@ -78,7 +79,7 @@ def restore(states: tuple[bytes, bytes, bytes, bytes]) -> None:
 
 
 def _python_words() -> Any:
-    """Return the words of Python's generator where they lie in memory, if they do (CPython: behind the header)."""
+    """Return a view of the words of Python's generator in memory, if found (CPython: behind the object's header)."""
     instance: Any = random._inst
     header = object.__basicsize__
     if sys.implementation.name != "cpython" or type(instance).__basicsize__ < header + 4 * (_WORDS + 1):

@@ -1,7 +1,7 @@
-"""The group of an elastic job keeps what its ranks hold at each step, and is formed again after a loss.
+"""`ElasticGroup` records each rank's state at each step, and is formed again after a loss.
 
-Each rank keeps a record of what it alone knows of a step (what it drew, its own buffers) where it outlives the rank. A
-group of a new generation meets, agrees on the step to go on from, and hands over what some ranks lack.
+Each rank keeps a record of the state that it alone has (random states, its own buffers) in memory that outlives the
+rank. The group of a new generation meets, agrees on the step to resume from, and hands over the state that ranks lack.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 
 class ElasticGroup:
-    """`ElasticGroup` is this rank's place in the group, and the `Runner` of its commits."""
+    """`ElasticGroup` is this rank's membership in the group, and the `Runner` of its commits."""
 
     def __init__(self, commits: Commits, group: Any, membership: Generations, name: str = "") -> None:
         self._set_group(group)
         self.generation = rendezvous.generation()
-        self.is_complete = True  # False while a state is only half received
+        self.is_complete = True  # False while a state is only partly received
         self._commits, self._membership, self._name = commits, membership, name
         self._random = GeneratorStates()
         self._records: RankRecords | None = None
@@ -58,7 +58,7 @@ class ElasticGroup:
         self._prepared_seq = (-1, -1)
         self._script_groups = ScriptGroups(group)
         self.ranks_differ = False
-        """Whether ranks differ in their small state, or in when they change the rest: then they meet in each commit."""
+        """Whether ranks differ in their small state, or in when they change the rest: then they wait in each commit."""
         self._page = open_page(rendezvous.agent_address())
         self._page.set_generation(self.generation)
 
@@ -79,44 +79,45 @@ class ElasticGroup:
         self.ranks_differ = self._records.meet(0).differ and not self._commits.objects.rounds
 
     def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
-        """Return the records of a group that has just been formed, or that needs more room. All ranks call it."""
+        """Return new records for a group that was just formed, or that needs more room. All ranks call it."""
         apart = bool(self._commits.objects.rounds)
         return RankRecords(self.process_group, layers, self._random, room, apart=apart)
 
     def _layers(self) -> dict[str, Any]:
-        """Return the layers whose buffers each rank has for itself."""
+        """Return the layers whose buffers differ between ranks."""
         objects = self._commits.objects
         trained = {id(layer) for module in objects.trained for layer in module.modules()}
         return {key: layer for key, layer in objects.named_layers().items() if id(layer) in trained}
 
-    # -- while it trains -----------------------------------------------------------------------------------------
+    # -- while it trains ------------------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
-        """Write what this rank alone knows of the step to memory that outlives the rank."""
+        """Write the state that only this rank has to memory that outlives the rank."""
         assert self._records is not None
         self._records.prepare(self._commits.latest.number + 1)
         self._prepared_seq = self.count_collectives()
 
     @property
     def timeout_s(self) -> float:
-        """Return how long an operation of the group may take."""
+        """Return the timeout of the group's operations."""
         return self._ours.timeout_s
 
     def count_collectives(self) -> tuple[int, int]:
-        """Return the number of the default group's collectives, and of its rounds of gradients, counted apart."""
+        """Return the number of the default group's collectives, and the number of its gradient rounds."""
         ours = self._ours
         return ours._get_sequence_number_for_group(), ours.num_gradient_rounds
 
     def require_group(self) -> None:
-        """Wait in a barrier; if the group has ended, it raises the reason at once."""
+        """Wait in a barrier; raise the reason at once if the group has ended."""
         dist.barrier(group=self.process_group)
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
-        """Write the record of this commit, and return whether the ranks wait for each other for it.
+        """Write the record of this commit, and return whether the ranks wait for each other in it.
 
-        They do so in the job's first commits, and where nobody has waited since the backward. From then on the commit
-        before tells whether ranks differ in their small state, draw or change buffers behind a backward, or need room:
-        who has given gradients for this commit has made that one, so that all know it, and wait again.
+        They wait in the job's first commits, and where no rank has waited since the backward. After that, the previous
+        commit decides: the ranks wait again if ranks differed in their small state, drew random numbers or changed
+        buffers after a backward, or needed room. A rank that has contributed gradients to this step has made the
+        previous commit, so all ranks know the answer.
         """
         records = self._records
         assert records is not None
@@ -128,7 +129,7 @@ class ElasticGroup:
             records.is_late = True
         records.write_small(number, small)
         if self.process_group.size() == 1 or self._commits.objects.rounds:
-            # a rank that trains apart goes on from its own step after a loss, and others may be in a round
+            # a rank that trains apart resumes from its own step after a loss, and others may be in a round
             return False
         if is_unseen or number <= TRIAL_STEPS or self.ranks_differ or not records.is_quiet(number):
             said = records.meet(number)
@@ -138,7 +139,7 @@ class ElasticGroup:
         return self.ranks_differ or is_unseen
 
     def _give_room(self, number: int, small: Frozen, room: tuple[int, int]) -> None:
-        """Continue with larger records, which have this commit in them. All ranks call it."""
+        """Switch to larger records that contain this commit. All ranks call it."""
         assert self._records is not None
         fresh = self._new_records(self._layers(), room)
         fresh.is_late = self._records.is_late
@@ -148,19 +149,19 @@ class ElasticGroup:
         self._records = fresh
 
     def after_commit(self) -> None:
-        """Let waiting ranks join: here, and nowhere else, the ranks stop for them."""
+        """Admit ranks that wait to join: only here do the ranks stop for them."""
         if self._membership.newer_than(self.generation):
             raise NewGenerationError("phalanx.elastic: the job takes in other ranks")
 
     def finish(self) -> None:
-        """Wait until all ranks have finished: a rank that is lost now would not find its state again."""
+        """Wait until all ranks have finished: the state of a rank that is lost after this could not be restored."""
         reached(FINISH)
         if self.process_group.size() > 1:
             dist.barrier(group=self.process_group)
         self._membership.finished()
 
     def find_loss(self, error: BaseException) -> BaseException | None:
-        """Return the loss, if it is one, also under an error that came through torch's C++, as by its reducer."""
+        """Return the loss of a peer behind `error`, also if `error` passed through torch's C++ (a reducer)."""
         if is_loss(error):
             return error
         if type(error) is not RuntimeError:
@@ -170,18 +171,18 @@ class ElasticGroup:
         return next((failure for failure in heard if failure is not None and is_loss(failure)), None)
 
     def restore_own(self) -> None:
-        """Restore what this rank alone knows to what it was at the latest commit."""
+        """Restore this rank's own state to the latest commit."""
         record = None if self._records is None else self._records.read(self._records.rank, self._commits.latest.number)
         if self._records is not None and record is not None:
             self._records.restore(record)
 
-    # -- in a new generation -------------------------------------------------------------------------------------
+    # -- in a new generation --------------------------------------------------------------------------------------
 
     def enter(self, generation: GenerationNotice) -> None:
-        """Leave the group; return in `generation`'s, with the state to go on from. All ranks of the new group call it.
+        """Leave the group, join that of `generation`, and restore the state to resume from. All of its ranks call it.
 
         Raises:
-            SupersededError: a later generation has come meanwhile.
+            SupersededError: a later generation has started meanwhile.
             ValueError: the ranks train different things.
             JobEndedError: no rank holds the whole state.
         """
@@ -193,7 +194,7 @@ class ElasticGroup:
             raise SupersededError
 
     def _meet(self, generation: GenerationNotice) -> list[RankState]:
-        """Leave the group, and form that of `generation`; return what its ranks have told of themselves."""
+        """Leave the group, form that of `generation`, and return the states that its ranks report."""
         reached(LEAVE)
         timeout = timedelta(seconds=self.timeout_s)
         leave_all_groups()
@@ -212,7 +213,7 @@ class ElasticGroup:
         return standings
 
     def _go_on(self, old: Any, standings: list[RankState]) -> None:
-        """Restore the state from which the ranks go on. All ranks call it."""
+        """Restore the state from which the ranks resume. All ranks call it."""
         rank = self.process_group.rank()
         with checked_while_meeting(self._check):
             self._script_groups.form(self.process_group, [one.groups for one in standings])
@@ -283,7 +284,7 @@ class ElasticGroup:
             fresh.restore(mine, random=is_own)
         fresh.prepare(commits.latest.number)
         fresh.write_small(commits.latest.number, commits.latest.small)
-        # A rank that is lost behind this has left its record; until then the old ones count.
+        # A rank that is lost after this has left its record; until then the old records count.
         dist.barrier(group=self.process_group)
         self._records, self._records_generation = fresh, self.generation
         self.is_complete = True
@@ -293,7 +294,7 @@ class ElasticGroup:
         commits.go_on_with(functools.partial(restore_random, record))
 
     def _have_own_small(self, mine: Tensor | None, agreement: ResumePoint, *, is_lost: bool) -> None:
-        """Use this rank's own small state in place of the source's, which may differ."""
+        """Restore this rank's own small state, which may differ from the source's."""
         number = agreement.number
         small = None if self._records is None else self._records.own_small(number)
         if small is None and mine is not None:
@@ -319,7 +320,7 @@ class ElasticGroup:
             )
 
     def _hand_over_sharded(self, agreement: ResumePoint, kept: list[Any] | None) -> None:
-        """Give all ranks their new parts of sharded optimizers' states: the old parts ended with the old group."""
+        """Give all ranks their new shards of sharded optimizers' states: the old shards ended with the old group."""
         others = [rank for rank in range(self.process_group.size()) if rank != agreement.source]
         for number, optimizer in enumerate(self._commits.objects.sharded):
             part = ShardedPart(optimizer, None if kept is None else kept[number])
@@ -330,10 +331,10 @@ class ElasticGroup:
             optimizer.keep_state()
 
     def _find_record(self, step: int, standings: list[RankState]) -> tuple[Tensor | None, bool, bool]:
-        """Return what this rank, or the one that it replaces, left of the step to go on from. All ranks call it.
+        """Return the record of this rank, or of the one that it replaces, for the step to resume from. Collective.
 
-        It returns as well whether that is its own record (who comes in addition, or in the place of a rank whose memory
-        is lost, has the buffers of another), and whether one was lost.
+        The second value says whether the record is its own: an additional rank, or one that replaces a rank whose
+        memory is lost, gets another rank's buffers. The third says whether a record was lost.
         """
         size = self.process_group.size()
         newest = max(one.records_of for one in standings)
@@ -345,7 +346,7 @@ class ElasticGroup:
         if self._records is not None and me.records_of == newest:
             mine = self._records.read(self._records.rank, step), True, False
         alive = {one.was_rank for one in standings if one.records_of == newest}
-        # A rank that has none reads the slot of the rank of its number, from a rank that was on that rank's host.
+        # A rank without a record reads the slot of the rank with its number, from a rank that was on that rank's host.
         for orphan in (r for r in range(size) if r not in holders):
             keeper = next((rank for rank in holders if orphan in standings[rank].reads), holders[0])
             told: list[Any] = [None]
@@ -360,22 +361,22 @@ class ElasticGroup:
         return mine
 
 
-# Form the groups again after a loss that a script has made before `elastic.run` (`new_group`, a DeviceMesh's).
+# Form the groups that a script has made before `elastic.run` (`new_group`, a DeviceMesh's) again after a loss.
 #
-# They stay the same Python objects, under the names by which a mesh finds them. A group is formed again of the ranks
-# that it had, by number, where all of these name it; one of all ranks is of all that there are. Any other is refused by
-# name in its next operation.
+# They stay the same Python objects, under the names by which a mesh finds them. A group is formed again from the ranks
+# that it had, by number, if all of these name it; a group of all ranks gets all current ranks. Any other group refuses
+# its next operation by name.
 
 Named = tuple[str, tuple[int, ...]]
 
 
 def plan_groups(own: Sequence[Named], told: Sequence[Sequence[Named]]) -> list[bool]:
-    """Return which of a rank's groups are formed again: those that all members name alike, by `told`'s names."""
+    """Return which of a rank's groups are formed again: those that all their members name alike, as in `told`."""
     return [all(group in told[member] for member in group[1]) for group in own]
 
 
 class ScriptGroups:
-    """`ScriptGroups` keeps the groups of this process other than `world`, the default one, in order of making."""
+    """`ScriptGroups` keeps the groups of this process other than `world`, in the order of their creation."""
 
     def __init__(self, world: Any) -> None:
         self._rank, self._size = world.rank(), world.size()
@@ -397,7 +398,7 @@ class ScriptGroups:
             )
 
     def name_all(self, rank: int, size: int) -> tuple[Named, ...]:
-        """Return the groups that may be formed among `size` ranks, of which this is `rank`, with their members."""
+        """Return the names and members of the groups that `rank`, one of `size` ranks, can form again."""
         stays = (rank, size) == (self._rank, self._size)
         named = ((kept, self._members(kept, size)) for kept in self._kept)
         return tuple((kept.name, ranks) for kept, ranks in named if stays or self._is_of_all(kept))
@@ -409,7 +410,7 @@ class ScriptGroups:
         return tuple(range(size)) if self._is_of_all(kept) else kept.ranks
 
     def form(self, world: Any, told: Sequence[Sequence[Named]]) -> None:
-        """Form each group again from its members; `told` is what the ranks of `world` have named. All ranks call it."""
+        """Form each group again from its members; `told` holds what each rank of `world` named. All ranks call it."""
         rank, size = world.rank(), world.size()
         own = self.name_all(rank, size)
         formed = {named[0] for named, forms in zip(own, plan_groups(own, told), strict=True) if forms}
@@ -430,14 +431,14 @@ class ScriptGroups:
                 opened = functools.partial(open_transport, options, ours.backend_options)
                 ours.reconnect(opened, refuse(), store, number, len(ranks), ranks)
             else:
-                ranks = (rank,)  # torch asks which rank of it this process is, for the words of the refusal
+                ranks = (rank,)  # torch looks up this process's rank in the group for the message
                 ours.reconnect(refuse, refuse(), store, 0, 1, ranks)
             groups.register_again(kept, store, ranks)
         groups.count_groups_from(self._count)
 
 
 class _RefusedTransport(RehearsalTransport):
-    """`_RefusedTransport` carries a group that cannot be formed again: it refuses every operation at its first step."""
+    """`_RefusedTransport` refuses every operation of a group that cannot be formed again."""
 
     def __init__(self, group: str, rank: int, ranks: Sequence[int], old_size: int, size: int) -> None:
         super().__init__(group, rank, len(ranks))

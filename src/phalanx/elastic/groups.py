@@ -1,4 +1,4 @@
-"""Leave the groups of this process, in which lost ranks do not answer any more, and form others in their place."""
+"""Leave the groups of this process, in which lost ranks no longer answer, and form new ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from phalanx._comm.backend.torch_integration.groups import count_groups_anew, li
 from phalanx._comm.rendezvous.bootstrap import checked_while_meeting
 
 _PAUSE_S = 0.005
-_last_meeting = -1, 0  # the generation, and how many meetings it has had before
+_last_meeting = -1, 0  # the generation, and the number of its meetings so far
 
 
 def meet(environment: Mapping[str, str]) -> rendezvous.StoreAddress:
-    """Return where the ranks of a generation meet, as `rendezvous.enter_generation` does: each time another place.
+    """Return a new address where the ranks of a generation meet, as `rendezvous.enter_generation` does.
 
-    All of its ranks come to each of its meetings.
+    All of its ranks attend each of its meetings.
     """
     global _last_meeting
     store, rank, world_size = rendezvous.enter_generation(environment)
@@ -34,9 +34,9 @@ def meet(environment: Mapping[str, str]) -> rendezvous.StoreAddress:
 
 
 def form_world(store: Any, rank: int, world_size: int, timeout: timedelta, check: Callable[[], None]) -> Any:
-    """Form the default group of the ranks that meet at `store`, and return it. All of them call it.
+    """Form and return the default group of the ranks that meet at `store`. All of them call it.
 
-    `check` is called again and again while ranks are awaited; what it raises ends the wait.
+    `check` is called repeatedly while ranks are missing; an exception that it raises ends the wait.
     """
     with checked_while_meeting(check), one_except_hook():
         dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -44,20 +44,20 @@ def form_world(store: Any, rank: int, world_size: int, timeout: timedelta, check
 
 
 def leave_all_groups() -> None:
-    """Leave all groups without waiting for any rank: lost ranks do not answer, and the others notice it."""
+    """Leave all groups without waiting for any rank: lost ranks do not answer, and the others notice the leave."""
     for group in list_groups():
         if (ours := phalanx_group(group)) is not None:
             ours.abort()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # A group that never came about has been counted, and ranks that did not try would name the next one differently.
+    # A group that was never formed has been counted, and ranks that did not try would name the next one differently.
     count_groups_anew()
 
 
-# Keep torch's excepthook, which prints uncaught exceptions, from piling up while groups come and go.
+# Keep torch's excepthook, which prints uncaught exceptions, from piling up when groups are formed again.
 #
-# `init_process_group` puts a hook of torch's around the one that there is: each line gets the rank in front. Each
-# generation would put one more around it, until a thousand are more than Python's stack holds, and nothing is printed.
+# `init_process_group` wraps the current hook in torch's hook, which puts the rank in front of each line. Each new group
+# would wrap it once more, until a thousand hooks overflow Python's stack and nothing is printed.
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -66,7 +66,7 @@ _TORCHS = "init_process_group.<locals>._distributed_excepthook"
 
 @contextmanager
 def one_except_hook() -> Iterator[None]:
-    """Put torch's hook around the script's only once, although a default group is made while this is entered."""
+    """Wrap the script's hook in torch's only once, although a default group is formed inside this context."""
     hook = sys.excepthook
     inner = _find_inner(hook)
     sys.excepthook = hook if inner is None else inner
@@ -75,12 +75,12 @@ def one_except_hook() -> Iterator[None]:
     except BaseException:
         sys.excepthook = hook
         raise
-    if inner is None:  # the script has put its own hook around torch's
+    if inner is None:  # the script has wrapped torch's hook in its own
         sys.excepthook = hook
 
 
 def _find_inner(hook: Hook) -> Hook | None:
-    """Return the hook that torch's hook was put around; None if `hook` is not torch's."""
+    """Return the hook that torch's hook wraps; None if `hook` is not torch's."""
     if getattr(hook, "__qualname__", "") != _TORCHS:
         return None
     inner: Hook | None = inspect.getclosurevars(hook).nonlocals.get("old_hook")

@@ -1,7 +1,7 @@
-"""Hand one rank's state over to others: tensors go from memory to memory, the rest as a few pickled bytes before.
+"""Hand one rank's state over to others: first the structure as pickled bytes, then tensors from memory to memory.
 
-What is handed over is a list of parts, in an order that is the same on all ranks. A part says what it holds (`show`),
-and takes what another rank's part held (`take`). Tensors that fit are received where they lie.
+The state is a list of parts, in the same order on all ranks. A part returns its contents (`show`), and accepts those of
+another rank's part (`take`). Tensors of the same form are received in place.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from phalanx.optim import ZeroRedundancyOptimizer
 
 
 class StatePart(Protocol):
-    """A `StatePart` is something that can be handed over."""
+    """A `StatePart` is a part of the state that can be handed over."""
 
     def show(self) -> Any:
-        """Return what the part holds: tensors, and what can be pickled, in dicts, lists and tuples."""
+        """Return the part's contents: tensors and picklable values, in dicts, lists and tuples."""
 
     def take(self, value: Any) -> None: ...
 
 
 class ModulePart:
-    """`ModulePart` hands over a module: parameters by name, and, where no record holds them, buffers.
+    """`ModulePart` hands over a module's parameters by name, and the buffers that no record holds.
 
-    What wrappers that average gradients have decided by themselves (`sync_batchnorm="auto"`) goes with them.
+    It includes the decisions of wrappers that average gradients (`sync_batchnorm="auto"`).
     """
 
     def __init__(self, module: nn.Module, *, buffers: bool, without: frozenset[int] = frozenset()) -> None:
         self._module = module
         self._buffers = buffers
-        self._without = without  # the ids of parameters that all ranks have in one memory
+        self._without = without  # the ids of parameters that all ranks share in memory
 
     def show(self) -> Any:
         """Return the tensors themselves: the receiver receives into them."""
@@ -52,10 +52,10 @@ class ModulePart:
         }
 
     def take(self, value: Any) -> None:
-        """Take what was received. It lies in place already, unless it had another form.
+        """Accept received contents. They are in place already, unless their form differed.
 
         Raises:
-            JobEndedError: the sender's module has parameters that this one has not, or of other shapes.
+            JobEndedError: the sender's module has parameters that this module lacks, or parameters of other shapes.
         """
         for wrapper, choice in zip(self._wrappers(), value["decided"], strict=False):
             wrapper.follow_batchnorm_choice(choice)
@@ -89,10 +89,10 @@ def _word(form: Any) -> str:
 
 
 class OptimizerPart:
-    """`OptimizerPart` hands over an optimizer: its groups, and its state by parameter number, or by key without one.
+    """`OptimizerPart` hands over an optimizer's groups and its state, by parameter number or by other keys.
 
-    Tensors are handed over as they are, so that no bit is converted. A group that the loop has added is found by the
-    names of `models`' parameters.
+    Tensors are handed over without conversion. A group that the loop has added is matched by the names of the
+    parameters of `models`.
     """
 
     def __init__(self, optimizer: Optimizer, models: Mapping[str, nn.Module]) -> None:
@@ -115,7 +115,7 @@ class OptimizerPart:
         """Set groups, options and state.
 
         Raises:
-            JobEndedError: a group has parameters that no model of State has.
+            JobEndedError: a group has parameters that belong to no model of the State.
         """
         optimizer = self._optimizer
         if any(isinstance(key, Tensor) for key in value["other"]):
@@ -173,12 +173,12 @@ class ShardedPart:
         self._state = state
 
     def show(self) -> Any:
-        """Return the options of each group, and the state by the number of the parameter."""
+        """Return the options of each group, and the state by parameter number."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         return {"groups": groups, "state": self._state}
 
     def take(self, value: Any) -> None:
-        """Set the options, and this rank's part of the state.
+        """Set the options, and this rank's shard of the state.
 
         Raises:
             JobEndedError: there is no state.
@@ -203,7 +203,7 @@ def _require_groups(optimizer: ZeroRedundancyOptimizer, groups: Sequence[Any]) -
 
 
 class StatefulPart:
-    """`StatefulPart` hands over whatever has `state_dict` and `load_state_dict`."""
+    """`StatefulPart` hands over any object with `state_dict` and `load_state_dict`."""
 
     def __init__(self, owner: Any, *, is_large: bool = False) -> None:
         self._owner = owner
@@ -213,12 +213,11 @@ class StatefulPart:
         return self._owner.state_dict()
 
     def take(self, value: Any) -> None:
-        """Load the owner's state."""
         self._owner.load_state_dict(value)
 
 
 class ValuePart:
-    """`ValuePart` hands over plain values, which functions read and write."""
+    """`ValuePart` hands over plain values through a getter and a setter."""
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self._get, self._put = get, put
@@ -233,8 +232,8 @@ class ValuePart:
 def hand_over(parts: Sequence[StatePart], source: int, receivers: Sequence[int], group: Any) -> int:
     """Replace the parts of the `receivers` by `source`'s; return how many bytes went to each. All ranks call it.
 
-    Cost: one broadcast of the structure to all; the tensors go to receivers alone (`phalanx.elastic.carry`), on a host
-    by one copy. All ranks wait until they have arrived, for as long as so many bytes may take.
+    Cost: one broadcast of the structure to all; the tensors go to receivers only (`phalanx.elastic.carry`), within a
+    host by one copy. All ranks wait until the tensors have arrived; the timeout grows with their size.
     """
     me = group.rank()
     mine: list[list[Tensor]] = [[] for _ in parts]
@@ -266,9 +265,9 @@ def _collect(structure: Any) -> list[Leaf]:
 
 
 def devices_here(leaves: Sequence[Sequence[Leaf]], mine: Sequence[Sequence[Tensor]]) -> dict[str, str]:
-    """Return this rank's device for each of the source's: the GPU on which it has what the source has on that one.
+    """Map each of the source's devices to this rank's device that holds the same tensors.
 
-    Parts of which this rank has nothing yet (the state of an optimizer) show nothing; the parameters do.
+    Parts that are still empty on this rank (an optimizer's state) do not count; the parameters determine the device.
     """
     return {
         leaf.device: str(own.device)
@@ -280,7 +279,7 @@ def devices_here(leaves: Sequence[Sequence[Leaf]], mine: Sequence[Sequence[Tenso
 
 
 def _places(leaves: Sequence[Leaf], mine: Sequence[Tensor], devices: Mapping[str, str]) -> list[Tensor]:
-    """Return the tensors to receive into: this rank's own where all have the forms of the source's, else new ones."""
+    """Return the tensors to receive into: this rank's own if all have the forms of the source's, else new ones."""
     places = []
     for leaf in leaves:
         own = mine[leaf.index] if len(mine) == len(leaves) else None

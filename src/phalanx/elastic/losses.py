@@ -10,16 +10,16 @@ from phalanx.errors import DeadlineError, MismatchError, PeerLostError, PhalanxE
 
 
 class NewGenerationError(PhalanxError):
-    """Other ranks wait to be let in, so that all ranks stop at a commit and form the group anew."""
+    """Other ranks wait to join, so all ranks stop at a commit and form the group anew."""
 
 
 def is_mismatch(error: BaseException) -> bool:
-    """Return whether this error, or its cause, says that ranks disagree: the same program would do it again."""
+    """Return whether `error`, or its cause, is a disagreement between ranks: the same program would repeat it."""
     return _has(error, (MismatchError,))
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether this error, or its cause, is the loss of a peer, and not a mistake."""
+    """Return whether `error`, or its cause, is the loss of a peer, and not a mistake."""
     return _has(error, (PeerLostError, DeadlineError, NewGenerationError, dist.DistBackendError, dist.DistNetworkError))
 
 
@@ -35,7 +35,7 @@ def _has(error: BaseException, types: tuple[type[BaseException], ...]) -> bool:
 
 
 def forget(error: BaseException) -> None:
-    """Forget the frames that the error has passed through: iterators end, and so do the workers of a loader."""
+    """Clear the frames that the error has passed through, which ends iterators and a loader's workers."""
     seen: set[int] = set()
     now: BaseException | None = error
     while now is not None and id(now) not in seen:

@@ -1,4 +1,4 @@
-"""`Objects` sorts what `State` was given by kind, and makes parts to be handed over and a checkpoint of it."""
+"""`Objects` sorts the arguments of `State` by kind, and makes of them hand-over parts and a checkpoint."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class Objects:
     def layers(self) -> Iterator[nn.Module]:
         """Return all modules, and those inside them."""
         below = (layer for module in self.modules for layer in module.modules())
-        return itertools.chain(self.pipelines, below)  # a Pipeline's modules are those of the model alone
+        return itertools.chain(self.pipelines, below)  # a Pipeline's modules belong to the model only
 
     def named_layers(self) -> dict[str, nn.Module]:
-        """Return all modules, and those inside, once each by name."""
+        """Return all modules and their submodules by name, each once."""
         layers: dict[str, nn.Module] = {}
         seen: set[int] = set()
         for thing, module in self.named_modules.items():
@@ -81,12 +81,11 @@ class Objects:
         return layers
 
     def refuse_what_is_not_kept(self, world_size: int) -> None:
-        """Refuse what a replacement could not get, before a job of `world_size` ranks trains in which some may be lost.
+        """Refuse objects whose state a replacement could not receive, before a job of `world_size` ranks trains.
 
         Raises:
-            ValueError: a Pipeline; a comm hook with a state of its own; a buffer whose elements do not lie in memory
-                one by one; an optimizer whose state is shared out among ranks that do not share memory, or among some
-                ranks only.
+            ValueError: a Pipeline; a comm hook with a state of its own; a buffer with overlapping elements; an
+            optimizer whose state is sharded over ranks that do not share memory, or over some ranks only.
         """
         for name, thing in self.things.items():
             if isinstance(thing, Pipeline):
@@ -125,7 +124,7 @@ class Objects:
                     )
 
     def watched_tensors(self) -> dict[Tensor, str]:
-        """Return what neither an optimizer updates nor a rank's record holds, with its name."""
+        """Return the tensors, with their names, that no optimizer updates and no rank's record holds."""
         updated = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
         watched: dict[Tensor, str] = {}
         for name, module in self.things.items():
@@ -139,7 +138,7 @@ class Objects:
     # -- as parts ------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[StatePart]:
-        """Return what is the same on every rank, in the order in which it is handed over."""
+        """Return the parts that are the same on every rank, in the order in which they are handed over."""
         parts: list[StatePart] = []
         models = self.named_modules
         shared = frozenset(id(p) for o in self.sharded for group in o.param_groups for p in group["params"])
@@ -147,7 +146,7 @@ class Objects:
             if isinstance(thing, nn.Module):
                 parts.append(ModulePart(thing, buffers=False, without=shared))
             elif thing in self.sharded:
-                continue  # it comes after all others, to all ranks
+                continue  # its part comes last, and goes to all ranks
             elif isinstance(thing, Optimizer):
                 parts.append(OptimizerPart(thing, models))
             elif not isinstance(thing, DistributedSampler) and name not in self.small:
@@ -155,13 +154,16 @@ class Objects:
         return parts
 
     def parts_of_update(self) -> list[StatePart]:
-        """Return what changes between an update and its commit, also in a loop that keeps an average of the model."""
+        """Return the parts that change between an update and its commit, also in a loop that averages the model."""
         return [part for part in self.parts() if not isinstance(part, StatefulPart) or part.is_large]
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each object but the sampler, by name. A rank may call it alone, without a Pipeline."""
+        """Return the state of each object but the sampler, by name.
+
+        One rank may call it alone, unless there is a Pipeline.
+        """
         states: dict[str, Any] = {}
         for name, thing in self.things.items():
             if isinstance(thing, DistributedSampler):
@@ -180,7 +182,7 @@ class Objects:
         """Load the states of all objects.
 
         Raises:
-            ValueError: they are of other objects, or of an optimizer of other parameters.
+            ValueError: the states belong to other objects, or to an optimizer of other parameters.
         """
         mine = {name for name, thing in self.things.items() if not isinstance(thing, DistributedSampler)}
         if differing := mine ^ states.keys():
@@ -194,10 +196,10 @@ class Objects:
 
 
 def has_state(thing: Any) -> bool:
-    """Return whether a thing is an object with a state of its own, and not a plain value.
+    """Return whether `thing` is an object with a state of its own, and not a plain value.
 
     Raises:
-        TypeError: a sampler that cannot say where it stands.
+        TypeError: a sampler that cannot report its position.
     """
     if isinstance(thing, Sampler) and not isinstance(thing, DistributedSampler):
         raise TypeError(
@@ -208,7 +210,7 @@ def has_state(thing: Any) -> bool:
 
 
 def _is_small(state: Any) -> bool:
-    """Return whether a thing can be copied in each step; an average of a model that is no module cannot."""
+    """Return whether `state` is small enough to copy in each step; an averaged model that is no module is not."""
     tensors: list[Tensor] = []
     split(state, tensors)
     return sum(t.nbytes for t in tensors) <= _SMALL
@@ -221,7 +223,7 @@ def _comm_hooks(wrapper: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_constant(held: object) -> bool:
-    """Return whether nothing in `held` can change from step to step, nor in the closure of a function."""
+    """Return whether nothing in `held`, including closures of functions, can change from step to step."""
     if type(held) is tuple:
         return all(map(_is_constant, held))
     if isinstance(held, functools.partial):
@@ -239,7 +241,7 @@ def _is_of_torch_in_shards(thing: object) -> bool:
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    """Return the module inside a wrapper that averages gradients."""
+    """Return the module inside a gradient-averaging wrapper."""
     wrapped = isinstance(module, (DistributedDataParallel, TorchDistributedDataParallel))
     return cast(nn.Module, module.module) if wrapped else module
 

@@ -1,19 +1,19 @@
-"""Name the places of a recovery at which a test can let a fault strike."""
+"""Name the points of a recovery at which a test can inject a fault."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 COMMIT, LOST, LEAVE, MEET, AGREE, REBIND, HAND_OVER, RESTORE, FINISH = POINTS = (
-    "commit",  # a step is done, and is about to be committed
+    "commit",  # a step is complete, and is about to be committed
     "lost",  # a peer was lost, and is about to be reported
-    "leave",  # the next generation is known, and the old group is about to be left
+    "leave",  # the next generation is known, and the rank is about to leave the old group
     "meet",  # the new group is about to be formed
-    "agree",  # it is there, and the ranks are about to say which step they have completed
+    "agree",  # the new group is formed, and the ranks are about to report the step that they have completed
     "rebind",  # wrappers and optimizers are about to move to the new group
-    "hand over",  # state is about to be sent to the ranks that have none
-    "restore",  # it has arrived, and each rank is about to go back to its own random state
-    "finish",  # the function has returned, and the ranks are about to agree that it has on all
+    "hand over",  # the rank is about to send state to the ranks that have none
+    "restore",  # the state has arrived, and each rank is about to restore its own random state
+    "finish",  # the function has returned, and the ranks are about to agree that it has returned on all
 )
 
 _listener: Callable[[str], None] | None = None
@@ -26,6 +26,6 @@ def listen(listener: Callable[[str], None] | None) -> None:
 
 
 def reached(point: str) -> None:
-    """Note that this rank has got to the point `name`."""
+    """Report that this rank has reached the point `name`."""
     if _listener is not None:
         _listener(point)

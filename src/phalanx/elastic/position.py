@@ -1,4 +1,4 @@
-"""Track where in the data a job stands: what its loop has used, not what DataLoader workers have read ahead."""
+"""Track a job's position in its data: the samples that its loop has used, not those that workers have prefetched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.data.partition import Partition
 
 @dataclass(frozen=True)
 class Mark:
-    """A `Mark` is this rank's position at a commit; cheap to make, and turned into the job's position when needed."""
+    """A `Mark` is this rank's position at a commit; cheap to make, and converted to the job's position on demand."""
 
     epoch: int
     partition: Partition | None
@@ -28,7 +28,7 @@ class Mark:
 
     @property
     def consumed(self) -> int:
-        """Return how many samples of the epoch all ranks together have used, if they stand at the same step."""
+        """Return how many samples of the epoch all ranks together have used, if they are at the same step."""
         return self.used if self.partition is None else self.partition.consumed_after(self.used)
 
     def stands_in(self, other: Mark) -> bool:
@@ -36,7 +36,7 @@ class Mark:
         return self.partition is other.partition is not None
 
     def stands_at(self, other: Mark) -> bool:
-        """Return whether both marks are at the same place of the same pass."""
+        """Return whether both marks are at the same position of the same pass."""
         return self.stands_in(other) and self.used == other.used
 
     @property
@@ -46,7 +46,7 @@ class Mark:
 
 
 class DataPosition:
-    """`DataPosition` counts the batches the loop got from the latest DataLoader over `sampler`, or its indices.
+    """`DataPosition` counts the batches, or indices, that the loop got from the latest DataLoader over `sampler`.
 
     `on_iterator` is called when such a loader has begun a pass, with the loader and whether its iterator is a new one.
     """
@@ -58,7 +58,7 @@ class DataPosition:
         self._yielded_before = 0
         self._batch_size = 1
         self._drops_last = False
-        self._counted: tuple[Any, int] = None, 0  # a pass, and how many samples of it the loop says that it has used
+        self._counted: tuple[Any, int] = None, 0  # a pass, and the number of its samples that the loop reported as used
         observe_loaders(self, DataPosition._learn_batch_size, DataPosition._observe)
 
     def _is_over_mine(self, loader: Any) -> bool:
@@ -85,12 +85,12 @@ class DataPosition:
         if not self._is_over_mine(loader):
             return
         self._iterator = weakref.ref(iterator)
-        # what an iterator that has loaded a state, as torchdata's do, had yielded before
+        # the count of an iterator that has loaded a state, as torchdata's do, before that state
         self._yielded_before = iterator._num_yielded
         self._on_iterator(loader, is_new)
 
     def samples_between(self, last: Mark | None, mark: Mark) -> int:
-        """Return how many samples this rank has used since `last`, if in the same pass, or since the pass's begin."""
+        """Return how many samples this rank has used since `last`, or since the pass began if `last` is of another."""
         if mark.partition is None:
             return 0
         before = last.used if last is not None and last.partition is mark.partition else 0
@@ -112,20 +112,20 @@ class DataPosition:
 
     @property
     def is_counted(self) -> bool:
-        """Return whether the loop counts the samples of the pass at hand itself."""
+        """Return whether the loop itself counts the samples of the current pass."""
         return self._counted[0] is not None and self._counted[0] is self.sampler._pass
 
     def count(self, samples: int) -> None:
-        """Count so many more samples of this pass as used; from now on ignore what the loader has handed out.
+        """Count `samples` more of this pass as used; from now on ignore the loader's own count.
 
         Raises:
-            ValueError: the loader has not handed out so many, or is in another pass by now.
+            ValueError: the loader has not returned so many, or is already in another pass.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
             raise ValueError(f"State.commit(samples={samples!r}): say how many samples of this rank the step has used")
         stream = self.sampler._pass
         counted, used = self._counted
-        # A loop that breaks an epoch off begins the next, too, but has not been handed all of this one.
+        # A loop that breaks out of an epoch begins the next one, too, but has not received all of this one.
         if counted is not None and counted is not stream and stream is not None and counted.is_over:
             length = counted.length - (counted.length % self._batch_size if self._drops_last else 0)
             if used < length:
@@ -167,11 +167,10 @@ class DataPosition:
 
 
 def seed_workers(loader: Any, seed: int, epoch: int) -> None:
-    """Make what the workers of `loader` draw for a batch follow from the seed, the epoch and the batch's first index.
+    """Derive the random draws of `loader`'s workers for a batch from the seed, the epoch and the batch's first index.
 
-    It does not depend on what a worker has done before, nor on which rank or worker makes the batch. PyTorch seeds a
-    worker once, when it is started: one that is started in the middle of an epoch would draw there what the first had
-    drawn at its begin.
+    The draws do not depend on a worker's past, nor on which rank or worker makes the batch. PyTorch seeds a worker
+    once, at its start: a worker started in the middle of an epoch would repeat the draws of the epoch's beginning.
     """
     if loader.num_workers == 0:
         return
@@ -181,11 +180,11 @@ def seed_workers(loader: Any, seed: int, epoch: int) -> None:
 
 
 class _SeedBatches:
-    """This `worker_init_fn` calls that of the user, too."""
+    """`_SeedBatches` is a `worker_init_fn` that also calls the user's."""
 
     def __init__(self, seed: int, then: Callable[[int], None] | None) -> None:
         self._seed, self._then = seed, then
-        # Workers of `persistent_workers` see it change, forked or not.
+        # Workers of `persistent_workers` see its changes, forked or not.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     @property

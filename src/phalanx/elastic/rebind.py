@@ -1,4 +1,4 @@
-"""Move what holds the old group over to the new one, so that the same Python objects go on."""
+"""Rebind wrappers and optimizers from the old group to the new one, keeping the same Python objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.ddp import DistributedDataParallel
 
 
 def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
-    """Let `module` and all below it use `new`. All ranks of `new` call it, with the same module."""
+    """Make `module` and its submodules use `new`. All ranks of `new` call it, with the same module."""
     for layer in list(module.modules()):
         if isinstance(layer, DistributedDataParallel):
             layer.regroup(_find_group(layer, new))
@@ -26,20 +26,20 @@ def rebind_module(module: nn.Module, old: Any, new: Any) -> None:
 
 
 def _find_group(layer: Any, new: Any) -> Any:
-    """Return the wrapper's own group if it was formed again, else `new`: its default group may be an earlier one's."""
+    """Return the wrapper's own group if it was formed again, else `new`: its default group may be an earlier one."""
     own = layer.process_group
     return own if is_listed(own) else new
 
 
 def _rebind_torch(ddp: Any, old: Any, new: Any) -> None:
-    """Give PyTorch's wrapper a new reducer, as if unpickled: a reducer belongs to one group and is uninterruptible."""
+    """Give PyTorch's wrapper a new reducer, as unpickling does: a reducer is bound to one group and uninterruptible."""
     ddp.process_group = new
     hooks, ddp._comm_hooks = ddp._comm_hooks, []
     for parameter in ddp.module.parameters():
         parameter.grad = None
     parameters, expect_sparse_gradient = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp.reducer = ddp.logger = None  # its hooks end with it, before the next one sets its own
+    ddp.reducer = ddp.logger = None  # its hooks end with it, before the next reducer sets its own
     ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)
     ddp._has_rebuilt_buckets = False
     for hook, state in hooks:

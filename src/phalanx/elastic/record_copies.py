@@ -1,12 +1,12 @@
-"""Copy each rank's records to other hosts, so that a rank can be had back although its whole host is lost.
+"""Copy each rank's records to other hosts, so that a rank can be restored after the loss of its whole host.
 
     rank b, host B     prepares its record of step n               before the first backward of the step
                        its next collective ──what is new in it──▶  a rank each of the two hosts behind B
     rank a, host C     before it takes part in that collective     b's record of step n, in memory that C's ranks map
 
-A rank that has completed step n had a's gradients, and a gave them only when it had b's record. So the copy of the
-agreed step is whole, whenever host B was lost, as the record itself is on one host (`phalanx.elastic.records`). Any two
-hosts may be lost at once; of a host that is lost together with both hosts behind it the copies are lost.
+A rank that has completed step n had a's gradients, and a contributed them only after it had b's record. So the copy of
+the agreed step is complete, whenever host B is lost, as the record itself is on one host (`phalanx.elastic.records`).
+Any two hosts may be lost at once; if a host is lost together with both hosts behind it, its copies are lost.
 
 A record holds pickles, which are read after a loss. So each message carries a MAC
 (`phalanx._comm.transport.authentication`).
@@ -28,8 +28,11 @@ from phalanx._comm.transport.authentication import OVERHEAD_BYTES, PickleStream
 
 NUM_COPIES = 2
 BLOCK = 256
-"""The number of bytes of a record sent together if one of them is new; a record's memory is made of such blocks."""
-# the record's number, the number that vouches for it, how many blocks come, two spans of blocks
+"""The unit of copying, in bytes: a block is sent if one of its bytes is new.
+
+A record's memory is made of such blocks.
+"""
+# the record's number, the number that marks it valid, the number of blocks, two spans of blocks
 _HEAD = struct.Struct("qq5Q")
 _HEAD_BYTES = 64
 _NONE = (-1).to_bytes(8, "little", signed=True)
@@ -38,7 +41,7 @@ Span = tuple[int, int]
 
 
 def plan_keepers(hosts: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Return the ranks that keep the records of each rank: one each of the next hosts, in the order of hosts."""
+    """Return the ranks that keep the records of each rank: one on each of the next hosts, in the order of hosts."""
     keepers: dict[int, tuple[int, ...]] = {}
     for number, ranks in enumerate(hosts):
         steps = range(1, min(NUM_COPIES, len(hosts) - 1) + 1)
@@ -54,7 +57,7 @@ def plan_wards(keepers: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...
 
 
 def hosts_of(group: Any) -> Sequence[Sequence[int]]:
-    """Return the ranks of a group by host, where they are on several and memory is shared in each; else nothing."""
+    """Return the ranks of a group by host if it spans several hosts with shared memory on each; else nothing."""
     ours = phalanx_group(group)
     if ours is None:
         return ()
@@ -67,9 +70,9 @@ def hosts_of(group: Any) -> Sequence[Sequence[int]]:
 
 
 class RecordCopies:
-    """`RecordCopies` sends this rank's records to its keepers, and keeps those of its wards. Building it is collective.
+    """`RecordCopies` sends this rank's records to its keepers, and keeps those of its wards. Creating it is collective.
 
-    `slots` are this rank's, `kept` those for the wards' records. A record is valid only if it begins with its number.
+    `slots` hold this rank's records, `kept` those of the wards. A record is valid only if it begins with its number.
 
     Cost: one message to each of two hosts in a step, with the blocks that differ from the record before (random states
     that were drawn from, buffers that have changed), and as many messages from other hosts.
@@ -91,20 +94,20 @@ class RecordCopies:
         self._slots = slots
         self._kept = kept
         self._keepers = keepers
-        self._latest = dict.fromkeys(kept, 0)  # by ward: in which of its slots the latest record lies
+        self._latest = dict.fromkeys(kept, 0)  # by ward: the slot of its latest record
         num_blocks = slots[0].nbytes // BLOCK
         largest = OVERHEAD_BYTES + _HEAD_BYTES + num_blocks * (8 + BLOCK)
         self._messages = ours.transport.open_preceding(largest, list(kept))
-        self._mirror = torch.zeros_like(slots[0])  # what the keepers have
+        self._mirror = torch.zeros_like(slots[0])  # the keepers' copy
         self._is_mirrored = torch.zeros(num_blocks, dtype=torch.bool).numpy()
         self._spans: list[Span] = []
         self._number = self._announced = self._sent = -1
 
     def announce(self, number: int, spans: Sequence[Span], *, again: bool = False) -> None:
-        """Send record `number` with the next collective, unless announced before; with `again`, send it all the same.
+        """Send record `number` with the next collective, unless it was announced before; `again` sends it anyway.
 
-        It is sent in the form that it has then. `spans` are the two ranges of bytes of it that are used. All ranks call
-        this between the same two collectives.
+        Its contents at that time are sent. `spans` are its two used ranges of bytes. All ranks call this between the
+        same two collectives.
         """
         self._number, self._spans = number, [(begin // BLOCK, -(-end // BLOCK)) for begin, end in spans]
         if number != self._announced or again:
@@ -112,7 +115,7 @@ class RecordCopies:
             self._ours.precede(self._exchange)
 
     def is_stale(self, number: int) -> bool:
-        """Return whether the keepers' copy of record `number` differs from it by now, apart from its second span."""
+        """Return whether the keepers' copy of record `number` is out of date, apart from its second span."""
         if self._sent != number or self._number != number:
             return False
         (begin, end), _ = self._spans
@@ -170,7 +173,7 @@ class RecordCopies:
                 mine[begin:end] = before[begin:end]
             _bytes(slots[place])[:8] = _NONE
         mine[numbers] = blocks
-        _bytes(slots[place])[:8] = vouched.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
+        _bytes(slots[place])[:8] = vouched.to_bytes(8, "little", signed=True)  # last: it marks the record valid
         self._latest[ward] = place
         self._messages.done(ward)
 

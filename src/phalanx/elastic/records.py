@@ -1,4 +1,4 @@
-"""Keep what each rank alone knows of a step in one of three slots, which the other ranks of its host can read.
+"""Keep the state that each rank alone has at a step in one of three slots, which other ranks of its host can read.
 
     forward of step n
     its backward begins        slot n%3: number -1; random states and buffers; number n          prepared
@@ -8,16 +8,17 @@
                                draw behind a backward or need more room
 
 A rank that dies leaves its slots in memory that the others map. A rank that completed step n had every rank's
-gradients, and each rank gave them after it had prepared: so the slot of the agreed step is whole, whenever its rank
-died. The small state is there where ranks waited for each other in that commit; otherwise a survivor's is as good.
+gradients, and each rank contributed them after it had prepared: so the slot of the agreed step is complete, whenever
+its rank died. The small state is in the slot if ranks waited for each other in that commit; otherwise a survivor's is
+equal.
 
-The third slot is for a rank that has begun a step in which nobody has waited yet, while another still reads the first.
+The third slot lets a rank begin a step in which no rank has waited yet, while another still reads the first.
 
-On several hosts the slots of a rank are copied to two others (`phalanx.elastic.record_copies`), which have them by the
-time that somebody can have completed the step.
+On several hosts the slots of a rank are copied to two others (`phalanx.elastic.record_copies`), which have them before
+any rank can complete the step.
 
-A slot says how its bytes are to be read, so that it doesn't matter what the buffers look like in the step after.
-A survivor goes back to its own slot of that step.
+A slot describes its own layout, so the buffers may change form in the next step. A survivor goes back to its own slot
+of the agreed step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from phalanx.elastic.generator_states import GeneratorStates
 from phalanx.elastic.record_copies import RecordCopies, hosts_of, plan_keepers, plan_wards
 
 _HEAD = struct.Struct("q7Q")  # the number; sizes of four random states, of the buffers' plan, the buffers, their room
-# The number; sizes of data, forms, tensors; whether they are there; the checksum; whether it is late; asked room.
+# The number; sizes of data, forms, tensors; whether they exist; the checksum; whether late; requested room.
 _SMALL_HEAD = struct.Struct("q8Q")
 _SMALL_AT = 128
 _SAID, _SAID_AT = struct.Struct("4Q"), _SMALL_AT + 40  # the last four of these
@@ -56,9 +57,10 @@ _SLOTS = 3
 
 
 class CommitAnswers(NamedTuple):
-    """A `CommitAnswers` is the answers of all ranks in a commit.
+    """`CommitAnswers` combines the answers of all ranks in a commit.
 
-    They say whether ranks' small states differ, whether a rank draws or changes buffers unseen, and the room they want.
+    The answers say whether the small states differ, whether a rank draws or changes buffers after the backward, and the
+    room requested.
     """
 
     differ: bool
@@ -75,15 +77,15 @@ class _Slot:
         self.plan = b""  # the plan of the views
         self.views: list[Tensor] = []
         self.small: Frozen | None = None  # the small state that was written last, if it had no tensors
-        self.said: tuple[int, ...] = ()  # the answers that were written with it
+        self.said: tuple[int, ...] = ()  # the answers that were written with the small state
 
 
 class RankRecords:
-    """`RankRecords` keeps the slots of this host's ranks, and copies of other hosts' ones. Building it is collective.
+    """`RankRecords` keeps the slots of this host's ranks, and copies from other hosts. Creating it is collective.
 
-    `room` is the number of bytes for buffers and for the small state; it is the same on all ranks, and 0 if they know
-    of none yet. A rank that needs more than half of it asks for more; what does not fit at all is kept in memory of
-    this rank alone. Ranks that train `apart` have no copies.
+    `room` is the number of bytes for buffers and for the small state, the same on all ranks, and 0 if still unknown. A
+    rank that needs more than half of it requests more; a record that does not fit stays in this rank's private memory.
+    Ranks that train `apart` have no copies.
     """
 
     def __init__(
@@ -117,14 +119,14 @@ class RankRecords:
                 self._others[owner] = [slots[i * slot_bytes : (i + 1) * slot_bytes] for i in range(_SLOTS)]
         self._seen = {rank: [memoryview(_array(slot)) for slot in self._others[rank]] for rank in pieces}
         self._slots = [_Slot(memory) for memory in self._others[self.rank]]
-        self._alone: dict[int, Tensor] = {}  # by the number of the step for which there was no room
+        self._alone: dict[int, Tensor] = {}  # by step number: records for which there was no room
         self._smalls: dict[int, Frozen] = {}  # the small states of the latest commits
         self._numbers = [-1] * _SLOTS
         self._captured: Any = None
         self._versions: list[int] = []
         self._asks = [0, 0]
         self.is_late = False
-        """Whether something was drawn, or a buffer changed, behind a backward."""
+        """Whether random numbers were drawn, or a buffer changed, after a backward."""
         for owner in (self.rank, *wards.get(self.rank, ())):
             for empty in self._others[owner]:
                 fresh = memoryview(_array(empty))
@@ -138,7 +140,7 @@ class RankRecords:
         if self.size > 1:
             dist.barrier(group=group)  # a number that nobody wrote must not be read
 
-    # -- what this rank writes -----------------------------------------------------------------------------------
+    # -- writing --------------------------------------------------------------------------------------------------
 
     def prepare(self, number: int) -> None:
         """Write the slot of step `number` with this rank's current state."""
@@ -189,11 +191,11 @@ class RankRecords:
         self._copies.announce(number, [(0, used), (begin, begin + small_bytes)], again=again)
 
     def is_copied(self, number: int) -> bool:
-        """Return whether other hosts have what this rank has prepared of step `number`, if they have anything of it."""
+        """Return whether other hosts have this rank's record of step `number`, if they have any record of it."""
         return self._copies is None or not self._copies.is_stale(number)
 
     def is_prepared(self, number: int) -> bool:
-        """Return whether this rank's slot is of that step, and since then nothing was drawn and no buffer changed."""
+        """Return whether this rank's slot is of step `number`, with no draw and no change of a buffer since."""
         return (
             self._numbers[number % _SLOTS] == number
             and self._buffers.look()
@@ -202,11 +204,11 @@ class RankRecords:
         )
 
     def has_begun(self, number: int) -> bool:
-        """Return whether step `number` was prepared, whatever has happened since."""
+        """Return whether step `number` was prepared, even if the state has changed since."""
         return self._numbers[number % _SLOTS] == number
 
     def write_small(self, number: int, small: Frozen) -> None:
-        """Write the small state of commit `number`; without room, this rank keeps it to itself and asks for more."""
+        """Write the small state of commit `number`; without room, keep it in this process and request more."""
         slot = self._slots[number % _SLOTS]
         self._smalls[number] = small
         self._smalls.pop(number - _SLOTS, None)
@@ -255,10 +257,10 @@ class RankRecords:
 
     @property
     def readable(self) -> tuple[int, ...]:
-        """Return the ranks whose slots, or copies, this one can read: those of its host, and those that it keeps."""
+        """Return the ranks whose slots or copies this rank can read: those of its host, and its wards."""
         return tuple(self._others)
 
-    # -- what the ranks read -------------------------------------------------------------------------------------
+    # -- reading --------------------------------------------------------------------------------------------------
 
     def meet(self, number: int) -> CommitAnswers:
         """Wait until all ranks wrote the small state of commit `number`; return their answers. All ranks call it."""
@@ -274,8 +276,10 @@ class RankRecords:
         return _summarize(told)
 
     def is_quiet(self, number: int) -> bool:
-        """Return whether nothing calls for a meeting in commit `number`: in the commit before all small states were the
-        same, nobody was late or asked for room, and nobody lacked room when step `number` began, which all have begun.
+        """Return whether the ranks need not wait for each other in commit `number`.
+
+        In the previous commit all small states were equal and no rank was late or requested room; and no rank lacked
+        room when step `number` began, which all have begun.
         """
         if not self._all_are_seen:
             return True
@@ -289,7 +293,7 @@ class RankRecords:
         return True
 
     def read(self, rank: int, number: int) -> Tensor | None:
-        """Return a copy of what `rank` left of step `number`; None if it left nothing of it."""
+        """Return a copy of the record of `rank` for step `number`; None if there is none."""
         if rank == self.rank and number in self._alone:
             return self._alone[number].clone()
         slots = self._others.get(rank)
@@ -299,13 +303,13 @@ class RankRecords:
         return slot.clone() if _number_of(slot) == number else None
 
     def own_small(self, number: int) -> Frozen | None:
-        """Return this rank's small state of commit `number`, if it has come so far."""
+        """Return this rank's small state of commit `number`; None if the rank has not reached it."""
         return self._smalls.get(number)
 
-    # -- what this rank becomes: slots may be those of a group before this one ------------------------------------
+    # -- restoring: slots may belong to an earlier group ----------------------------------------------------------
 
     def restore(self, slot: Tensor, *, random: bool = True) -> None:
-        """Restore the buffers in a slot, and, with `random`, its random states."""
+        """Restore the buffers in a slot and, with `random`, its random states."""
         if random:
             restore_random(slot)
         *_, plan_bytes, _, _ = _HEAD.unpack_from(_array(slot))
@@ -321,7 +325,7 @@ def _summarize(heads: Sequence[tuple[int, ...]]) -> CommitAnswers:
 
 
 def small_of(slot: Tensor, number: int) -> Frozen | None:
-    """Return the small state in a slot; None where its rank did not finish commit `number`, or had no room."""
+    """Return the small state in a slot; None if its rank did not finish commit `number`, or had no room."""
     *_, room = _HEAD.unpack_from(_array(slot))
     found, data, forms_bytes, _, is_there, *_ = _SMALL_HEAD.unpack_from(_array(slot), _SMALL_AT)
     if found != number or not is_there:

@@ -1,4 +1,4 @@
-"""Decide from which step a new generation goes on, and which rank gives its state to which. The decision is pure."""
+"""Decide from which step a new generation resumes, and which rank sends its state to which; a pure function."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankState:
-    """A `RankState` is what a rank reports of itself when a generation meets.
+    """A `RankState` is a rank's report on itself when a generation meets.
 
-    `number` counts commits; -1 for a rank that has just been started. `is_whole`: parameters and optimizer are as they
-    were at that commit; else the rank was between the update and its commit, or in the middle of a hand-over.
-    `has_stepped`: it was past the update, so that they are those of the next step, of which only the commit is missing.
-    `was_rank` is its number in the generation whose records it holds, -1 for none.
+    `number` counts commits; -1 for a rank that has just started. `is_whole`: parameters and optimizer are as they were
+    at that commit; else the rank was between the update and its commit, or in the middle of a hand-over. `has_stepped`:
+    the rank had made the next step's update, and only its commit is missing. `was_rank` is its rank in the generation
+    whose records it holds, -1 for none.
     """
 
     number: int
@@ -21,25 +21,25 @@ class RankState:
     has_stepped: bool
     was_rank: int
     records_of: int = -1
-    """The generation whose records it can read; -1 for none."""
+    """The generation whose records this rank can read; -1 for none."""
     reads: tuple[int, ...] = ()
-    """The ranks, by their numbers in that generation, whose records these are: those of its host."""
+    """The ranks of this rank's host, in that generation, whose records it can read."""
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """The groups, by name and members, that its script has made before `elastic.run`."""
+    """The groups, by name and members, that the rank's script has made before `elastic.run`."""
     differs: bool = False
-    """Whether ranks differ in their small state, so that each must have its own back."""
+    """Whether ranks differ in their small state, so that each must get its own back."""
     form: str = ""
-    """The function that it runs, and the names and kinds of what its State has: one rank could not take another's."""
+    """The function that the rank runs, and the names and kinds of its State's objects; the same on all ranks."""
     progress: tuple[int, bool] = (0, False)
-    """How many updates it has made since that commit, and whether it was in the next one, if `has_stepped`."""
+    """How many updates the rank has made since that commit, and whether it was in the next commit, if `has_stepped`."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A `ResumePoint` is the step to go on from.
+    """A `ResumePoint` is the step to resume from.
 
-    `source` has its state and gives it to `receivers`; the other ranks have it. `is_ahead` says that no rank has
-    committed it, but all have updated: it counts as done, as far as `source` has come in it.
+    `source` sends its state of that step to `receivers`; the other ranks have it. `is_ahead` says that no rank has
+    committed the step, but all have made its update: it counts as done, as far as `source` has got in it.
     """
 
     number: int
@@ -49,7 +49,7 @@ class ResumePoint:
 
 
 def describe_differing(standings: Sequence[RankState]) -> str:
-    """Return which ranks train something else than the first one, and what; empty if none does."""
+    """Describe the ranks that train something else than the first rank; empty if there are none."""
     first = standings[0].form
     for rank, one in enumerate(standings):
         if one.form != first:
@@ -58,14 +58,14 @@ def describe_differing(standings: Sequence[RankState]) -> str:
 
 
 def decide(standings: Sequence[RankState], *, apart: bool = False) -> ResumePoint | None:
-    """Return what the ranks go on from, by rank; None if nobody holds a whole state.
+    """Return the point from which the ranks resume; None if no rank holds a whole state.
 
-    `apart`: they train apart (LocalSGD, DiLoCo), so each goes on from its own step, and only new ranks receive.
+    `apart`: the ranks train apart (LocalSGD, DiLoCo), so each resumes from its own step, and only new ranks receive.
 
-    It is the last step that a rank has completed, if that rank still holds its state. Ranks differ by one step at most:
-    a rank that updates has everybody's gradients. In a step that no rank has committed, they may differ in what they
-    have done since the first update (further updates, a scheduler's step, values): all go on from the one that has come
-    farthest.
+    The point is the last step that a rank has completed, if that rank still holds its state. Ranks differ by one step
+    at most: a rank that updates has the gradients of all ranks. In a step that no rank has committed, they may differ
+    in what they have done since the first update (further updates, a scheduler's step, values): all resume from the
+    rank that is farthest.
     """
     if apart:
         old = [rank for rank, one in enumerate(standings) if one.number >= 0 and (one.is_whole or one.has_stepped)]
@@ -84,6 +84,6 @@ def decide(standings: Sequence[RankState], *, apart: bool = False) -> ResumePoin
     most = max(standings[rank].progress for rank in holders)
     holders = [rank for rank in holders if standings[rank].progress == most]
     _, is_committing = most
-    if not is_committing:  # they may have done more than the update, and not all of it
+    if not is_committing:  # they may have done more than the update, but not all of the step
         holders = holders[:1]
     return ResumePoint(number, holders[0], tuple(r for r in range(len(standings)) if r not in holders), is_ahead=True)

@@ -1,4 +1,4 @@
-"""`run` calls a function until it has ended on every rank, whichever ranks are lost on the way."""
+"""`run` calls a function until it has completed on every rank, whichever ranks are lost meanwhile."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from phalanx.errors import DeadlineError, summary_of
 _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 _running: State | None = None
-_has_begun = False  # whether this process has begun an `elastic.run` that the agent watches
+_has_begun = False  # whether this process has begun an `elastic.run` under an agent
 Train = Callable[[State], _Result]
 
 
 def running_state() -> State | None:
-    """Return the state that this process trains inside a function that is `elastic.run`; None outside one."""
+    """Return the state that this process trains inside a function of `elastic.run`; None outside one."""
     return _running
 
 
@@ -55,7 +55,7 @@ def run(
     checkpoint: str | os.PathLike[str] | None = None,
     membership: Generations | None = None,
 ) -> Callable[[Train[_Result]], Callable[..., _Result]]:
-    """Let a function that trains `state` go on when ranks are lost, or come.
+    """Keep the function that trains `state` running when ranks are lost or join.
 
         @phalanx.elastic.run(state)
         def train(state):
@@ -67,29 +67,29 @@ def run(
 
         train(state)
 
-    `train(state)` returns what the function returns, once it has returned on all ranks. Where a rank is lost, the
-    others hear it as an error of the operation at hand; it ends the function, the group is formed again, all ranks go
-    back to the latest step that one of them completed, and the function is called again. Nothing else is: not the
-    script, and not what the function does not make itself. Without `phalanx run` it is called once.
+    `train(state)` returns what the function returns, once it has returned on all ranks. When a rank is lost, the
+    current operation fails on the others. The error ends the function, the group is formed again, all ranks go back to
+    the latest step that one of them completed, and the function is called again. Nothing else is repeated: neither the
+    script nor objects made outside the function. Without `phalanx run` the function is called once.
 
     Arguments:
-        min_ranks: with fewer the job waits, with what it knows in memory.
-        wait_s: for how long; then it ends.
-        checkpoint: the file into which `state.state_dict()` is saved before it ends so.
-        membership: who decides who is in the job; by default the agent of `phalanx run`.
+        min_ranks: with fewer ranks the job waits, with its state in memory.
+        wait_s: how long the job waits before it ends.
+        checkpoint: the file into which `state.state_dict()` is saved before that end.
+        membership: the source of membership decisions; by default the agent of `phalanx run`.
 
-    `sys.exit(0)` in the function is a return from it, after which the process ends: once all ranks have come as far. So
-    is `sys.exit(75)`, by which all ranks ask to be started again later (EX_TEMPFAIL).
-    With another code, it is a loss of the rank that calls it.
+    `sys.exit(0)` in the function returns from it, and ends the process once all ranks have returned. So does
+    `sys.exit(75)`, by which all ranks ask to be started again later (EX_TEMPFAIL). Any other exit code counts as the
+    loss of the rank that calls it.
 
-    A rank that is lost in a script's second `elastic.run` ends the job: its replacement would begin with the script, in
-    a run that the others have finished. Put the runs into one function.
+    The loss of a rank in a script's second `elastic.run` ends the job: its replacement would start the script in a run
+    that the others have finished. Put the runs into one function.
 
     Raises:
-        Exception: whatever the function raises that is not the loss of a peer.
-        PhalanxError: nobody is left who holds the state.
-        RuntimeError: it is called inside of a function that is `elastic.run` already.
-        ValueError: `state` holds what a replacement could not get, such as a Pipeline.
+        Exception: any error of the function that is not the loss of a peer.
+        PhalanxError: no remaining rank holds the state.
+        RuntimeError: it is called inside a function of `elastic.run`.
+        ValueError: `state` holds an object whose state a replacement could not receive, such as a Pipeline.
         SystemExit: fewer than `min_ranks` for longer than `wait_s`, with exit code 75; or the host of this rank leaves
             the job (SIGTERM), with 0.
     """
@@ -107,7 +107,7 @@ def run(
 
 
 class ElasticJob:
-    """`ElasticJob` is one rank's part in a job that may lose ranks: the loop around the user's function."""
+    """`ElasticJob` runs the user's function in a loop on one rank of a job that may lose ranks."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ElasticJob:
     ) -> None:
         self._state, self._commits = state, commits_of(state)
         self._checkpoint = checkpoint
-        self._older = _stamp(checkpoint)  # of the file of another job, or what this one goes on from
+        self._older = _stamp(checkpoint)  # the stamp of another job's file, or of the checkpoint that this job resumes
         self._min_ranks, self._wait_s = min_ranks, wait_s
         self._membership = membership
 
@@ -145,7 +145,7 @@ class ElasticJob:
         commits = self._commits
         commits.objects.refuse_what_is_not_kept(world.size())
         group = commits.tracker.runner = ElasticGroup(commits, world, membership, _name(train))
-        del world  # a group that is over is released when the next one comes
+        del world  # an old group is released when the next one is formed
         is_new = rehearses(group.process_group)
         has_begun = False
         try:
@@ -187,9 +187,9 @@ class ElasticJob:
             membership.close()
 
     def _end(self, group: ElasticGroup, error: JobEndedError) -> NoReturn:
-        """Save what is in memory, and end the process.
+        """Save the state in memory, and end the process.
 
-        The survivors of a host save one after another; one whose state is older than what another has saved does not.
+        The survivors of a host save one after another; a rank whose state is older than the saved one does not save.
         """
         state, commits = self._state, self._commits
         commits.tracker.take_back(state.step)
@@ -237,17 +237,17 @@ class ElasticJob:
         loss: RankLoss | None,
         cause: BaseException | None = None,
     ) -> None:
-        """Return once this rank is in the group of a later generation, with the state to go on from.
+        """Wait until this rank is in the group of a later generation, with the state to resume from.
 
         Raises:
-            `cause`, or what came of a later generation: there will be no other.
+            `cause`, or the error of a later generation: there will be no other.
         """
         generation: GenerationNotice | None = None
         if loss is not None:
             reached(LOST)
             membership.report(loss)
         elif not membership.newer_than(group.generation):
-            generation = GenerationNotice(group.generation, {})  # the generation that this process was started for
+            generation = GenerationNotice(group.generation, {})  # the generation in which this process was started
         after = group.generation
         while True:
             if generation is None:
@@ -295,7 +295,7 @@ def _is_second_run(train: Any) -> bool:
 
 @contextlib.contextmanager
 def _only_one(state: State) -> Iterator[None]:
-    """Set `state` as the one that this process trains, while this is entered."""
+    """Set `state` as the state that this process trains, inside this context."""
     global _running
     _running = state
     try:
@@ -305,7 +305,7 @@ def _only_one(state: State) -> Iterator[None]:
 
 
 def _stamp(path: str | os.PathLike[str] | None) -> tuple[int, ...]:
-    """Return what tells a file from one that is written in its place later."""
+    """Return a stamp that distinguishes a file from one that later replaces it."""
     if path is None:
         return ()
     try:

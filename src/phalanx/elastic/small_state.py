@@ -1,12 +1,11 @@
-"""`SmallState` captures and restores what one rank holds beside parameters and optimizers, and for itself.
+"""`SmallState` captures and restores the state of one rank apart from parameters and optimizers.
 
-    values            what State was given as plain values              {"best": 0.25}
-    others            states of small objects with `state_dict`          a metric
-    extra             what layers give as `get_extra_state`              scales of float8
-    attributes        numbers and generators that layers of the script's own classes keep
-    buffers           of models that no optimizer trains                 an average's
+    values            the plain values of State              {"best": 0.25} others            states of small objects
+    with `state_dict`          a metric extra             what layers give as `get_extra_state`              scales of
+    float8 attributes        numbers and generators that layers of the script's own classes keep buffers           of
+    models that no optimizer trains                 an average's
 
-It is captured at each commit, and restored after a loss: the rank's own where ranks differ.
+The small state is captured at each commit, and restored after a loss: the rank's own if ranks differ.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from phalanx.elastic.buffers import Buffers
 from phalanx.elastic.frozen import Frozen, freeze, thaw
 from phalanx.elastic.objects import Objects
 
-_POSITION = ("epoch", "step")  # they go with the number of the commit
-_PLAIN = b"values:"  # this prefix, and numbers in the form that Python reads and writes fastest; no pickle begins so
+_POSITION = ("epoch", "step")  # restored with the number of the commit
+_PLAIN = b"values:"  # this prefix, then the values in Python's fastest format; no pickle begins so
 _NUMBERS = frozenset((int, float, bool, complex, str, type(None)))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 NO_VALUES = Frozen(_PLAIN + marshal.dumps({}, 2), [])
-"""The small state of a rank that has nothing of its own."""
+"""The small state of a rank that has none of its own."""
 
 
 class SmallState:
     """`SmallState` captures and restores the small state of one rank.
 
-    Cost: microseconds in each commit, and what the script's `get_extra_state` takes.
+    Cost: microseconds in each commit, plus the time of the script's `get_extra_state`.
     """
 
     def __init__(self, objects: Objects, values: dict[str, Any]) -> None:
@@ -47,10 +46,10 @@ class SmallState:
         self._extra = {key: layer for key, layer in layers.items() if type(layer).get_extra_state is not plain}
         self._users = {key: layer for key, layer in layers.items() if _is_users(type(layer))}
         averages = any(id(layer) not in trained for layer in layers.values())
-        self._is_plain = not (objects.small or self._extra or self._users or averages)  # there is nothing but values
+        self._is_plain = not (objects.small or self._extra or self._users or averages)  # there are only plain values
 
     def capture(self, values: Mapping[str, Any]) -> Frozen:
-        """Return the current state, in a form that does not change; of `values`, those that the script has set.
+        """Return an immutable copy of the current state, with those of `values` that the script has set.
 
         Raises:
             TypeError: a value, or the state of an object, cannot be pickled.
@@ -78,7 +77,7 @@ class SmallState:
         return Frozen(whole, [t.detach().clone() for t in (*frozen.tensors, *self._buffers.tensors)])
 
     def restore(self, kept: Frozen) -> None:
-        """Restore everything to what it was when `kept` was captured, on this rank or another."""
+        """Restore everything to its state when `kept` was captured, on this rank or another."""
         if kept.data.startswith(_PLAIN):
             self._values.update(marshal.loads(kept.data[len(_PLAIN) :]))
             return
@@ -111,7 +110,7 @@ class SmallState:
 
 
 class _GeneratorState(tuple[bytes]):
-    """The state of a generator; restoring it keeps the same generator object."""
+    """`_GeneratorState` is the state of a generator; restoring it keeps the same generator object."""
 
 
 def _shown(value: Any) -> Any:

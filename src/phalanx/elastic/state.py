@@ -1,4 +1,4 @@
-"""`State` is what a user names to keep when ranks are lost; `Commits` does the work behind it."""
+"""`State` names what to keep when ranks are lost; `Commits` does the work."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from phalanx.elastic.objects import has_state
 
 
 class State:
-    """Hold everything that a rank must have to go on where another one stood.
+    """Hold everything that a rank needs to resume where another rank stopped.
 
         state = phalanx.elastic.State(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, best=0.0)
 
-    Each argument is an attribute, under its name. Modules, optimizers, schedulers, gradient scalers, a
-    `phalanx.DistributedSampler` and whatever else has `state_dict` and `load_state_dict` are known by their kind; all
-    others, `epoch=0` above all, are plain values that go back to what they were at the latest commit.
+    Each argument becomes an attribute of that name. Modules, optimizers, schedulers, gradient scalers, a
+    `phalanx.DistributedSampler` and other objects with `state_dict` and `load_state_dict` are recognized by type; all
+    others, such as `epoch=0`, are plain values. After a loss, plain values go back to the latest commit.
 
-    The sampler's position is that of the loader; a loop that takes batches ahead of those it trains on (a prefetcher of
-    its own) says how many samples a step has used: `commit(samples=n)`.
+    The loader determines the sampler's position; a loop that takes batches ahead of training (its own prefetcher)
+    reports how many samples a step has used: `commit(samples=n)`.
 
-    `commit()` says that a step is done. Without `phalanx.elastic.run` it only counts.
+    `commit()` marks a step as complete. Without `phalanx.elastic.run` it only counts.
 
     Raises:
-        TypeError: a sampler that cannot say where it stands.
-        ValueError: a name that is taken, or several samplers.
+        TypeError: a sampler that cannot report its position.
+        ValueError: a name that State itself uses, or several samplers.
     """
 
     _things: dict[str, Any]
@@ -62,14 +62,14 @@ class State:
         else:
             self._values[name] = value
 
-    # -- what the loop calls -------------------------------------------------------------------------------------
+    # -- called by the loop ---------------------------------------------------------------------------------------
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the epochs from `state.epoch` up to `num_epochs`; the first may be one that was left half done.
+        """Yield the epochs from `state.epoch` up to `num_epochs`; the first may be partly done already.
 
-        What the body does after its last batch (validation, a scheduler's step) belongs to the epoch, and is done again
-        if ranks are lost in it; so is what it does before its first batch (`rate *= 0.5`): compute that from the epoch.
-        Collective: all ranks end an epoch together, but for those that train apart (LocalSGD).
+        Code after the last batch of an epoch (validation, a scheduler's step) belongs to the epoch, and is repeated if
+        ranks are lost in it. So is code before the first batch (`rate *= 0.5`): compute such values from the epoch.
+        Collective: all ranks end an epoch together, except those that train apart (LocalSGD).
         """
         while self.epoch < num_epochs:
             if self._commits.position is not None:
@@ -78,17 +78,17 @@ class State:
             self._commits.commit(is_step=False)
 
     def commit(self, *, samples: int | None = None) -> None:
-        """Commit a step that is done on this rank: what comes from here on may be lost, what was before may not.
+        """Commit a step that is complete on this rank: a later loss of ranks does not undo it.
 
-        `samples` is how many of this rank's samples were used in the step, for a loop that takes batches from its
-        loader ahead of those that it trains on; give it in each commit of an epoch, or in none. Otherwise all samples
-        that the loader has handed to the loop count as used.
+        `samples` is how many of this rank's samples the step used, for a loop that takes batches from its loader ahead
+        of training; pass it in each commit of an epoch, or in none. Otherwise all samples that the loader has handed to
+        the loop count as used.
 
-        Call it after the optimizer's step, while no gradient is waiting for more to be added to it. What a loop does
-        between this and the next batch is not done again after a loss; what it does before belongs to the step.
+        Call it after the optimizer's step, while no gradient is still being accumulated. Code between the commit and
+        the next batch is not repeated after a loss; code before the commit belongs to the step.
 
         Cost: where ranks wait for each other between an update and its commit (a second optimizer's backward, a loss
-        that is reduced), a copy of the models and of the optimizers' states in each step, to take it back with.
+        that is reduced), a copy of the models and of the optimizers' states in each step, to undo it.
 
         Raises:
             ValueError: `samples` are more than the loader has handed out, or not given in each commit of an epoch; or
@@ -103,11 +103,11 @@ class State:
         self._commits.commit(is_step=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: the state of each object by name, the plain values, and the data's position.
+        """Return the contents of a checkpoint: each object's state by name, the plain values, and the data's position.
 
-        It is that of the latest commit, if this is called right after one. A rank may call it alone, unless there is a
-        Pipeline. Keys of models are those of the module inside a wrapper; the state of an optimizer in shards is whole,
-        and so is that of a Pipeline's stages: it loads into another split, and into a model without a Pipeline.
+        Call it right after a commit to get the state of that commit. A rank may call it alone, unless there is a
+        Pipeline. Keys of models are those of the module inside a wrapper. The states of a sharded optimizer and of a
+        Pipeline's stages are complete: they load into another split, and into a model without a Pipeline.
         """
         objects = self._commits.objects.state_dict()
         return {"objects": objects, "values": dict(self._values), "position": self.data_position()}
@@ -117,14 +117,14 @@ class State:
         return self._commits.data_position()
 
     def load_data_position(self, position: dict[str, Any] | None) -> None:
-        """Set the data's position, before `phalanx.elastic.run`. `load_state_dict` does so; else call it."""
+        """Set the data's position, before `phalanx.elastic.run`. `load_state_dict` calls it, too."""
         self._commits.load_data_position(position)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint, on every rank, before `phalanx.elastic.run`; with any number of ranks.
+        """Resume from a checkpoint: call it on every rank, before `phalanx.elastic.run`, with any number of ranks.
 
         Raises:
-            ValueError: it is the state of other objects, or of an optimizer of other parameters.
+            ValueError: the state belongs to other objects, or to an optimizer of other parameters.
         """
         self._commits.objects.load_state_dict(state_dict["objects"])
         for name, value in state_dict["values"].items():

@@ -1,4 +1,4 @@
-"""Track the step at hand: whether its backward runs, and whether its update is made, counted or taken back.
+"""Track the current step: whether its backward runs, and whether its update is made, counted or undone.
 
 forward │ backward │ optimizer.step │ commit
         ╰ open ────╯ ╰ stepped: 1 ──╯ 2 until here
@@ -31,38 +31,39 @@ _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
 _engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
 _logger = get_logger(__name__)
-TRIAL_STEPS = 100  # in so many steps a copy is taken, and ranks wait for each other, until it is seen where they must
+TRIAL_STEPS = 100  # number of steps in which a copy is made and ranks wait for each other, to learn where they must
 
 
 class Runner(Protocol):
-    """A `Runner` is told of commits while the job runs."""
+    """A `Runner` is notified of commits while the job runs."""
 
     def before_commit(self, number: int, small: Frozen, counted: tuple[int, int]) -> bool:
-        """Prepare commit `number`, with its small state; `counted` collectives came before it. Return whether the ranks
-        wait for each other there, as they do in each commit like this one.
+        """Prepare commit `number` with its small state, and return whether the ranks wait for each other in it.
+
+        `counted` is the number of collectives before the commit. The answer holds for each commit like this one.
         """
 
     def after_commit(self) -> None: ...
 
     def count_collectives(self) -> tuple[int, int]:
-        """Return a number that differs if the ranks have waited for each other."""
+        """Return a number that changes whenever the ranks have waited for each other."""
 
     def require_group(self) -> None:
-        """Raise if the group is over, because a rank is lost. All ranks call it."""
+        """Raise if the group has ended because a rank is lost. All ranks call it."""
 
     def before_backward(self) -> None:
-        """Note that what this rank draws for the step, and what its forward changes, is done; gradients follow."""
+        """Record that this rank has made the step's random draws and its forward's changes; gradients follow."""
 
 
 class StepTracker:
-    """`StepTracker` learns by hooks on `objects` how far the loop is in its step; without a `runner`, nothing."""
+    """`StepTracker` tracks with hooks on `objects` how far a step has got; without a `runner` it does nothing."""
 
     def __init__(self, objects: Objects, find_mark: Callable[[], Mark] | None) -> None:
         self._find_mark = find_mark
         self.runner: Runner | None = None
         self.stepped = 0  # 1 in an optimizer's step, 2 after it, until the commit
         self.num_updates = 0  # since the commit
-        self.mark: Mark | None = None  # the data's position at the latest of them
+        self.mark: Mark | None = None  # the data's position at the latest update
         self.is_committing = False
         self._objects = objects
         watched = objects.watched_tensors() if objects.optimizers and not objects.pipelines else {}
@@ -79,7 +80,7 @@ class StepTracker:
         self._undo = None if holds_apart else StepUndo(objects.parts_of_update())
         # the number of updates of each sharded optimizer before the step's first update
         self._num_updates: list[int] = []
-        # whether a step may be interrupted behind its update; the first steps show whether it may
+        # whether a step may be interrupted after its update; learned in the first steps
         self._has_late = True
         self._num_quiet = 0  # how many of the first steps could not be interrupted there
         self._was_late = False
@@ -142,7 +143,7 @@ class StepTracker:
         if task not in (-1, self._open_backward):
             self._has_failed |= self._open_backward is not None
             self._open_backward = task
-            # behind the callbacks of wrappers, which wait there
+            # after the callbacks of wrappers, which wait there
             _after_backward(lambda: _after_backward(self._end_backward))
         self.runner.before_backward()
 
@@ -150,9 +151,9 @@ class StepTracker:
         self._open_backward = None
 
     def require_backward(self) -> None:
-        """Refuse to go on in a loop that swallowed the error of a loss: what it has done since does not count.
+        """Raise if the loop has swallowed the error of a loss: its work since then does not count.
 
-        A backward that ended by an error of the loop's own, on all ranks, is the loop's business.
+        A backward that failed on all ranks with an error of the loop's own is allowed.
         """
         if not self._has_failed and (self._open_backward is None or self._open_backward == _backward_number()):
             return
@@ -160,10 +161,10 @@ class StepTracker:
             self.runner.require_group()
         self._open_backward, self._has_failed = None, False
 
-    # -- its end -------------------------------------------------------------------------------------------------
+    # -- its end --------------------------------------------------------------------------------------------------
 
     def begin_commit(self, number: int, small: Frozen) -> None:
-        """Prepare the commit of a step for which the loop has done everything."""
+        """Prepare the commit of a step in which the loop has done everything."""
         if self.runner is not None:
             self.require_backward()
             self.is_committing = True
@@ -173,11 +174,11 @@ class StepTracker:
                 self._learn_lateness(waits or self._at_update not in (None, at_commit))
 
     def _learn_lateness(self, is_late: bool) -> None:
-        """Learn whether a step can be interrupted between its update and its commit: then it must be undoable.
+        """Record whether this step could be interrupted between its update and its commit: then steps must be undoable.
 
-        A loop may do so in every tenth step only, when it reduces a loss to be shown: the first steps together tell.
-        The same holds if the commit itself must wait for the others, because a rank has changed something behind the
-        update that no other rank has and that is not kept yet.
+        A loop may reduce a loss for display in every tenth step only, so all the first steps count. A step can also be
+        interrupted if its commit must wait for other ranks, because a rank has changed state of its own after the
+        update that is not recorded yet.
         """
         if is_late:
             self._has_late = self._was_late = True
@@ -186,7 +187,7 @@ class StepTracker:
             self._has_late = self._num_quiet < TRIAL_STEPS
 
     def end(self) -> None:
-        """End a step that is committed, or one after which everything is as at the latest commit."""
+        """End a step that is committed, or that was undone to the latest commit."""
         self.stepped = self.num_updates = 0
         self.mark = None
         self._forward_changes.end_step()
@@ -196,28 +197,28 @@ class StepTracker:
             self._undo.end_step(drop=not self._has_late)
 
     def forget_backward(self) -> None:
-        """Forget a backward that has begun before a loss: it does not count."""
+        """Forget a backward that began before a loss."""
         self._open_backward, self._has_failed = None, False
 
     # -- when it was interrupted ---------------------------------------------------------------------------------
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all that no record holds is as it was at the latest commit."""
+        """Return whether the state that no record holds is as it was at the latest commit."""
         return self.stepped == 0
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """Return how many updates were made since the latest commit, and whether the next commit has begun."""
+        """Return the number of updates since the latest commit, and whether the next commit has begun."""
         return self.num_updates, self.is_committing
 
     def take_back(self, step: int) -> None:
-        """Undo, after an error in step number `step`, an update whose commit is missing, if it can be undone.
+        """Undo an uncommitted update after an error in step number `step`, if it can be undone.
 
-        A sharded update that was interrupted has been undone already, or was completed by the others: it is taken back
-        as well, as the loop has not done what it does behind it.
+        An interrupted sharded update was already undone, or the others completed it: then it is undone as well, since
+        the loop has not run its code after the update.
         """
-        if self.stepped == 1 and self._objects.rounds:  # what failed is its round, which is held behind the update
+        if self.stepped == 1 and self._objects.rounds:  # the failure was in its round, which follows the update
             self._after_step()
         if self.stepped and self._undo is not None and self._undo.is_kept and self._can_take_back_shards():
             self._undo.give_back()
@@ -229,7 +230,7 @@ class StepTracker:
             updated = {one.has_updated for one in self._objects.sharded}
             if updated == {True}:
                 self._after_step()
-            elif updated == {False} and self._undo is None:  # else there were other updates in this step before
+            elif updated == {False} and self._undo is None:  # otherwise there were other updates in this step before
                 self.stepped = 0
         if not self.stepped:
             self.schedulers_and_scalers.give_back()
@@ -246,7 +247,7 @@ class StepTracker:
         return all(optimizer.can_take_back(number) for optimizer, number in pairs)
 
     def count(self, step: int) -> None:
-        """Count the update of step number `step`, of which only the commit is missing."""
+        """Count the update of step number `step`, whose commit is missing."""
         if not self._objects.rounds and self.stepped == 2 and not self.is_committing:
             self._has_late = self._was_late = True
             _logger.warning(
@@ -262,22 +263,23 @@ class StepTracker:
 
 
 def _after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the current backward has ended, if it ends well."""
+    """Call `function` when the current backward has succeeded."""
     _engine.queue_callback(function)
 
 
-# Keep tensors that a loop changes before its update, so that a repeated step changes them once.
+# Restore tensors that a loop changes before its update, so that a repeated step changes them only once.
 #
-# momentum encoder changes │ forward │ backward, where a rank is lost        on survivors it has changed already
+#     momentum encoder changes │ forward │ backward, where a rank is lost        on survivors it has changed already
 
 
 class ForwardChanges:
-    """`ForwardChanges` watches `tensors`, which no optimizer updates; the steps show which of them forwards change.
+    """`ForwardChanges` learns which of `tensors`, which no optimizer updates, are changed by forwards.
 
-    A change through `.data` changes no version, so the first step compares values: later ones alone are not found.
+    A change through `.data` changes no version, so the first step compares values; a `.data` change that first occurs
+    later is missed.
 
-    Cost: a look at the number of changes of each tensor, twice a step; and a copy, before each step, of those that
-    forwards change. In the first step all are copied, and compared with the copies.
+    Cost: a check of each tensor's version, twice a step; and a copy, before each step, of the tensors that forwards
+    change. In the first step all are copied, and compared with the copies.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -285,16 +287,16 @@ class ForwardChanges:
         self._changing: set[int] | None = None  # positions in `tensors`; None before they are known
         self._copies: dict[int, Tensor] = {}
         self._places: dict[int, int] = {}  # by position: the memory that was copied
-        self._versions: list[int] | None = None  # the versions as the step began; None outside a step
+        self._versions: list[int] | None = None  # the versions when the step began; None outside a step
 
     def forget(self) -> None:
-        """Begin as in a first step: it is not known what forwards change."""
+        """Learn anew, as in a first step, which tensors forwards change."""
         self._changing, self._versions = None, None
         self._copies, self._places = {}, {}
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Copy what forwards may change, because the first forward of a step is about to begin."""
+        """Copy the tensors that forwards may change, before the first forward of a step."""
         if self._versions is not None or not self._tensors:
             return
         self._versions = [tensor._version for tensor in self._tensors]
@@ -308,7 +310,7 @@ class ForwardChanges:
 
     @torch.no_grad()
     def learn(self) -> None:
-        """Find out what forwards change: everything that has changed when the update is about to begin."""
+        """Find the tensors that the forward has changed, just before the update begins."""
         if self._versions is None:
             return
         self._changing = self._changed() | (self._changing or set())
@@ -316,12 +318,12 @@ class ForwardChanges:
             del self._copies[number], self._places[number]
 
     def end_step(self) -> None:
-        """Forget the copies of a step that is committed, or was taken back."""
+        """Forget the copies of a step that is committed, or was undone."""
         self._versions = None
 
     @torch.no_grad()
     def give_back(self) -> list[int]:
-        """Restore the tensors to what they were when the step began; return the positions of those without a copy."""
+        """Restore the tensors to their values at the step's beginning; return the positions of those without a copy."""
         if self._versions is None:
             return []
         changed = self._changed() | (self._changing or set())
@@ -329,7 +331,7 @@ class ForwardChanges:
             tensor, copy = self._tensors[number], self._copies[number]
             if self._places[number] == _place(tensor) and _is_alike(copy, tensor):
                 tensor.copy_(copy)
-            else:  # the memory that it has now may be shared with another tensor
+            else:  # the tensor's current memory may be shared with another tensor
                 tensor.data = copy.clone()
         self._versions = None
         return sorted(changed - self._copies.keys())
@@ -360,16 +362,19 @@ def _place(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
-# Keep what an update is about to change, so that a step can be taken back that a loss interrupts after its update.
+# Copy the state that an update is about to change, to undo a step that a loss interrupts after its update.
 #
-#     backward │ optimizer.step │ all_reduce(loss) │ scheduler.step │ commit        one collective is behind the update
+#     backward │ optimizer.step │ all_reduce(loss) │ scheduler.step │ commit        one collective after the update
 #     backward │ optimizer.step │ backward │ optimizer.step         │ commit        two optimizers, as of a GAN
 #
-# A rank interrupted there has parameters that are no longer the latest commit's, and not yet those of the next.
+# A rank interrupted there has parameters between the latest commit and the next.
 
 
 class StepUndo:
-    """`StepUndo` keeps a copy of what `parts` hold. Cost: their memory, and a copy in each step that takes one."""
+    """`StepUndo` keeps a copy of the contents of `parts`.
+
+    Cost: their memory, and a copy in each step that takes one.
+    """
 
     def __init__(self, parts: Sequence[StatePart]) -> None:
         self._parts = parts
@@ -378,12 +383,12 @@ class StepUndo:
 
     @property
     def is_kept(self) -> bool:
-        """Return whether the step can be taken back."""
+        """Return whether the step can be undone."""
         return self._structure is not None
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy what the parts hold now."""
+        """Copy the current contents of the parts."""
         tensors: list[Tensor] = []
         structure = split([part.show() for part in self._parts], tensors)
         forms = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
@@ -395,7 +400,7 @@ class StepUndo:
         self._structure = structure
 
     def end_step(self, *, drop: bool) -> None:
-        """Forget what was kept; with `drop`, release its memory, too."""
+        """Forget the copies; with `drop`, also release their memory."""
         self._structure = None
         if drop:
             self._copies = []
@@ -405,17 +410,17 @@ class StepUndo:
         values = join(self._structure, self._copies)
         for part, value in zip(self._parts, values, strict=True):
             part.take(value)
-        self.end_step(drop=True)  # the tensors are the optimizer's now
+        self.end_step(drop=True)  # the tensors now belong to the optimizer
 
 
 def _count(scheduler: LRScheduler) -> Any:
-    """Return something that differs once a scheduler has stepped; for a ChainedScheduler, also its inner ones'."""
+    """Return a value that changes when a scheduler steps; for a ChainedScheduler, including its inner ones."""
     inner = getattr(scheduler, "_schedulers", ())
     return getattr(scheduler, "last_epoch", None), [_count(one) for one in inner]
 
 
 def _copy_state(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a scheduler's state, in which its own methods may be: they stay those of this scheduler."""
+    """Copy a scheduler's state; methods of the scheduler in it stay bound to the scheduler."""
     memo = {id(one): one for one in (*_with_inner(scheduler), getattr(scheduler, "optimizer", None))}
     return copy.deepcopy(state, memo)
 
@@ -425,16 +430,17 @@ def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
 
 
 class SchedulersAndScalers:
-    """`SchedulersAndScalers` keeps these, and the options that they change, which may be ahead of the last update.
+    """`SchedulersAndScalers` saves schedulers, gradient scalers and the options that schedulers change.
 
-    This happens where a scheduler steps at the end of an epoch, and a rank is lost in the validation after it.
+    They may be ahead of the last update: a scheduler may step at the end of an epoch, and a rank be lost in the
+    validation after it.
     """
 
     def __init__(self, schedulers: Sequence[LRScheduler], scalers: Sequence[Any], optimizers: Sequence[Optimizer]):
         self._schedulers, self._scalers, self._optimizers = schedulers, scalers, optimizers
         self._seen: Any = None
         self._kept: Any = None
-        self._watches = False  # whether a scheduler that steps now does so behind the commit of a step
+        self._watches = False  # whether a scheduler that steps now does so after the commit of a step
         self._has_told = False
 
     def _look(self) -> list[Any]:
@@ -450,7 +456,7 @@ class SchedulersAndScalers:
         return seen
 
     def tell_of_steps_behind_commit(self) -> None:
-        """Warn once of schedulers that have stepped since the commit of a step: a backward is about to begin."""
+        """Warn once of schedulers that have stepped after the commit of a step; a backward is about to begin."""
         if not self._watches:
             return
         self._watches = False
@@ -463,7 +469,7 @@ class SchedulersAndScalers:
             )
 
     def keep(self, *, is_step: bool = False) -> None:
-        """Keep their current states, which is cheap if nothing has changed; `is_step` in the commit of a step."""
+        """Save the current states, at little cost if nothing has changed; `is_step` in the commit of a step."""
         self._watches = is_step and bool(self._schedulers) and not self._has_told
         seen = self._look()
         if seen == self._seen:
@@ -480,7 +486,7 @@ class SchedulersAndScalers:
         self._seen = seen
 
     def give_back(self) -> None:
-        """Restore the states that were kept."""
+        """Restore the saved states."""
         if self._look() == self._seen:
             return
         schedulers, scalers, options = self._kept
@@ -489,7 +495,7 @@ class SchedulersAndScalers:
         for scaler, state in zip(self._scalers, scalers, strict=True):
             scaler.load_state_dict(copy.deepcopy(state))
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        # a group that the loop has added since is handled by the undo
+        # the undo handles a group that the loop has added since
         for group, kept in zip(groups, options, strict=False):
             group.update(kept)
         self._seen = None
