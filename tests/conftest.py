@@ -132,9 +132,10 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what was imported and collected is neither searched for garbage nor copied in each forked rank
-    huge_pages.collapse()
+    if len(session.items) > 20:  # it takes up to a second
+        huge_pages.collapse()
     # One intra-op thread: no pool starts in the middle of a test, and what is forked from here starts clean.
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
