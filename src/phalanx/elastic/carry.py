@@ -1,7 +1,7 @@
 """Transfer the state from one rank to those that lack it: through memory on a host, in messages between hosts.
 
-round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
-round 2                                                     that one ──read by──▶ the other receivers of its host
+    round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
+    round 2                                                     that one ──read by──▶ the other receivers of its host
 
 Between rounds all ranks report what has arrived. Meanwhile `own_clock` raises the group's timeout, since a hand-over
 may take longer than any operation of the group should.

@@ -85,7 +85,7 @@ class Objects:
 
         Raises:
             ValueError: a Pipeline; a comm hook with a state of its own; a buffer with overlapping elements; an
-            optimizer whose state is sharded over ranks that do not share memory, or over some ranks only.
+                optimizer whose state is sharded over ranks that do not share memory, or over some ranks only.
         """
         for name, thing in self.things.items():
             if isinstance(thing, Pipeline):

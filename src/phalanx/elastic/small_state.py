@@ -1,9 +1,10 @@
 """`SmallState` captures and restores the state of one rank apart from parameters and optimizers.
 
-    values            the plain values of State              {"best": 0.25} others            states of small objects
-    with `state_dict`          a metric extra             what layers give as `get_extra_state`              scales of
-    float8 attributes        numbers and generators that layers of the script's own classes keep buffers           of
-    models that no optimizer trains                 an average's
+    values            the plain values of State                         {"best": 0.25}
+    others            states of small objects with `state_dict`          a metric
+    extra             the results of layers' `get_extra_state`           scales of float8
+    attributes        numbers and generators in layers of the script's own classes
+    buffers           of models that no optimizer trains                 an average's
 
 The small state is captured at each commit, and restored after a loss: the rank's own if ranks differ.
 """

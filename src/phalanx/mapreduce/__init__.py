@@ -1,12 +1,12 @@
 """This package is MapReduce over a process group.
 
 map_reduce                                          map_reduce.py
-its arguments, checked                              job.py
-what a task reads: splits, lines, items             splits.py  records.py
-a map task: records to buckets                      map_task.py  table.py  fold.py  sums.py
+its arguments, checked                              map_reduce_job.py
+inputs of a task: splits, lines, items              splits.py  records.py
+a map task: records to buckets                      map_task.py  table.py  sums.py
                                                     buckets.py  keys.py  columns.py
-who does which task, and does it again              board.py  attempt.py  team.py
-the shuffle; sorting; what lies on disk             exchange.py  grouper.py  spool.py  sizes.py
+assigning and repeating tasks                       board.py  attempt.py  team.py
+the shuffle; sorting; data on disk                  exchange.py  grouper.py  spool.py  sizes.py
                                                     heap.py
 the result: iterated over, gathered, as files       result.py  part_files.py  counters.py
 """

@@ -2,7 +2,7 @@
 
 meet        the same arguments, one plan                       gather
 map         tasks                                              board
-tell        how large every bucket is, and what was counted    gather
+report      the size of every bucket, and the counters         gather
 shuffle     buckets to the owners of their partitions          all_to_all, in rounds
 reduce      each partition                                     alone
 agree       all have finished                                  board
@@ -37,13 +37,13 @@ from phalanx.mapreduce.table import NotPairsError
 from phalanx.mapreduce.team import Person, Team
 
 _logger = get_logger(__name__)
-_LOOK_EVERY = 64  # this many keys lie between two looks
+_LOOK_EVERY = 64  # number of keys between two checks
 _RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 
 
 @dataclass
 class RankHoldings:
-    """It is what this rank holds of a job."""
+    """`RankHoldings` are the map outputs and reduced partitions of one rank."""
 
     job: MapReduceJob
     splits: list[Split] = field(default_factory=list)
@@ -60,7 +60,7 @@ class RankHoldings:
 
 @dataclass(frozen=True)
 class TaskReport:
-    """It is what the others must know of a map task: the length of the bucket of each partition, run by run."""
+    """A `TaskReport` is what a rank sends about a map task: the length of each partition's bucket, run by run."""
 
     lengths: list[list[int]]
     kinds: set[str]
@@ -69,7 +69,7 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class MapReduceResult:
-    """It is a job that is done: what was counted, and which rank has which partition."""
+    """A `MapReduceResult` is a finished job: its counters, and the rank that has each partition."""
 
     counters: Counters
     owners: dict[int, int]
@@ -114,7 +114,7 @@ def _plan(job: MapReduceJob) -> tuple[str, Any]:
 
 
 def attempt(team: Team, job: MapReduceJob, held: RankHoldings) -> MapReduceResult:
-    """Do the job. All ranks call it.
+    """Run the job once. All ranks call it.
 
     Raises:
         PeerLostError, DeadlineError: a rank was lost.
@@ -133,7 +133,7 @@ def _attempt(team: Team, job: MapReduceJob, held: RankHoldings) -> MapReduceResu
         board = Board(team, f"{prefix}/{number}", [task for task in range(len(splits)) if task not in there])
         with _problem_first(board):
             _map(board, job, held, splits)
-            # One may find a problem when others have seen the last task done: it is heard here, by all of them.
+            # One rank may find a problem when others have seen the last task complete: all receive it here.
             heard = team.gather((board.problem(), {task: _report(output) for task, output in held.outputs.items()}))
         _raise_problem(team, next((problem for problem, _ in heard if problem is not None), None), board.cause)
         told = [reports for _, reports in heard]
@@ -173,11 +173,11 @@ def _attempt(team: Team, job: MapReduceJob, held: RankHoldings) -> MapReduceResu
 
 @contextlib.contextmanager
 def _problem_first(board: Board) -> Iterator[None]:
-    """Raise the job's problem instead of the loss of a rank: the rank may have published it, and ended."""
+    """Raise the job's problem instead of the loss of a rank that may have published the problem and ended."""
     try:
         yield
     except PeerLostError:
-        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):  # the lost rank may have kept the store
+        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):  # the lost rank may have hosted the store
             _raise_problem(board.team, board.problem())
         raise
 
@@ -198,7 +198,7 @@ def _do_map_task(board: Board, job: MapReduceJob, held: RankHoldings, split: Spl
     except NotPairsError as error:
         board.give_up("TypeError", f"map_reduce: {message_of(error)}", error.__cause__)
         return
-    except (TypeError, ValueError) as error:  # it came from a key; the map function's own errors make a record bad
+    except (TypeError, ValueError) as error:  # an error of a key; errors of the map function make a record bad
         board.give_up(type(error).__name__, message_of(error), error)
         return
     except Exception as error:
@@ -266,7 +266,8 @@ def _shuffle(
 ) -> Iterator[tuple[int, Iterator[bytes]]]:
     """Yield the partitions of this rank, each with its buckets in the order of tasks and runs.
 
-    What a rank has for another is one stream, ordered by partition, task and run; both know where in it buckets lie.
+    A rank's buckets for another rank form one stream, ordered by partition, task and run; both ranks know each bucket's
+    offset.
     """
     own = {rank: sorted(p for p, owner in owners.items() if owner == rank) for rank in range(team.size)}
     made = {rank: [task for task in sorted(makers) if makers[task] == rank] for rank in range(team.size)}
@@ -336,7 +337,7 @@ def _write(folder: str, held: RankHoldings, partition: int, partitions: int) -> 
 def _reduced(job: MapReduceJob, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:
     for number, (key, values) in enumerate(grouper.groups()):
         if not number % _LOOK_EVERY:
-            board.team.check_peers()  # a rank that goes on while others have given up on the group is taken for stuck
+            board.team.check_peers()  # a rank that continues after others have abandoned the group would count as hung
         try:
             value = job.reduce(key, values)
         except Exception as error:

@@ -1,12 +1,12 @@
-"""The board hands map tasks out through the store, one after another, to each rank that has nothing to do.
+"""The `Board` assigns map tasks through the store, one at a time, to each idle rank.
 
-    claim        the next that nobody has begun                       add next
-    running      have others done it first?                           check done/TASK
-    done         the first result stands                              add done/TASK == 1
-    idle         what failed elsewhere; what a dead rank had; and
-                 what takes a straggler longer than a task takes      add runs/TASK
+    claim        the next task that no rank has begun                 add next
+    running      has another rank completed it first?                 check done/TASK
+    done         the first result counts                              add done/TASK == 1
+    idle         tasks that failed elsewhere; tasks of a dead rank;
+                 tasks that take a straggler longer than usual        add runs/TASK
 
-Every rank does its own looking: there is no master that could be lost.
+Every rank polls the store itself: there is no master that could be lost.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _LEAST_PATIENCE_S = 0.2
 
 @dataclass(frozen=True)
 class OpenTask:
-    """It is a task that is not done, as an idle rank sees it."""
+    """An `OpenTask` is an unfinished task, as an idle rank sees it."""
 
     task: int
     runs: int
     failures: int
     failed_here: bool
     ran_here: bool
-    for_s: float  # how long it is known to run, while this rank had nothing to do
+    for_s: float  # how long the task has run while this rank was idle
 
 
 def choose_idle_task(standings: Sequence[OpenTask], world_size: int, patience_s: float) -> int | None:
-    """Return the task for a rank that has nothing to do; None if it has to wait.
+    """Return the task that an idle rank should run; None if it has to wait.
 
-    A task that failed and that no rank does again comes first; another rank than the one at which it failed takes it,
-    if there is one. Then comes the straggler that runs least often.
+    First comes a failed task that no rank is repeating; a rank on which it has not failed takes it, if there is one.
+    Then comes the straggling task with the fewest runs.
     """
     for one in standings:
         if one.failures and one.failures >= one.runs and (not one.failed_here or one.failures >= world_size):
@@ -49,7 +49,7 @@ def choose_idle_task(standings: Sequence[OpenTask], world_size: int, patience_s:
 
 @dataclass
 class Board:
-    """It is one rank's view of the tasks. `tasks` are those that are to be done, the same on every rank."""
+    """`Board` is one rank's view of the tasks. `tasks` are the tasks to do, the same on every rank."""
 
     team: Team
     prefix: str
@@ -67,7 +67,7 @@ class Board:
         return "/".join([self.prefix, *map(str, words)])
 
     def claim(self) -> int | None:
-        """Return the next task that nobody has begun; None if there is none."""
+        """Return the next task that no rank has begun; None if there is none."""
         store = self.team.store
         number = store.add(self._key("next"), 1) - 1
         if number >= len(self.tasks):
@@ -75,7 +75,7 @@ class Board:
         return self.begin(self.tasks[number])
 
     def begin(self, task: int) -> int:
-        """Begin a task on this rank, and return which run of it this is."""
+        """Begin a task on this rank, and return the number of this run of the task."""
         self._ran_here.add(task)
         number = self.team.store.add(self._key("runs", task), 1)
         self.team.store.set(self._key("run", task, number), str(self.team.rank))
@@ -83,7 +83,7 @@ class Board:
         return task
 
     def is_wanted(self, task: int) -> bool:
-        """Return whether no other rank has done it yet; this asks now and then.
+        """Return whether no other rank has completed the task yet; the store is polled only now and then.
 
         Raises:
             PeerLostError: a rank has ended.
@@ -96,39 +96,39 @@ class Board:
         return not self._is_done(task) and self.problem() is None
 
     def finish(self, task: int, seconds: float) -> bool:
-        """Note that this rank has done the task, and return whether it was the first."""
+        """Record that this rank has completed the task, and return whether it was the first."""
         self._took_s.append(seconds)
         self._done.add(task)
         return self.team.store.add(self._key("done", task), 1) == 1
 
     def fail(self, task: int, text: str) -> int:
-        """Note that the task failed here, and return how often it has, everywhere."""
+        """Record that the task failed here, and return how often it has failed on all ranks."""
         self._failed_here.add(task)
         number = self.team.store.add(self._key("failures", task), 1)
         self.team.store.set(self._key("failure", task, number), json.dumps([self.team.rank, text]))
         return number
 
     def failures(self, task: int) -> list[tuple[int, str]]:
-        """Return each failure: the rank, and what it was."""
+        """Return each failure of a task: the rank and the error."""
         keys = [self._key("failure", task, number + 1) for number in range(self._count("failure", task))]
         return [tuple(json.loads(self.team.store.get(key))) for key in keys]
 
     def _count(self, kind: str, task: int) -> int:
-        """Return how many there are. It only looks: a waiting rank asks often, and a file store keeps all changes."""
+        """Return a counter without adding to it: a waiting rank polls often, and a file store keeps all changes."""
         count = 0
         while self.team.store.check([self._key(kind, task, count + 1)]):
             count += 1
         return count
 
     def give_up(self, kind: str, text: str, cause: BaseException | None = None) -> None:
-        """Let all ranks hear that the job has failed; they hear the first rank that says so."""
+        """Publish to all ranks that the job has failed; the first rank to publish determines the error."""
         self.cause = cause
         if self.team.store.add(self._key("given-up"), 1) == 1:
             self.team.store.set(self._key("problem"), json.dumps([self.team.rank, kind, text]))
-        self.team.wait_until(lambda: self.problem() is not None)  # the first may be about to say it
+        self.team.wait_until(lambda: self.problem() is not None)  # the first rank may be about to publish it
 
     def problem(self) -> tuple[int, str, str] | None:
-        """Return why the job has failed: the rank that said so, the kind, and the text; None if it has not."""
+        """Return the rank, kind and text of the job's failure; None if it has not failed."""
         key = self._key("problem")
         if not self.team.store.check([key]):
             return None
@@ -141,7 +141,7 @@ class Board:
         return task in self._done
 
     def find_idle(self) -> int | None:
-        """Wait for something to do, for a rank that finds nothing to claim; return None if all is done, or in vain.
+        """Wait for a task on a rank that has nothing to claim; return None if all tasks are done or the job has failed.
 
         Raises:
             PeerLostError: a rank has ended.

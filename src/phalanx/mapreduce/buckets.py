@@ -13,13 +13,13 @@ from phalanx.mapreduce.keys import partitions_of
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.sums import TextSums
 
-_BUCKETS = 32  # a bucket holds at most this part of the memory
+_BUCKETS = 32  # a bucket holds at most this fraction of the memory
 _PAIR_BYTES = 150  # the bytes of a short text and an integer in a dict, without the text itself
 
 
 @dataclass
 class Values:
-    """It has values by key, folded or listed, their number, and the bytes that they hold."""
+    """`Values` holds values by key, folded or listed, with their number and size in bytes."""
 
     by_key: dict[Any, Any]
     count: int
@@ -30,9 +30,9 @@ class Values:
 
 
 def pack_buckets(contents: Values | TextSums, types: set[type], job: MapReduceJob) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the partition, a number within it, and the bucket, partition after partition. This empties `contents`.
+    """Yield (partition, number within it, bucket), ordered by partition. Empties `contents`.
 
-    `types` are those of the keys. A partition has several buckets if it holds more than a part of the memory.
+    `types` are the types of the keys. A partition that is too large for one bucket has several.
     """
     most = job.memory_bytes // _BUCKETS
     if isinstance(contents, Values):
@@ -60,7 +60,7 @@ def _pack_values(
     theirs = np.fromiter(values.values(), object, len(values))[order]
     values.clear()
     counts = np.fromiter(map(len, theirs), np.int64, len(theirs)) if listed else np.ones(len(theirs))
-    most = max(1, int(most_bytes * counts.sum() / contents.held_bytes))  # a bucket has at most so many pairs
+    most = max(1, int(most_bytes * counts.sum() / contents.held_bytes))  # the most pairs in a bucket
     start = 0
     for partition, end in enumerate(np.cumsum(np.bincount(partitions, minlength=job.partitions)).tolist()):
         parts: Iterable[tuple[list[Any], list[Any]]] = ((keys[start:end].tolist(), theirs[start:end].tolist()),)
@@ -72,7 +72,7 @@ def _pack_values(
 
 
 def _cut(keys: list[Any], values: list[Any], most: int, *, listed: bool) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yield parts of at most so many pairs each, also of a key with many values."""
+    """Yield parts of at most `most` pairs each, and split a key with more values."""
     if not listed:
         for start in range(0, len(keys), most):
             yield keys[start : start + most], values[start : start + most]

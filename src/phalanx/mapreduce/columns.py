@@ -4,7 +4,7 @@
     a·the·word      keys: text, with line ends between
     3 99 2          values: integers of a byte each
 
-If a key has many values, there is a column of their numbers, then one of all values.
+With lists of values, there is a column of their lengths, then one of all values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _WIDTHS = (("b", 8), ("h", 16), ("i", 32))
 
 
 def pack(keys: Sequence[Any], values: Sequence[Any], *, listed: bool = False) -> bytes:
-    """Return keys and as many values as bytes; with `listed`, as many lists of values. Types are kept exactly.
+    """Pack keys and as many values, or with `listed` as many lists of values, into bytes. Types are kept exactly.
 
-    Cost: what is pickled is copied once more.
+    Cost: pickled columns are copied once more.
     """
     first = _pack_column(keys)
     if not listed:
@@ -34,23 +34,23 @@ def pack(keys: Sequence[Any], values: Sequence[Any], *, listed: bool = False) ->
 
 
 def unpack(data: bytes | memoryview) -> tuple[list[Any], list[Any]]:
-    """Return the keys and values again."""
+    """Unpack the keys and values."""
     kind, keys, column = _split(data)
     if kind[1:] != b"l":
         return _unpack_column(kind[:1], keys), _unpack_column(kind[1:], column)
     counts, rest = unpack(column)
-    # A slice takes the bytes that the writer counts. A list made from an iterator has room to spare.
+    # A slice takes exactly the bytes that the writer counts; a list made from an iterator has spare room.
     lists = [rest[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
     return _unpack_column(kind[:1], keys), lists
 
 
 def length_of_keys(head: bytes) -> int:
-    """Return how many bytes the keys take, from these first `HEADER` bytes or more; the values come after them."""
+    """Return the size of the keys, from the first `HEADER` or more bytes; the values follow the keys."""
     return HEADER + int.from_bytes(head[2:HEADER], "little")
 
 
 def unpack_keys(data: bytes) -> list[Any]:
-    """Return only the keys, which take so many bytes."""
+    """Unpack only the keys."""
     return _unpack_column(data[:1], memoryview(data)[HEADER:])
 
 

@@ -1,4 +1,4 @@
-"""`Counters` has what a job counted: records, pairs, bytes, and the records that its map function could not do."""
+"""`Counters` holds the counts of a job: records, pairs, bytes, and bad records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _TEXT = 200
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A bad record is one for which the map function raised, or that was not decoded. The result ignores it."""
+    """A `BadRecord` is a record that could not be decoded or for which the map function raised.
+
+    The result ignores it.
+    """
 
     where: str
     record: str
@@ -40,7 +43,7 @@ class BadRecord:
 
 @dataclass
 class Counters:
-    """It has sums over all tasks, each counted once, however often it ran. `bad_records` shows the first few."""
+    """`Counters` sums over all tasks, each counted once, however often it ran. `bad_records` has the first few."""
 
     records: int = 0
     num_bad_records: int = 0
@@ -51,7 +54,7 @@ class Counters:
     bad_records: list[BadRecord] = field(default_factory=list)
 
     def add(self, other: Counters) -> None:
-        """Count what `other` has counted, too."""
+        """Add the counts of `other`."""
         for one in fields(self):
             if one.name != "bad_records":
                 setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
@@ -64,7 +67,7 @@ class Counters:
             self.bad_records.append(BadRecord.of(where, record, error))
 
     def describe_bad(self) -> str:
-        """Return how many records are bad, and the first of them, in words."""
+        """Describe how many records are bad, and the first of them."""
         lines = [f"{self.num_bad_records:,} of {self.records:,} records were bad:", *map(str, self.bad_records)]
         if self.num_bad_records > len(self.bad_records):
             lines.append(f"and {self.num_bad_records - len(self.bad_records):,} more")

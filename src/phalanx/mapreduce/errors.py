@@ -1,4 +1,4 @@
-"""A map_reduce raises these errors when the user's own functions, or the files, fail."""
+"""The errors that `map_reduce` raises when the user's functions, or the files, fail."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from phalanx.errors import PhalanxError
 
 
 class TaskError(PhalanxError):
-    """A task failed for good, or too many records were bad. All ranks raise it, with the error where it happened."""
+    """A task failed for good, or too many records were bad. All ranks raise it, with the original error."""

@@ -18,7 +18,7 @@ _MOST_CHUNK = 8 << 20
 
 
 def plan_rounds(longest: int, world_size: int, memory_bytes: int) -> tuple[int, int]:
-    """Return how many rounds there are, and a round's bytes of a stream: all that moves is an eighth of the memory."""
+    """Return the number of rounds, and a stream's bytes per round: a round moves an eighth of the memory in all."""
     chunk = min(max(memory_bytes // (16 * world_size), _LEAST_CHUNK), _MOST_CHUNK)
     return -(-longest // chunk), chunk
 
@@ -26,10 +26,10 @@ def plan_rounds(longest: int, world_size: int, memory_bytes: int) -> tuple[int, 
 def exchange(
     team: Team, outgoing: Sequence[SpoolStream], incoming: Sequence[int], longest: int, inbox: Spool, memory_bytes: int
 ) -> list[SpoolStream]:
-    """Send a stream to each rank; what came from each is in `inbox` afterwards. All ranks call it.
+    """Send a stream to each rank, and receive those of all ranks into `inbox`. All ranks call it.
 
-    `incoming` is the length of what each rank sends. `longest` is that of the longest stream of all ranks. What a rank
-    has for itself is not moved: its stream is given back as it is.
+    `incoming` is the length of the stream from each rank, `longest` that of the longest stream of all ranks. A rank's
+    stream to itself is not moved, but returned as it is.
 
     Raises:
         TaskError: a rank could not write to its disk, or read from it; on every rank.
@@ -45,7 +45,7 @@ def exchange(
         sizes = [0 if peer == team.rank else stream.length_of(start, chunk) for peer, stream in enumerate(outgoing)]
         try:
             parts: list[bytes] = [stream.read(start, size) for stream, size in zip(outgoing, sizes, strict=True)]
-        except OSError as error:  # the others wait for it: something is sent, which nobody will use
+        except OSError as error:  # the others wait for this rank's bytes: send some that nobody will use
             problem, parts = problem or str(error), [bytes(size) for size in sizes]
         received = team.all_to_all(parts, expected)
         try:

@@ -1,10 +1,10 @@
-"""Group values by key, in the order of the keys: in memory while they fit, else in sorted runs on disk that are merged.
+"""Group values by key, sorted by key: in memory while they fit, else in sorted runs on disk that are merged.
 
     buckets of task 0, 1, 2 … ──▶ dict of lists ──▶ sorted run 0 ─┐
                                        │ full      sorted run 1 ─┼─▶ merge ─▶ (key, values), key after key
                                        └─────────▶ sorted run 2 ─┘
 
-Values of a key keep the order in which their buckets were added: runs are merged in the order in which they were made.
+Values of a key keep the order in which their buckets were added: runs are merged in the order of their creation.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from phalanx.mapreduce.sums import new_sums, sorted_items
 
 _FAN_IN = 16
 _BLOCK_BYTES = 512 << 10
-_VALUES = 1024  # an entry of a run has at most so many values of a key
+_VALUES = 1024  # the most values of a key in an entry of a run
 _first = itemgetter(0)
 
 Run = list[SpoolExtent]
 
 
 class StoredValues:
-    """It has the values of an entry that is larger than a block: on disk, until they are iterated over."""
+    """`StoredValues` reads the values of an entry larger than a block from disk while it is iterated over."""
 
     def __init__(self, spool: Spool, extent: SpoolExtent) -> None:
         self._spool = spool
@@ -47,9 +47,9 @@ class StoredValues:
 def write_blocks(
     spool: Spool, pairs: Iterable[tuple[Any, Any]], block_bytes: int = _BLOCK_BYTES, *, listed: bool = False
 ) -> Run:
-    """Write pairs in blocks that hold about `block_bytes` as objects, so that a reader holds one block at a time.
+    """Write pairs in blocks of about `block_bytes` in memory, so that a reader holds one block at a time.
 
-    A pair that is larger is a block of its own.
+    A larger pair is a block of its own.
     """
     run: Run = []
     keys: list[Any] = []
@@ -74,13 +74,13 @@ def write_blocks(
 
 
 def read_blocks(spool: Spool, run: Run) -> Iterator[tuple[Any, Any]]:
-    """Yield the pairs again."""
+    """Yield the pairs of a run."""
     for offset, length in run:
         yield from zip(*unpack(spool.read(offset, length)), strict=True)
 
 
 def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """Yield keys and their lists of values again; an entry larger than a block stays there until it is asked for."""
+    """Yield keys with their lists of values; an entry larger than a block stays on disk until it is read."""
     for extent in run:
         if extent.length > block_bytes:
             border = length_of_keys(spool.read(extent.offset, HEADER))
@@ -92,9 +92,9 @@ def read_entries(spool: Spool, run: Run, block_bytes: int) -> Iterator[tuple[Any
 
 
 class Grouper:
-    """It collects the buckets of one partition. With `listed` the values of a bucket are lists of values.
+    """`Grouper` collects the buckets of one partition. With `listed`, each value in a bucket is a list of values.
 
-    With `adds` integers of a key may be added up at once, which is exact in any order, and a sum takes the least room.
+    With `adds`, integers of a key are added at once, which is exact in any order and saves memory.
     """
 
     def __init__(self, spool: Spool, limit_bytes: int, *, listed: bool, adds: bool = False) -> None:
@@ -102,15 +102,15 @@ class Grouper:
         self._limit_bytes = limit_bytes
         self._listed = listed
         self._adds = adds and not listed
-        self._values: dict[Any, Any] = {}  # lists, and sums that are no list
-        self._sums = new_sums() if self._adds else None  # it is used until a bucket comes that is no text with integers
+        self._values: dict[Any, Any] = {}  # lists, and sums that are not lists
+        self._sums = new_sums() if self._adds else None  # used until a bucket has other pairs than text with integers
         self._added = 0
         self._next_look = 1
         self._block_bytes = max(4096, min(limit_bytes // (2 * _FAN_IN), _BLOCK_BYTES))
-        self._runs: list[tuple[int, Run]] = []  # with how often they were merged
+        self._runs: list[tuple[int, Run]] = []  # with the number of their merges
 
     def add_packed(self, data: bytes) -> int:
-        """Add what one bucket holds, packed, and return how many keys there are.
+        """Add the pairs of one packed bucket, and return its number of keys.
 
         Raises:
             TypeError: two keys cannot be compared.
@@ -127,7 +127,7 @@ class Grouper:
         return len(keys)
 
     def add(self, keys: list[Any], values: list[Any]) -> None:
-        """Add what one bucket holds.
+        """Add the pairs of one bucket.
 
         Raises:
             TypeError: two keys cannot be compared.
@@ -186,7 +186,7 @@ class Grouper:
         self._added += len(groups) - before
 
     def groups(self) -> Iterator[tuple[Any, Iterator[Any]]]:
-        """Yield every key with its values, in the order of the keys. It can be called once.
+        """Yield every key with its values, sorted by key. Call it once.
 
         Raises:
             TypeError: two keys cannot be compared.

@@ -1,6 +1,6 @@
-"""Give freed memory back to the system: C's allocator keeps it, and large values of changing sizes leave holes.
+"""Return freed memory to the system: C's allocator keeps it, and large values of varying sizes fragment it.
 
-In a test with values of 1 MB, 70 MB had been freed and were still held, where 16 were asked for.
+In a test with values of 1 MB and a limit of 16 MB, the allocator kept 70 MB of freed memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ _LARGE_BYTES = 32 << 10
 
 
 def give_back(held_bytes: int, count: int) -> None:
-    """Give memory back after so many values of so many bytes in all were freed; do nothing if they were small."""
+    """Return memory to the system after `count` values of `held_bytes` in all were freed, unless they were small."""
     if count and held_bytes // count >= _LARGE_BYTES:
         give_back_freed_memory()

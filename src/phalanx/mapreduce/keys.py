@@ -1,7 +1,7 @@
-"""Say which partition a key belongs to, on every rank of every run, and whether keys have an order.
+"""Assign keys to partitions, the same on every rank of every run, and check that keys have an order.
 
-Python's own hash of a string is another one in each process. Equal keys must have one hash: 1, 1.0 and True are one key
-of a dict, so they are one here.
+Python's own hash of a string differs between processes. Equal keys must have equal hashes: 1, 1.0 and True are one key
+of a dict, so they are one key here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PLAIN = frozenset((str, bytes, tuple, int, float))
 
 
 def stable_hash(key: Any) -> int:
-    """Return the same number for the same key in every process; equal keys have equal numbers.
+    """Return a hash of `key` that is the same in every process; equal keys have equal hashes.
 
     Raises:
-        TypeError: nothing in a key of this type is known to be the same in every process.
+        TypeError: keys of this type have no hash that is the same in every process.
         ValueError: the key is not equal to itself (NaN).
     """
     if isinstance(key, enum.Enum) and not isinstance(key, str | int):
@@ -56,11 +56,11 @@ def stable_hash(key: Any) -> int:
         return _mix(key.toordinal())
     if isinstance(key, uuid.UUID):
         return _mix(key.int)
-    if isinstance(key, PureWindowsPath):  # such paths are equal in any case
+    if isinstance(key, PureWindowsPath):  # such paths compare case-insensitively
         return crc32(str(key).lower().encode("utf-8", "surrogatepass"))
     if isinstance(key, PurePath):
         return crc32(str(key).encode("utf-8", "surrogateescape"))
-    if isinstance(key, numbers.Number) and hasattr(key, "as_tuple"):  # Decimal, which is no Real
+    if isinstance(key, numbers.Number) and hasattr(key, "as_tuple"):  # Decimal, which is not a Real
         return _mix(hash(key))
     raise TypeError(
         f"map_reduce: {key!r:.80} of type {type(key).__name__} cannot be a key.\n"
@@ -69,7 +69,7 @@ def stable_hash(key: Any) -> int:
 
 
 def _require_plain_equality(key: Any) -> None:
-    """Raise where a class derived from str, bytes or tuple defines its own equality."""
+    """Raise if a class derived from str, bytes or tuple defines its own equality."""
     for base in (str, bytes, tuple):
         if isinstance(key, base) and type(key).__eq__ is not base.__eq__ and not isinstance(key, np.generic):
             raise TypeError(
@@ -80,18 +80,18 @@ def _require_plain_equality(key: Any) -> None:
 
 
 def _mix(number: int) -> int:
-    """Spread what differs only in high bits (1/2 and 1/4, as floats hash) over the low ones."""
+    """Spread differences in the high bits (1/2 and 1/4, as floats hash) over the low ones."""
     number = (number & _MASK) * _MIX & _MASK
     return number >> 32
 
 
 def partitions_of(keys: Collection[Any], types: set[type], count: int) -> npt.NDArray[Any]:
-    """Return the partition of each key, in a type in which few partitions are quick to sort by."""
+    """Return the partition of each key, in the smallest integer type, which sorts fastest."""
     hashes: npt.NDArray[np.uint32] | None = None
     if types == {str}:
         try:
             hashes = np.fromiter(map(crc32, map(str.encode, keys)), np.uint32, len(keys))
-        except UnicodeEncodeError:  # it has half a surrogate pair
+        except UnicodeEncodeError:  # the key has an unpaired surrogate
             pass
     if hashes is None:
         hashes = np.fromiter(map(stable_hash, keys), np.uint32, len(keys))
@@ -99,7 +99,7 @@ def partitions_of(keys: Collection[Any], types: set[type], count: int) -> npt.ND
 
 
 def find_kinds(types: Iterable[type]) -> set[str]:
-    """Return the kinds of keys that are among `types`: those of one kind can be compared with each other."""
+    """Return the kinds of keys among `types`: keys of one kind can be compared with each other."""
     return {_kind_of(one) for one in types}
 
 
@@ -111,7 +111,7 @@ def _kind_of(one: type) -> str:
 
 
 def require_order(kinds: Collection[str]) -> None:
-    """Raise if keys of these kinds have no order. All ranks ask this of the kinds on all ranks, so all go on or none.
+    """Raise if keys of these kinds have no order. All ranks pass the kinds of all ranks, so all raise or none.
 
     Raises:
         TypeError: keys of several kinds have no order.

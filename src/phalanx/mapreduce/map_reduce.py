@@ -1,4 +1,4 @@
-"""`map_reduce` is the call that users make."""
+"""`map_reduce` is the public function."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def map_reduce(
     spill_folder: _Path | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Result:
-    """Map records to (key, value) pairs, bring those of one key together, and reduce them, on all ranks of a group.
+    """Map records to (key, value) pairs, group them by key, and reduce each group, on all ranks of a process group.
 
         counts = map_reduce(
             "text/*.txt",
@@ -50,22 +50,22 @@ def map_reduce(
         )
         for word, count in counts: ...
 
-    All ranks of the group call it; without a group one process does all the work. The result is the same, bit by bit,
-    with any number of ranks: it depends on the inputs, the functions, how inputs are split, and `memory_bytes`, which
-    decides when a table is emptied and so how `combine` groups values.
+    All ranks of the group call it; without a group one process does all the work. The result is bitwise the same with
+    any number of ranks: it depends on the inputs, the functions, the splits, and `memory_bytes`, which decides when a
+    table is spilled and so how `combine` groups values.
 
     Arguments:
         inputs: a file, a pattern, a list of these (a record is a line), or a sequence (a record is an item; for strings
             and paths as records use `Records([...])`). Every rank must be able to read all of it. `.gz`, `.bz2` and
             `.xz` are decompressed, each file by one task.
-        map: gets a record; yields or returns pairs. A record for which it raises is bad and has no effect.
-        reduce: gets a key and an iterator over its values, in the order of the input; returns a value.
-        combine: gets two values of a key; must be associative. It is used within a map task, so that less is sent.
-            `reduce` then gets one or several values for each task that has the key; or the sum, if it is `operator.add`
-            on integers, which is computed without a function call.
-        partitions: into how many parts the keys are divided, by a hash that is the same in every process.
-        gather: every rank gets the result of all partitions; else each rank has those that it has reduced.
-        output: a folder for the result: one file of JSON lines per partition, written by the rank that has it.
+        map: takes a record; yields or returns pairs. A record for which it raises is bad and has no effect.
+        reduce: takes a key and an iterator over its values, in the order of the input; returns a value.
+        combine: takes two values of a key; must be associative. It combines values within a map task, to send less.
+            `reduce` then receives one or several values per task that has the key; or one sum, if `combine` is
+            `operator.add` on integers, which needs no function call.
+        partitions: the number of parts into which a hash, the same in every process, divides the keys.
+        gather: every rank receives the result of all partitions; else each rank has those that it has reduced.
+        output: a folder for the result: one file of JSON lines per partition, written by the rank that reduced it.
         memory_bytes: how much of the data a rank may hold in memory; the rest goes to `spill_folder` (default TMPDIR).
         split_bytes, split_records: the size of a map task. By default a 32nd of the input, 1 to 32 MiB or up to 1000
             records.
@@ -77,7 +77,7 @@ def map_reduce(
         group: the default group by default.
 
     If a rank is lost, the call fails on the others. Inside `phalanx.elastic.run`, under `phalanx run`, the rank is
-    replaced, and the call is made again from its beginning.
+    replaced, and the call starts again.
 
     Raises:
         TypeError, ValueError: an argument; a key of a type that cannot be a key; keys that cannot be sorted. On every
@@ -126,7 +126,7 @@ def _store_lost(team: Team, error: Exception) -> PeerLostError:
 
 
 def _finish(team: Team, job: MapReduceJob, held: RankHoldings, outcome: MapReduceResult) -> Result:
-    """Bring the partitions to where they are wanted. All ranks call it."""
+    """Gather the partitions or write them to files, as the job asks. All ranks call it."""
     own = {partition: run for partition, run in held.results.items() if outcome.owners[partition] == team.rank}
     inbox = Spool(job.memory_bytes // 8, job.spill_folder)
     blocks = gather_blocks(team, own, held.done, inbox, job.memory_bytes) if job.gather else blocks_of(own, held.done)

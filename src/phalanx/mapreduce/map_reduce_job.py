@@ -1,4 +1,4 @@
-"""`MapReduceJob` has the arguments of a call, checked, and the same on every rank."""
+"""`MapReduceJob` holds the checked arguments of a call, the same on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class MapReduceJob:
-    """It is one call of `map_reduce`."""
+    """A `MapReduceJob` is one call of `map_reduce`."""
 
     inputs: Any
     map: Map
@@ -65,22 +65,22 @@ class MapReduceJob:
 
     @property
     def sequence(self) -> Indexable[Any] | None:
-        """Return the inputs, if they are no files."""
+        """Return the inputs, unless they are files."""
         return None if names_files(self.inputs) else self.inputs
 
     @property
     def adds(self) -> bool:
-        """Return whether combine is `+`, which needs no call."""
+        """Return whether `combine` is `+`, which needs no function call."""
         return self.combine is operator.add
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes that are read at once; decoded and split they take about ten times as much."""
+        """Return the bytes to read at once; decoded and split, they take about ten times as much."""
         return min(_BLOCK_BYTES, max(4096, self.memory_bytes // 64))
 
     @property
     def terms(self) -> tuple[Any, ...]:
-        """Return what must be the same on every rank."""
+        """Return the arguments that must be the same on every rank."""
         sequence = self.sequence
         return (
             self.partitions,
@@ -95,14 +95,14 @@ class MapReduceJob:
         )
 
 
-_LETTERS = "a~+é\u05d0\u0627\u0416\u0e01\u3042\u4e2d\uac00"  # most encodings of more than a byte have one of them
+_LETTERS = "a~+é\u05d0\u0627\u0416\u0e01\u3042\u4e2d\uac00"  # most multi-byte encodings have one of these
 
 
 def require_line_encoding(encoding: str) -> None:
-    """Return if the byte 0x0A ends every line of `encoding`, is nowhere else, and leaves no state for the next line.
+    """Refuse an encoding unless the byte 0x0A ends every line, occurs nowhere else, and resets the decoder's state.
 
     Raises:
-        ValueError: it does not (UTF-16, EBCDIC, ISO-2022-KR), or Python knows no such encoding of text.
+        ValueError: `encoding` is such an encoding (UTF-16, EBCDIC, ISO-2022-KR), or unknown to Python.
     """
     try:
         is_cut = _ends_lines_by_one_byte(encoding)
@@ -124,16 +124,16 @@ def _ends_lines_by_one_byte(encoding: str) -> bool:
     for letter in _LETTERS:
         try:
             twice = f"{letter}\n{letter}\n".encode(encoding)
-        except UnicodeError:  # it has no such letter
+        except UnicodeError:  # the encoding has no such letter
             continue
         lines = twice.split(b"\n")
-        if len(lines) != 3 or lines[0] != lines[1] or lines[2]:  # a header, say, that only the first line has
+        if len(lines) != 3 or lines[0] != lines[1] or lines[2]:  # for example a header that only the first line has
             return False
     return all(_keeps_end(bytes([byte, 0x0A]), encoding) for byte in range(256))
 
 
 def _keeps_end(line: bytes, encoding: str) -> bool:
-    """Return whether the end of a line is one, whatever stands before it: in HZ a tilde takes it away."""
+    """Return whether a newline ends `line` whatever precedes it: in HZ a tilde escapes it."""
     try:
         return line.decode(encoding).endswith("\n")
     except UnicodeError:

@@ -1,4 +1,4 @@
-"""Run one map task: the records of a split go through the map function, into a bucket for each partition."""
+"""Run one map task: map the records of a split into a bucket for each partition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GC_THRESHOLD = 50_000
 
 @dataclass
 class MapOutput:
-    """It is what a task has left in the spool: runs, each with the extent of every partition's bucket, in order."""
+    """A `MapOutput` is a task's output in the spool: runs, each with the extents of its partitions' buckets."""
 
     runs: list[list[SpoolExtent]] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
@@ -33,9 +33,9 @@ class MapOutput:
 
 
 def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_wanted: Callable[[], bool]) -> MapOutput | None:
-    """Do a task; return None if `is_wanted`, asked now and then, said no. Then nothing of it is left in the spool.
+    """Run a task; return None, with its output removed from the spool, once `is_wanted`, polled meanwhile, is false.
 
-    The same split gives the same output, on every rank, always: the data decide when a table is emptied, not the time.
+    The same split always gives the same output, on every rank: the data decide when a table is spilled, not the time.
     """
     output = MapOutput()
     began, begin = time.monotonic(), spool.size
@@ -53,7 +53,7 @@ def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_wanted: Calla
                 stop = min(start + size, len(block.items))
                 table.take(block, start, stop)
                 spent = time.perf_counter() - at
-                # So many records that others are asked some twenty times a second, not more.
+                # This many records, so that `is_wanted` is polled at most some twenty times a second.
                 size = max(1, size * 2 if spent < _SLICE_S / 2 else size // 2 if spent > _SLICE_S * 2 else size)
                 start = stop
                 if not is_wanted():
@@ -86,7 +86,7 @@ def _write_run(table: Table, job: MapReduceJob, spool: Spool, output: MapOutput)
 
 @contextlib.contextmanager
 def rarely_collecting() -> Iterator[None]:
-    """Let the garbage collector run rarely inside: pairs come and go by the million, and none of them is garbage."""
+    """Run the garbage collector rarely inside this context: pairs come and go by the million, never in cycles."""
     before = gc.get_threshold()
     if before[0]:
         gc.set_threshold(max(_GC_THRESHOLD, before[0]), *before[1:])

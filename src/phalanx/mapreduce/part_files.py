@@ -1,4 +1,4 @@
-"""Write the result as files: one per partition, a JSON list [key, value] a line, each there whole or not at all."""
+"""Write the result as files, atomically: one per partition, a JSON list [key, value] per line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NAME = re.compile(r"part-\d{5}-of-(\d{5})\.jsonl")
 
 
 def require_own(folder: str, partitions: int) -> None:
-    """Make the folder. It may hold files of a run with as many partitions, which are written over.
+    """Create the folder. It may have files of a run with as many partitions, which will be overwritten.
 
     Raises:
-        ValueError: parts of another number are there, which could not be told from ours.
+        ValueError: the folder has parts of a run with another number of partitions.
     """
     os.makedirs(folder, exist_ok=True)
     others = sorted(
@@ -32,16 +32,16 @@ def require_own(folder: str, partitions: int) -> None:
 
 
 def path_of(folder: str, number: int, partitions: int) -> Path:
-    """Return where a partition is written."""
+    """Return the path of a partition's file."""
     return Path(folder, f"part-{number:05}-of-{partitions:05}.jsonl")
 
 
 def write_part(folder: str, number: int, partitions: int, read: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
-    """Write the pairs that `read` finds as a partition, durably; replace a file that is there.
+    """Write the pairs of `read` as a partition, durably; replace an existing file.
 
     Raises:
         TypeError: a key or value cannot be written as JSON.
-        OSError: the disk cannot take it.
+        OSError: the disk is full or fails.
     """
     replace_file(
         path_of(folder, number, partitions),
@@ -50,7 +50,7 @@ def write_part(folder: str, number: int, partitions: int, read: Callable[[], Ite
 
 
 def read_parts(folder: str | os.PathLike[str]) -> Iterable[tuple[Any, Any]]:
-    """Return what the parts in a folder hold, as JSON has it: file after file, each in the order of its keys."""
+    """Yield the pairs in a folder's files as JSON represents them: file by file, each sorted by key."""
     for name in sorted(os.listdir(folder)):
         if _NAME.fullmatch(name):
             with open(Path(folder, name), encoding="utf-8") as file:

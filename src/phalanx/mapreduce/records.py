@@ -4,7 +4,7 @@ r"""Read the records of a split: whole lines of a file, in blocks, or items of a
     split       0          1         2        the split with a line's first byte has the line
     lines       abc defg   hi        jk
 
-A line ends with "\n" or "\r\n", which are no part of it. The last line of a file may end with nothing.
+A line ends with "\n" or "\r\n", which is not part of it. The last line of a file may have no end.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz
 
 @dataclass
 class RecordBlock:
-    """It has records that follow each other.
+    """A `RecordBlock` is a block of consecutive records.
 
-    If there is a `fetch`, it makes a record of what `items` has in its place.
+    If there is a `fetch`, it turns an item into the record.
 
-    `bad` are those that could not be read, with what they were; they are not in `items`.
+    `bad` are the unreadable records, which are not in `items`.
     """
 
     items: list[Any]
@@ -42,7 +42,7 @@ class RecordBlock:
 def read_blocks(
     split: Split, sequence: Indexable[Any] | None, encoding: str | None, block_bytes: int
 ) -> Iterator[RecordBlock]:
-    """Yield all records of `split`, block by block. Where blocks end follows from the split alone.
+    """Yield all records of `split`, block by block. The split alone determines the blocks.
 
     Raises:
         OSError: a file can't be read.
@@ -61,7 +61,7 @@ def read_blocks(
 def read_lines(piece: Piece, block_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that begin in `piece`, as bytes of several whole lines each, with the offset of the first.
 
-    Cost: it reads in blocks; a line that is longer is held as a whole.
+    Cost: one block of memory, or the longest line if it is longer.
     """
     with _open(piece) as file:
         if piece.stop is None:
@@ -97,10 +97,10 @@ def _open(piece: Piece) -> IO[bytes]:
 
 
 def _first_line(file: IO[bytes], start: int, stop: int, block_bytes: int) -> int:
-    """Return where the first line begins that begins in `start` to `stop`; `stop` if none does."""
+    """Return where the first line begins whose first byte is in `start` to `stop`; `stop` if there is none."""
     if start == 0:
         return 0
-    at = start - 1  # a line begins at `start` if the one before ends just there
+    at = start - 1  # a line begins at `start` if the previous one ends just before it
     file.seek(at)
     while at < stop and (data := file.read(block_bytes)):
         if (end := data.find(b"\n")) >= 0:
@@ -122,7 +122,7 @@ def _decode(path: str, offset: int, data: bytes, encoding: str | None) -> Record
     if "\r" in text:
         text = text.replace("\r\n", "\n")
     lines = text.split("\n")
-    if not lines[-1]:  # it is empty after the last line's end, which only the end of a file lacks
+    if not lines[-1]:  # empty after the last line's end, which only the end of a file lacks
         lines.pop()
     return RecordBlock(lines, locate, len(data))
 
@@ -142,7 +142,7 @@ def _decode_by_line(path: str, offset: int, data: bytes, encoding: str) -> Recor
 
 
 def _split_bytes(data: bytes, *, keep_ends: bool = False) -> list[bytes]:
-    lines = data.split(b"\n")  # splitlines() would not do, to which "\r" alone ends a line
+    lines = data.split(b"\n")  # not splitlines(), for which "\r" alone ends a line
     last = lines.pop()
     whole = [line + b"\n" for line in lines] if keep_ends else [_without_end(line + b"\n") for line in lines]
     return [*whole, last] if last else whole

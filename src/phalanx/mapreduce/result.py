@@ -1,4 +1,4 @@
-"""A `Result` is what a map_reduce returns: keys and values in order, on this rank or on all, and how it went."""
+"""A `Result` is the result of a map_reduce: sorted keys and values, on this rank or on all, with counters."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _first = itemgetter(0)
 
 
 class Result:
-    """It iterates over (key, value), sorted by key: of this rank's partitions, or of all with `gather=True`.
+    """A `Result` iterates over (key, value), sorted by key, of this rank's partitions, or of all with `gather=True`.
 
-    It can be iterated as often as one likes, and reads from memory or from disk. `close()`, or the end of a `with`,
-    lets go of that; so does the last reference.
+    It can be iterated repeatedly, and reads from memory or from disk. `close()`, the end of a `with`, or dropping the
+    last reference releases the data.
 
-    `counters` is what all ranks counted; `partitions` are the numbers of those that are here, `files` what this rank
-    has written of them. Of the `num_tasks` of the map, `num_retries` failed on this rank, and `num_backups` it did
-    for a straggler.
+    `counters` are the totals of all ranks; `partitions` are the numbers of the partitions on this rank, `files` the
+    files that it wrote. Of the `num_tasks` map tasks, `num_retries` failed on this rank, and it ran `num_backups` for
+    stragglers.
 
-    `group` is whose ranks have the rest; None for one process.
+    `group` is the group whose ranks have the rest; None for one process.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Result:
 
     @property
     def bad_records(self) -> list[BadRecord]:
-        """Return the first of the records that had no effect, from all ranks."""
+        """Return the first bad records of all ranks."""
         return self.counters.bad_records
 
     def partition(self, number: int) -> Iterator[tuple[Any, Any]]:
         """Return the keys and values of one partition, in order.
 
         Raises:
-            KeyError: it is not here.
+            KeyError: the partition is not on this rank.
         """
         stream, lengths = self._blocks[number]
         return self._read(stream, lengths)
@@ -79,7 +79,7 @@ class Result:
         return heapq.merge(*(self.partition(number) for number in self.partitions), key=_first)
 
     def close(self) -> None:
-        """Let go of the data."""
+        """Release the data."""
         self._blocks, self.partitions = {}, ()
         for spool in self._spools:
             spool.close()
@@ -101,14 +101,14 @@ class Result:
 
 
 def blocks_of(results: Mapping[int, Run], spool: Spool) -> dict[int, tuple[SpoolStream, list[int]]]:
-    """Return the partitions that this rank has finished, as a result reads them."""
+    """Return the partitions that this rank has reduced, in the form that a result reads."""
     return {number: (SpoolStream(spool, run), [extent.length for extent in run]) for number, run in results.items()}
 
 
 def gather_blocks(
     team: Team, results: Mapping[int, Run], spool: Spool, inbox: Spool, memory_bytes: int
 ) -> dict[int, tuple[SpoolStream, list[int]]]:
-    """Return the partitions of all ranks; those of others go to `inbox`. All ranks call it."""
+    """Return the partitions of all ranks, received into `inbox` from the others. All ranks call it."""
     mine = {number: [extent.length for extent in run] for number, run in sorted(results.items())}
     told: list[dict[int, list[int]]] = team.gather(mine)
     stream = SpoolStream(spool, [extent for number in mine for extent in results[number]])

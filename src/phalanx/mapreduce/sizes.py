@@ -1,7 +1,7 @@
-"""Estimate how much memory Python objects hold by a sample, exact enough for a limit and cheap enough to ask often.
+"""Estimate the memory of Python objects from a sample, exactly enough for a limit and cheaply enough to repeat often.
 
-What is sampled follows from the data alone, not from time: where a table is spilled decides how its values are
-grouped, and so the rounding of their sums.
+The data alone determine the sample, not the time: where a table is spilled decides how its values are grouped, and so
+the rounding of their sums.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 import torch
 
 _SAMPLE = 128
-_LIST, _SLOT = 64, 10  # the bytes of a list, and of an item's place in it
+_LIST, _SLOT = 64, 10  # the bytes of a list, and of an item's slot in it
 _PLAIN = {int, float, bool, type(None)}
 _PLAIN_BYTES = 32  # the bytes of a number
-_TEXT_BYTES = 56  # the bytes of a text without its letters
-_ITEMS = 16  # so many items of a container stand for all
+_TEXT_BYTES = 56  # the bytes of a string without its characters
+_ITEMS = 16  # the sample of a container's items
 _DEPTH = 4
 
 
 def size_of(value: Any, depth: int = _DEPTH) -> int:
-    """Return the bytes that `value` holds, those of what it contains included."""
+    """Return the bytes that `value` takes, including its contents."""
     if isinstance(value, torch.Tensor):
         return 200 + value.element_size() * value.numel()
-    # what was unpickled, or is a part of another array, says that it has nothing
+    # an unpickled array, or a view of another, reports no memory of its own
     if isinstance(value, np.ndarray | memoryview):
         return 120 + value.nbytes
     size = sys.getsizeof(value, 64)
@@ -44,7 +44,7 @@ def size_of(value: Any, depth: int = _DEPTH) -> int:
 
 
 def quick_size(value: Any) -> int:
-    """Return the bytes of a value as `size_of` does, cheaply enough to ask of every value."""
+    """Return the bytes of a value as `size_of` does, cheaply enough for every value."""
     kind = type(value)
     if kind in _PLAIN:
         return _PLAIN_BYTES
@@ -54,7 +54,7 @@ def quick_size(value: Any) -> int:
 
 
 def cut_by_size(values: list[Any], most: int, most_bytes: int) -> Iterator[list[Any]]:
-    """Yield parts of at most `most` values, and of about as many bytes as may be, or of one value that is larger."""
+    """Yield parts of at most `most` values and about `most_bytes`; a larger value is a part of its own."""
     kinds = set(map(type, values))
     if kinds <= _PLAIN:
         most = min(most, max(1, most_bytes // _PLAIN_BYTES))
@@ -80,7 +80,7 @@ def _scaled(sizes: Any, count: int) -> int:
 
 
 def size_of_table(table: dict[Any, Any]) -> int:
-    """Return the bytes that a dict and all in it hold; a hundred of its keys and values are looked at."""
+    """Return the bytes of a dict and its contents, from a sample of a hundred keys and values."""
     if not table:
         return 0
     step = max(1, len(table) // _SAMPLE)
@@ -105,8 +105,8 @@ def size_of_lists(table: dict[Any, Any]) -> int:
 
 
 def plan_next_look(count: int, room: float) -> int:
-    """Return at how many pairs to look at the size again, with `count` there and room for about as many as `room`.
+    """Return the number of pairs at which to measure again, with `count` pairs now and room for about `room`.
 
-    It is half of what would fill the room, because later pairs may be larger; and it is at most twice what is there.
+    It lies halfway to a full table, because later pairs may be larger, and is at most twice the current number.
     """
     return count + max(1, count // 64, min(count, int(room / 2)))

@@ -1,10 +1,10 @@
-"""Plan what map tasks read: bytes of files, cut anywhere, or positions of a sequence. Plans are pure.
+"""Plan the inputs of map tasks: bytes of files, cut anywhere, or positions of a sequence. Plans are pure.
 
     files    a.txt                       b.txt    c.txt.gz
              |-----------|-----------|---|-----|  |------|
     splits   0           1           2            3          a compressed file cannot be entered in its middle
 
-A split is cut by bytes, and says nothing of records: the task that reads it takes the lines that begin in it.
+A split is cut by bytes, regardless of records: its task reads the lines that begin in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPRESSED = (".gz", ".bz2", ".xz")
 _LEAST_SPLIT_BYTES = 1 << 20
 _MOST_SPLIT_BYTES = 32 << 20
 _MOST_SPLIT_RECORDS = 1000
-_USUAL_SPLITS = 32  # a small input has so many: enough to spread over ranks of any number
+_USUAL_SPLITS = 32  # a small input has this many: enough to spread over any number of ranks
 
 
 class Indexable(Protocol[Item]):
@@ -34,7 +34,7 @@ class Indexable(Protocol[Item]):
 
 
 class Records(Generic[Item]):
-    """It is a sequence whose items are the records, even if they are strings or paths, which else would name files."""
+    """`Records` is a sequence of records, even if they are strings or paths, which would otherwise name files."""
 
     def __init__(self, items: Indexable[Item]) -> None:
         self._items = items
@@ -48,7 +48,7 @@ class Records(Generic[Item]):
 
 @dataclass(frozen=True)
 class Piece:
-    """It has bytes `start` to `stop` of a file; all of it, however long, where `stop` is None."""
+    """A `Piece` is bytes `start` to `stop` of a file, or all from `start` if `stop` is None."""
 
     path: str
     start: int
@@ -57,14 +57,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class FileSplit:
-    """It has pieces of one or several files."""
+    """A `FileSplit` has pieces of one or several files."""
 
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """It has positions `start` to `stop` of the sequence."""
+    """A `SequenceSplit` has positions `start` to `stop` of the sequence."""
 
     start: int
     stop: int
@@ -74,7 +74,7 @@ Split = FileSplit | SequenceSplit
 
 
 def names_files(inputs: Any) -> bool:
-    """Return whether `inputs` are files: a path, a pattern, or a list of those. All else is a sequence of records.
+    """Return whether `inputs` name files: a path, a pattern, or a list of these. All else is a sequence of records.
 
     Raises:
         TypeError: they are neither.
@@ -100,8 +100,8 @@ def find_files(inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     """Return the files that `inputs` name, with their sizes: patterns in sorted order, the rest in the order given.
 
     Raises:
-        FileNotFoundError: a path or pattern leads to no file.
-        ValueError: one leads to a folder or a device.
+        FileNotFoundError: a path or pattern matches no file.
+        ValueError: a path or pattern matches a folder or a device.
     """
     found: list[str] = []
     problems = []
@@ -129,7 +129,7 @@ def find_files(inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def plan_file_splits(files: Sequence[tuple[str, int]], split_bytes: int | None = None) -> list[FileSplit]:
     """Cut files of these sizes into splits of `split_bytes` each, the last one shorter.
 
-    Small files share a split. The plan depends only on the sizes: not on ranks, so that results do not, either.
+    Small files share a split. The plan depends on the sizes only, so results do not depend on the ranks.
     """
     total = sum(size for _, size in files)
     span = split_bytes or min(max(total // _USUAL_SPLITS, _LEAST_SPLIT_BYTES), _MOST_SPLIT_BYTES)

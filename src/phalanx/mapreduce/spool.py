@@ -1,6 +1,6 @@
-"""A `Spool` keeps bytes that are written once and read by their place: in memory up to a limit, then on disk.
+"""A `Spool` stores bytes that are written once and read by offset: in memory up to a limit, then on disk.
 
-The file has no name, so that nothing is left of it, however this process ends.
+The file has no name, so it disappears however this process ends.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _COPY_BYTES = 1 << 20
 
 
 class SpoolExtent(NamedTuple):
-    """It says where bytes lie."""
+    """A `SpoolExtent` is the offset and length of bytes in a spool."""
 
     offset: int
     length: int
 
 
 class Spool:
-    """It is a file that begins in memory.
+    """A `Spool` is a file that begins in memory.
 
-    `folder` is where it goes when it has more than `memory_bytes`; None is TMPDIR.
+    A spool larger than `memory_bytes` moves to `folder`; None is TMPDIR.
     """
 
     def __init__(self, memory_bytes: int, folder: str | None) -> None:
@@ -39,7 +39,7 @@ class Spool:
         self.spilled_bytes = 0
 
     def append(self, data: bytes | memoryview) -> SpoolExtent:
-        """Write `data` after all that was written; return where it lies."""
+        """Append `data`; return its extent."""
         extent = SpoolExtent(self.size, len(data))
         if self._fd < 0 and self.size + len(data) > self._memory_bytes:
             self._move_to_disk()
@@ -69,7 +69,7 @@ class Spool:
         return bytes(found)
 
     def truncate(self, size: int) -> None:
-        """Forget what was written after `size`, an offset at which some write began."""
+        """Remove the bytes from `size` on, an offset at which some write began."""
         if self._fd >= 0:
             os.ftruncate(self._fd, size)
         while self._starts and self._starts[-1] >= size:
@@ -85,7 +85,7 @@ class Spool:
     def _move_to_disk(self) -> None:
         file = tempfile.TemporaryFile(prefix="phalanx-mapreduce-", dir=self._folder)  # noqa: SIM115 - its descriptor lives on
         with file:
-            for offset, data in self._parts:  # if the disk is full, they are still where they were
+            for offset, data in self._parts:  # if the disk is full, they are still in memory
                 self._write(file.fileno(), data, offset)
             self._fd = os.dup(file.fileno())
         os.set_inheritable(self._fd, False)
@@ -110,7 +110,7 @@ class Spool:
 
 
 class SpoolStream:
-    """It reads extents of a spool one after the other, as one."""
+    """A `SpoolStream` reads extents of a spool as one stream."""
 
     def __init__(self, spool: Spool, extents: Sequence[SpoolExtent]) -> None:
         self._spool = spool
@@ -121,12 +121,12 @@ class SpoolStream:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, length: int) -> bytes:
-        """Return bytes from `start` on; they are fewer where the stream ends."""
+        """Return `length` bytes from `start` on, or fewer at the end of the stream."""
         parts = list(self._parts(start, min(start + length, len(self))))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def length_of(self, start: int, length: int) -> int:
-        """Return how many bytes `read` gives."""
+        """Return how many bytes `read` returns."""
         return max(0, min(length, len(self) - start))
 
     def part(self, start: int, length: int) -> SpoolStream:

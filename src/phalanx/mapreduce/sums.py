@@ -1,4 +1,4 @@
-"""Add integers up by text, as in counting, in a table in C (csrc/sums.h) that holds no Python objects."""
+"""Sum integers by text key, as in counting, in a C table (csrc/sums.h) without Python objects."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 else:
     try:
         from phalanx._core import TextSums
-    except ImportError:  # no compiler was found, or this is no Linux: dicts do it
+    except ImportError:  # no compiler was found, or this is not Linux: dicts do it
         TextSums = None
 
 __all__ = ["TextSums", "new_sums", "sorted_items"]
 
-_AT_ONCE = 1024  # so many keys are handled at once
+_AT_ONCE = 1024  # number of keys handled at once
 
 
 def new_sums() -> TextSums | None:
-    """Return an empty table; None where there is no core.
+    """Return an empty table; None without the C core.
 
     Cost of a pair: a hash, and two lines of the cache; a quarter of what a dict does, in a third of its memory.
     """

@@ -1,4 +1,4 @@
-"""A `Table` has what a map task has yielded so far, by key: folded by `combine`, or listed in order."""
+"""A `Table` holds the values that a map task has yielded so far, by key: folded by `combine`, or listed in order."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phalanx.mapreduce.sums import TextSums, new_sums
 
 
 class NotPairsError(Exception):
-    """The map function yields something other than pairs by key, or `combine` failed: a mistake, not a bad record."""
+    """The map function yields something other than pairs, or `combine` failed: a mistake, not a bad record."""
 
 
 class Table:
-    """It has keys and values in memory, up to a limit; then `spill` is called, and empties it with `drain`.
+    """A `Table` holds keys and values in memory up to a limit; then it calls `spill`, which empties it with `drain`.
 
-    When this happens follows from the data: the size of a dict is asked between two records, after so many pairs. If
-    integers are added up by text, which holds until another pair comes, there is no dict.
+    The data determine when that happens: the size of the dict is measured between two records, after a number of pairs.
+    While all pairs are text with integers to add, `TextSums` replaces the dict.
     """
 
     def __init__(self, job: MapReduceJob, counters: Counters, limit_bytes: int, spill: Callable[[Table], None]) -> None:
@@ -32,19 +32,19 @@ class Table:
         self._spill = spill
         self._values: dict[Any, Any] = {}
         self._sums = new_sums() if job.adds else None
-        self._pairs = 0  # since it was empty
+        self._pairs = 0  # since the table was empty
         self._next_look = 1
 
     def take(self, block: RecordBlock, start: int, stop: int) -> None:
-        """Map the records `start` to `stop` of a block. Each has its whole effect, or, if it is bad, none.
+        """Map the records `start` to `stop` of a block. Each takes effect completely, or, if it is bad, not at all.
 
         Raises:
-            NotPairsError: what was yielded is no pair, or cannot be folded.
-            MemoryError: there is no memory left, which is no fault of the record.
+            NotPairsError: the map function yielded something that is not a pair, or `combine` failed.
+            MemoryError: memory is exhausted, which is not the record's fault.
         """
         items = iter(block.items[start:stop])
         records = items if block.fetch is None else map(block.fetch, items)
-        mapped = map(self._job.map, records)  # after an exception it goes on with the next
+        mapped = map(self._job.map, records)  # after an exception the iterator continues with the next record
         self._counters.records += stop - start
         progress: list[Any] = [0, 0, None]
         mapped_before: list[Any] | None = None  # the pairs of a record that are still to be folded
@@ -67,7 +67,7 @@ class Table:
             elif self._is_due():
                 self._look()
             elif start < stop and is_new:
-                # A StopIteration of the function ends the loop silently; it is an error as well.
+                # A StopIteration of the function would end the loop silently; it is an error as well.
                 problem = problem or RuntimeError("map raised StopIteration")
                 self._counters.count_bad(block.locate(start), block.items[start], problem)
                 start += 1
@@ -79,7 +79,7 @@ class Table:
             fold_pairs(self._values, mapped, self._job.combine, self._job.adds, self._next_look - self._pairs, progress)
 
     def _leave_sums(self) -> None:
-        """Go on with a dict, as a pair came that is no text with an integer."""
+        """Switch to a dict after a pair that is not text with an integer."""
         if self._sums:
             self._spill(self)
         self._sums = None
@@ -105,7 +105,7 @@ class Table:
         return size_of_lists(self._values) if self._job.combine is None else size_of_table(self._values)
 
     def drain(self) -> tuple[set[type], Values | TextSums]:
-        """Return the types of the keys, and what is there; the table is empty afterwards."""
+        """Return the types of the keys, and the contents; the table is empty afterwards."""
         contents: Values | TextSums
         if self._sums is not None:
             contents, self._sums = self._sums, new_sums()
@@ -194,5 +194,5 @@ def _combine(values: dict[Any, Any], pairs: list[Any], combine: Callable[[Any, A
 
 try:
     from phalanx._core import fold_pairs
-except ImportError:  # no compiler was found, or this is no Linux
+except ImportError:  # no compiler was found, or this is not Linux
     fold_pairs = fold_in_python

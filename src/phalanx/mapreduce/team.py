@@ -1,7 +1,7 @@
-"""A team has the ranks that do the job together: it carries what they say to each other, and notices lost ones.
+"""A `Team` is the ranks that run a job together: it carries their messages, and detects lost ranks.
 
-A team is a process group, or this process alone. Whatever goes wrong between ranks is raised as `PeerLostError`, with
-the lost ranks that are known. Over Gloo, which names no rank, a rank of this host is known to be lost by its process.
+A team is a process group, or this process alone. Every failure between ranks raises `PeerLostError`, with the lost
+ranks as far as known. Gloo names no rank; the team then checks the processes of this host's ranks.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ _LONGEST_PAUSE_S = 0.02
 
 
 def _tensor_over(data: bytearray) -> torch.Tensor:
-    """Return a tensor over `data`, memory of Python's. A tensor of torch's own is aligned, for which glibc (before
-    2.38) takes other memory each time, and in the end as much was held as went through the shuffle.
+    """Return a tensor over `data`, memory that Python owns.
+
+    A tensor's own memory is aligned, for which glibc before 2.38 takes new memory each time: in the end the process
+    would hold as much as went through the shuffle.
     """
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class Person:
-    """It is the process of a rank."""
+    """A `Person` identifies the process of a rank."""
 
     host: str
     process: ProcessId
@@ -51,7 +53,7 @@ class Person:
 
 @dataclass
 class Team:
-    """It is one membership. `group` is None for a process that is alone."""
+    """A `Team` is this rank's membership. `group` is None for a single process."""
 
     group: dist.ProcessGroup | None
     store: Store
@@ -83,16 +85,16 @@ class Team:
 
     @property
     def timeout_s(self) -> float:
-        """Return how long an operation of the group may take."""
+        """Return the timeout of the group's operations."""
         assert self.group is not None
         if (ours := phalanx_group(self.group)) is not None:
             return ours.timeout_s
         return float(self.group._get_backend(self._device()).options._timeout.total_seconds())
 
-    # -- words ---------------------------------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what every rank says, by rank. All ranks call it."""
+        """Return the value of every rank, by rank. All ranks call it."""
         if self.group is None:
             return [value]
         data = pickle.dumps(value, protocol=5)
@@ -100,12 +102,12 @@ class Team:
         return [pickle.loads(found) for found in self.all_to_all([data] * self.size, lengths)]
 
     def all_to_all(self, parts: Sequence[bytes], lengths: Sequence[int]) -> list[memoryview]:
-        """Give each rank its part; return what came from each, whose length is known. All ranks call it."""
+        """Send each rank its part; return the parts received, whose lengths are known. All ranks call it."""
         if self.group is None:
             return [memoryview(parts[0])]
         device, pickles = self._device(), pickle_authenticator(self.group)
         due: list[tuple[PickleStream, int]] = []
-        if pickles is not None:  # pickles, and pieces of them, travel here
+        if pickles is not None:  # pickles, or pieces of them
             parts = [pickles.send(part, PickleStream("map_reduce", self.rank, peer)) for peer, part in enumerate(parts)]
             lengths = [length + OVERHEAD_BYTES for length in lengths]
             streams = [PickleStream("map_reduce", peer, self.rank) for peer in range(self.size)]
@@ -143,7 +145,7 @@ class Team:
         try:
             work = begin()
             if phalanx_group(self.group) is None:
-                # A rank of Gloo whose neighbours live would wait for them for minutes, and they have given up.
+                # A rank of Gloo whose neighbours live would wait minutes for ranks that have abandoned the group.
                 self.wait_until(work.is_completed)
             work.wait()
         except (PeerLostError, MismatchError, DeadlineError):
@@ -151,10 +153,10 @@ class Team:
         except RuntimeError as error:  # DistBackendError and DistNetworkError are among them
             raise self._lost(error) from error
 
-    # -- who is there --------------------------------------------------------------------------------------------
+    # -- membership -----------------------------------------------------------------------------------------------
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Ask again and again until it is so.
+        """Poll `is_so` until it is true.
 
         Raises:
             PeerLostError: meanwhile a rank has ended.
@@ -162,7 +164,7 @@ class Team:
         Deadline.after(None).wait_until(is_so, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, look_around=self.check_peers)
 
     def check_peers(self) -> None:
-        """Look, now and then, whether the others live.
+        """Check, now and then, whether the other ranks' processes live.
 
         Raises:
             PeerLostError: one has ended.
@@ -175,7 +177,7 @@ class Team:
             raise PeerLostError(self._say_ended(ended), ranks=ended)
 
     def find_ended(self) -> tuple[int, ...]:
-        """Return the ranks whose process is known to be gone; they are on this host."""
+        """Return the ranks of this host whose process has ended."""
         if not self.persons:
             return ()
         me = self.persons[self.rank]

@@ -1,10 +1,10 @@
-"""Parameters live on servers, and any number of trainers train them.
+"""A `ParameterServer` keeps parameters on servers, and any number of trainers train them.
 
-ParameterServer, Pulled: what a trainer uses        client.py, pulled.py
+what a trainer uses: ParameterServer, Pulled        client.py, pulled.py
 a server's part of the parameters, its updates      shard.py
-a trainer's calls to servers, and who answers them  shard_calls.py, requests.py
-requests that wait, replicas, take-over             hosting.py
-which server has what                               layout.py
+a trainer's calls to servers, and their handlers    client.py, requests.py
+waiting requests, replicas, take-over               hosting.py
+placement of parameters on servers                  layout.py
 """
 
 from phalanx.parameter_server.client import ParameterServer

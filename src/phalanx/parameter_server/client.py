@@ -26,14 +26,14 @@ from phalanx.rpc import current, rpc_async
 
 
 class ParameterServer:
-    """Keep parameters on one or several server workers of `phalanx.rpc`, as a trainer uses them.
+    """Keep parameters on one or several server workers of `phalanx.rpc`, for this trainer to pull and push.
 
-    Every trainer constructs it with the same arguments; the values of the first trainer are used. The servers need no
-    code of their own: they call `rpc.init_rpc` and `rpc.shutdown`. A step is a `pull` and a `push`, each one call per
+    Every trainer constructs it with the same arguments; the first trainer's values are used. The servers need no code
+    of their own: they call `rpc.init_rpc` and `rpc.shutdown`. A step is a `pull` and a `push`, each one call per
     server.
 
     Synchronous: a step's gradients are averaged over the trainers, in the trainers' order, and applied once.
-    Asynchronous: each push is applied when it arrives, and `max_staleness` bounds how many steps any trainer is ahead
+    Asynchronous: each push is applied when it arrives, and `max_staleness` limits how many steps a trainer may be ahead
     of the slowest.
 
     Numerics: optimizers that work element by element, or tensor by tensor on dense parameters, give the same bits as in
@@ -47,24 +47,23 @@ class ParameterServer:
             options, as torch's optimizers take them: `[{"params": base.named_parameters(), "lr": 1e-4}, ...]`.
         tables: matrices by name, of which a step needs only some rows (embeddings); or groups of them.
         optimizer: makes the servers' optimizer of dense parameters: a class of `torch.optim`, or a `functools.partial`.
-        row_optimizer: makes that of tables; it must take sparse gradients (SparseAdam, SGD, Adagrad). Default:
-            `optimizer`.
+        row_optimizer: makes the optimizer of tables; it must accept sparse gradients (SparseAdam, SGD, Adagrad).
+            Default: `optimizer`.
         synchronous: see above.
-        max_staleness: the bound of asynchronous training, in steps; None is no bound.
+        max_staleness: the limit of asynchronous training, in steps; None is no limit.
         reduction: "mean" or "sum" over the trainers of a synchronous step.
-        replicate: keep a second copy of each shard on the next server, of another host if there is one, which takes
-            over when the first is lost.
-            Default: True if there are several servers.
+        replicate: keep a replica of each shard on the next server, preferably of another host, which takes over when
+            the first is lost. Default: True if there are several servers.
         name: distinguishes several ParameterServers on the same workers. A second one of the same name waits until all
             trainers have closed the first; if they do not close it, constructing it with the same arguments shares it.
 
     Raises:
-        ValueError, TypeError: the arguments make no sense, or an optimizer cannot be used.
-        MismatchError: another trainer has given other arguments.
-        PeerLostError: all servers that had a part of the parameters are lost.
-        PhalanxError: they were lost before, and others hold that part anew.
+        ValueError, TypeError: an argument is invalid, or an optimizer cannot be used.
+        MismatchError: another trainer has passed different arguments.
+        PeerLostError: all servers of a shard are lost.
+        PhalanxError: they were lost before, and other servers hold the shard anew.
         DeadlineError: a trainer has not closed the previous one of this name (the message names the trainer), or the
-            first trainer has not come.
+            first trainer has not joined.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class ParameterServer:
             len(self._servers) > 1 if replicate is None else replicate,
             described,
         )
-        self._load = [0] * len(self._servers)  # the bytes of dense parameters on each
+        self._load = [0] * len(self._servers)  # the bytes of dense parameters on each server
         self._place = plan_dense(
             {key: one.nbytes for key, one in self._parameters.dense.items()}, len(self._servers), self._load
         )
@@ -144,11 +143,10 @@ class ParameterServer:
             shards = split_state(state, self._place, len(self._servers))
             self._on_all(requests.create, [(self._spec, one) for one in shards])
         attached = self._on_all(requests.attach, [(self._trainer, me.uid, described)] * len(self._servers))
-        # Who comes in the place of a lost trainer makes the step again that not all servers have heard of; the others
-        # take no notice of it.
+        # The replacement of a lost trainer repeats the step that not all servers have received; the others ignore it.
         clocks = [clock for clock, _ in attached]
-        if max(clocks) > min(clocks) + 1:  # a push goes to all shards, so that they differ by one step at most
-            raise PhalanxError(  # and no PeerLostError, which elastic.run would survive, to come here again
+        if max(clocks) > min(clocks) + 1:  # a push goes to all shards, so they differ by one step at most
+            raise PhalanxError(  # not a PeerLostError, which elastic.run would survive, only to return here
                 f"ParameterServer {name!r}: trainer {self._trainer!r} has pushed {max(clocks)} steps, and shard "
                 f"{clocks.index(min(clocks))} has {min(clocks)} of them: {_whose_loss(self._spec.replicate)}"
             )
@@ -157,10 +155,10 @@ class ParameterServer:
 
     @property
     def optimizer(self) -> ServerOptimizer:
-        """Return the servers' optimizer of dense parameters: its `param_groups`, for schedulers and by hand.
+        """Return the servers' optimizer of dense parameters, whose `param_groups` schedulers and users may set.
 
-        What is set goes along with the next push. Synchronous trainers set the same; each asynchronous push is applied
-        with the options of its trainer.
+        The next push sends the new options. Synchronous trainers must set the same options; each asynchronous push is
+        applied with its trainer's options.
 
         Raises:
             ValueError: there is no dense parameter.
@@ -169,7 +167,7 @@ class ParameterServer:
 
     @property
     def row_optimizer(self) -> ServerOptimizer:
-        """Return the servers' optimizer of tables, as `optimizer` is that of dense parameters.
+        """Return the servers' optimizer of tables; see `optimizer`.
 
         Raises:
             ValueError: there is no table.
@@ -191,7 +189,7 @@ class ParameterServer:
         return {kind: one.said() for kind, one in self._optimizers.items()}
 
     def _add_group(self, kind: str, group: Group, values: dict[str, Tensor]) -> None:
-        """Have the servers hold one more group. All trainers call it; the values of the first one count."""
+        """Add a parameter group on the servers. All trainers call it; the first trainer's values are used."""
         self._check_open()
         caller = f"ParameterServer {self._spec.name!r}, add_param_group"
         if problems := find_wrong_tensors(kind, values, {**self._parameters.dense, **self._parameters.tables}):
@@ -214,15 +212,15 @@ class ParameterServer:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def pull(self, rows: Mapping[str, Tensor] | None = None, dense: Sequence[str] | None = None) -> Pulled:
-        """Return the values for this trainer's next step, once it may make it: one call to each server.
+        """Return the values for this trainer's next step, once it may begin: one call to each server.
 
         Shape: of table `t` with rows of length D and ids of shape (*): (*, D). `dense`: names; by default all.
 
         Raises:
-            ValueError, TypeError: there is no such name, or ids are no integers or out of range.
-            PeerLostError: a trainer is lost whose gradients a synchronous step needs (it is named), or all servers are
-                that had some of the parameters.
-            DeadlineError: a trainer is too slow (it is named), or a server.
+            ValueError, TypeError: a name is unknown, or ids are not integers or out of range.
+            PeerLostError: a trainer is lost whose gradients a synchronous step needs (it is named), or all servers of a
+                shard are lost.
+            DeadlineError: a trainer (it is named) or a server is too slow.
         """
         self._check_open()
         rows = rows or {}
@@ -238,7 +236,7 @@ class ParameterServer:
         answers = self._on_all(requests.pull, arguments)
         pulled = Pulled(max(answer[2] for answer in answers))
         for whole, _, _ in answers:
-            # Copies, where torch would have put them: matrix products have other last bits at other alignments.
+            # Clone to torch's own alignment: matrix products differ in the last bits at other alignments.
             pulled._dense |= {key: value.clone().requires_grad_() for key, value in whole.items()}
         pulled._values |= {key: pulled._dense[key] for key in names}
         for key, (ids, inverse) in unique.items():
@@ -250,27 +248,27 @@ class ParameterServer:
         return pulled
 
     def push(self, pulled: Pulled, *, max_norm: float | None = None, norm_type: float = 2.0) -> Tensor | None:
-        """Send the gradients of what was pulled, and end the step: one call to each server.
+        """Send the gradients of the pulled values, and end the step: one call to each server.
 
-        What has no gradient takes no part, as in an optimizer. When this returns, each server and its replica has the
-        gradients. After an exception it may be called again: nothing is applied twice.
+        Values without a gradient are skipped, as in an optimizer. When this returns, each server and its replica have
+        the gradients. After an exception it may be called again: nothing is applied twice.
 
         Arguments:
-            max_norm: clip what the servers apply, as `torch.nn.utils.clip_grad_norm_` does: of a synchronous step the
-                sum or mean of all trainers' gradients, dense ones and rows together; asynchronously those of this push.
-                All trainers of a synchronous step clip to the same.
-            norm_type: which norm.
+            max_norm: clip the gradients that the servers apply, as `torch.nn.utils.clip_grad_norm_` does: in a
+                synchronous step the sum or mean of all trainers' gradients, dense ones and rows together;
+                asynchronously those of this push. All trainers of a synchronous step pass the same value.
+            norm_type: the order of the norm.
 
-        It returns the norm before clipping, if it clips.
+        Return the norm before clipping if `max_norm` is given, else None.
 
         Shape: any; that of what was pulled. Of the norm ().
-        Cost: of a synchronous step of several trainers that is clipped, two more calls to each server, behind the last
-            trainer's push.
+        Cost: clipping a synchronous step of several trainers takes two more calls to each server, after the last
+        trainer's push.
 
         Raises:
-            ValueError: the numbers for clipping make no sense.
-            MismatchError: the trainers of a synchronous step have set other options, or clip otherwise.
-            PeerLostError: all servers are lost that had some of the parameters.
+            ValueError: `max_norm` or `norm_type` is invalid.
+            MismatchError: the trainers of a synchronous step have set different options, or clip differently.
+            PeerLostError: all servers of a shard are lost.
             DeadlineError: a server does not answer.
         """
         dense = {key: value.grad for key, value in pulled._dense.items() if value.grad is not None}
@@ -290,8 +288,8 @@ class ParameterServer:
         Shape: dense: that of the parameter; rows: ids (N), gradients (N, D).
 
         Raises:
-            ValueError, TypeError: there is no such name, or a shape or dtype does not fit.
-            PeerLostError: all servers are lost that had some of the parameters.
+            ValueError, TypeError: a name is unknown, or a shape or dtype does not match.
+            PeerLostError: all servers of a shard are lost.
             DeadlineError: a server does not answer.
         """
         summed = self._parameters.sum_gradients(dense or {}, rows or {})
@@ -317,7 +315,7 @@ class ParameterServer:
         arguments = []
         for index in range(num):
             mine = {key: grad for key, grad in dense.items() if self._place[key] == index}
-            # Every server hears of every table, with no rows if it has none of them: an optimizer counts its steps.
+            # Every server receives every table, possibly with no rows: an optimizer counts its steps.
             local = {}
             for key, (ids, grads) in rows.items():
                 here = ids % num == index
@@ -336,7 +334,7 @@ class ParameterServer:
     def _total_norm(
         self, clip: Clip, dense: Sequence[Mapping[str, Tensor]], rows: Sequence[Mapping[str, Tensor]]
     ) -> Tensor:
-        """Join the norms that one or several servers have, in the order in which one process has its parameters."""
+        """Combine the norms of all servers in the order in which one process has its parameters."""
         norms = [part[key] for key in self._parameters.dense for part in dense if key in part]
         parts = [[part[key] for part in rows if key in part] for key in self._parameters.tables]
         return clip.total(norms, [one for one in parts if one])
@@ -344,9 +342,9 @@ class ParameterServer:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return all values, what the optimizers keep of them, and the groups' options, for any number of servers.
+        """Return all values, optimizer states, and the groups' options, independent of the number of servers.
 
-        In synchronous training it is the state after this trainer's last step; else each server's state of now.
+        In synchronous training this is the state after this trainer's last step; else each server's current state.
         """
         self._check_open()
         request = self._trainer, self.step, self._said()
@@ -354,13 +352,13 @@ class ParameterServer:
         return {**join_states(shards), "step": self.step}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Go on from this state. Every trainer calls it; when all have, the state of the first trainer is loaded.
+        """Load a state. Every trainer calls it; once all have called it, the first trainer's state is loaded.
 
-        The groups' options are then those of the state on all trainers, as after an optimizer's `load_state_dict`.
+        All trainers then have the groups' options of the state, as after an optimizer's `load_state_dict`.
 
         Raises:
-            ValueError: it is that of other parameters, groups or classes of optimizers; nothing was changed.
-            PeerLostError: the first trainer is lost, or all servers are that had some of the parameters.
+            ValueError: the state has other parameters, groups or optimizer classes; nothing was changed.
+            PeerLostError: the first trainer is lost, or all servers of a shard are lost.
             DeadlineError: some trainer did not call it in time.
         """
         self._check_open()
@@ -385,7 +383,7 @@ class ParameterServer:
             one.show(answers[0][1][kind])
 
     def close(self) -> None:
-        """Leave, so that the others do not wait for this trainer any more.
+        """Leave, so that the others no longer wait for this trainer.
 
         When all trainers have left, the servers free the parameters.
         """
@@ -394,7 +392,7 @@ class ParameterServer:
             try:
                 self._on_all(requests.leave, [(self._trainer,)] * len(self._servers))
             except PeerLostError:
-                pass  # nobody is there who would wait
+                pass  # no server is left to notify
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -402,7 +400,7 @@ class ParameterServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:  # else the others hear of this trainer's end by its process
+        if kind is None:  # otherwise the others learn of this trainer's end from its process
             self.close()
 
     def _on_all(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -418,7 +416,7 @@ def _not(*_: Any) -> None:
 
 
 def _whose_loss(replicate: bool) -> str:
-    """Return why a shard begins anew, and what to do."""
+    """Return why a shard starts anew, and what to do."""
     if replicate:
         return (
             "the server that had it and the one with its copy are both lost, and it begins anew.\nResume from a "
@@ -434,7 +432,7 @@ Given = Mapping[str, Sequence[tuple[Mapping[str, Tensor], Options]]]  # by "dens
 
 
 def find_problems(servers: tuple[str, ...], trainers: tuple[str, ...], me: str, groups: Given) -> list[str]:
-    """Return what makes no sense, in words; an empty list if all does."""
+    """Return the problems of the arguments, in words."""
     problems = []
     for what, workers in (("servers", servers), ("trainers", trainers)):
         if not workers or len(set(workers)) != len(workers):
@@ -452,7 +450,7 @@ def find_problems(servers: tuple[str, ...], trainers: tuple[str, ...], me: str, 
 
 
 def find_wrong_tensors(kind: str, values: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> list[str]:
-    """Return what is wrong with the tensors of one group, where `known` are those of others."""
+    """Return the problems of the tensors in one group; `known` are the tensors of the other groups."""
     problems = []
     if twice := sorted(values.keys() & known.keys()):
         problems.append(f"{twice} are names of several dense parameters or tables")
@@ -464,7 +462,7 @@ def find_wrong_tensors(kind: str, values: Mapping[str, Tensor], known: Mapping[s
 
 
 def try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]:
-    """Make a step with it, so that what cannot work is told here and not by a server."""
+    """Make a trial step, so that an unusable optimizer is reported here and not by a server."""
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     grad = torch.ones(2, 2)
     parameter.grad = grad.to_sparse(1) if sparse else grad
@@ -472,17 +470,20 @@ def try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             make([parameter]).step()
-    except Exception as error:  # whatever an optimizer of the user raises
+    except Exception as error:  # any error of a user's optimizer
         kind = "gradients of rows" if sparse else "gradients"
         return [f"{what} {make!r} makes no step with {kind}: {summary_of(error)}"]
     return []
 
 
-_ASK_S = 5.0  # so long is waited for what only makes an error's text better
+_ASK_S = 5.0  # the time limit for details that only improve an error's text
 
 
 class ShardCalls:
-    """They are the calls of `trainer` to the `servers` of parameter server `name`; `first` is the first trainer."""
+    """`ShardCalls` makes the calls of `trainer` to the `servers` of parameter server `name`.
+
+    `first` is the first trainer.
+    """
 
     def __init__(self, name: str, servers: Sequence[str], trainer: str, first: str) -> None:
         self._name = name
@@ -495,11 +496,11 @@ class ShardCalls:
         return ring(self._servers, index, current.agent().membership.host_of)
 
     def on_all(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], step: int) -> list[Any]:
-        """Call it for every shard at once, each on the server that has it; `step` is the one that this trainer is at.
+        """Call `function` for every shard at once, on the shard's server; `step` is this trainer's current step.
 
         Raises:
-            PeerLostError: a shard is on no server any more, or a trainer is lost without which there is no answer.
-            DeadlineError: an answer did not come in time; the message says which trainers it waited for.
+            PeerLostError: no server of a shard is left, or a trainer is lost that the answer depends on.
+            DeadlineError: an answer is late; the message names the trainers that it waited for.
         """
         sent = [self._send(index, function, request) for index, request in enumerate(arguments)]
         answers, problems = [], []
@@ -507,7 +508,7 @@ class ShardCalls:
             for index, (request, future) in enumerate(zip(arguments, sent, strict=True)):
                 try:
                     answers.append(self._wait(index, function, request, future, step))
-                except PhalanxError as error:  # the other answers are awaited first: they may have been given
+                except PhalanxError as error:  # wait for the other answers first: they may have arrived
                     problems.append(error)
         if problems:
             raise problems[0]
@@ -529,9 +530,9 @@ class ShardCalls:
         future: Future[Any] | PeerLostError,
         step: int,
     ) -> Any:
-        """Return the answer; if the server is lost, that of the server which has taken over."""
+        """Return the answer; if the server is lost, the answer of its successor."""
         cause: PhalanxError | None = None
-        without: set[str] = set()  # the servers that have said that they have no copy
+        without: set[str] = set()  # the servers that have reported that they have no copy
         while not without.issuperset(self._hosts[index]):
             host = self._hosts[index][0]
             try:
@@ -550,7 +551,7 @@ class ShardCalls:
                 if isinstance(error, NotHeldError):
                     without.add(host)
                     if host not in hosts:
-                        hosts.append(host)  # it may have a copy later, and be asked when all before it are lost
+                        hosts.append(host)  # it may have a copy later, and be asked once all servers before it are lost
                 future = self._send(index, function, request)
         tried = self._ring(index)
         members = (current.agent().membership.find(one) for one in tried)
@@ -561,7 +562,7 @@ class ShardCalls:
         ) from cause
 
     def _explain_late(self, index: int, function: Callable[..., Any], error: DeadlineError, step: int) -> DeadlineError:
-        """Return the error that says which trainer kept this one waiting, if the server can say it."""
+        """Return an error that names the trainer that delayed this one, if the server knows it."""
         place = self._name, index
         try:
             host = self._hosts[index][0]

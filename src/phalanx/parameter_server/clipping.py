@@ -1,4 +1,4 @@
-"""Compute the norm of gradients that lie on several servers, and clip as `torch.nn.utils.clip_grad_norm_` does."""
+"""Compute the norm of gradients on several servers, and clip as `torch.nn.utils.clip_grad_norm_` does."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Norms = Mapping[str, Tensor]  # the norms of gradients, by name
 
 @dataclass(frozen=True)
 class Clip:
-    """The gradients of a step are scaled down to it: all of them together have at most this norm."""
+    """A `Clip` is the largest allowed norm of a step's gradients together."""
 
     max_norm: float
     norm_type: float
 
     def norm_of(self, gradient: Tensor) -> Tensor:
-        """Return the norm of one gradient; a gradient of rows has that of the rows that it has."""
+        """Return the norm of one gradient; for a sparse gradient, the norm of its rows."""
         values = gradient._values() if gradient.is_sparse else gradient
         norm: Tensor = torch.linalg.vector_norm(values, self.norm_type) if values.numel() else values.new_zeros(())
         return norm
 
     def total(self, dense: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the norm of all gradients, from the norm of each; a table's comes from those of its parts."""
+        """Return the norm of all gradients from the norm of each; a table's norm comes from those of its parts."""
         norms = [*dense, *(self._join(parts) for parts in rows)]
         return self._join(norms) if norms else torch.tensor(0.0)
 
@@ -44,10 +44,10 @@ class Clip:
 
 
 def make_clip(caller: str, max_norm: float | None, norm_type: float) -> Clip | None:
-    """Return what is asked for, if anything is; else None.
+    """Return a `Clip` if `max_norm` is given, else None.
 
     Raises:
-        ValueError: a number makes no sense.
+        ValueError: a number is invalid.
     """
     if max_norm is None:
         return None

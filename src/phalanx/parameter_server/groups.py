@@ -1,7 +1,7 @@
-"""Parameter groups: read how trainers give them, and keep the optimizer over what a server has of them.
+"""Read the parameter groups that trainers pass, and keep the optimizer of a server's part of the groups.
 
-A group on its way, and in a state, is `{"params": [name, ...], "lr": ..., ...}`. Groups are "dense" or "tables", each
-with an optimizer of their own.
+A group in a message or a state is `{"params": [name, ...], "lr": ..., ...}`. Groups are "dense" or "tables", each with
+an optimizer of their own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ KINDS = ("dense", "tables")
 
 
 def read_groups(what: str, given: object) -> list[tuple[dict[str, Tensor], Options]]:
-    """Return the named tensors and the options of each group: of a mapping by name, or of a list of groups as torch's.
+    """Return the named tensors and the options of each group, from a mapping by name or a list of groups as in torch.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `given` is neither.
     """
     if given is None or isinstance(given, Mapping):
         return [(dict(given), {})] if given else []
@@ -53,17 +53,17 @@ def read_group(what: str, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
-    """Return the entries of a group that are no parameters."""
+    """Return the entries of a group that are not parameters."""
     return {key: copy_value(one) for key, one in group.items() if key not in ("params", "param_names")}
 
 
 def copy_value(value: Any) -> Any:
-    """Return a tensor that later changes in place do not change; anything else as it is."""
+    """Return a copy of a tensor, which in-place changes do not reach; anything else as it is."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def find_differing(one: Options, other: Options) -> list[str]:
-    """Return the options that are not the same."""
+    """Return the options that differ."""
     return sorted(
         key for key in one.keys() | other.keys() if not (key in one and key in other and _same(one[key], other[key]))
     )
@@ -76,10 +76,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class HeldGroups:
-    """They are the parameters of dense groups, or of tables, on this server, and their optimizer.
+    """`HeldGroups` holds the parameters of dense groups, or of tables, on this server, and their optimizer.
 
-    `said` has every group's options as a trainer last said them. Only what a trainer has changed since is set in the
-    optimizer, which may keep options of its own in a group.
+    `said` has every group's options as a trainer last sent them. Only options that a trainer has changed since are set
+    in the optimizer, which may keep options of its own in a group.
     """
 
     def __init__(self, make: MakeOptimizer, groups: Sequence[Group], values: Mapping[str, Tensor]) -> None:
@@ -91,11 +91,11 @@ class HeldGroups:
         self._hold()
 
     def _hold(self) -> None:
-        """Make the optimizer, once there is a parameter for it."""
+        """Create the optimizer once there is a parameter for it."""
         if self.optimizer is not None or not self.parameters:
             return
         members = [self._members(number) for number in range(len(self._names))]
-        if len(members) == 1:  # one group becomes a list, which any function takes that makes an optimizer
+        if len(members) == 1:  # one group becomes a list, which any function that makes an optimizer accepts
             self.optimizer = self._make(members[0])
             self.optimizer.param_groups[0].update(options_of(self.said[0]))
         else:
@@ -106,7 +106,7 @@ class HeldGroups:
         return [self.parameters[name] for name in self._names[number] if name in self.parameters]
 
     def add(self, group: Group, values: Mapping[str, Tensor]) -> None:
-        """Hold one more group, with those of its values that are here."""
+        """Add a group, with those of its values that this server has."""
         self._names.append(list(group["params"]))
         self.said.append(options_of(group))
         self.parameters |= {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
@@ -117,7 +117,10 @@ class HeldGroups:
             self.optimizer.add_param_group({**options_of(group), "params": mine})
 
     def set_options(self, said: Sequence[Options]) -> None:
-        """Set the options that a trainer has changed. One that trains asynchronously may not have all groups yet."""
+        """Set the options that a trainer has changed.
+
+        A trainer in asynchronous training may not have all groups yet.
+        """
         for number, (before, options) in enumerate(zip(self.said, said, strict=False)):
             changed = {key: copy_value(options[key]) for key in find_differing(before, options) if key in options}
             before.update(changed)
@@ -125,7 +128,7 @@ class HeldGroups:
                 self.optimizer.param_groups[number].update(options_of(changed))
 
     def groups(self, said: Sequence[Options] | None = None) -> list[Group]:
-        """Return all groups with their options here; options that a trainer has changed in `said` replace them."""
+        """Return all groups with this server's options; options that a trainer has changed in `said` replace them."""
         found = []
         for number, (names, before) in enumerate(zip(self._names, self.said, strict=True)):
             options = before if self.optimizer is None else self.optimizer.param_groups[number]
@@ -135,7 +138,7 @@ class HeldGroups:
         return found
 
     def load(self, values: Mapping[str, Tensor], kept: Mapping[str, Any], groups: Sequence[Group] | None) -> None:
-        """Take these values, with what the optimizer keeps of them, and the groups' options if there are any."""
+        """Load values, their optimizer state, and the groups' options if given."""
         for number, group in enumerate(groups or ()):
             self.said[number] = options_of(group)
             if self.optimizer is not None:
@@ -149,7 +152,7 @@ class HeldGroups:
                     self.optimizer.state[parameter] = copy_values(kept[name])
 
     def kept(self) -> dict[str, Any]:
-        """Return what the optimizer keeps, by name; a copy."""
+        """Return a copy of the optimizer state by parameter name."""
         if self.optimizer is None:
             return {}
         state = self.optimizer.state
@@ -157,5 +160,5 @@ class HeldGroups:
 
 
 def copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of what an optimizer keeps of a parameter."""
+    """Return a copy of a parameter's optimizer state."""
     return {key: one.clone() if isinstance(one, Tensor) else one for key, one in values.items()}

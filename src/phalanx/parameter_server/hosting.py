@@ -1,4 +1,4 @@
-"""A server answers trainers, tells a replica, and takes over from a server that is lost.
+"""Serve trainers' requests, replicate a shard, and take over the shard of a lost server.
 
 trainer              server: primary of shard i            next server: replica of shard i
 push ──────────────► apply, number it
@@ -28,41 +28,41 @@ from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.functions import async_execution
 from phalanx.rpc.worker_info import WorkerAddress
 
-_WAIT = object()  # it takes the place of a result: there is none yet
+_WAIT = object()  # the placeholder for a result that does not exist yet
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """It is a request, and what tries to answer it."""
+    """`_Waiting` is a request with the function that tries to answer it."""
 
     attempt: Callable[[], Any]
     future: Future[Any]
 
 
 class HostedShard:
-    """It is a shard on this server, as primary or replica; or a place that waits for one."""
+    """A `HostedShard` is a shard on this server, as primary or replica; or an empty place for one."""
 
     def __init__(self, agent: Agent, name: str, index: int) -> None:
         self._agent = agent
         self._name = name
         self._index = index
-        # Held while requests are tried and applied, one after the other; results are given out after it.
+        # Held while requests are tried and applied, one at a time; results are delivered after its release.
         self._lock = threading.Lock()
         self._shard: Shard | None = None
         self._is_primary = False
-        self._primary: int | None = None  # the uid of the server that this one is the replica of
+        self._primary: int | None = None  # the uid of the primary whose replica this server is
         self._replica: str | None = None
         self._installed: Future[Any] | None = None
         self._number = 0  # the number of the last entry applied
         self._early: dict[int, tuple[tuple[Any, ...], Future[Any]]] = {}
         self._waiting: list[_Waiting] = []
         self._asked: dict[str, int] = {}  # by trainer: the number of the load that it waits for
-        self._failure: PhalanxError | None = None  # since then the shard is not what it should be
+        self._failure: PhalanxError | None = None  # once set, the shard's contents are invalid
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def request(self, attempt: Callable[[], Any]) -> Future[Any]:
-        """Try until there is an answer; try again whenever something has changed."""
+        """Try `attempt` until it returns an answer, whenever the shard has changed."""
         one = _Waiting(attempt, Future())
         with self._lock:
             self._waiting.append(one)
@@ -70,16 +70,16 @@ class HostedShard:
         return one.future
 
     def settle(self) -> None:
-        """Answer whatever can be answered now."""
+        """Answer the requests that can be answered now."""
         answered: list[tuple[Future[Any], Any]] = []
         with self._lock:
             changed = True
-            while changed:  # another request may wait for what one request changes
+            while changed:  # an answered request may allow another one
                 changed = False
                 for one in list(self._waiting):
                     try:
                         result = one.attempt()
-                    except Exception as error:  # it is the caller's
+                    except Exception as error:  # the caller's error
                         result = error
                     if result is not _WAIT:
                         self._waiting.remove(one)
@@ -94,13 +94,13 @@ class HostedShard:
                 future.set_result(result)
 
     def _held(self) -> Shard | None:
-        """Return the shard, if requests are for this server; None while its primary may still be there."""
+        """Return the shard if this server answers requests; None while its primary may still be alive."""
         if self._shard is None:
             raise NotHeldError(f"server {self._agent.me.info.name!r} has no copy of shard {self._index}.")
         return self._shard if self._is_primary else None
 
     def create(self, spec: Spec, state: State) -> Any:
-        """Make the shard, unless it is there; wait while one that the first trainer has closed is still there."""
+        """Create the shard unless it exists; wait while one that the first trainer has closed still exists."""
         if self._shard is None:
             self._shard, self._is_primary = Shard(spec, state), True
             members = [one for one in map(self._agent.membership.find, spec.trainers) if one is not None]
@@ -112,7 +112,7 @@ class HostedShard:
         return self._ack(self._installed)
 
     def give_up(self) -> list[str]:
-        """Wait no more for the trainers that have the optimizer before this one, and return who they are."""
+        """Stop waiting for the trainers that hold the previous shard of this name, and return their names."""
         with self._lock:
             given_up = [
                 one for one in self._waiting if isinstance(one.attempt, partial) and one.attempt.func == self.create
@@ -123,9 +123,9 @@ class HostedShard:
         return list(self.clocks())
 
     def attach(self, trainer: str, worker: int, described: str) -> Any:
-        """Return the trainer's clock and how many states were loaded, once the shard is there.
+        """Return the trainer's clock and the number of loaded states, once the shard exists.
 
-        A shard that this trainer has closed does not count: the next of the name begins when all have closed this one.
+        A shard that this trainer has closed does not count: the next one of that name begins when all have closed it.
         """
         if self._shard is None or not self._is_primary or trainer in self._shard.left:
             return _WAIT
@@ -144,12 +144,12 @@ class HostedShard:
         return self._answer_after(self.write(("attach", trainer, worker)), answer)
 
     def ask_load(self, trainer: str, number: int) -> None:
-        """Note that the trainer has nothing more to push before load `number`."""
+        """Record that the trainer has nothing more to push before load `number`."""
         with self._lock:
             self._asked[trainer] = number
 
     def load(self, trainer: str, number: int, state: State | None) -> Any:
-        """Take the state of the first trainer, once all have asked for load `number`: a late trainer may still push."""
+        """Load the first trainer's state, once all have asked for load `number`: a late trainer may still push."""
         shard = self._held()
         if shard is None:
             return _WAIT
@@ -174,7 +174,7 @@ class HostedShard:
 
     @staticmethod
     def _answer_after(told: Future[Any] | None, answer: Any) -> Any:
-        """Return the answer, once the replica has what it was `told`."""
+        """Return `answer` once the replica has acknowledged (`told`)."""
         if told is None:
             return answer
         answered: Future[Any] = Future()
@@ -191,7 +191,7 @@ class HostedShard:
         values: Mapping[str, Tensor],
         described: str,
     ) -> Any:
-        """Hold one more group, with the values of the first trainer that is there, once its last step is applied."""
+        """Add a group with the values of the first remaining trainer, once its last step is applied."""
         shard = self._held()
         if shard is None:
             return _WAIT
@@ -216,14 +216,14 @@ class HostedShard:
         return self.write(("add", number, kind, group, values, described))
 
     def push(self, trainer: str, clock: int, gradients: PushedGradients) -> Any:
-        """Take a trainer's gradients, once it may be at this step: one that never pulls is not ahead either."""
+        """Apply a trainer's gradients, once its clock allows it; this also limits a trainer that never pulls."""
         shard = self._held()
         if shard is None or (clock >= shard.clocks[trainer] and not self._may_go_on(shard, trainer, clock)):
             return _WAIT
         return self.write(("push", trainer, clock, gradients))
 
     def norms(self, trainer: str, clock: int) -> Any:
-        """Return the norms of the gradients here for synchronous step `clock`, once all have pushed it."""
+        """Return the norms of this shard's gradients for synchronous step `clock`, once all have pushed them."""
         shard = self._held()
         if shard is None:
             return _WAIT
@@ -233,14 +233,14 @@ class HostedShard:
         return shard.norms()
 
     def write(self, entry: tuple[Any, ...]) -> Any:
-        """Apply the entry here and on the replica."""
+        """Apply the entry on this server and on the replica."""
         shard = self._held()
         if shard is None:
             return _WAIT
         before = self._failure
         self._apply(shard, entry)
         told = None
-        if self._replica is not None:  # also of what has failed: it has a number, for which later ones would wait there
+        if self._replica is not None:  # also if it failed: it is numbered, and later entries would wait on the replica
             arguments = (self._name, self._index, self._number, entry)
             told = self._ack(self._send(self._replica, receive, arguments))
         if self._failure is not before and self._failure is not None:
@@ -252,9 +252,9 @@ class HostedShard:
             self._failure = None
         try:
             shard.apply(entry)
-        except MismatchError as error:  # trainers have said different things of a step; nothing of it was applied
+        except MismatchError as error:  # trainers have sent different options for a step; nothing was applied
             self._failure = error
-        except Exception as error:  # an optimizer raised it, here and on the replica, and nothing takes it back
+        except Exception as error:  # an optimizer raised it, here and on the replica, and it cannot be undone
             self._failure = PhalanxError(
                 f"ParameterServer {shard.spec.name!r}: server {self._agent.me.info.name!r} could not make step "
                 f"{shard.step}: {summary_of(error)}\nThe parameters are as the optimizer left them; go on "
@@ -262,19 +262,19 @@ class HostedShard:
             )
             self._failure.__cause__ = error
         self._number += 1
-        if not shard.active():  # all have left: nobody will ask for it again
+        if not shard.active():  # all trainers have left: there will be no more requests
             self._shard, self._is_primary, self._primary = None, False, None
             self._asked, self._failure = {}, None
 
     def pull(self, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Any:
-        """Return the values, and how far the slowest trainer is behind, once the trainer may go on."""
+        """Return the values, and how far the slowest trainer is behind, once the trainer may continue."""
         shard = self._held()
         if shard is None or not self._may_go_on(shard, trainer, clock):
             return _WAIT
         return *shard.values(dense, rows), shard.staleness(clock, self._lost_trainers(shard))
 
     def state(self, trainer: str, clock: int, said: Mapping[str, Sequence[Options]] | None = None) -> Any:
-        """Return all that it has, once the step is complete, with the options that the trainer has `said`."""
+        """Return the shard's complete state, once the step is complete, with the options `said` of the trainer."""
         shard = self._held()
         if shard is None or not self._may_go_on(shard, trainer, clock):
             return _WAIT
@@ -302,7 +302,7 @@ class HostedShard:
         return False
 
     def _lost_trainers(self, shard: Shard) -> dict[str, str]:
-        """Return the trainers that are gone without having left, and why."""
+        """Return the trainers that ended without leaving, and why."""
         found = {}
         for one in shard.active():
             worker = shard.workers.get(one)
@@ -311,7 +311,7 @@ class HostedShard:
         return found
 
     def _watch(self, members: Sequence[WorkerAddress]) -> None:
-        """Connect to these workers: the end of one that has not connected by itself would go unnoticed."""
+        """Connect to these workers: otherwise the end of a worker that has not connected would go unnoticed."""
         for one in members:
             if self._agent.peer(one).connection is None:
                 self._agent.tell(one, "watch", None)
@@ -333,7 +333,7 @@ class HostedShard:
     # -- the replica ---------------------------------------------------------------------------------------------------
 
     def install(self, primary: int, number: int, snapshot: tuple[Any, ...], failure: str | None) -> None:
-        """Be the replica, from this state on; `failure` is why it is not what it should be."""
+        """Become the replica with this state; `failure` is why its contents are invalid, if they are."""
         with self._lock:
             if self._is_primary:
                 raise NotHeldError("this server has taken over the shard.")
@@ -342,16 +342,16 @@ class HostedShard:
         self.receive(None, None)
 
     def receive(self, number: int | None, entry: tuple[Any, ...] | None) -> Future[Any]:
-        """Apply what the primary has applied, in its order; the future is done when it is applied."""
+        """Apply the primary's entries in order; the future completes when this entry is applied."""
         future: Future[Any] = Future()
         applied = []
         with self._lock:
-            if self._is_primary:  # the sender is not the primary: it is lost, and no trainer was told of this entry
+            if self._is_primary:  # the sender is no longer the primary; it is lost, and answered no trainer
                 raise NotHeldError("this server has taken over the shard.")
             if number is not None and entry is not None:
                 self._early[number] = (entry, future)
             if self._shard is not None:
-                for old in [one for one in self._early if one <= self._number]:  # they are in what was installed
+                for old in [one for one in self._early if one <= self._number]:  # already in the installed state
                     applied.append(self._early.pop(old)[1])
                 while self._shard is not None and self._number + 1 in self._early:
                     next_entry, its_future = self._early.pop(self._number + 1)
@@ -362,7 +362,7 @@ class HostedShard:
         return future
 
     def _choose_replica(self) -> None:
-        """Give a copy to the next server that is there, if there is one, preferably to one of another host."""
+        """Send a copy to the next living server, preferably on another host."""
         assert self._shard is not None
         spec = self._shard.spec
         me = self._agent.me
@@ -378,13 +378,13 @@ class HostedShard:
     def _send(self, to: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         try:
             return rpc_async(to, function, arguments)
-        except PhalanxError as error:  # it is lost, and known to be
+        except PhalanxError as error:  # already lost, and known to be
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed
 
     def _ack(self, told: Future[Any] | None) -> Future[Any] | None:
-        """Return a future that is done when the replica, or the one that takes its place, has what it was `told`."""
+        """Return a future that completes when the replica, or its successor, has acknowledged (`told`)."""
         if told is None:
             return None
         ack: Future[Any] = Future()
@@ -412,12 +412,12 @@ class HostedShard:
             next_one.add_done_callback(partial(pass_on, ack))
 
     def hear_lost(self, member: WorkerAddress) -> None:
-        """Take over from a worker that is gone, replace it, or tell the callers that wait for it."""
+        """Take over from a lost worker, replace it as the replica, or fail the calls that wait for it."""
         with self._lock:
             if self._shard is not None:
                 if not self._is_primary and self._primary == member.uid:
                     self._is_primary = True
-                    self._early.clear()  # between these and the last one applied some are missing: nobody was told
+                    self._early.clear()  # earlier entries are missing, and no trainer was answered
                     self._choose_replica()
                 elif self._is_primary and self._replica == member.info.name:
                     self._choose_replica()
@@ -427,11 +427,11 @@ class HostedShard:
 _registry = threading.Lock()
 _hosted: dict[
     int, dict[tuple[str, int], HostedShard]
-] = {}  # by the agent's uid: a process may be one worker after another
+] = {}  # by the agent's uid: a process may be several workers in turn
 
 
 def host(name: str, index: int) -> HostedShard:
-    """Return the place for this shard on this worker."""
+    """Return the `HostedShard` for this shard on this worker."""
     agent = current.agent()
     uid = agent.me.uid
     with _registry:
@@ -451,7 +451,7 @@ def _forget(uid: int) -> None:
 
 
 def _hear_lost(agent: Agent, member: WorkerAddress) -> None:
-    if agent.is_leaving:  # all go
+    if agent.is_leaving:  # all workers are leaving
         return
     with _registry:
         places = list(_hosted.get(agent.me.uid, {}).values())
@@ -460,18 +460,18 @@ def _hear_lost(agent: Agent, member: WorkerAddress) -> None:
 
 
 def install(name: str, index: int, primary: int, number: int, snapshot: tuple[Any, ...], failure: str | None) -> None:
-    """Take a copy of the shard, from its primary."""
+    """Install a copy of the shard from its primary."""
     host(name, index).install(primary, number, snapshot, failure)
 
 
 @async_execution
 def receive(name: str, index: int, number: int, entry: tuple[Any, ...]) -> Future[Any]:
-    """Apply what its primary has applied."""
+    """Apply an entry of the primary."""
     return host(name, index).receive(number, entry)
 
 
 def pass_on(future: Future[Any], done: Future[Any], value: Any = None) -> None:
-    """Give `future` the outcome of `done`, or `value` in the place of its result."""
+    """Complete `future` with the outcome of `done`, or with `value` instead of its result."""
     try:
         result = done.value()
     except Exception as error:
@@ -481,12 +481,12 @@ def pass_on(future: Future[Any], done: Future[Any], value: Any = None) -> None:
 
 
 def on_thread(work: Callable[[], None]) -> None:
-    """Call `work` on another thread than the one that reads."""
+    """Call `work` on a thread other than the reading one."""
 
     def run() -> None:
         try:
             work()
-        except ClosedError:  # this worker is at its end, too
+        except ClosedError:  # this worker is ending, too
             pass
 
     threading.Thread(target=run, name="phalanx-parameter-server", daemon=True).start()

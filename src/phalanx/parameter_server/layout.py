@@ -1,4 +1,4 @@
-"""Decide which server has what: a dense tensor is whole on one, row r of a table is on server r modulo their number."""
+"""Place parameters on servers: a dense tensor on one of them, row r of a table on server r modulo their number."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# "step"; "dense" and "tables" by name; "optimizer": by name what the optimizer keeps of it; "groups": by "dense" and
-# "tables" the groups, each with its names ("params") and its options.
+# "step"; "dense" and "tables" by name; "optimizer": optimizer states by name; "groups": by "dense" and "tables" the
+# groups, each with its names ("params") and its options.
 State = dict[str, Any]
 
 
 def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | None = None) -> dict[str, int]:
-    """Return the server of each dense tensor: the largest first, each to the least loaded; `load` is what they have."""
+    """Return the server of each dense tensor: the largest first, each to the least loaded (`load`)."""
     load = [0] * num_servers if load is None else load
     place = {}
     for name, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
@@ -25,17 +25,17 @@ def plan_dense(sizes: Mapping[str, int], num_servers: int, load: list[int] | Non
 
 
 def ring(servers: Sequence[str], index: int, host_of: Callable[[str], str]) -> list[str]:
-    """Return the servers that may hold shard `index`, in order: its own one, then those that would take over from it.
+    """Return the servers that may hold shard `index`: its own, then its successors in order.
 
-    Those on other hosts come first, so that a host may be lost.
+    Successors on other hosts come first, so that a host may be lost.
     """
     mine, *others = (*servers[index:], *servers[:index])
     return [mine, *sorted(others, key=lambda other: host_of(other) == host_of(mine))]  # sorted is stable
 
 
 def take_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
-    """Return the rows that are on server `index`."""
-    if table.is_sparse:  # it is the momentum of SGD
+    """Return the table's rows on server `index`."""
+    if table.is_sparse:  # SGD's momentum
         ids, values = table._indices(), table._values()
         here = ids[0] % num_servers == index
         shape = (len(range(index, len(table), num_servers)), *table.shape[1:])
@@ -44,12 +44,12 @@ def take_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return the table whose rows these are."""
+    """Join the parts of a table by row."""
     num_rows = sum(len(part) for part in parts)
     if parts[0].is_sparse:
         ids = torch.cat([part._indices() * len(parts) + index for index, part in enumerate(parts)], 1)
         values = torch.cat([part._values() for part in parts])
-        order = ids[0].argsort(stable=True)  # by row, as torch's addition of sparse tensors keeps them
+        order = ids[0].argsort(stable=True)  # by row, as torch adds sparse tensors
         is_coalesced = all(part.is_coalesced() for part in parts)
         return _sparse(ids[:, order], values[order], (num_rows, *parts[0].shape[1:]), is_coalesced)
     table = parts[0].new_empty((num_rows, *parts[0].shape[1:]))
@@ -59,12 +59,12 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sparse(ids: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool) -> Tensor:
-    """Return a sparse tensor of these entries, as they are: being coalesced decides the order of their sum."""
+    """Return a sparse tensor of these entries; `is_coalesced` decides the order of their sum."""
     return torch.sparse_coo_tensor(ids, values, shape, check_invariants=False, is_coalesced=is_coalesced)
 
 
 def split_state(state: State, place: Mapping[str, int], num_servers: int) -> list[State]:
-    """Return what each server has of a whole state."""
+    """Split a complete state into one per server."""
     shards: list[State] = []
     tables: Mapping[str, Tensor] = state["tables"]
     for index in range(num_servers):
@@ -86,7 +86,7 @@ def split_state(state: State, place: Mapping[str, int], num_servers: int) -> lis
 
 
 def join_states(shards: Sequence[State]) -> State:
-    """Put together again what `split_state` has divided."""
+    """Join the states that `split_state` has split."""
     first = shards[0]
     dense = {name: value for shard in shards for name, value in shard["dense"].items()}
     kept: dict[str, Any] = {
@@ -102,7 +102,7 @@ def join_states(shards: Sequence[State]) -> State:
             }
     tables = {name: join_rows([shard["tables"][name] for shard in shards]) for name in first["tables"]}
     joined = {"step": first["step"], "dense": dense, "tables": tables, "optimizer": kept}
-    if "groups" in first:  # it is of a server with a dense parameter, whose optimizer may have set some by itself
+    if "groups" in first:  # from a server with a dense parameter, whose optimizer may have set some options itself
         with_dense = next((shard for shard in shards if shard["dense"]), first)
         joined["groups"] = {"dense": with_dense["groups"]["dense"], "tables": first["groups"]["tables"]}
     return joined

@@ -1,4 +1,4 @@
-"""`Parameters` are the tensors of a `ParameterServer` by name, with which what a trainer's calls name is compared."""
+"""`Parameters` holds a `ParameterServer`'s tensors by name, to check the arguments of a trainer's calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class Parameters:
-    """They are the dense parameters and the tables of the ParameterServer `name`, as this trainer was given them."""
+    """`Parameters` are the dense parameters and tables of the ParameterServer `name`, as passed to this trainer."""
 
     def __init__(self, name: str, dense: dict[str, Tensor], tables: dict[str, Tensor]) -> None:
         self._name = name
@@ -25,11 +25,11 @@ class Parameters:
         return self.dense if kind == "dense" else self.tables
 
     def check_names(self, dense: Sequence[str], rows: Mapping[str, Tensor]) -> None:
-        """Refuse names, and ids of rows, that do not exist.
+        """Refuse names and row ids that do not exist.
 
         Raises:
-            ValueError: there is no such name, or an id is out of range.
-            TypeError: ids are no integers.
+            ValueError: a name is unknown, or an id is out of range.
+            TypeError: ids are not integers.
         """
         unknown = [one for one in dense if one not in self.dense] + [one for one in rows if one not in self.tables]
         if unknown:
@@ -49,10 +49,10 @@ class Parameters:
     def sum_gradients(
         self, dense: Mapping[str, Tensor], rows: Mapping[str, tuple[Tensor, Tensor]]
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Check gradients by name, and return those of rows with each id once, whose gradients are summed.
+        """Check gradients by name, and return those of tables with each id once and its gradients summed.
 
         Raises:
-            ValueError, TypeError: there is no such name, or a shape or dtype does not fit.
+            ValueError, TypeError: a name is unknown, or a shape or dtype does not match.
         """
         self.check_names(list(dense), {key: ids for key, (ids, _) in rows.items()})
         for key, grad in dense.items():
@@ -76,10 +76,10 @@ class Parameters:
         return summed
 
     def check_state(self, state: State) -> None:
-        """Refuse the state of other parameters.
+        """Refuse a state of other parameters.
 
         Raises:
-            ValueError: it is such a state.
+            ValueError: the state has other parameters.
         """
         for kind in KINDS:
             theirs = {name: tuple(value.shape) for name, value in state[kind].items()}
@@ -99,6 +99,6 @@ def _check_gradient(key: str, grad: Tensor, of: Tensor) -> None:
 
 
 def describe(group: Group, values: Mapping[str, Tensor]) -> str:
-    """Return a group in words, by which trainers find that they have given different ones."""
+    """Describe a group, so that trainers can detect that they have passed different ones."""
     forms = {name: (tuple(values[name].shape), str(values[name].dtype)) for name in group["params"]}
     return f"{forms}, { {key: one for key, one in group.items() if key != 'params'} }"

@@ -1,4 +1,4 @@
-"""`Pulled` is what a trainer has pulled for one step."""
+"""`Pulled` holds the values that a trainer has pulled for one step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 @dataclass
 class Pulled(Mapping[str, Tensor]):
-    """It has the values for one step, by name; of a table, the rows of the ids that were asked for, in their shape.
+    """`Pulled` holds the values for one step by name; for a table, the rows of the requested ids, in the ids' shape.
 
-    They take gradients; `ParameterServer.push` sends them. `staleness` is how many steps the slowest trainer is behind.
+    The values require gradients; `ParameterServer.push` sends them. `staleness` is how many steps the slowest trainer
+    is behind.
     """
 
     staleness: int

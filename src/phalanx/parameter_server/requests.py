@@ -1,4 +1,4 @@
-"""Trainers call these functions on a server by `phalanx.rpc`; each finds the shard that it is about."""
+"""Handle trainers' requests on a server, called through `phalanx.rpc`; each function looks up its shard."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ def create(name: str, index: int, spec: Spec, state: State) -> Future[Any]:
 
 
 def give_up(name: str, index: int) -> list[str]:
-    """Wait no more for the trainers that have the optimizer before this one, and return who they are."""
+    """Stop waiting for the trainers that hold the previous shard of this name, and return their names."""
     return host(name, index).give_up()
 
 
 @async_execution
 def attach(name: str, index: int, trainer: str, worker: int, described: str) -> Future[Any]:
-    """Let another trainer, which is the worker of that uid, wait for the values of the first one."""
+    """Attach another trainer, the worker of that uid, once the first trainer has sent its values."""
     place = host(name, index)
     return place.request(partial(place.attach, trainer, worker, described))
 
 
 @async_execution
 def push(name: str, index: int, trainer: str, clock: int, gradients: PushedGradients) -> Future[Any]:
-    """Take all gradients that a trainer has for this server."""
+    """Apply all gradients of a trainer for this server."""
     place = host(name, index)
     return place.request(partial(place.push, trainer, clock, gradients))
 
 
 @async_execution
 def leave(name: str, index: int, trainer: str) -> Future[Any]:
-    """Count a trainer out that has done its work."""
+    """Remove a trainer that has finished."""
     place = host(name, index)
     return place.request(partial(place.write, ("leave", trainer)))
 
 
 @async_execution
 def load(name: str, index: int, trainer: str, number: int, state: State | None) -> Future[Any]:
-    """Go on from this state, or from that of the first trainer."""
+    """Load this state, or that of the first trainer."""
     place = host(name, index)
     place.ask_load(trainer, number)
     return place.request(partial(place.load, trainer, number, state))
@@ -60,28 +60,28 @@ def load(name: str, index: int, trainer: str, number: int, state: State | None) 
 
 @async_execution
 def pull(name: str, index: int, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Future[Any]:
-    """Return what a trainer needs from this server for its next step."""
+    """Return the values on this server for a trainer's next step."""
     place = host(name, index)
     return place.request(partial(place.pull, trainer, clock, dense, rows))
 
 
 @async_execution
 def norms(name: str, index: int, trainer: str, clock: int) -> Future[dict[str, Norms]]:
-    """Return the norms of the gradients that this server has for a step."""
+    """Return the norms of this server's gradients for a step."""
     place = host(name, index)
     return place.request(partial(place.norms, trainer, clock))
 
 
 @async_execution
 def clip(name: str, index: int, clock: int, total: Tensor) -> Future[Any]:
-    """Make a step, whose gradients have this norm on all servers together."""
+    """Apply a step whose gradients have the norm `total` on all servers together."""
     place = host(name, index)
     return place.request(partial(place.write, ("clip", clock, total)))
 
 
 @async_execution
 def add(name: str, index: int, *arguments: Any) -> Future[Any]:
-    """Hold one more group of parameters."""
+    """Add a parameter group."""
     place = host(name, index)
     return place.request(partial(place.add, *arguments))
 
@@ -90,11 +90,11 @@ def add(name: str, index: int, *arguments: Any) -> Future[Any]:
 def state(
     name: str, index: int, trainer: str, clock: int, said: Mapping[str, Sequence[Options]] | None = None
 ) -> Future[Any]:
-    """Return all that this server has."""
+    """Return the complete state on this server."""
     place = host(name, index)
     return place.request(partial(place.state, trainer, clock, said))
 
 
 def clocks(name: str, index: int) -> dict[str, int]:
-    """Return how far the trainers are."""
+    """Return how many steps each trainer has pushed."""
     return host(name, index).clocks()

@@ -1,4 +1,4 @@
-"""`ServerOptimizer` shows a trainer the servers' optimizer, for its groups' options and for schedulers."""
+"""`ServerOptimizer` represents the servers' optimizer on a trainer, for its groups' options and for schedulers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ AddGroup = Callable[[str, Group, dict[str, Tensor]], None]
 class ServerOptimizer(torch.optim.Optimizer):
     """It is the servers' optimizer of dense parameters or tables: `param_groups`, without values and state.
 
-    The options of its groups, which a scheduler or the user sets here, go to the servers with each push. Its tensors
-    are those that the `ParameterServer` was given, and do not change.
+    Each push sends the options of its groups, which a scheduler or the user sets here, to the servers. Its tensors are
+    the arguments of the `ParameterServer`, and do not change.
     """
 
     def __init__(self, kind: str, made: torch.optim.Optimizer, names: Sequence[Sequence[str]], add: AddGroup) -> None:
@@ -31,14 +31,14 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._add = add
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Have the servers train one more group of parameters, sent by the first trainer. All trainers call it.
+        """Add a parameter group on the servers, with the first trainer's values. All trainers call it.
 
-        `param_group` is as the constructor of `ParameterServer` takes it: "params" by name, and options.
+        `param_group` has the form that the constructor of `ParameterServer` accepts: "params" by name, and options.
 
         Raises:
-            ValueError, TypeError: it makes no sense.
+            ValueError, TypeError: the group is invalid.
             MismatchError: another trainer has added another group.
-            PeerLostError: the first trainer is lost, or all servers are that had some of the parameters.
+            PeerLostError: the first trainer is lost, or all servers of a shard are lost.
         """
         if self._add is None:
             super().add_param_group(param_group)
@@ -54,7 +54,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.names.append(list(values))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Refuse to step: a push is the step. A push calls it, so that hooks and schedulers hear of the step."""
+        """Refuse to step: a push is the step, and calls this for the sake of hooks and schedulers."""
         if not self._is_pushing:
             raise RuntimeError(
                 "ParameterServer: the servers make the optimizer's step when gradients come: call "
@@ -62,7 +62,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
 
     def note_push(self) -> None:
-        """Let hooks and schedulers hear of a step."""
+        """Notify hooks and schedulers of a step."""
         self._is_pushing = True
         try:
             self.step()
@@ -70,11 +70,11 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._is_pushing = False
 
     def said(self) -> list[Options]:
-        """Return the options of all groups as they are now."""
+        """Return the current options of all groups."""
         return [options_of(group) for group in self.param_groups]
 
     def show(self, said: Sequence[Options]) -> None:
-        """Have the options `said` from now on."""
+        """Set the options of all groups to `said`."""
         for group, options in zip(self.param_groups, said, strict=True):
             group.update(options_of(options))
 
@@ -100,13 +100,14 @@ def make_server_optimizer(
     """Return an optimizer with the options that `make` gives these groups.
 
     Raises:
-        ValueError: it cannot be made of them, or makes groups of its own, which a server would make of its part.
+        ValueError: the optimizer cannot be made of these groups, or makes groups of its own, which each server would
+            make of its part.
     """
     members = [[torch.nn.Parameter(value) for value in values.values()] for values, _ in groups]
     given = [{**options_of(options), "params": mine} for mine, (_, options) in zip(members, groups, strict=True)]
     try:
         made = make(members[0]) if len(given) == 1 and len(given[0]) == 1 else make(given)
-    except Exception as error:  # whatever an optimizer of the user raises
+    except Exception as error:  # any error of a user's optimizer
         raise ValueError(
             f"ParameterServer: {argument} {make!r} cannot be made of the {kind}: {summary_of(error)}"
         ) from error

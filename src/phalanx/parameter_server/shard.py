@@ -1,6 +1,6 @@
 """A `Shard` is a server's part of the parameters, and applies the steps of the trainers to it.
 
-There is no call, lock or clock here: the same requests in order make the same bits. That keeps a replica equal.
+A `Shard` makes no calls and has no lock or clock: the same requests in order give the same bits, also on a replica.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NotHeldError(PhalanxError):
 
 @dataclass(frozen=True)
 class Spec:
-    """It is what all trainers and servers know of one ParameterServer."""
+    """A `Spec` is the description of one ParameterServer that all trainers and servers share."""
 
     name: str
     servers: tuple[str, ...]
@@ -39,14 +39,14 @@ class Spec:
     row_optimizer: MakeOptimizer
     reduction: str
     replicate: bool
-    described: str  # what all trainers must agree on, in words
+    described: str  # the text that all trainers must agree on
 
 
 @dataclass(frozen=True)
 class PushedGradients:
     """It is what a trainer pushes to a server in a step: by name; of tables, the rows here and a gradient for each.
 
-    `options` are those of all groups, as this trainer has them; None says nothing of them.
+    `options` are this trainer's options of all groups; None leaves them unchanged.
     """
 
     dense: Mapping[str, Tensor]
@@ -56,9 +56,9 @@ class PushedGradients:
 
 
 class Shard:
-    """It has the parameters and their optimizers, and knows how far each trainer is.
+    """A `Shard` has parameters and their optimizers, and counts the steps of each trainer.
 
-    `clocks` says how many steps each trainer has pushed, and `step` how many are applied (or pushes, if asynchronous).
+    `clocks` counts the steps that each trainer has pushed, and `step` the applied ones (or pushes, if asynchronous).
     """
 
     def __init__(self, spec: Spec, state: State, load_number: int = 0) -> None:
@@ -67,16 +67,16 @@ class Shard:
             kind: HeldGroups(make, _groups_in(state)[kind], state[kind])
             for kind, make in zip(KINDS, (spec.optimizer, spec.row_optimizer), strict=True)
         }
-        self._added: list[tuple[str, str]] = []  # the groups that came later: their kind, and what they are in words
+        self._added: list[tuple[str, str]] = []  # the groups added later: their kind and description
         self.left: set[str] = set()
-        self.workers: dict[str, int] = {}  # by trainer: the uid of the worker that it is, or was when it attached
+        self.workers: dict[str, int] = {}  # by trainer: the uid of its worker, or of the worker when it attached
         self._total: Tensor | None = None  # the norm for the next step
         self.load(load_number, state)
 
-    # -- what is replicated --------------------------------------------------------------------------------------------
+    # -- replicated -----------------------------------------------------------------------------------------------
 
     def apply(self, entry: tuple[Any, ...]) -> None:
-        """Do what was asked, with its arguments. A second time it changes nothing."""
+        """Apply an entry: a method's name and arguments. Applying it again changes nothing."""
         what, *arguments = entry
         does: dict[str, Callable[..., None]] = {
             "attach": self.attach,
@@ -89,13 +89,13 @@ class Shard:
         does[what](*arguments)
 
     def attach(self, trainer: str, worker: int) -> None:
-        """Note which worker the trainer is. The replacement of a lost worker has its name, and another uid."""
+        """Record the trainer's worker. The replacement of a lost worker has its name, and another uid."""
         self.workers[trainer] = worker
 
     def push(self, trainer: str, clock: int, gradients: PushedGradients) -> None:
-        """Take the gradients of a trainer's step number `clock`."""
+        """Store or apply the gradients of a trainer's step number `clock`."""
         if clock < self.clocks[trainer]:
-            return  # it was taken; the answer was lost with the server that was to give it
+            return  # already applied; the answer was lost with the server that had it
         self.clocks[trainer] = clock + 1
         if not self.spec.synchronous:
             self._update([gradients])
@@ -105,19 +105,19 @@ class Shard:
         self._advance()
 
     def clip(self, clock: int, total: Tensor) -> None:
-        """Make the synchronous step number `clock`, whose gradients have this norm on all servers together."""
+        """Apply the synchronous step `clock`, whose gradients have the norm `total` on all servers together."""
         if clock == self.step:
             self._total = total
             self._advance()
 
     def add(self, number: int, kind: str, group: Group, values: Mapping[str, Tensor], described: str) -> None:
-        """Hold one more group, the one of this number among those that came later."""
+        """Add a group, number `number` among those added later."""
         if number == len(self._added):
             self._added.append((kind, described))
             self._held[kind].add(group, values)
 
     def leave(self, trainer: str) -> None:
-        """Count a trainer out that pushes no more; the others do not wait for it."""
+        """Remove a trainer that pushes no more; the others do not wait for it."""
         self.left.add(trainer)
         self._advance()
 
@@ -126,13 +126,13 @@ class Shard:
             self.load(number, state)
 
     def load(self, number: int, state: State) -> None:
-        """Take these values; all trainers are at the state's step. A trainer that had left is not waited for again."""
+        """Load these values; all trainers are then at the state's step. A trainer that had left stays removed."""
         self.load_number = number
         self.step: int = state["step"]
         self.clocks: dict[str, int] = {one: self.step for one in self.spec.trainers}
         self._pending: dict[int, dict[str, PushedGradients]] = {}
         self._total = None
-        self._is_reduced = False  # whether the parameters have the gradients of the next step
+        self._is_reduced = False  # whether the parameters hold the gradients of the next step
         self._norms: dict[str, Norms] = {}  # the norms of the last step that was clipped
         with torch.no_grad():
             for kind, held in self._held.items():
@@ -145,7 +145,7 @@ class Shard:
         return [one for one in self.spec.trainers if one not in self.left]
 
     def behind(self) -> list[str]:
-        """Return the trainers whose gradients the next synchronous step waits for."""
+        """Return the trainers whose gradients the next synchronous step still needs."""
         return [one for one in self.active() if self.clocks[one] <= self.step]
 
     def is_complete(self) -> bool:
@@ -153,11 +153,11 @@ class Shard:
         return bool(self._pending.get(self.step)) and not self.behind()
 
     def _advance(self) -> None:
-        """Apply synchronous steps that are complete: always in the trainers' order, whichever was first."""
+        """Apply complete synchronous steps: always in the trainers' order, whichever arrived first."""
         while self.is_complete():
             pushed = self._next_step()
             if refused := self._find_mismatch(pushed):
-                del self._pending[self.step]  # a step at which an optimizer fails is deleted, too
+                del self._pending[self.step]  # also deletes a step in which an optimizer fails
                 raise refused
             if any(one.clip for one in pushed.values()) and self._total is None:
                 return
@@ -170,9 +170,9 @@ class Shard:
         return {one: pushed[one] for one in self.spec.trainers if one in pushed}
 
     def _find_mismatch(self, pushed: Mapping[str, PushedGradients]) -> MismatchError | None:
-        """Return what is wrong with a step for which trainers set different options, before any of it is applied.
+        """Return the error of a step for which trainers set different options, before applying any of it.
 
-        Every server hears all options, so all refuse it.
+        Every server receives all options, so all refuse the step.
         """
         says = {trainer: one for trainer, one in pushed.items() if one.options is not None}
         for trainer, one in list(says.items())[1:]:
@@ -187,9 +187,10 @@ class Shard:
         return None
 
     def _reduce(self, pushed: Sequence[PushedGradients]) -> None:
-        """Give the parameters the sum or the mean. A trainer without a gradient counts as one of zeros.
+        """Set the parameters' gradients to the sum or mean over trainers. A missing gradient counts as zeros.
 
-        What was pushed is left as it is, whatever the optimizers do to their gradients: it goes to the replica after.
+        The pushed gradients stay unchanged, whatever the optimizers do to their own: they are sent to the replica
+        later.
         """
         if self._is_reduced:
             return
@@ -211,7 +212,7 @@ class Shard:
                 table.grad = grad / divisor if divisor > 1 else grad
 
     def norms(self) -> dict[str, Norms]:
-        """Return the norms of the gradients here, of the step that waits for its norm; else of the last clipped one."""
+        """Return the norms of this server's gradients for the step that waits for its norm, or the last clipped one."""
         if self.is_complete():
             pushed = list(self._next_step().values())
             clip = next((one.clip for one in pushed if one.clip), None)
@@ -224,7 +225,7 @@ class Shard:
         return self._norms
 
     def _update(self, pushed: list[PushedGradients]) -> None:
-        """Take one step of the optimizers, with the options that the trainers have set."""
+        """Step the optimizers once, with the options that the trainers have set."""
         said = next((one.options for one in pushed if one.options is not None), {})
         clip = next((one.clip for one in pushed if one.clip), None)
         self._reduce(pushed)
@@ -241,28 +242,28 @@ class Shard:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def staleness(self, clock: int, lost: Iterable[str] = ()) -> int:
-        """Return how many steps a trainer that has pushed `clock` is ahead of the slowest that is still there."""
+        """Return how many steps a trainer that has pushed `clock` is ahead of the slowest remaining one."""
         gone = set(lost)
         return max((clock - self.clocks[one] for one in self.active() if one not in gone), default=0)
 
     def values(self, dense: Iterable[str], rows: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return copies, which later updates do not change."""
+        """Return copies of values, which later updates do not change."""
         parameters, tables = (self._held[kind].parameters for kind in KINDS)
         whole = {name: parameters[name].detach().clone() for name in dense}
         return whole, {name: tables[name].detach().index_select(0, ids) for name, ids in rows.items()}
 
     def added(self) -> list[tuple[str, str]]:
-        """Return the groups that came later: their kinds, and what they are in words."""
+        """Return the groups added later: their kinds and descriptions."""
         return self._added
 
     def said(self) -> dict[str, list[Options]]:
-        """Return the options of all groups, as a trainer last said them."""
+        """Return the options of all groups, as a trainer last sent them."""
         return {kind: [options_of(one) for one in held.said] for kind, held in self._held.items()}
 
     def state(self, said: Mapping[str, Sequence[Options]] | None = None) -> State:
-        """Return a copy of what `load` takes. What trainers have pushed for a step that is not complete is not in it.
+        """Return a state for `load`. It excludes gradients pushed for an incomplete step.
 
-        `said` has the options of the trainer that asks, which it may have changed since its last push.
+        `said` has the options of the calling trainer, which it may have changed since its last push.
         """
         state: State = {"step": self.step, "optimizer": {}, "groups": {}}
         for kind, held in self._held.items():
@@ -272,7 +273,7 @@ class Shard:
         return state
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Return all that makes an equal shard elsewhere."""
+        """Return everything needed to make an equal shard elsewhere."""
         pending = {step: dict(pushed) for step, pushed in self._pending.items()}
         more = self.said(), list(self._added), dict(self._norms), dict(self.workers)
         return self.spec, self.state(), self.load_number, dict(self.clocks), set(self.left), pending, more
@@ -289,12 +290,12 @@ class Shard:
 
 
 def _groups_in(state: State) -> Mapping[str, Sequence[Group]]:
-    """Return the groups of a state; one group of all parameters if it says nothing of groups."""
+    """Return the groups of a state; one group of all parameters if the state has no groups."""
     return state.get("groups") or {kind: [{"params": list(state[kind])}] if state[kind] else [] for kind in KINDS}
 
 
 def _find_difference(one: PushedGradients, other: PushedGradients) -> tuple[str, object, object] | None:
-    """Return what two trainers have said differently of a step, in words, and both."""
+    """Return the first difference between two trainers' options for a step, in words, and both values."""
     if one.clip != other.clip:
         return "what gradients are clipped to", one.clip, other.clip
     for kind in KINDS:
