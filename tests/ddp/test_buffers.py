@@ -236,7 +236,6 @@ def test_a_broadcast_that_is_refused_leaves_its_places_in_turn():
     assert [id(place) for place in places] == before
     group.broadcast_buffers(large, 0, number=3)
     assert [id(place) for place in places] == before[::-1]
-    assert True
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
