@@ -83,7 +83,7 @@ def test_a_command_typed_into_the_shell_of_a_step_is_alone() -> None:
     """`srun -n4 --pty bash`: only the first shell goes on. It gives each command a process group of its own."""
     code = "import os; from phalanx._comm.rendezvous.launchers import find_launch; print(find_launch(os.environ))"
     environ = {**os.environ, **STEP, "SLURM_PTY_PORT": "1", "SLURM_TASK_PID": str(os.getpid())}
-    for typed, expected in ((True, "None\n"), (False, "Launch(launcher='Slurm', rank=3")):
+    for typed, expected in ((True, "None\n"), (False, "LaunchedProcess(launcher='Slurm', rank=3")):
         said = subprocess.run(
             [sys.executable, "-c", code],
             env=environ,
