@@ -1,6 +1,6 @@
-"""A checkpoint is what a job can go on from: it is written whole or not at all, and read by any number of ranks.
+"""A checkpoint is the saved state of a job, written atomically, and read by any number of ranks.
 
-One rank writes it, or all of them do.
+Either one rank writes it, or all ranks do.
 """
 
 from phalanx.checkpoint.contents import inspect

@@ -1,4 +1,4 @@
-"""Write a file that appears whole or not at all."""
+"""Write a file atomically: it appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ from pathlib import Path
 from typing import BinaryIO
 
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
-# The kernel says these if a file system has no files without a name, or no way to name one later.
+# Errors of file systems without anonymous files, or without a way to name one.
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM, errno.EXDEV)
-# It says these if a folder cannot be synchronised, or not by this user: then there is nothing more to do.
+# Errors of folders that cannot be synchronised, or not by this user: nothing more can be done then.
 _NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM, errno.EBADF, errno.EROFS)
-# the most characters that are taken from a name, which may itself be as long as a file system allows
+# the most characters of the file's name that a hidden name repeats, since names have a maximal length
 _NAME_CHARACTERS = 50
 _BLOCK_BYTES = 1 << 20
 
 
 class NotDurableError(OSError):
-    """The file is complete and has its name; the disk failed when the folder was to be synchronised."""
+    """The file is complete and has its name, but synchronising its folder failed."""
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Make `path` a file with what `write` puts into it, durably: it survives a power cut once this returns.
+    """Replace the file `path` atomically by what `write` writes; it survives a power cut once this returns.
 
-    The bytes go to a file without a name in the same folder, which takes the name at the end. If anything fails, or
-    this process dies, that file is gone and what was at `path` stays. A symbolic link stays a link; what it points to
-    is replaced. Where the file system has no files without a name, it is a hidden one (`.<name>.<random>.partial`),
-    which a process killed in the middle leaves; the next call removes those of its folder that no living
-    process is writing.
+    The bytes go to an anonymous file in the same folder, which is named at the end. If anything fails, or this process
+    dies, that file is gone and `path` is unchanged. A symbolic link stays, and its target is replaced. If the file
+    system has no anonymous files, a hidden file (`.<name>.<random>.partial`) is used instead. A process that is killed
+    leaves it behind; the next call for this folder removes all hidden files that no running process is writing.
 
-    A pipe or a character device (`/dev/null`, `/dev/stdout`) is no name to be taken: it is written to, when all is
-    complete. `write` may be called a second time, with an empty file.
+    A pipe or a character device (`/dev/null`, `/dev/stdout`) is not replaced: the complete bytes are written to it.
+    `write` may be called a second time, with an empty file.
 
     Raises:
-        NotDurableError: it is there, and may not survive a power cut.
-        OSError: the folder or the disk would not have it, or `path` is a disk or a socket.
-        Exception: whatever `write` raises.
+        NotDurableError: the file is written, but may not survive a power cut.
+        OSError: the folder or the disk refused the file, or `path` is a disk or a socket.
+        Exception: any error of `write`.
     """
     if _is_stream(path):
         _stream(path, write)
@@ -60,11 +59,11 @@ def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the hidden files of writers that have died: a living one holds a lock on its own."""
+    """Remove the hidden files of dead writers: a running writer holds a lock on its file."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if _PARTIAL.fullmatch(entry.name):
-                with suppress(OSError):  # another's, or in use, or just gone
+                with suppress(OSError):  # another user's file, or in use, or already removed
                     _remove_unlocked(entry.path)
 
 
@@ -80,18 +79,18 @@ def _remove_unlocked(path: str) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether `path` leads to something that must be written to, and not replaced.
+    """Return whether `path` must be written to instead of replaced.
 
     Raises:
-        OSError: `path` allows neither.
+        OSError: `path` can be neither replaced nor written to.
     """
     try:
         mode = path.stat().st_mode
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise
-        return False  # nothing is there, or the reason why we cannot look shows when the file is made
-    if stat.S_ISBLK(mode):  # its bytes are somebody's file system
+        return False  # nothing is there; any other reason shows when the file is created
+    if stat.S_ISBLK(mode):  # a block device may hold a file system
         raise OSError(errno.ENOTBLK, "it is a disk (a block device), not a file", str(path))
     if stat.S_ISSOCK(mode):
         raise OSError(errno.ENXIO, "it is a socket, not a file", str(path))
@@ -103,7 +102,7 @@ def _stream(path: Path, write: Callable[[BinaryIO], None]) -> None:
         write(draft)
         draft.seek(0)
         try:
-            # Without waiting: until a pipe has a reader, all ranks would wait for it.
+            # Do not wait: all ranks would wait until the pipe has a reader.
             fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             if error.errno == errno.ENXIO:
@@ -117,7 +116,7 @@ def _stream(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
-    """Write `path` by way of a file without a name; return False if that is not possible, with nothing written."""
+    """Write `path` through an anonymous file; return False, with nothing written, if that is not possible."""
     if not hasattr(os, "O_TMPFILE"):
         return False
     try:
@@ -130,12 +129,12 @@ def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
         own = f"/proc/self/fd/{fd}"
         if not os.path.exists(own):
             return False
-        _lock(file)  # this holds while it has a hidden name
+        _lock(file)  # kept while the file has a hidden name
         _fill(file, write)
         name = _partial_name(path)
         try:
-            # A name can only be taken from another file by renaming. With a descriptor, which an absolute path ignores,
-            # Python calls linkat, which follows the link in /proc to the file; its plain link does not.
+            # Only a rename replaces an existing name. With a descriptor, which an absolute path ignores, Python calls
+            # linkat, which follows the link in /proc to the file; Python's plain os.link does not.
             os.link(own, name, src_dir_fd=fd, follow_symlinks=True)
         except OSError as error:
             if error.errno in _NAMELESS_REFUSED:
@@ -152,14 +151,14 @@ def _write_unnamed(path: Path, write: Callable[[BinaryIO], None]) -> bool:
 
 @contextmanager
 def _named(path: Path) -> Iterator[BinaryIO]:
-    """Yield a hidden file beside `path`, locked while it is written; at the end remove it unless it was renamed."""
+    """Yield a locked hidden file beside `path`; remove it at the end unless it was renamed."""
     while True:
         name = _partial_name(path)
         with open(name, "x+b") as file:
             try:
                 _lock(file)
                 if os.fstat(file.fileno()).st_nlink == 0:
-                    continue  # it was taken for an abandoned one, in the moment before it was locked
+                    continue  # another process removed it as abandoned just before it was locked
                 yield file
                 return
             finally:
@@ -168,7 +167,7 @@ def _named(path: Path) -> Iterator[BinaryIO]:
 
 
 def _lock(file: BinaryIO) -> None:
-    with suppress(OSError):  # without locks on this file system nobody removes it either
+    with suppress(OSError):  # on a file system without locks, no process removes it either
         fcntl.flock(file.fileno(), fcntl.LOCK_EX)
 
 
@@ -183,7 +182,7 @@ def _fill(file: BinaryIO, write: Callable[[BinaryIO], None]) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make new names in a folder durable: on most file systems a name is not before its folder is."""
+    """Make new names in a folder durable: on most file systems a new name is lost until its folder is synchronised."""
     try:
         handle = os.open(directory, os.O_RDONLY)
         try:

@@ -1,8 +1,8 @@
-"""`Saving` is one save on its way to the disk, on a thread.
+"""`Saving` is one save, on a thread.
 
-thread of each rank    write its part | say so
+thread of each rank    write its part | report
 thread of rank 0       write its part | wait for all parts | commit
-training               continues; a failure is reported at once, and resolved by its next call
+training               continues; a failure is logged at once, and handled by the next call
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from phalanx.errors import CheckpointError
 
 _LOOK_S = 0.002  # the first pause between two checks; later ones grow
 _LOOK_AT_MOST_S = 0.1
-_ASK_S = 1.0  # ranks that wait for a save ask each other so often
-_WARN_S = 60.0  # that they wait is logged after so long, and again after ten times that
+_ASK_S = 1.0  # how often ranks that wait for a save poll each other
+_WARN_S = 60.0  # log a wait after this time, and again after ten times that
 
 
 class AbandonedError(CheckpointError):
-    """The save was given up before all parts were there: a rank could not write its own, or is gone."""
+    """The save was aborted before all parts were written: a rank could not write its part, or was lost."""
 
 
 @dataclass(frozen=True)
 class SaveWork:
-    """`SaveWork` is the work of a save; none of it talks to other ranks.
+    """`SaveWork` is the work of one save; it does not communicate with other ranks.
 
-    write      this rank's part
-    commit     on rank 0: give the checkpoint its name; called once `parts` are all there
-    parts      on rank 0: the names by which other ranks tell that their parts are there
-    missing    on rank 0: those of them that have not been told yet; it is looked at so often, at most
+    write      write this rank's part
+    commit     on rank 0: give the checkpoint its name, once all `parts` are written
+    parts      on rank 0: the names by which other ranks report that their parts are written
+    missing    on rank 0: the names not reported yet; and the longest pause between two checks
     discard    on rank 0: remove what was written
     """
 
@@ -51,14 +51,14 @@ class SaveWork:
 
 
 class Saving:
-    """`Saving` is a save from its first byte to its name, on a thread.
+    """`Saving` runs one save on a thread.
 
-    `timeout_s` is how long rank 0 waits for the others after its own part.
+    `timeout_s` is how long rank 0 waits for the other ranks after its own part.
     """
 
     def __init__(self, work: SaveWork, timeout_s: float) -> None:
         self.step = work.step
-        self.error: Exception | None = None  # what went wrong here: in this rank's part, or in the commit
+        self.error: Exception | None = None  # the error of this rank's part, or of the commit
         self.path: Path | str | None = None
         self._work = work
         self._timeout_s = timeout_s
@@ -75,16 +75,16 @@ class Saving:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether this rank has nothing left to do for the save, within `timeout_s`: it succeeded, or failed."""
+        """Wait up to `timeout_s`, and return whether this rank's work for the save is over (it may have failed)."""
         if not self._finished.wait(timeout_s):
             return False
         self._join()
         return True
 
     def give_up(self) -> None:
-        """End the save as soon as this rank's part is written: the checkpoint gets no name, unless it has one by then.
+        """Abort the save when this rank's part is written: the checkpoint gets no name, unless it already has one.
 
-        What was written is removed, also where the thread here has removed it while another rank was still writing.
+        Remove what was written, even if another rank was still writing when the thread removed it.
         """
         self._given_up.set()
         self._finished.wait()
@@ -93,7 +93,7 @@ class Saving:
             self._work.discard()
 
     def finish_alone(self, timeout_s: float) -> None:
-        """Wait for the end without asking other ranks: for the own part, and up to `timeout_s` for theirs."""
+        """Wait for the end without polling other ranks: for this rank's part, and up to `timeout_s` for the others."""
         self._written.wait()
         if not self.wait(timeout_s):
             self.give_up()
@@ -134,10 +134,10 @@ class Saving:
 def wait_together(
     peers: Peers, saving: Saving, explain: Callable[[Exception], CheckpointError]
 ) -> CheckpointError | None:
-    """Return what went wrong with a save, on any rank, when it is over. All ranks call it.
+    """Wait on all ranks until a save is over, and return its error on any rank. All ranks call it.
 
-    Ranks that are done do not wait in one long collective for those that still write: however long that takes, the
-    timeout of the group does not pass, and no rank counts as silent.
+    Ranks that are done wait in short collectives, not in one long one: so the group's timeout does not pass however
+    long a rank writes, and no rank counts as silent.
     """
     begun, warned_s = time.monotonic(), 0.0
     while True:

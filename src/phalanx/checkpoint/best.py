@@ -1,4 +1,4 @@
-"""Choose the best checkpoints of a run, by a metric that was measured of what they hold."""
+"""Choose the best checkpoints of a run by a metric that the caller measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KeepBest = tuple[str, Mode, int]
 
 @dataclass(frozen=True)
 class Best:
-    """`Best` keeps the `count` checkpoints with the lowest ("min") or highest ("max") value of `metric`."""
+    """`Best` selects the `count` checkpoints with the lowest ("min") or highest ("max") value of `metric`."""
 
     metric: str
     mode: Mode
@@ -22,10 +22,10 @@ class Best:
 
     @classmethod
     def of(cls, keep_best: KeepBest) -> Best:
-        """Return the `Best` that a user means by ("accuracy", "max", 3).
+        """Parse the user's setting, such as ("accuracy", "max", 3).
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the setting has another form.
         """
         try:
             metric, mode, count = keep_best
@@ -39,7 +39,7 @@ class Best:
         return cls(metric, mode, count)
 
     def order(self, items: Sequence[T], value_of: Callable[[T], float | None]) -> list[T]:
-        """Return the best of `items`, best first; of equal ones the first. An item without a number is left out."""
+        """Return the best of `items`, best first; of equal ones the first. Items without a number are left out."""
         found = [(value, item) for item in items if (value := value_of(item)) is not None and not math.isnan(value)]
         found.sort(key=lambda pair: pair[0], reverse=self.mode == "max")  # the sort is stable in both directions
         return [item for _, item in found[: self.count]]
@@ -49,7 +49,7 @@ class Best:
         return self.order(entries[::-1], lambda entry: metrics_of(entry).get(self.metric))
 
     def add(self, values: Sequence[float], value: float) -> tuple[tuple[float, ...], bool]:
-        """Return the best of `values` and one that is new, and whether the new one is among them."""
+        """Return the best of `values` and the new `value`, and whether the new value is among them."""
         numbers = [*values, value]
         chosen = self.order(range(len(numbers)), numbers.__getitem__)
         return tuple(numbers[number] for number in chosen), len(values) in chosen
@@ -58,7 +58,7 @@ class Best:
 def choose_outdated(
     entries: Sequence[T], keep: int | None, best: Best | None, metrics_of: Callable[[T], Mapping[str, float]]
 ) -> list[T]:
-    """Return those of `entries`, the latest first, that are neither among the newest `keep` nor among the best."""
+    """Return the `entries`, the latest first, that are neither among the newest `keep` nor among the best."""
     if keep is None:
         return []
     old = entries[keep:]

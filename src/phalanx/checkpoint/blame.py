@@ -1,4 +1,4 @@
-"""Find the value in a state that keeps the checkpoint from being opened again, and name it by its path."""
+"""Find the value in a state that prevents loading the checkpoint, and name it by its path."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ import torch
 
 
 def describe_unsafe_value(state: object) -> tuple[str, str]:
-    """Return which value is to blame and what to save in its place, if known; both are empty if no single value is.
+    """Return the value that makes a state unsafe, and what to save instead; both "" if no single value does.
 
-    Looks at every value of the state by itself, so it is for the way to an error only.
+    This checks every value of the state, so call it only when reporting an error.
     """
     try:
         for path, value in _leaves("state", state, set()):
             if not _is_readable(value):
                 return f"{path} is {_a(_name(type(value)))}", _advice(path, value)
     except Exception:
-        # the state is nested too deeply for torch.save, too, or a user's __repr__ raises: the other ranks wait for a
-        # message
+        # the state is nested too deeply for torch.save, too, or a user's __repr__ raises: other ranks still wait
         pass
     return "", ""
 
@@ -47,12 +46,12 @@ def _leaves(path: str, value: object, above: set[int]) -> Iterator[tuple[str, ob
     for where, item in inside:
         yield from _leaves(where, item, above | {id(value)})
     if type(value) not in (dict, OrderedDict, list, tuple):
-        yield path, value  # these have a class, a default or a name of their own
+        yield path, value  # these have their own class, default or name
 
 
 def _is_readable(value: object) -> bool:
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return True  # this holds for every size
+        return True  # true of every size
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -85,8 +84,8 @@ def _advice(path: str, value: Any) -> str:
 
 
 def publish_name(full: str) -> str:
-    """Return the name under which users know a class that a pickle calls `full`: Python 3.13 keeps pathlib's classes in
-    `pathlib._local`, and shows them in `pathlib`.
+    """Return the public name of a class that a pickle calls `full`: Python 3.13 keeps pathlib's classes in
+    `pathlib._local`, but shows them in `pathlib`.
     """
     module, _, name = full.rpartition(".")
     package, _, last = module.rpartition(".")

@@ -1,4 +1,4 @@
-"""Check that a file is what was written, by CRC-32 of torch.save's records and of whole files."""
+"""Verify files by CRC-32: records in files of torch.save, and whole files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _READ_BYTES = 4 << 20
 
 
 class Crc32:
-    """`Crc32` is the CRC-32 of bytes that come one after the other, some of them only by their checksum."""
+    """`Crc32` is the CRC-32 of consecutive bytes, given as bytes or as the checksum of a range."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -23,7 +23,7 @@ class Crc32:
         self.value = zlib.crc32(data, self.value)
 
     def extend(self, crc32: int, nbytes: int) -> None:
-        """Add `nbytes` of which only the checksum is known."""
+        """Append `nbytes` of which only the checksum is known."""
         self.value = _times(_shift(nbytes), self.value) ^ crc32
 
 
@@ -57,7 +57,7 @@ def _shift(nbytes: int) -> int:
 
 
 def crc32_of_range(file: BinaryIO, begin: int, nbytes: int) -> int:
-    """Return the CRC-32 of `nbytes` of a file from `begin` on, or of what is there of them."""
+    """Return the CRC-32 of `nbytes` of a file from `begin`, or of fewer if the file ends there."""
     crc, end = 0, begin + nbytes
     block = memoryview(bytearray(min(_READ_BYTES, max(nbytes, 1))))
     while begin < end and (done := os.preadv(file.fileno(), [block[: end - begin]], begin)):
@@ -67,13 +67,13 @@ def crc32_of_range(file: BinaryIO, begin: int, nbytes: int) -> int:
 
 
 def checksum_of(path: Path) -> int:
-    """Return the CRC-32 of a file, which is read once."""
+    """Return the CRC-32 of a file; reads it once."""
     with path.open("rb") as file:
         return crc32_of_range(file, 0, os.fstat(file.fileno()).st_size)
 
 
 def find_damage(file: BinaryIO) -> str:
-    """Return in words the first record of the archive that is not what its checksum says; empty if all are.
+    """Return a description of the archive's first record that does not match its checksum; "" if all match.
 
     A file without checksums (torch.utils.serialization.config.save.compute_crc32 is False: all are zero) passes.
     """
@@ -90,7 +90,7 @@ def find_damage(file: BinaryIO) -> str:
     return ""
 
 
-# MS-DOS's attribute of a folder, which the reader of torch.load believes: it would leave the tensor's memory unset
+# MS-DOS's attribute of a folder: torch.load's reader trusts it, and would leave the tensor's memory uninitialised
 _FOLDER = 0x10
 
 
@@ -103,6 +103,6 @@ def _problem(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> str:
                 pass
     except zipfile.BadZipFile as error:
         return "does not match its checksum" if "CRC" in str(error) else f"cannot be read: {error}"
-    except Exception as error:  # a flipped bit may name another compression, a password, an offset behind the end
+    except Exception as error:  # a flipped bit may name another compression, a password, or an offset past the end
         return f"cannot be read: {type(error).__name__}: {error}"
     return ""

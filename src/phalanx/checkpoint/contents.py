@@ -1,4 +1,4 @@
-"""`inspect` tells what is in a checkpoint, without loading its tensors."""
+"""`inspect` lists the contents of a checkpoint without loading its tensors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from phalanx.checkpoint.whole import STATE
 from phalanx.errors import CheckpointError
 
 _VALUE_CHARACTERS = 60
-_JAGGED = {"torch.nested", "torch._dynamo"}  # what torch.load wants to be imported before it makes a jagged tensor
+_JAGGED = {"torch.nested", "torch._dynamo"}  # torch.load needs these imported to make a jagged tensor
 
 
 @dataclass(frozen=True)
 class Item:
     """`Item` is a leaf of the state: a tensor, or a value as text.
 
-    `shape` has -1 for dimensions in which the parts of a nested tensor differ; the ranks wrote it in `pieces` pieces.
+    `shape` has -1 for dimensions in which the parts of a nested tensor differ; the tensor was written in `pieces`
+    pieces.
     """
 
     name: str
@@ -46,9 +47,9 @@ class Item:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """`CheckpointContents` is what `inspect` found.
+    """`CheckpointContents` is the result of `inspect`.
 
-    `others` are the checkpoints of the same folder, if the folder was inspected.
+    `others` are the other checkpoints of the folder, if a folder was inspected.
     """
 
     path: str
@@ -68,16 +69,15 @@ class CheckpointContents:
 
 
 def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> CheckpointContents:
-    """Return what is in `path`: a file of torch.save, a checkpoint of a CheckpointManager or the folder that holds
-    them, or a folder of torch.distributed.checkpoint.
+    """List the contents of `path`: a file of torch.save, a checkpoint of a CheckpointManager or the folder of its
+    checkpoints, or a folder of torch.distributed.checkpoint.
 
     Arguments:
-        verify: also compare checksums, which reads everything.
-
-    If it is at an address of fsspec, it is brought here first.
+        path: a path, or an address of fsspec, which is downloaded first.
+        verify: also verify checksums, which reads everything.
 
     Raises:
-        CheckpointError: there is none of these at `path`, or it cannot be read.
+        CheckpointError: there is no checkpoint at `path`, or it cannot be read.
     """
     place = place_of(path)
     if isinstance(place, Path):
@@ -123,7 +123,7 @@ def _of_file(path: Path, verify: bool) -> CheckpointContents:
 
 def _of_state(path: Path) -> Iterator[Item]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what the file holds, which its owner has chosen
+        warnings.simplefilter("ignore")  # torch warns about the contents, which their owner chose
         state = _load_forms(path)
     for name, leaf in Tree.of(state if isinstance(state, dict) else {"": state}).leaves.items():
         if isinstance(leaf, Tensor):
@@ -133,7 +133,7 @@ def _of_state(path: Path) -> Iterator[Item]:
 
 
 def _load_forms(path: Path) -> Any:
-    """Return the state without reading what its tensors hold."""
+    """Return the state without reading the values of its tensors."""
     try:
         try:
             return torch.load(path, map_location="meta", weights_only=True)
@@ -156,7 +156,7 @@ def _find_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _count_bytes(tensor: Tensor) -> int:
-    """Return how many bytes the tensor's values take, and for a sparse tensor the indices that it keeps."""
+    """Return the size of the tensor's values, and for a sparse tensor also of its indices."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values().nbytes + tensor._indices().nbytes
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -202,7 +202,7 @@ def _of_torch(path: Path) -> CheckpointContents:
 
 
 def _pieces(path: Path) -> dict[str, Item]:
-    """Return the leaves that torch's `.metadata` names."""
+    """Return the leaves in torch's `.metadata`."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from phalanx.checkpoint.sharded_metadata import decode_metadata

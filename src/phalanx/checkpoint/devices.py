@@ -1,4 +1,4 @@
-"""Check that tensors can be put on a device of this process."""
+"""Check that this process has a device for tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def require_device(map_location: object, what: str) -> None:
-    """Return if this device exists here; names that only torch.load understands are left to it."""
+    """Refuse a device that this process does not have; names that only torch.load knows pass."""
     if not isinstance(map_location, (str, torch.device)):
         return
     try:
         torch.empty(0, device=map_location)
-    except Exception as error:  # RuntimeError, AssertionError, AcceleratorError: each device has its own way to say it
+    except Exception as error:  # RuntimeError, AssertionError, AcceleratorError: devices raise different errors
         first_line = (str(error).splitlines() or [type(error).__name__])[0].strip().rstrip(".")
         raise ValueError(
             f"{what}: map_location={str(map_location)!r} cannot be used in this process: "

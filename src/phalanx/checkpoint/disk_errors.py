@@ -1,4 +1,4 @@
-"""Describe an error of the disk, and say what to do about it."""
+"""Describe an error of the disk, with advice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 
 
 def describe_disk_error(error: BaseException) -> tuple[str, str]:
-    """Return in words what went wrong on the disk, and what to do; both are empty if the error was another one."""
+    """Return a description of the disk's error and advice; both "" if `error` is another error."""
     disk = _disk_error(error)
     if disk is None:
         return "", ""
@@ -14,7 +14,7 @@ def describe_disk_error(error: BaseException) -> tuple[str, str]:
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
-    """Return the disk's own error, which torch.save replaces by a complaint about positions in its archive."""
+    """Return the disk's own error, which torch.save replaces by one about positions in its archive."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

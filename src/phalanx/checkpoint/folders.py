@@ -1,4 +1,4 @@
-"""Make the folders into which training will write, before it begins."""
+"""Create the output folders of a training run before it begins."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _TRIAL = ".phalanx-trial"
 
 
 def make_folders(peers: Peers, folders: Mapping[str, str | os.PathLike[str] | None], *, only_try: bool = False) -> None:
-    """Make each folder on rank 0, or try to write at its address; the keys are the arguments that name them, and None
-    is skipped. All ranks call it. With `only_try` nothing is made.
+    """Create each folder on rank 0, or test writing at its address. All ranks call it.
+
+    The keys are the arguments' names, for errors; None is skipped. `only_try` creates nothing.
 
     Raises:
-        ValueError: a folder cannot be made, or not written into; on every rank, with all of them.
+        ValueError: folders cannot be created or written to; all of them are listed, on every rank.
     """
     problems = []
     for argument, folder in folders.items() if peers.is_first else ():
@@ -33,7 +34,7 @@ def make_folders(peers: Peers, folders: Mapping[str, str | os.PathLike[str] | No
 
 
 def _try_folder(folder: Path, *, only_try: bool) -> str:
-    """Return why nothing can be written into the folder, which is made unless it would be `only_try`."""
+    """Return why the folder cannot be written to, or ""; create the folder unless `only_try`."""
     try:
         if only_try:
             folder = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(one))
@@ -46,7 +47,7 @@ def _try_folder(folder: Path, *, only_try: bool) -> str:
 
 
 def _try_address(address: str) -> str:
-    """Return why no object can be put at the address; one is put there, and removed."""
+    """Return why no object can be put at the address, or ""; this puts a test object and removes it."""
     try:
         remote = RemoteFolder(address, RETRY_S)
         remote.put_bytes(b"", _TRIAL)

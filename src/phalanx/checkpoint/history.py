@@ -1,4 +1,4 @@
-"""`History` keeps the checkpoints of a run in one folder: it lists them, adds a new one, and removes old ones.
+"""`History` keeps a run's checkpoints in one folder: it lists them, adds a new one, and removes old ones.
 
     runs/a/
         00000007-step-300/      the seventh save of this folder: a checkpoint, whole
@@ -6,12 +6,12 @@
         latest -> 00000008-step-400
         .step-500.3fa9c2d1.partial/    being written, or left by a writer that died: the next save removes it
 
-A checkpoint is a folder that has its name because it was complete, in this order:
+A checkpoint's folder gets its name when the checkpoint is complete, in this order:
 
     make .partial    write files    fsync each    manifest    fsync it and the folder    rename    fsync runs/a   latest
-    |____________ killed here: nothing but a hidden folder is left ___________________|  |__ killed here: it is there _|
+    |______________ killed here: only a hidden folder is left ________________________|  |_ killed here: it is saved __|
 
-The number comes first, since the latest is the one saved last: a run that goes back to step 300 saves 400 again.
+The number comes first, since the latest checkpoint is the last saved: a run that returns to step 300 saves 400 again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from phalanx.errors import CheckpointError
 
 LATEST = "latest"
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
-_ENDING_S, _LOOK_S = 0.5, 0.01  # what the kernel may take to end a writer
+_ENDING_S, _LOOK_S = 0.5, 0.01  # how long the kernel may take to end a writer
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointEntry:
-    """`CheckpointEntry` is one checkpoint of a folder, known by its name only."""
+    """`CheckpointEntry` is one checkpoint of a folder, as its name shows it."""
 
     number: int
     step: int
@@ -49,7 +49,7 @@ class CheckpointEntry:
 
 
 def explain_renamed(path: Path, manifest: Manifest) -> str | None:
-    """Return in words why the name of a checkpoint is not its own; None if it is, or if it names no step."""
+    """Return a sentence if a checkpoint's folder was renamed; None if it was not, or if its name has no step."""
     named = _NAME.fullmatch(path.resolve().name)
     if named is None or int(named[2]) == manifest.step:
         return None
@@ -60,45 +60,45 @@ def explain_renamed(path: Path, manifest: Manifest) -> str | None:
 
 
 class Draft:
-    """`Draft` is a checkpoint that is being written: a hidden folder, locked as long as this is open.
+    """`Draft` is a checkpoint that is being written: a hidden folder, locked while the draft is open.
 
-    Without `fd` the folder is another rank's, and this rank has its part in it.
+    Without `fd`, another rank owns the folder, and this rank writes its part into it.
     """
 
-    look_at_most_s = 0.1  # how often one looks at most for what other ranks tell
+    look_at_most_s = 0.1  # the longest pause between two checks for other ranks' reports
 
     def __init__(self, history: History, path: Path, fd: int = -1) -> None:
         self.path, self.name = path, path.name
         self._history, self._fd, self._is_first = history, fd, fd >= 0
 
     def send(self) -> None:
-        """Do nothing: the files are in their folder already."""
+        """Do nothing: the files are already in their folder."""
 
     def tell(self, name: str, content: str) -> None:
-        """Write a small file for rank 0, whole or not at all."""
+        """Write a small file for rank 0, atomically."""
         draft = self.path / f"{name}.draft"
         draft.write_text(content)
         os.rename(draft, self.path / name)
 
     def hear(self, name: str) -> str:
-        """Return what another rank has written for rank 0."""
+        """Return the file that another rank has written for rank 0."""
         return (self.path / name).read_text()
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Return those of the names that no rank has written yet."""
+        """Return the names that no rank has written yet."""
         return [name for name in names if not os.path.exists(self.path / name)]
 
     def forget(self, names: Collection[str]) -> None:
-        """Remove what ranks have written for rank 0."""
+        """Remove the files that ranks have written for rank 0."""
         for name in names:
             (self.path / name).unlink()
 
     def commit(self, manifest: Manifest) -> Path:
-        """Give the checkpoint its name, durably; return its path. Whoever wrote its files has synchronised them.
+        """Give the checkpoint its name, durably, and return its path. Its files must be synchronised already.
 
         Raises:
-            OSError: the disk refused; nothing has changed but this draft.
-            NotDurableError: the checkpoint is in place, and may not survive a power cut.
+            OSError: the disk failed; only this draft has changed.
+            NotDurableError: the checkpoint is in place, but may not survive a power cut.
         """
         with (self.path / MANIFEST).open("xb") as file:
             file.write(manifest.encode())
@@ -112,7 +112,7 @@ class Draft:
             try:
                 os.rename(self.path, path)
                 break
-            except OSError as error:  # another job, or another rank 0 of this one, has taken the number
+            except OSError as error:  # another job, or another rank 0 of this one, has used the number
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
                 number += 1
@@ -134,7 +134,7 @@ class Draft:
 
 
 class History:
-    """`History` keeps the checkpoints in `folder`: the newest `keep` and the best; all if `keep` is None."""
+    """`History` keeps the newest `keep` checkpoints in `folder`, and the best; all if `keep` is None."""
 
     def __init__(self, folder: Path, keep: int | None, best: Best | None = None) -> None:
         self.folder = folder
@@ -142,10 +142,10 @@ class History:
         self.best = best
 
     def entries(self) -> list[CheckpointEntry]:
-        """Return all checkpoints, the latest first. A folder that does not exist has none.
+        """Return all checkpoints, the latest first; none if the folder does not exist.
 
         Raises:
-            OSError: the folder exists, and may not be read.
+            OSError: the folder exists, but cannot be read.
         """
         found = []
         try:
@@ -169,7 +169,7 @@ class History:
         yield self.folder / name
 
     def join(self, name: str) -> Draft:
-        """Return another rank's part of the checkpoint that rank 0 has begun."""
+        """Return this rank's part of the draft that rank 0 has created."""
         return Draft(self, self.folder / name)
 
     def next_number(self) -> int:
@@ -177,10 +177,10 @@ class History:
         return entries[0].number + 1 if entries else 1
 
     def draft(self, step: int) -> Draft:
-        """Return a new hidden folder to write into; makes the folder itself, and removes what dead writers left.
+        """Create a hidden folder to write into, and the folder itself; remove the drafts of dead writers.
 
         Raises:
-            OSError: the disk or its permissions refused.
+            OSError: the disk failed, or permission was denied.
         """
         _make(self.folder)
         self.remove_abandoned()
@@ -190,49 +190,49 @@ class History:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:
-                continue  # it was taken for an abandoned one
+                continue  # another process removed it as abandoned
             _lock(fd)
             if os.fstat(fd).st_nlink > 0 and os.path.exists(path):
                 return Draft(self, path, fd)
             os.close(fd)
 
     def point_latest(self, path: Path) -> None:
-        """Make `latest` a link to this checkpoint, for people and for torch.load; `entries` does not need it."""
+        """Make `latest` a link to this checkpoint, for users and for torch.load; `entries` does not need it."""
         link = self._hidden(LATEST)
-        with contextlib.suppress(OSError):  # the file system has no links, or a user has a folder of this name
+        with contextlib.suppress(OSError):  # the file system has no links, or the user has a folder of this name
             os.symlink(path.name, link)
             try:
                 os.replace(link, self.folder / LATEST)
             except OSError:
                 os.unlink(link)
-        with contextlib.suppress(NotDurableError):  # it is only a pointer
+        with contextlib.suppress(NotDurableError):  # losing it does no harm
             sync_directory(self.folder)
 
     def remove_old(self) -> list[Path]:
-        """Remove all checkpoints that need not be kept, and what lost ranks have left; return the checkpoints that were
-        removed. One that cannot be removed stays.
+        """Remove outdated checkpoints and the drafts of lost ranks; return the removed checkpoints. A checkpoint that
+        cannot be removed stays.
         """
         removed = []
         for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
             hidden = self._hidden(entry.path.name)
             with contextlib.suppress(OSError):
-                os.rename(entry.path, hidden)  # at once: a kill in the middle must not leave half a checkpoint
+                os.rename(entry.path, hidden)  # atomically: a kill during the removal must not leave half a checkpoint
                 removed.append(entry.path)
                 shutil.rmtree(hidden, ignore_errors=True)
-        # A lost rank may not have ended yet when this save began.
+        # A lost rank's process may have ended only after this save began.
         Deadline.after(_ENDING_S).wait_until(lambda: not self.remove_abandoned(), _LOOK_S)
         return removed
 
     def metrics_of(self, entry: CheckpointEntry) -> Mapping[str, float]:
-        """Return the metrics of a checkpoint; nothing if it is damaged."""
+        """Return the metrics of a checkpoint; none if it is damaged."""
         try:
             return read_manifest(entry.path).metrics
         except CheckpointError:
             return {}
 
     def remove_abandoned(self) -> bool:
-        """Remove the hidden folders of writers that have died; return whether there is one whose writer holds a lock on
-        it, which it does as long as the process lives, or the kernel frees its memory.
+        """Remove the hidden folders of dead writers; return whether a writer still holds a lock on one. A process holds
+        its lock until it has ended, and the kernel has freed its memory.
         """
         is_locked = False
         for path in self._partials():
@@ -260,7 +260,7 @@ class History:
 
 
 def _make(folder: Path) -> None:
-    """Make a folder and those above it, durably: a checkpoint in a folder that a power cut takes is lost."""
+    """Create a folder and its parents, durably: a power cut must not lose a folder that has checkpoints."""
     if os.path.isdir(folder):
         return
     if not os.path.exists(folder.parent):
@@ -270,5 +270,5 @@ def _make(folder: Path) -> None:
 
 
 def _lock(fd: int) -> None:
-    with contextlib.suppress(OSError):  # without locks on this file system nobody removes it either
+    with contextlib.suppress(OSError):  # on a file system without locks, no process removes it either
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Read a checkpoint, without running anything that a stranger may have put into it."""
+"""Load a checkpoint without executing code from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ZIP_BEGINS = b"PK\x03\x04"
 
 
 class Stateful(Protocol):
-    """`Stateful` is a model, an optimizer, a scheduler or a sampler, which takes a state."""
+    """`Stateful` is a model, an optimizer, a scheduler or a sampler: an object that can load a state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Load the state `state_dict`."""
@@ -43,29 +43,29 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Return the state that `save_checkpoint` wrote to `path`, with its tensors on `map_location`.
 
-    `path` may also be a checkpoint of a `CheckpointManager`, or the folder that holds them: the latest, then. Each may
-    lie at an address of fsspec (`s3://bucket/run.pt`), and is brought here first.
+    `path` may also be a checkpoint of a `CheckpointManager`, or the folder of its checkpoints, of which the latest is
+    loaded. A path may be an address of fsspec (`s3://bucket/run.pt`), which is downloaded first.
 
     A rank may call it alone: each rank reads the file itself, so every host needs the path. Only tensors, numbers,
-    strings and containers of them are made (torch.load's `weights_only`): a file from a stranger cannot run code.
+    strings and containers of them are created (torch.load's `weights_only`): a file from a stranger cannot run code.
 
     Arguments:
         map_location: the device for all tensors.
-        into: what shall go on from it, by name: each one's `load_state_dict` is called with the state of that name. All
-            or nothing: a name that the checkpoint lacks, another shape, a dtype that cannot hold the values, another
-            class of optimizer or order of its parameters is an error before anything is loaded, and where a part
-            itself fails the others are put back. An optimizer that gets no state for parameters that it trains is a
-            warning, which names them.
-        verify: compare every record with its checksum first, so that a bit that flipped on a disk or on the way is an
-            error. False saves reading the file twice.
+        into: the objects to restore, by name: `load_state_dict` of each gets the state of that name. All or nothing: a
+            name that the checkpoint lacks, another shape, a dtype that cannot hold the values, another class of
+            optimizer or order of its parameters is an error before anything is loaded; if an object itself fails, the
+            others are restored to their former state. If an optimizer gets no state for parameters that it trains, a
+            warning names the parameters.
+        verify: verify every record's checksum first, to detect bits that flipped on a disk or in transit. False saves
+            reading the file twice.
 
-    Cost: reading the file, and again for `verify`: of 1 GB that the system has in memory, some 0.8 s and 0.5 s.
+    Cost: reading the file, and again for `verify`: some 0.8 s and 0.5 s for 1 GB in the page cache.
 
     Raises:
-        CheckpointError: there is no such file, it is cut off or damaged, it is not a checkpoint, or it does not fit
-            what is to be loaded, of which nothing has changed.
-        ValueError: there is no such device here.
-        TypeError: `into` is no mapping of names to what has a `load_state_dict`.
+        CheckpointError: the file is missing, truncated or damaged, is not a checkpoint, or does not fit `into`, of
+            which nothing has changed.
+        ValueError: this process does not have the device.
+        TypeError: `into` does not map names to objects with `load_state_dict`.
     """
     require_device(map_location, "load_checkpoint")
     if into is not None:
@@ -106,7 +106,7 @@ def _load_from_here(
 
 
 def _read_folder(path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], OptimizerNotes]:
-    """Return the checkpoint of a `CheckpointManager`, which is always verified, and the notes on its optimizers."""
+    """Return a `CheckpointManager`'s checkpoint, which is always verified, and the notes on its optimizers."""
     found = find_latest(path)
     if found is None:
         raise CheckpointError(
@@ -141,7 +141,7 @@ def _read_file(path: Path, map_location: str | torch.device, verify: bool) -> di
         ) from error
     except CheckpointError:
         raise
-    except Exception as error:  # torch.load raises whatever its reader meets: RuntimeError, KeyError, pickle's own
+    except Exception as error:  # torch.load raises any error of its readers: RuntimeError, KeyError, pickle's own
         raise CheckpointError(_explain(path, error)) from error
     return state
 

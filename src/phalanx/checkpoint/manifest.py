@@ -1,4 +1,4 @@
-"""A manifest lists a checkpoint folder's files, with lengths and checksums; it is written last and read first."""
+"""A manifest lists a checkpoint's files with lengths and checksums; it is written last and read first."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from phalanx.errors import CheckpointError
 MANIFEST = "checkpoint.json"
 VERSION = 1
 _TITLE = "phalanx checkpoint"
-_NOTES = ("orders", "classes", "metrics")  # left out where there are none
+_NOTES = ("orders", "classes", "metrics")  # omitted if empty
 
 Kind = Literal["whole", "sharded"]
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """`FileRecord` is what a file must be: its length and CRC-32."""
+    """`FileRecord` is the expected length and CRC-32 of a file."""
 
     nbytes: int
     crc32: int
@@ -31,7 +31,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`Manifest` is a complete checkpoint: "whole" (of torch.save) or "sharded" (of torch.distributed.checkpoint)."""
+    """`Manifest` describes a checkpoint: "whole" (torch.save) or "sharded" (torch.distributed.checkpoint)."""
 
     kind: Kind
     step: int
@@ -40,32 +40,32 @@ class Manifest:
     torch: str
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     orders: Mapping[str, list[str]] = field(default_factory=dict)
-    """The names of each optimizer's parameters, by number, where they are known."""
+    """The names of each optimizer's parameters, by number, if known."""
     classes: Mapping[str, str] = field(default_factory=dict)
-    """The class of torch.optim of each optimizer, where it is known."""
+    """The class of each optimizer in torch.optim, if known."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The metrics that the caller has measured of the state, by name."""
+    """The metrics that the caller measured for the state, by name."""
 
     @property
     def nbytes(self) -> int:
-        """Return the size of all files together."""
+        """Return the total size of all files."""
         return sum(record.nbytes for record in self.files.values())
 
     def encode(self) -> bytes:
-        """Return the manifest as text that carries its own checksum: it is refused with one byte more or less."""
+        """Return the manifest as text with its own checksum, which detects any change."""
         content = {"title": _TITLE, "version": VERSION, **asdict(self)}
         for name in _NOTES:
-            if not content[name]:  # older manifests have no such entry either
+            if not content[name]:  # older manifests do not have such an entry either
                 del content[name]
         body = json.dumps(content, indent=1, sort_keys=True)
         return json.dumps({**content, "crc32": zlib.crc32(body.encode())}, indent=1, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, text: bytes) -> Manifest:
-        """Return the manifest that `encode` wrote.
+        """Parse the text that `encode` returned.
 
         Raises:
-            ValueError: it is not what `encode` returned.
+            ValueError: `encode` did not return this text.
         """
         try:
             content: dict[str, Any] = json.loads(text)
@@ -85,7 +85,7 @@ class Manifest:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether `folder` is one checkpoint with a manifest, whole or damaged."""
+    """Return whether `folder` is one checkpoint with a manifest, intact or damaged."""
     return os.path.isfile(folder / MANIFEST)
 
 
@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_damaged_file(folder: Path, name: str, record: FileRecord) -> str:
-    """Return in words how a file differs from what the manifest says; empty if it does not. It reads the whole file."""
+    """Return a description of how a file differs from its manifest; "" if it does not. Reads the whole file."""
     path = folder / name
     try:
         if (size := path.stat().st_size) != record.nbytes:

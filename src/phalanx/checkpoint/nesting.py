@@ -1,4 +1,4 @@
-"""Find out why a state cannot be taken apart: a container in it holds itself, or containers are nested too deeply."""
+"""Find out why a state cannot be traversed: a container contains itself, or containers are nested too deeply."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 
 class NestingError(Exception):
-    """The containers of a state have no end. The message names the one to blame."""
+    """The containers of a state have no end. The message names the container at fault."""
 
 
 def describe_nesting(state: object) -> str:
-    """Return which container in `state` holds itself, or else that they are nested too deeply.
+    """Return which container in `state` contains itself, or else that containers are nested too deeply.
 
-    It keeps a stack of its own, since this is for states on which recursion has failed. A container's name is as long
+    This uses its own stack, since it is for states on which recursion has failed. A container's name is as long
     as the container is deep, so only the names that are returned are made.
     """
     depths = {id(state): 0}
@@ -40,7 +40,7 @@ def describe_nesting(state: object) -> str:
 
 
 def _inside(value: object) -> Iterator[tuple[object, object]]:
-    """Yield what a container holds, with its keys or positions; those with a class of their own count as values."""
+    """Yield a container's elements with their keys or positions; containers of a user's class count as values."""
     if type(value) in (dict, OrderedDict):
         yield from value.items()  # type: ignore[attr-defined]
     elif type(value) in (list, tuple):

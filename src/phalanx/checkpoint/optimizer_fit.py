@@ -1,7 +1,7 @@
 """Check that a saved state fits an optimizer: its class, and the order of its parameters.
 
-A state_dict of PyTorch names neither: it has options by group and tensors by number. A CheckpointManager writes down
-the class, and the parameters' numbers where it has the model as well. Elsewhere the options tell most classes apart.
+A state_dict of PyTorch names neither: it has options by group and tensors by number. A CheckpointManager records the
+class, and the parameters' names if it also saves the model. Otherwise the options distinguish most classes.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _AS_PARAMETER = frozenset(
 )
 """The keys under which torch's optimizers keep tensors of their parameter's shape."""
 _HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"))
-"""The options that say how the same state is used; releases of PyTorch have added them one by one."""
+"""Options that change only how a state is used; releases of PyTorch have added them over time."""
 
 Order = list[str]
-"""The names of an optimizer's parameters by number; empty for one that no model has."""
+"""The names of an optimizer's parameters by number; a name is "" if no model has the parameter."""
 
 
 @dataclass(frozen=True)
 class OptimizerNotes:
-    """`OptimizerNotes` has a checkpoint's notes on its optimizers beside their states, by the names of the parts."""
+    """`OptimizerNotes` are a checkpoint's notes on its optimizers, by the names of the parts."""
 
     orders: Mapping[str, Order] = field(default_factory=dict)
-    """The names of each optimizer's parameters, by number, where they are known."""
+    """The names of each optimizer's parameters, by number, if known."""
     classes: Mapping[str, str] = field(default_factory=dict)
-    """The class of torch.optim that each optimizer is of, or is derived from."""
+    """The class of each optimizer in torch.optim, or its nearest base class there."""
 
 
 def note_optimizers(parts: Mapping[str, Any]) -> OptimizerNotes:
@@ -68,7 +68,7 @@ def find_other_class(name: str, optimizer: torch.optim.Optimizer, saved: str) ->
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the nearest class of torch.optim; empty for an optimizer that is derived from none."""
+    """Return the nearest class of torch.optim; "" for an optimizer that is not derived from one."""
     inner = getattr(optimizer, "optim", None)  # the optimizer inside a ZeroRedundancyOptimizer
     kind = type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer)
     known = [one for one in kind.__mro__ if one is not torch.optim.Optimizer and one in vars(torch.optim).values()]
@@ -76,10 +76,10 @@ def _class_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def parameter_orders(parts: Mapping[str, Any]) -> dict[str, list[list[str]]]:
-    """Return, for each optimizer of `parts`, the names that its parameters have in the models of `parts`, all of them:
-    a parameter may have several. One that no model has is called "".
+    """Return, for each optimizer in `parts`, all names that its parameters have in the models in `parts`.
 
-    Optimizers of a part of a model are left out, because their states are saved by name.
+    A parameter may have several names; it is called "" if no model has it. Optimizers of a part of a model are left
+    out, because their states are saved by name.
     """
     known: dict[int, list[str]] = {}
     for part_name, part in parts.items():
@@ -97,9 +97,9 @@ def parameter_orders(parts: Mapping[str, Any]) -> dict[str, list[list[str]]]:
 
 
 def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any, saved_order: Sequence[str] = ()) -> list[str]:
-    """Return in words why `optimizer` cannot go on from the state `saved`; an empty list if it can.
+    """Return why `optimizer` cannot load the state `saved`, as sentences; an empty list if it can.
 
-    `saved_order` has the names that its parameters had, if they are known.
+    `saved_order` has the names of the saved parameters, if they are known.
     """
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if not isinstance(groups, list):
@@ -121,7 +121,7 @@ def find_misfits(name: str, optimizer: torch.optim.Optimizer, saved: Any, saved_
 
 
 def find_other_order(name: str, saved: Sequence[str], here: Sequence[Sequence[str]]) -> list[str]:
-    """Return in words the first place where parameters have other numbers than when they were saved."""
+    """Describe the first place where parameters have other numbers than when they were saved."""
     for number, (theirs, mine) in enumerate(zip(saved, here, strict=False)):
         if theirs and any(mine) and theirs not in mine:
             return [f"{name}: parameter {number} is {theirs!r} in the checkpoint, {mine[0]!r} here"]
@@ -142,7 +142,7 @@ def _compare_options(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[
 
 @functools.cache
 def _options_of_torch() -> frozenset[str]:
-    """Return the names of options by which the classes of torch.optim differ."""
+    """Return the names of options that distinguish the classes of torch.optim."""
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
     optimizers = [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
     return frozenset(key for kind in optimizers for key in inspect.signature(kind).parameters) - _HOW

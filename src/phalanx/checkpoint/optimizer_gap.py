@@ -1,4 +1,4 @@
-"""Find the parameters that an optimizer would train without the state that was saved for the others."""
+"""Find the parameters that an optimizer would train without a saved state, while other parameters have one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SHOWN = 4
 
 
 def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
-    """Return a sentence on the parameters that are trained but have no state in `saved`; empty if none lacks any.
+    """Return a sentence on the trained parameters that have no state in `saved`; "" if all have one.
 
-    `load_state_dict` accepts any part of the state without a word; the other parameters would start afresh.
+    `load_state_dict` silently accepts an incomplete state; the other parameters would start afresh.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
@@ -39,7 +39,7 @@ def describe_gap(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
 
 
 def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known to keep something for every parameter that it has updated."""
+    """Return whether an optimizer is known to keep a state for every parameter that it has updated."""
     inner = getattr(optimizer, "optim", optimizer)  # the optimizer inside a ZeroRedundancyOptimizer
     if isinstance(inner, torch.optim.SGD):
         return any(group["momentum"] for group in inner.param_groups)

@@ -1,4 +1,4 @@
-"""The parts of a training run save their states under their keys, and take back what fits them."""
+"""Save the parts of a training run under their keys, and load the states that fit them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MismatchReport:
     misshapen: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return whether something does not fit."""
+        """Return whether the report has entries."""
         return bool(self.missing or self.unexpected or self.misshapen)
 
     def __str__(self) -> str:
@@ -62,16 +62,16 @@ class MismatchReport:
 
 
 def states_of(parts: Mapping[str, Any], peers: Peers, *, sharded: bool) -> dict[str, Any]:
-    """Return what to save: the `state_dict()` of each part, and anything else itself.
+    """Return the states to save: the `state_dict()` of each part that has one, and other parts themselves.
 
-    A sharded optimizer is asked for this rank's part if `sharded`, else for the whole on rank 0, and nothing elsewhere.
+    A sharded optimizer returns this rank's part if `sharded`; otherwise the whole state on rank 0, nothing elsewhere.
     """
     return {name: _state_of(part, peers, sharded=sharded) for name, part in parts.items()}
 
 
 def describe_optimizers(parts: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the parameters that each optimizer updates which has all of its state on every rank: their names, if it
-    has them (those of a pipeline's stage do), and their shapes.
+    """Return the parameters of each optimizer that has its whole state on every rank: their names, if it knows them (as
+    for a pipeline's stage), and their shapes.
     """
     return {
         name: [(whole_name(p) or "", tuple(p.shape)) for g in part.param_groups for p in g["params"]]
@@ -103,7 +103,7 @@ def _state_of(part: Any, peers: Peers, *, sharded: bool) -> Any:
 
 
 def buffer_names(parts: Mapping[str, Any]) -> set[str]:
-    """Return the names of what ranks may hold unlike each other (running statistics, counters): rank 0's are saved."""
+    """Return the names of values that may differ between ranks (running statistics, counters): rank 0's are saved."""
     found = set()
     for name, part in parts.items():
         if isinstance(part, nn.Module):
@@ -118,7 +118,7 @@ def buffer_names(parts: Mapping[str, Any]) -> set[str]:
 def module_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's `state_dict()`, without the `module.` and `_orig_mod.` of wrappers at any depth.
 
-    If each rank has a part of the model, it is this rank's part.
+    If the model is split between ranks, this is this rank's part.
     """
     if isinstance(module, PartOwner):
         return module.own_state_dict()
@@ -129,8 +129,8 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def fit_stages(parts: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], list[str]]]:
-    """Return, for optimizers that update a part of a model, their own part of the whole state, and what does not fit.
-    All ranks call it.
+    """Return, for optimizers of a part of a model, their part of the whole state, and the entries that do not fit. All
+    ranks call it.
     """
     found = {}
     for name, part in parts.items():
@@ -149,9 +149,9 @@ def describe_misfits(
     stages: Mapping[str, tuple[dict[str, Any], list[str]]],
     notes: OptimizerNotes,
 ) -> MismatchReport:
-    """Report what of `state` does not fit `parts`, before anything is loaded; `fit_stages` has found `stages`.
+    """Report the entries of `state` that do not fit `parts`, before anything is loaded; `stages` is from `fit_stages`.
 
-    `notes` are what `note_optimizers` returned for the parts that were saved.
+    `notes` are what `note_optimizers` returned for the saved parts.
     """
     report = MismatchReport()
     here = parameter_orders(parts)
@@ -191,8 +191,8 @@ def _compare_module(name: str, module: nn.Module, saved: Any, report: MismatchRe
 
 
 def _changed_by_hooks(module: nn.Module, prefixes: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes of names of modules with a hook of the user's, which may change what is loaded into them, so
-    that nobody else knows what fits. A hook of ours (DistributedDataParallel has one) changes names alone.
+    """Return the name prefixes of modules with a user's hook, which may change the values to load, so that their fit
+    cannot be checked. Our own hooks (DistributedDataParallel has one) change only names.
     """
     return tuple(
         unwrap_key(f"{name}." if name else "", prefixes)
@@ -202,12 +202,12 @@ def _changed_by_hooks(module: nn.Module, prefixes: Sequence[str]) -> tuple[str, 
 
 
 def _is_ours(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)  # torch keeps it in an object
+    function = getattr(hook, "hook", hook)  # torch wraps it in an object
     return str(getattr(function, "__module__", "")).startswith("phalanx.")
 
 
 def _misfit(here: Tensor, there: Tensor) -> str:
-    """Return in words why `here` cannot take the values of `there`; empty if it can."""
+    """Describe why `here` cannot hold the values of `there`; "" if it can."""
     if not _is_lazy(here) and here.shape != there.shape:
         return f"{tuple(there.shape)} in the checkpoint, {tuple(here.shape)} here"
     if here.dtype == there.dtype or _can_hold(here.dtype, there):
@@ -229,13 +229,13 @@ def _can_hold(dtype: torch.dtype, values: Tensor) -> bool:
 
 
 def _as_named_by(mine: Mapping[str, Any], saved: Mapping[str, Any], prefixes: Sequence[str]) -> Mapping[str, Any]:
-    """Return `saved` under the names of `mine`, which have no wrappers: other programs save wrapped names."""
+    """Return `saved` under the names of `mine`, without wrappers: other programs save wrapped names."""
     stripped = without_wrappers(saved, prefixes)
     return stripped if len(stripped.keys() & mine.keys()) > len(saved.keys() & mine.keys()) else saved
 
 
 def _state_keys(module: nn.Module) -> list[str]:
-    """Return the keys of `module_state`; if this rank has a part of a model, those of all parts."""
+    """Return the keys of `module_state`; if the model is split between ranks, those of all parts."""
     return module.state_names if isinstance(module, PartOwner) else list(module_state(module))
 
 
@@ -244,13 +244,13 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 HALF_LOADED = "Some parts may have changed. Build them again before training goes on."
-"""The advice of an error where a part has raised while it was loaded."""
+"""The advice in an error when a part has raised while it was loaded."""
 
 
 def load_part(part: Any, saved: Any, *, strict: bool) -> None:
     """Load the state of one part."""
     if isinstance(part, nn.Module):
-        # The wrappers are left out: a parameter's name is then the same however it was saved.
+        # Without the wrappers, a parameter has the same name however it was saved.
         prefixes = wrapper_prefixes(part)
         own: Mapping[str, Any] = {} if isinstance(part, PartOwner) else part.state_dict()
         keys = part.state_names if isinstance(part, PartOwner) else own
@@ -270,7 +270,7 @@ def load_part(part: Any, saved: Any, *, strict: bool) -> None:
 
 
 def _cut_like(mine: Any, value: Any) -> Any:
-    """Return `value`, which was saved whole, as this rank's shard if `mine` is sharded. A rank may call it alone."""
+    """Return this rank's shard of `value` if `mine` is sharded. A rank may call it alone."""
     if not is_dtensor(mine) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != mine.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -279,7 +279,7 @@ def _cut_like(mine: Any, value: Any) -> Any:
 
 
 def _fit_optimizer_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
-    """Lay out each parameter's state as the parameter is, and cut it if that is sharded: fused optimizers need it."""
+    """Give each parameter's state the parameter's strides and shard: fused optimizers need it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     of = dict(zip(numbers, parameters, strict=True))
@@ -300,7 +300,7 @@ def _laid_out_like(parameter: Any, value: Any) -> Any:
 
 
 def _that_fits(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return the values in `state` whose shape fits here: load_state_dict refuses another shape, strict or not."""
+    """Return the values in `state` whose shape fits: load_state_dict refuses another shape, even if not strict."""
     mine = module_state(module) if isinstance(module, PartOwner) else module.state_dict()
     return OrderedDict(
         (key, value)

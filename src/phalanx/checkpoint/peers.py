@@ -1,4 +1,4 @@
-"""`Peers` lets the ranks of a job talk about a checkpoint, over any backend, or alone where there is no group."""
+"""`Peers` exchange data about a checkpoint between ranks over any backend, or serve a process without a group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLLECTIVE = (
 
 
 def _identity(file: BinaryIO | Path | None) -> tuple[object, ...]:
-    """Return a value that is equal on ranks of one machine that have the same file; nothing if it is not known."""
+    """Return a value that is equal on ranks of one machine with the same file; () if unknown."""
     if file is None:
         return ()
     try:
@@ -36,7 +36,7 @@ def _identity(file: BinaryIO | Path | None) -> tuple[object, ...]:
 class Peers:
     """`Peers` are the ranks of `group`, of the default group if None, or this process alone if there is no group.
 
-    `what` names the call in errors. Everything but the properties is collective.
+    `what` names the call in errors. All methods are collective.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, what: str = "a checkpoint") -> None:
@@ -44,8 +44,8 @@ class Peers:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self.rehearses = group is not None and rehearses(group)
-        """Whether this rank comes to a running job, and has not met the others yet: it saves nothing."""
-        if self.rehearses:  # it reads for itself
+        """Whether this rank joins a running job and is not in its group yet: it saves nothing."""
+        if self.rehearses:  # this rank reads for itself
             group = None
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -55,18 +55,18 @@ class Peers:
 
     @classmethod
     def alone(cls, what: str) -> Peers:
-        """Return this process by itself, whatever group it is in."""
+        """Return peers of this process alone, whatever group it is in."""
         peers = cls.__new__(cls)
         peers.what, peers.group, peers.rank, peers.world_size, peers.rehearses = what, None, 0, 1, False
         return peers
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is rank 0 of the group, which decides and tells the others."""
+        """Return whether this is rank 0 of the group, which decides and publishes the decision."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
-        """Return what each rank passes, on every rank."""
+        """Return every rank's value, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -74,7 +74,7 @@ class Peers:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Return what each rank passes, on rank 0; nothing on the others."""
+        """Return every rank's value on rank 0; nothing on the others."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_first else None
@@ -82,7 +82,7 @@ class Peers:
         return values or []
 
     def broadcast(self, value: T, *, src: int = 0) -> T:
-        """Return what rank `src` passes, on every rank."""
+        """Return rank `src`'s value, on every rank."""
         if self.world_size == 1:
             return value
         values = [value if self.rank == src else None]
@@ -90,7 +90,7 @@ class Peers:
         return values[0]  # type: ignore[return-value]
 
     def see_one_file(self, file: BinaryIO | Path | None) -> bool:
-        """Return whether all ranks are on one machine, and have the same file there, which is open or has that path."""
+        """Return whether all ranks are on one machine and pass the same file (open, or as a path)."""
         identities = self.all_gather(_identity(file))
         return all(identity == identities[0] != () for identity in identities)
 
@@ -98,7 +98,7 @@ class Peers:
         """Copy `tensor`, contiguous and on the CPU, from rank `src` to every rank."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
-        # reshape would not do: the stride of a single element is anything, and a view of it as bytes wants 1.
+        # reshape does not suffice: the stride of a single element may be anything, and a view as bytes requires 1.
         content = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         carried = content.to(self.device)
         self._told(lambda: dist.broadcast(carried, group=self.group, group_src=src))
@@ -106,20 +106,20 @@ class Peers:
             content.copy_(carried)
 
     def agree_with_first(self, problem: str | None, cause: Exception | None = None) -> None:
-        """Return if rank 0 has no problem; what the others pass does not count.
+        """Raise if rank 0 has a problem; the problems of other ranks do not count.
 
         Raises:
-            CheckpointError: it has one; on every rank.
+            CheckpointError: rank 0 has a problem; on every rank.
         """
         problem = self.broadcast(problem)
         if problem is not None:
             raise CheckpointError(problem) from cause
 
     def agree(self, problem: str | None, cause: Exception | None = None) -> None:
-        """Return if no rank has a problem.
+        """Raise if any rank has a problem.
 
         Raises:
-            CheckpointError: some ranks have one; the first one's is raised on every rank.
+            CheckpointError: the problem of the first such rank; on every rank.
         """
         told = [(rank, text) for rank, text in enumerate(self.all_gather(problem)) if text is not None]
         if told:
@@ -128,7 +128,7 @@ class Peers:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of tensors that the group takes: the CPU if it can."""
+        """Return the device of the tensors for collectives: the CPU if the group supports it."""
         assert self.group is not None
         devices = self.group._device_types
         cpu = torch.device("cpu")

@@ -16,15 +16,15 @@ from phalanx.errors import CheckpointError
 
 
 class RandomState:
-    """Save and load the states of Python's, NumPy's (if it was imported) and PyTorch's generators, of each rank.
+    """Save and load each rank's states of the generators of Python, NumPy (if imported) and PyTorch.
 
     manager.save(step, {"model": model, "random": RandomState()})
 
-    Loaded by the number of ranks that saved it, every rank goes on with its own. By another number, ranks that were
-    there go on with their own, and a rank that is new begins with seeds that follow from the saved state: other than
-    those of all other ranks, and the same ones each time.
+    With the number of ranks that saved it, every rank continues with its own state. With another number, ranks with a
+    saved state continue with it; each new rank gets seeds derived from the saved state, which differ from those of all
+    other ranks and are the same each time.
 
-    `state_dict` is collective, and gives the same on every rank: some 10 kB for each.
+    `state_dict` is collective and returns the same on every rank: some 10 kB per rank.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -38,7 +38,7 @@ class RandomState:
         """Load this rank's state.
 
         Raises:
-            CheckpointError: `state` is not such a state.
+            CheckpointError: `state` is not a state of `RandomState`.
         """
         ranks = state_dict.get("ranks") if isinstance(state_dict, Mapping) else None
         if not isinstance(ranks, list) or not ranks:

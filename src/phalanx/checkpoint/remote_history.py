@@ -1,18 +1,18 @@
-"""`RemoteHistory` keeps a run's checkpoints at an address of fsspec: each appears with one small object, put last.
+"""`RemoteHistory` keeps a run's checkpoints at an address of fsspec; a last small object completes each checkpoint.
 
     s3://bucket/runs/a/
-        00000007-step-300-5be2ff01/     the seventh save: a checkpoint, as it has its manifest
+        00000007-step-300-5be2ff01/     the seventh save: a checkpoint, since it has its manifest
             state.pt
             checkpoint.json
-        00000008-step-400-3fa9c2d1/     being written, or left by a writer that died
-            .writing                    by which process; also in one that is being removed
-        latest                          the name of the newest, for people
+        00000008-step-400-3fa9c2d1/     being written, or left by a dead writer
+            .writing                    names the writing process; also present during a removal
+        latest                          the name of the newest checkpoint, for users
 
     files, written into a folder here   put each   parts of all ranks   put checkpoint.json   latest   remove old ones
-    |________________ killed here: objects without a manifest are left __________________|  |_ killed here: it is there
+    |________________ killed here: objects without a manifest are left __________________|  |__ killed here: it is saved
 
-An object store puts an object whole or not at all; nothing else is asked of it. What a dead writer has left is removed
-by the next save: at once where its process can be seen to be gone, else when nothing was put there for an hour.
+The only requirement is that an object store puts an object atomically. The next save removes what a dead writer left:
+at once if its process is known to have ended, otherwise once nothing has been put there for an hour.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from phalanx.errors import CheckpointError
 _NAME = re.compile(r"(\d{8,})-step-(\d+)-[0-9a-f]{8}")
 _WRITING = ".writing"
 _ABANDONED_S = 3600.0
-RETRY_S = 120.0  # a manager may set another time
+RETRY_S = 120.0  # a manager may set another limit
 
 
 class RemoteDraft:
-    """`RemoteDraft` is this rank's part of a checkpoint being written: files in a folder here, sent to an address."""
+    """`RemoteDraft` is this rank's part of a checkpoint in progress: files in a local folder, put to an address."""
 
-    look_at_most_s = 2.0  # how often one looks at most for what other ranks tell
+    look_at_most_s = 2.0  # the longest pause between two checks for other ranks' reports
 
     def __init__(self, remote: RemoteFolder, name: str, *, is_first: bool) -> None:
         self.name = name
@@ -54,10 +54,10 @@ class RemoteDraft:
         self._sent: set[str] = set()
 
     def send(self) -> None:
-        """Put the files that have not been put yet, and remove them here.
+        """Put the files that have not been put yet, and remove them locally.
 
         Raises:
-            Exception: the file system's, after it was retried for as long as was set.
+            Exception: the file system's error, after retrying for the configured time.
         """
         for file in sorted(self.path.iterdir()):
             if file.name not in self._sent:
@@ -71,29 +71,29 @@ class RemoteDraft:
         self._clear()
 
     def hear(self, name: str) -> str:
-        """Return what another rank has put for rank 0."""
+        """Return the object that another rank has put for rank 0."""
         return self._remote.get_bytes(f"{self.name}/{name}").decode()
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Return those of the names that no rank has put yet."""
+        """Return the names that no rank has put yet."""
         there = self._remote.list(self.name)
         return [name for name in names if f"{self.name}/{name}" not in there]
 
     def forget(self, names: Collection[str]) -> None:
-        """Remove what ranks have put for rank 0."""
+        """Remove the objects that ranks have put for rank 0."""
         self._remote.remove([f"{self.name}/{name}" for name in names])
 
     def commit(self, manifest: Manifest) -> str:
-        """Make the checkpoint appear; return its address."""
+        """Complete the checkpoint, and return its address."""
         self._remote.put_bytes(manifest.encode(), f"{self.name}/{MANIFEST}")
         self._clear()
-        with contextlib.suppress(Exception):  # the checkpoint is there; these are for people, and for the next save
+        with contextlib.suppress(Exception):  # the checkpoint is complete without these
             self._remote.put_bytes(self.name.encode(), LATEST)
             self._remote.remove([f"{self.name}/{_WRITING}"])
         return self._remote.shown(self.name)
 
     def discard(self) -> None:
-        """Remove the draft, as far as the network lets us."""
+        """Remove the draft, as far as the network allows."""
         self._clear()
         if self._is_first:
             with contextlib.suppress(Exception):
@@ -106,7 +106,7 @@ class RemoteDraft:
 
 
 class RemoteHistory:
-    """`RemoteHistory` keeps the checkpoints at `address`: the newest `keep` and the best; all if `keep` is None."""
+    """`RemoteHistory` keeps the newest `keep` checkpoints at `address`, and the best; all if `keep` is None."""
 
     def __init__(self, address: str, keep: int | None, retry_s: float, best: Best | None = None) -> None:
         self.keep = keep
@@ -121,7 +121,7 @@ class RemoteHistory:
         """Return all checkpoints, the latest first.
 
         Raises:
-            Exception: the file system's, after it was retried for as long as was set.
+            Exception: the file system's error, after retrying for the configured time.
         """
         found = []
         for name in self._remote.list():
@@ -134,25 +134,25 @@ class RemoteHistory:
         return self._remote.exists(f"{name}/{MANIFEST}")
 
     def draft(self, step: int) -> RemoteDraft:
-        """Return a new checkpoint to write, and remove what dead writers left."""
+        """Return a new draft, and remove the drafts of dead writers."""
         objects = self._remote.list()
         matches = filter(None, (_NAME.fullmatch(name.partition("/")[0]) for name in objects))
         number = 1 + max((int(match[1]) for match in matches), default=0)
         name = f"{number:08d}-step-{step}-{secrets.token_hex(4)}"
         self._mark(name)
-        with contextlib.suppress(Exception):  # what is left over only costs room
+        with contextlib.suppress(Exception):  # leftovers only use storage
             self._remove_abandoned(name)
         return RemoteDraft(self._remote, name, is_first=True)
 
     def join(self, name: str) -> RemoteDraft:
-        """Return another rank's part of the checkpoint that rank 0 has begun."""
+        """Return this rank's part of the draft that rank 0 has created."""
         return RemoteDraft(self._remote, name, is_first=False)
 
     def remove_old(self) -> None:
-        """Remove all checkpoints that need not be kept, each with its manifest first: without that it is none. What
-        cannot be removed stays.
+        """Remove outdated checkpoints, each with its manifest first: without it the folder is not a checkpoint. A
+        checkpoint that cannot be removed stays.
 
-        The mark of a writer is put before that: if this process is killed here, the next save removes the rest.
+        A writer's mark is put first: if this process is killed during the removal, the next save removes the rest.
         """
         with contextlib.suppress(Exception):
             for entry in choose_outdated(self.entries(), self.keep, self.best, self.metrics_of):
@@ -165,10 +165,10 @@ class RemoteHistory:
         self._remote.put_bytes(json.dumps(own).encode(), f"{name}/{_WRITING}")
 
     def metrics_of(self, entry: CheckpointEntry) -> Mapping[str, float]:
-        """Return the metrics of a checkpoint; nothing if it is damaged.
+        """Return the metrics of a checkpoint; none if it is damaged.
 
         Raises:
-            Exception: the file system's, after it was retried for as long as was set.
+            Exception: the file system's error, after retrying for the configured time.
         """
         name = entry.path.name
         if name not in self._metrics:
@@ -194,7 +194,7 @@ class RemoteHistory:
                 _remove(self._remote, names)
 
     def _has_ended(self, folder: str) -> bool:
-        """Return whether the process that began to write there was one of this host, and is gone."""
+        """Return whether the writing process ran on this host and has ended."""
         told = json.loads(self._remote.get_bytes(f"{folder}/{_WRITING}"))
         return told["host"] == host_identity() and ProcessId(**told["process"]).has_ended()
 
@@ -202,7 +202,7 @@ class RemoteHistory:
 
     @contextlib.contextmanager
     def opened(self, peers: Peers, name: str) -> Iterator[Path]:
-        """Yield a folder of this machine with the files its ranks read, and remove it at the end. All ranks call it.
+        """Yield a local folder with the files that this host's ranks read; remove it at the end. All ranks call it.
 
         Of a whole checkpoint only rank 0 has the file; of a sharded one each host has all files, once.
         """
@@ -227,12 +227,12 @@ class RemoteHistory:
             shared = peers.all_gather(folders[0] if folders else None)[mine[0]]
             assert shared is not None
             files = self._files_for(manifest, peers, mine)
-            if not (shared / MANIFEST).exists():  # ranks of one host may have other folders
+            if not (shared / MANIFEST).exists():  # ranks of one host may have different folders
                 folders.append(shared := _make_folder(name, manifest))
                 files = list(manifest.files)
             peers.agree(self._download(name, files, shared))
             yield shared
-            peers.all_gather(None)  # no rank reads any more
+            peers.all_gather(None)  # all ranks have finished reading
         finally:
             for folder in folders:
                 shutil.rmtree(folder.parent, ignore_errors=True)
@@ -254,7 +254,7 @@ class RemoteHistory:
 
 
 def _remove(remote: RemoteFolder, names: Collection[str]) -> None:
-    """Remove the objects of one folder, its mark last: as long as that is there, the next save can remove the rest."""
+    """Remove the objects of one folder, its mark last: while the mark exists, the next save can remove the rest."""
     marks = [name for name in names if name.endswith(f"/{_WRITING}")]
     if others := [name for name in names if name not in marks]:
         remote.remove(others)
@@ -270,17 +270,17 @@ def _make_folder(name: str, manifest: Manifest) -> Path:
 
 
 class DownloadError(CheckpointError):
-    """A checkpoint could not be brought here."""
+    """A checkpoint could not be downloaded."""
 
 
 @contextlib.contextmanager
 def brought_here(address: str, retry_s: float) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
-    """Yield what is at an address as a file or folder of this machine, its own address, and the names of older ones.
+    """Download a checkpoint; yield its local path, its own address, and the names of the folder's older checkpoints.
 
-    It is a checkpoint, or the folder of several, of which it is the latest, or a single object.
+    The address is that of a checkpoint, of a folder of checkpoints (the latest is used), or of a single object.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no checkpoint, or it cannot be read.
     """
     address = address.rstrip("/")
     parent, _, name = address.rpartition("/")

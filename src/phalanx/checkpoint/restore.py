@@ -1,4 +1,4 @@
-"""Load one checkpoint of several: all ranks verify it and read it in full before anything is loaded into a part."""
+"""Load one of several checkpoints: all ranks verify and read all of it before anything is loaded into a part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from phalanx.checkpoint.tree import Node, build, find, is_dtensor, strides_of_te
 from phalanx.checkpoint.whole import STATE, hand_on
 from phalanx.errors import CheckpointError
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import, which only those pay who need it
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only when needed
     from torch.distributed.tensor import DTensor
 
     from phalanx.checkpoint.sharded_read import LoadedPieces
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to impo
 
 @dataclass
 class RestoredCheckpoint:
-    """`RestoredCheckpoint` lists what was loaded: step, place, state by name, and (strict=False) what did not fit."""
+    """`RestoredCheckpoint` lists what was loaded: step, place, state by name, and (strict=False) the mismatches."""
 
     step: int
     path: Path | str
@@ -44,11 +44,11 @@ class RestoredCheckpoint:
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is not what was written."""
+    """A file of a checkpoint differs from its checksum or length."""
 
 
 class VanishedError(CheckpointError):
-    """A checkpoint was removed while it was read, since its writer has newer ones."""
+    """A checkpoint was removed while it was read, because its writer has newer ones."""
 
 
 def restore(
@@ -61,7 +61,7 @@ def restore(
     strict: bool,
     fallback: bool,
 ) -> RestoredCheckpoint | None:
-    """Load the first of the checkpoints `names`, or with `fallback` the first one that is not damaged."""
+    """Load the first of the checkpoints `names`, or with `fallback` the first undamaged one."""
     require_device(map_location, peers.what)
     parts = {} if parts is None else parts
     if not isinstance(parts, Mapping):
@@ -88,7 +88,7 @@ def restore(
 def _read_shown(
     peers: Peers, folder: Path, path: Path | str, stateful: Mapping[str, Any]
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Return what `read_state` returns; errors name the place where the checkpoint is kept, not that of a copy."""
+    """Return the result of `read_state`; errors name the place of the checkpoint, not that of a local copy."""
     try:
         return read_state(peers, folder, stateful)
     except CheckpointError as error:
@@ -117,7 +117,7 @@ def _load(
     try:
         own = {**state, **{name: fitting for name, (fitting, _) in stages.items()}}
         gaps = _load_parts(own, stateful, report, strict=strict)
-    except Exception as error:  # the error is the part's own; the other ranks would train on
+    except Exception as error:  # an error of the part itself, which the other ranks do not know
         problem = f"{peers.what} on rank {peers.rank}: {path}: {type(error).__name__}: {error}.\n{HALF_LOADED}"
         cause = error
     peers.agree(problem, cause)
@@ -127,7 +127,7 @@ def _load(
 
 
 def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: MismatchReport, *, strict: bool) -> list[str]:
-    """Load each part; return in words what optimizers would train without a state."""
+    """Load each part; describe the parameters that optimizers would train without a state."""
     gaps = []
     for name, part in parts.items():
         is_optimizer = isinstance(part, torch.optim.Optimizer)
@@ -140,27 +140,27 @@ def _load_parts(state: dict[str, Any], parts: Mapping[str, Any], report: Mismatc
 
 
 def find_latest(path: Path) -> Path | None:
-    """Return the checkpoint at `path`, or else the latest of those in it."""
+    """Return the checkpoint at `path`, or the latest one in that folder."""
     if is_checkpoint(path):
         return path
     return next((entry.path for entry in History(path, None).entries()), None)
 
 
 def read_moved(peers: Peers, path: Path, map_location: str | torch.device) -> tuple[dict[str, Any], OptimizerNotes]:
-    """Return the whole state of the checkpoint at `path`, on a device, and its optimizers' notes. All ranks call it.
+    """Return the whole state of the checkpoint at `path`, on a device, and the optimizers' notes. All ranks call it.
 
     Raises:
-        DamagedError: a file is not what was written.
+        DamagedError: a file is damaged.
     """
     manifest, state = read_state(peers, path, {})
     return _moved(state, map_location), OptimizerNotes(manifest.orders, manifest.classes)
 
 
 def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Manifest, dict[str, Any]]:
-    """Return a checkpoint's manifest and its state, on the CPU, with shards if a part has shards. All ranks call it.
+    """Return a checkpoint's manifest and its state, on the CPU; sharded for sharded parts. All ranks call it.
 
     Raises:
-        DamagedError: a file is not what was written; on every rank.
+        DamagedError: a file is damaged; on every rank.
     """
     problem: str | None = None
     manifest: Manifest | None = None
@@ -197,7 +197,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
     problem: str | None = None
     head: tuple[bytes, bytes] | None = None
     files = sorted(manifest.files)
-    if peers.rank in seers:  # these ranks share the reading for the checksums
+    if peers.rank in seers:  # these ranks share the work of verifying the checksums
         mine = seers.index(peers.rank)
         damaged = (find_damaged_file(path, name, manifest.files[name]) for name in files[mine :: len(seers)])
         problem = next(filter(None, damaged), None)
@@ -212,7 +212,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
         raise DamagedError(f"{peers.what}: {problem}.")
     try:
         metadata, (structure, aliases) = decode_metadata(head[0]), decode_structure(head[1])
-    except Exception as error:  # it is raised on every rank alike; the checksum is right, so somebody made the file so
+    except Exception as error:  # raised on all ranks; the checksum is right, so the file was created like this
         raise CheckpointError(f"{peers.what}: {path} cannot be read: {type(error).__name__}: {error}") from error
     pieces = LoadedPieces(path, metadata)
     names = [name for name in tensor_names(structure) if name not in aliases]
@@ -229,7 +229,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
 
 
 def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return `tensor` with its saved strides; a stranger's file may name strides that would take more memory."""
+    """Return `tensor` with its saved strides; a stranger's file may have strides that would take more memory."""
     if len(strides) != tensor.dim() or any(type(step) is not int or step < 0 for step in strides):
         return tensor
     return lay_out(tensor, strides) if is_dense(torch.empty_strided(tensor.shape, strides, device="meta")) else tensor
@@ -242,7 +242,7 @@ def _refuse_damage(peers: Peers, problem: str | None) -> None:
 
 
 def _shards(pieces: LoadedPieces, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:
-    """Return new tensors to load into a part, sharded as the part's own are."""
+    """Return new tensors to load into a part, sharded like the part's own tensors."""
     found: dict[str, DTensor] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):

@@ -1,4 +1,4 @@
-"""Write a checkpoint on rank 0, while the others wait for the outcome."""
+"""Write a checkpoint on rank 0, while the other ranks wait for the outcome."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from phalanx.errors import CheckpointError, PhalanxError
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Write `state` to `path`, whole or not at all; when this returns on any rank, the file is on the disk.
+    """Write `state` to the file `path` atomically; when this returns on any rank, the file is on the disk.
 
-    Collective: every rank of the default process group calls it, not only rank 0. Rank 0's `state` is written, and the
-    others wait. Without a process group it writes right away. A checkpoint that was there before stays until the new
-    one is complete, and a process that is killed meanwhile leaves nothing (see `phalanx docs checkpoints`). `state` may
-    hold what `load_checkpoint` can read: tensors, numbers, strings, and dicts, lists and tuples of them, which is what
-    PyTorch's `state_dict()` methods give. At an address of fsspec (`s3://bucket/run.pt`) it is put as one object. To a
-    pipe or a character device it is written when complete: `/dev/null` stays one.
+    Collective: every rank of the default process group calls it, not only rank 0. Rank 0's `state` is written while the
+    others wait. Without a process group the process writes alone. An existing checkpoint stays until the new one is
+    complete, and a process that is killed meanwhile leaves nothing (see `phalanx docs checkpoints`). `state` may hold
+    everything that `load_checkpoint` can read: tensors, numbers, strings, and dicts, lists and tuples of them, as
+    PyTorch's `state_dict()` methods return. At an address of fsspec (`s3://bucket/run.pt`) the file is one object. A
+    pipe or a character device (`/dev/null`) is not replaced: the complete file is written to it.
 
-    Cost: one broadcast of some hundred bytes; nothing is copied on the ranks that wait.
+    Cost: one broadcast of some hundred bytes; the waiting ranks copy nothing.
 
     Raises:
-        TypeError: `path` is none.
-        CheckpointError: rank 0 could not write it (the disk is full, the folder is missing or forbidden), or `state`
-            holds objects that could not be read again, which are named. It is raised on all ranks, and the old
-            checkpoint is unchanged.
-        MismatchError, PeerLostError, DeadlineError: some rank did not come; rank 0 has written the file.
+        TypeError: `path` is not a path.
+        CheckpointError: rank 0 could not write the file (the disk is full, the folder is missing or forbidden), or
+            `state` holds objects that could not be loaded; the message names them. It is raised on all ranks, and the
+            old checkpoint is unchanged.
+        MismatchError, PeerLostError, DeadlineError: some rank did not call this; rank 0 has written the file.
     """
-    place = place_of(path)  # a wrong path is an error on every rank
+    place = place_of(path)  # an invalid path is an error on every rank
     grouped = dist.is_available() and dist.is_initialized()
     problem: str | None = None
     cause: Exception | None = None
@@ -74,7 +74,7 @@ class _UnreadableError(Exception):
 
 
 def _put(state: Mapping[str, Any], address: str) -> None:
-    """Write a file here and put it to its address: an object appears whole."""
+    """Write a local file and put it to its address: an object appears atomically."""
     parent, _, name = address.rpartition("/")
     remote = RemoteFolder(parent, RETRY_S)  # a missing package is reported before anything is written
     with tempfile.TemporaryDirectory(prefix="phalanx-checkpoint-") as folder:
@@ -87,7 +87,7 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
     torch.save(state, cast(Any, DiskStream(file)))
     file.flush()
     file.seek(0)
-    # This is found out now, and not on the day when the checkpoint is needed; it reads only the index of the file.
+    # Detect this now, not when the checkpoint is needed; this reads only the index of the file.
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
         raise _UnreadableError(", ".join(sorted(map(publish_name, unsafe))))
 

@@ -1,6 +1,6 @@
-"""Make the `SaveWork` of a save: rank 0 writes the whole state, or every rank writes its part of it.
+"""Create the `SaveWork` of a save: rank 0 writes the whole state, or every rank writes its part.
 
-What must be copied is copied here, before training goes on; what a `SaveWork` does is done behind its back.
+The state is copied here, before training continues; a `SaveWork` runs in the background.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.checkpoint.tree import Tree
 from phalanx.checkpoint.whole import write_whole
 from phalanx.checkpoint.write_problems import explain_unwritten
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only when needed
     from phalanx.checkpoint.sharded import Plan, RankShard
 
 Commit = Callable[[Mapping[str, FileRecord]], Path | str]
@@ -35,7 +35,7 @@ def whole_work(
     memory: SnapshotMemory | None,
     commit: Commit,
 ) -> SaveWork:
-    """Return the work of a save in one file, which is that of the rank that has the draft, rank 0. All ranks call it.
+    """Return the work of a save in one file, which rank 0, the owner of the draft, writes. All ranks call it.
 
     With `memory` the state is copied into it.
 
@@ -71,12 +71,12 @@ def sharded_work(
     memory: SnapshotMemory | None,
     commit: Commit,
 ) -> SaveWork:
-    """Return this rank's work of a save in which every rank writes its part of `tree`, `state`'s. All ranks call it.
+    """Return this rank's work of a save in which every rank writes its part of `tree`. All ranks call it.
 
-    With `memory` what this rank writes is copied into it.
+    `tree` is the tree of `state`. With `memory` this rank's part is copied into it.
 
     Raises:
-        CheckpointError: a rank's part can't be taken; on every rank.
+        CheckpointError: a rank's part cannot be copied; on every rank.
     """
     from phalanx.checkpoint import sharded as sharded_files
 

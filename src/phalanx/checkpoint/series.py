@@ -1,4 +1,4 @@
-"""`CheckpointManager` keeps the checkpoints of a run: it saves them, also in the background, and loads the latest."""
+"""`CheckpointManager` keeps a run's checkpoints: it saves them, also in the background, and loads the latest."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from phalanx.checkpoint.write_problems import (
 )
 from phalanx.errors import CheckpointError
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only who needs it pays
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only when needed
     from phalanx.checkpoint import sharded as sharded_files
 
 
-_ATTEMPTS = 100  # to read the latest, while a training job elsewhere saves newer ones and removes it
-_AT_EXIT_S = 60.0  # for other ranks' parts of the last save, when this process ends without `wait`
+_ATTEMPTS = 100  # attempts to read the latest checkpoint while its job saves newer ones and removes it
+_AT_EXIT_S = 60.0  # the wait for other ranks' parts of the last save when this process ends without `wait`
 
 
 class CheckpointManager:
-    """Save and load the checkpoints of a run in `folder`, of which the newest `keep` stay.
+    """Save and load the checkpoints of a run in `folder`, and keep the newest `keep`.
 
     manager = CheckpointManager("runs/a", keep=3)
     parts = {"model": model, "optimizer": optimizer, "sampler": sampler, "random": RandomState()}
@@ -63,30 +63,30 @@ class CheckpointManager:
             manager.async_save(step, parts)         # waits for a copy in memory only
     manager.wait()
 
-    It works on any backend, and without a process group in one process. Collective: `save`, `async_save`, `wait`,
-    `load` and `close` are called by all ranks of the group. What is saved appears whole or not at all (see `phalanx
-    docs checkpoints`). An error is raised on every rank, and what is in training is untouched by it.
+    It works on any backend, and in a single process without a process group. Collective: all ranks of the group call
+    `save`, `async_save`, `wait`, `load` and `close`. A checkpoint appears complete or not at all (see `phalanx docs
+    checkpoints`). An error is raised on every rank, and does not change the parts.
 
-    A part is anything with `state_dict` and `load_state_dict` (a model is saved under the names that it has without
+    A part is an object with `state_dict` and `load_state_dict` (a model's names are saved without those of
     DistributedDataParallel), or a plain value: a tensor, a number, a string, dicts and lists of them.
 
     Arguments:
-        folder: on a disk that every rank sees, if `sharded`; made if it is not there. Or an address of fsspec, such as
-            `s3://bucket/runs/a`: files are written in the folder for temporary files first.
-        keep: how many checkpoints stay; None for all.
-        keep_best: ("accuracy", "max", 3): those with the best `metrics`, which `save` was given, stay as well.
+        folder: on a disk that every rank sees, if `sharded`; created if missing. Or an address of fsspec, such as
+            `s3://bucket/runs/a`: files are first written in the folder for temporary files.
+        keep: how many checkpoints to keep; None for all.
+        keep_best: ("accuracy", "max", 3): also keep those with the best `metrics`, which are passed to `save`.
         sharded: every rank writes its part, in the files of torch.distributed.checkpoint; otherwise rank 0 writes one
-            file of torch.save. None decides by the state: sharded if some tensor of it is (DTensor, or a
+            file of torch.save. None: sharded if the state has a sharded tensor (a DTensor, or of a
             ZeroRedundancyOptimizer of more than one rank).
-        process_group: the default group if None, whichever that is at the time of the call.
+        process_group: None for the default group at the time of each call.
         timeout: how long rank 0 waits for the other ranks' parts, in seconds, after its own is written.
-        retry_s: at an address, for how long what fails as networks do is tried again.
-        max_failures: how many saves in a row may fail because of the disk, the network or another rank. Each one logs
-            a warning at once, and training continues. The next failure is raised; so is the last save's by `wait` and
-            `close`. With 0 every failure is raised.
+        retry_s: for how long network errors at an address are retried.
+        max_failures: how many saves in a row may fail because of the disk, the network or another rank. Each failure
+            logs a warning at once, and training continues. The next failure is raised; `wait` and `close` raise the
+            last save's failure. With 0 every failure is raised.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense.
+        ValueError, TypeError: an argument is invalid.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class CheckpointManager:
         if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 0:
             raise ValueError(f"CheckpointManager: max_failures must be 0 or more saves, got {max_failures!r}")
         place = place_of(folder)
-        # It is that of now, since a script may change its directory.
+        # The current directory: a script may change it later.
         self.folder: Path | str = Path(os.path.abspath(place)) if isinstance(place, Path) else place
         self.keep, self.keep_best = keep, keep_best
         try:
@@ -144,18 +144,18 @@ class CheckpointManager:
     def save(
         self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
     ) -> Path | str | None:
-        """Write a checkpoint of now; when this returns a place, on any rank, it is there. All ranks call it.
+        """Write a checkpoint, and return its place once it is complete. All ranks call it.
 
-        It returns None if the save failed and `max_failures` allows that. A rank that comes to a running job, and is
-        not in `elastic.run` yet, saves nothing: it returns where the latest checkpoint is, or else the folder.
+        Return None if the save failed and `max_failures` allows that. A rank that joins a running job, and is not in
+        `elastic.run` yet, saves nothing: it returns the place of the latest checkpoint, or else the folder.
 
         Arguments:
-            metrics: what was measured of the parts as they are now, by name; rank 0's counts.
+            metrics: measurements of the parts in their current state, by name; rank 0's are saved.
 
         Raises:
-            CheckpointError: it could not be written, nor could `max_failures` before it, or `parts` hold what cannot
+            CheckpointError: writing failed more than `max_failures` times in a row, or `parts` hold values that cannot
                 be saved; on every rank.
-            MismatchError, PeerLostError, DeadlineError: some rank did not come.
+            MismatchError, PeerLostError, DeadlineError: some rank did not call this.
         """
         peers = self._peers("CheckpointManager.save")
         if peers.rehearses:
@@ -170,18 +170,18 @@ class CheckpointManager:
         return self._settle(peers, is_reported=False)
 
     def async_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
-        """Begin to write a checkpoint of now, and return when training may go on. All ranks call it.
+        """Begin to write a checkpoint of the current state, and return when training may continue. All ranks call it.
 
-        One is written at a time: with the one before still on its way, this waits for it first. A rank that comes to a
-        running job saves nothing before it has met the others, as with `save`.
+        Only one checkpoint is written at a time: this first waits for the previous one. A rank that joins a running
+        job saves nothing before it is in the group, as with `save`.
 
-        Cost: a copy in memory of what this rank writes, and some small messages. The memory is kept.
+        Cost: a copy in memory of this rank's part, and some small messages. The memory is kept for the next save.
 
         Raises:
-            CheckpointError: the saves that have failed in a row are more than `max_failures`, or `parts` hold what
-                cannot be saved; on every rank. What goes wrong from here on is logged at once, and counted by the
-                next call of this manager.
-            MismatchError, PeerLostError, DeadlineError: some rank did not come.
+            CheckpointError: more than `max_failures` saves have failed in a row, or `parts` hold values that cannot be
+                saved; on every rank. Later failures of this save are logged at once, and counted by the next call of
+                this manager.
+            MismatchError, PeerLostError, DeadlineError: some rank did not call this.
         """
         peers = self._peers("CheckpointManager.async_save")
         if peers.rehearses:
@@ -192,7 +192,7 @@ class CheckpointManager:
             saving.start(lambda error: self._failed.report(self._explain(peers, saving.step, error)))
 
     def wait(self) -> Path | str | None:
-        """Wait until what `async_save` began is on the disk, and return where; None if nothing was. All ranks call it.
+        """Wait until the last `async_save` is on the disk, and return its place, or None. All ranks call it.
 
         Raises:
             CheckpointError: the last save failed; on every rank.
@@ -204,7 +204,7 @@ class CheckpointManager:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether this rank still writes."""
+        """Return whether this rank is still writing."""
         return self._saving is not None and not self._saving.wait(0)
 
     @property
@@ -216,7 +216,7 @@ class CheckpointManager:
         return None if self._newest is None else self._newest[0]
 
     def close(self) -> None:
-        """Wait as `wait` does, and let go of the memory for copies. All ranks call it."""
+        """Wait as `wait` does, and release the memory for copies. All ranks call it."""
         try:
             self.wait()
         finally:
@@ -228,11 +228,11 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None:
             self.close()
-        else:  # other ranks may not come to a collective any more
+        else:  # other ranks may no longer join a collective
             self.give_up()
 
     def give_up(self) -> None:
-        """End what is being written, without the other ranks; complete files on disk stay. A rank may call it alone."""
+        """Abort the current save, without the other ranks; complete files stay. A rank may call it alone."""
         saving, self._saving, self._saving_group = self._saving, None, None
         if saving is not None:
             saving.give_up()
@@ -250,14 +250,14 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None,
         memory: SnapshotMemory | None,
     ) -> Saving | None:
-        """Return the save, ready to write; None if rank 0 could not begin to write, and `max_failures` allows that."""
+        """Return the save, ready to write; None if rank 0 could not begin and `max_failures` allows that."""
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"{peers.what}: step must be a number from 0 on, got {step!r}")
         if not isinstance(parts, Mapping):
             raise TypeError(f"{peers.what}: parts must be a dict of what to save by name, got a {type(parts).__name__}")
         if wrong := [name for name in parts if not isinstance(name, str)]:
             raise TypeError(f"{peers.what}: parts are saved by name, and {wrong[0]!r} is no string")
-        step = operator.index(step)  # NumPy's numbers have an index, too
+        step = operator.index(step)  # NumPy's integers have an index, too
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
         self._settle(peers)
         collected = collect(peers, parts, sharded=self.sharded)
@@ -295,7 +295,7 @@ class CheckpointManager:
             raise
 
     def _open_draft(self, peers: Peers, step: int, kind: Kind) -> Draft | RemoteDraft | None:
-        """Return what to write into: rank 0's; if all ranks write, each one's part of it."""
+        """Return the draft to write into: rank 0's, or if all ranks write, each rank's part of it."""
         draft: Draft | RemoteDraft | None = None
         unwritten, cause, name = None, None, ""
         if peers.is_first:
@@ -319,9 +319,9 @@ class CheckpointManager:
         return draft
 
     def _settle(self, peers: Peers, *, is_reported: bool = True) -> Path | str | None:
-        """Wait for what is being written, on all ranks; return where it is, or count the failure."""
+        """Wait for the current save on all ranks; return its place, or count the failure."""
         if self._saving is not None and self._saving_group is not peers.group:
-            self.give_up()  # the group that began it is gone, and with it perhaps a rank: nobody waits for its part
+            self.give_up()  # the save's group has ended, and perhaps a rank with it: do not wait for its part
         saving = self._saving
         if saving is None:
             return None
@@ -340,7 +340,7 @@ class CheckpointManager:
         return None
 
     def _explain(self, peers: Peers, step: int, error: Exception) -> CheckpointError:
-        """Return the error to raise for one that the save of `step` met, and whether a later save may succeed."""
+        """Return the error to raise for an error of the save of `step`, and whether a later save may succeed."""
         text = explain_unwritten(peers, self.folder, step, error, newest=self._newest and self._newest[1])
         return CheckpointError(text) if is_of_the_state(error) else UnwrittenError(text)
 
@@ -351,14 +351,14 @@ class CheckpointManager:
         return [self._history.shown(entry.path.name) for entry in self._history.entries()]
 
     def latest(self) -> Path | str | None:
-        """Return the checkpoint that was saved last, as this rank sees the folder; None if there is none."""
+        """Return the checkpoint saved last, as this rank sees the folder; None if there is none."""
         return next(iter(self.checkpoints()), None)
 
     def best(self) -> Path | str | None:
         """Return the best checkpoint, as this rank sees the folder; None if none was saved with that metric.
 
         Raises:
-            ValueError: the manager was made without `keep_best`.
+            ValueError: the manager has no `keep_best`.
         """
         best = best_entries(self._history, "CheckpointManager.best")
         return self._history.shown(best[0].path.name) if best else None
@@ -373,30 +373,30 @@ class CheckpointManager:
         strict: bool = True,
         fallback: bool = False,
     ) -> RestoredCheckpoint | None:
-        """Let `parts` go on from the latest checkpoint, from that of `step`, or from the best one. All ranks call it.
+        """Load into `parts` the latest checkpoint, that of `step`, or the best one. All ranks call it.
 
-        It returns what was loaded; None if there is no checkpoint at all.
+        Return the loaded checkpoint; None if there is no checkpoint at all.
 
-        One rank reads each piece, verifies its checksum and hands it on to the others; shards of a DTensor are read
-        where they are needed, from the files of any number of ranks. A rank whose host has not got the folder gets
-        everything from the others. Nothing is loaded into any part before all of the checkpoint was read and found
-        to fit (names, shapes, dtypes, the class of optimizers and the order of their parameters), and where a part
-        itself fails all are put back, on every rank. With no `parts` the state is returned, whole on every rank.
+        One rank reads each piece, verifies its checksum and sends it to the others; shards of a DTensor are read where
+        they are needed, from the files of any number of ranks. A rank whose host does not have the folder receives
+        everything from the others. No part is changed before all of the checkpoint was read and fits (names, shapes,
+        dtypes, the class of optimizers and the order of their parameters). If a part itself fails, all parts are
+        restored to their former state, on every rank. Without `parts` the whole state is returned on every rank.
 
         Arguments:
-            parts: what shall go on, by the name under which it was saved; a plain value stands for itself, and is in
-                the state that is returned.
-            best: the best of `keep_best`.
-            map_location: the device for the tensors that are returned. A part's own tensors stay where they are.
-            strict: False loads what fits, and says the rest in the report; otherwise keys that are missing,
-                unexpected or misshapen are an error, which names them.
-            fallback: take the one before, with a warning, when a checkpoint is damaged. Without it that is an error.
+            parts: the objects to restore, by the name under which they were saved; the loaded value of a plain value is
+                only in the returned state.
+            best: load the best checkpoint by `keep_best`.
+            map_location: the device of the returned tensors. The tensors of parts stay on their devices.
+            strict: False loads the entries that fit and reports the others; otherwise missing, unexpected or misshapen
+                keys are an error that names them.
+            fallback: if a checkpoint is damaged, log a warning and load the previous one. Otherwise that is an error.
 
         Raises:
-            CheckpointError: it is damaged, it does not fit, there is none of `step`, or the folder cannot be read; on
-                every rank, and no part has changed.
-            ValueError: there is no such device here.
-            TypeError: `parts` is no dict by name.
+            CheckpointError: the checkpoint is damaged or does not fit, there is none of `step`, or the folder cannot be
+                read; on every rank, and no part has changed.
+            ValueError: this process does not have the device.
+            TypeError: `parts` is not a dict by name.
         """
         peers = self._peers("CheckpointManager.load")
         if best:
@@ -422,7 +422,7 @@ _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
 
 def _finish() -> None:
-    """Let what was begun come to its end, where a script ends without `wait`: the threads would die with it."""
+    """Finish the current saves when a script ends without `wait`: their threads would die with it."""
     for manager in list(_open):
         saving = manager._saving
         if saving is not None:
@@ -430,22 +430,22 @@ def _finish() -> None:
 
 
 def _forget() -> None:
-    """Forget the parent's saves in a forked child, which has none of their threads."""
+    """Forget the parent's saves in a forked child, which does not have their threads."""
     for manager in list(_open):
         manager._saving = manager._saving_group = None
 
 
 os.register_at_fork(after_in_child=_forget)
-# Before the executors of concurrent.futures close, without which names of hosts are not found: later, where Python has
-# no such list any more.
+# Runs before the executors of concurrent.futures close, without which host names are not resolved; later in Python
+# versions that no longer have this list.
 vars(threading).get("_register_atexit", atexit.register)(_finish)
 
 
 def require_best(history: History | RemoteHistory, what: str) -> Best:
-    """Return the metric by which the best checkpoints are kept.
+    """Return the metric of the best checkpoints.
 
     Raises:
-        ValueError: the manager, whose method is `what`, was made without `keep_best`.
+        ValueError: the manager, whose method is `what`, has no `keep_best`.
     """
     if history.best is None:
         raise ValueError(f"{what}: which one is the best? Make the manager with keep_best=('accuracy', 'max', 3), say")
@@ -453,7 +453,7 @@ def require_best(history: History | RemoteHistory, what: str) -> Best:
 
 
 def best_entries(history: History | RemoteHistory, what: str) -> list[CheckpointEntry]:
-    """Return the best checkpoints, the very best first, as this rank sees them.
+    """Return the best checkpoints, the best first, as this rank sees them.
 
     Raises:
         ValueError: as `require_best`.
@@ -462,14 +462,14 @@ def best_entries(history: History | RemoteHistory, what: str) -> list[Checkpoint
 
 
 def choose(peers: Peers, history: History | RemoteHistory, place: object, step: int | None, *, best: bool) -> list[str]:
-    """Return the names of the checkpoints to try, in order, on every rank; rank 0's folder counts. All ranks call it.
+    """Return the names of the checkpoints to try, in order, by rank 0's folder, on every rank. All ranks call it.
 
     Arguments:
         place: the folder or the address, for errors.
 
     Raises:
-        CheckpointError: the folder cannot be read, rank 0 does not see what others see, or none is of that step or has
-            that metric; on every rank.
+        CheckpointError: the folder cannot be read, rank 0 does not see the folder of other ranks, or there is no
+            checkpoint of that step or with that metric; on every rank.
     """
     problem, cause, mine, chosen = None, None, list[CheckpointEntry](), list[CheckpointEntry]()
     try:
@@ -507,9 +507,9 @@ def choose(peers: Peers, history: History | RemoteHistory, place: object, step: 
 
 @dataclass(frozen=True)
 class CollectedState:
-    """It is what a rank has to save.
+    """`CollectedState` is the state that a rank saves.
 
-    `pinned` has the names of those values of which rank 0's counts where ranks differ.
+    `pinned` has the names of the values of which rank 0's are saved if ranks differ.
     """
 
     state: dict[str, Any]
@@ -518,13 +518,13 @@ class CollectedState:
 
 
 def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> CollectedState:
-    """Return the state of all parts, and how all ranks write it. All ranks call it.
+    """Collect the state of all parts, and decide how all ranks write it. All ranks call it.
 
     Arguments:
-        sharded: whether every rank writes its part; None lets the state decide.
+        sharded: every rank writes its part; None decides by the state.
 
     Raises:
-        CheckpointError: a part has no state, or the parts can't be saved in this way; on every rank.
+        CheckpointError: a part has no state, or the parts cannot be saved in this way; on every rank.
     """
     problem: str | None = None
     cause: Exception | None = None
@@ -585,11 +585,11 @@ _logger = get_logger(__name__)
 
 
 class UnwrittenError(CheckpointError):
-    """A checkpoint could not be written because of the disk, the network or another rank: a later one may succeed."""
+    """The disk, the network or another rank prevented writing a checkpoint: a later one may succeed."""
 
 
 class FailedSaves:
-    """`FailedSaves` lets `allowed` saves fail in a row."""
+    """`FailedSaves` allows `allowed` saves in a row to fail."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
@@ -600,7 +600,7 @@ class FailedSaves:
         self._count, self._last = 0, None
 
     def report(self, error: CheckpointError) -> None:
-        """Log at once, on the thread of a save, that it failed and what follows."""
+        """Log at once, on the thread of a save, that it failed and what happens next."""
         is_allowed = isinstance(error, UnwrittenError) and self._count < self.allowed
         _logger.warning("%s %s", error, self._outlook(self._count + 1) if is_allowed else "The next call raises this.")
 
@@ -610,7 +610,7 @@ class FailedSaves:
         Raises:
             CheckpointError: more than `allowed` have failed in a row.
         """
-        self._count = peers.broadcast(self._count) + 1  # a rank that came later has counted fewer
+        self._count = peers.broadcast(self._count) + 1  # a rank that joined later has counted fewer
         if self._count > self.allowed:
             self._last = None
             more = f" {self._count} saves in a row have failed (max_failures={self.allowed})." if self.allowed else ""
@@ -620,10 +620,10 @@ class FailedSaves:
             _logger.warning("%s %s", error, self._outlook(self._count))
 
     def raise_last(self, peers: Peers) -> None:
-        """Return if the last save succeeded. All ranks call it.
+        """Raise if the last save failed. All ranks call it.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the last save failed.
         """
         last, self._last = peers.broadcast(self._last), None
         if last is not None:

@@ -1,12 +1,12 @@
-"""Write a checkpoint on all ranks at once, each a part of it, in the files of torch.distributed.checkpoint.
+"""Write a checkpoint in parts, one by each rank, in the files of torch.distributed.checkpoint.
 
-    plan       all ranks    which piece of which tensor each one writes: its own shards, and of what all of them have
-                            alike, about the same number of bytes each; kept for the next save of the same shapes
-    snapshot   each rank    of its pieces only
-    write      each rank    `__<rank>_0.distcp`, then `.part-<rank>`: what it wrote, and that it is done
+    plan       all ranks    assign the pieces of each tensor to ranks: each rank writes its own shards, and about the
+                            same number of bytes of replicated tensors; kept for the next save of the same shapes
+    snapshot   each rank    copy its own pieces
+    write      each rank    `__<rank>_0.distcp`, then `.part-<rank>`: the list of its pieces, as a sign of completion
     commit     rank 0       when every part is there: `.metadata`, structure.pt, the manifest, the name
 
-Between plan and commit ranks say nothing to each other: the parts lie in the folder, which all of them must see.
+Between plan and commit ranks do not communicate: the parts are in the folder, which all ranks must see.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _StorageInfo: Any = find(
 
 @dataclass(frozen=True)
 class Plan:
-    """`Plan` says what this rank writes, and on rank 0 what all do. `is_uniform`: all states have the same names."""
+    """`Plan` lists the pieces of this rank, and on rank 0 of all. `is_uniform`: all states have the same names."""
 
     signature: tuple[Any, ...]
     mine: SavePlan
@@ -64,7 +64,7 @@ class Plan:
 
 
 def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | None) -> Plan:
-    """Share out the work of saving `tree`; `pinned` are the names of values that rank 0 saves. All ranks call it."""
+    """Divide the work of saving `tree`; `pinned` are the names of values that rank 0 saves. All ranks call it."""
     signature = (peers.rank, peers.world_size, *_signature(tree))
     if all(peers.all_gather(before is not None and before.signature == signature)):
         assert before is not None
@@ -76,7 +76,7 @@ def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | 
         try:
             plans, metadata = _global_plan([plan for plan, _, _ in told], set().union(*(names for _, names, _ in told)))
             answer = (plans, all(names == told[0][2] for _, _, names in told))
-        except Exception as error:  # pieces overlap, or do not make up the whole
+        except Exception as error:  # pieces overlap, or do not cover the whole
             answer = f"{peers.what}: what ranks hold of the state does not fit together: {error}. Nothing was saved."
     answer = peers.broadcast(answer)
     if isinstance(answer, str):
@@ -85,7 +85,7 @@ def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | 
 
 
 def _signature(tree: Tree) -> tuple[Any, ...]:
-    """Return everything on which the plan depends."""
+    """Return everything that the plan depends on."""
     return (*(_form(name, leaf) for name, leaf in tree.leaves.items()), tuple(tree.aliases.items()))
 
 
@@ -106,7 +106,9 @@ def _local_plan(tree: Tree) -> SavePlan:
     for name, leaf in tree.leaves.items():
         if isinstance(leaf, SlicedTensor):
             others += _slice_items(name, leaf)
-        elif isinstance(leaf, torch.Tensor) and not is_tensor(leaf):  # torch's planner would ask it for its storage
+        elif isinstance(leaf, torch.Tensor) and not is_tensor(
+            leaf
+        ):  # torch's planner would access the tensor's storage
             others.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
         elif name not in tree.aliases:
             plain[name] = leaf
@@ -122,7 +124,7 @@ def _slice_items(name: str, leaf: SlicedTensor) -> Iterator[WriteItem]:
 
 
 def _global_plan(plans: Sequence[SavePlan], pinned: Collection[str]) -> tuple[list[SavePlan], Metadata]:
-    """Assign every piece to one rank: pinned ones and objects to the first with them, others to the least loaded."""
+    """Assign each piece to one rank: pinned ones and objects to the first with them, others to the least loaded."""
     taken: set[MetadataIndex] = set()
     chosen = []
     for plan in plans:
@@ -146,14 +148,14 @@ def _global_plan(plans: Sequence[SavePlan], pinned: Collection[str]) -> tuple[li
 
 @dataclass
 class SavedPieces:
-    """`SavedPieces` has the data that a rank writes, by piece: tensors of the state itself, or copies of them."""
+    """`SavedPieces` has the data that a rank writes, by piece: the state's own tensors, or copies of them."""
 
     tensors: dict[MetadataIndex, torch.Tensor] = field(default_factory=dict)
     objects: dict[MetadataIndex, bytes] = field(default_factory=dict)
 
 
 def take_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> SavedPieces:
-    """Return the pieces that this rank writes, copied into `memory`; if that is None, those of the state itself."""
+    """Return the pieces that this rank writes, copied into `memory`; without `memory` the state's own tensors."""
     pieces = SavedPieces()
     for item in plan.mine.items:
         leaf = tree.leaves[item.index.fqn]
@@ -171,14 +173,14 @@ def take_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> SavedP
 
 
 def encode(value: object) -> bytes:
-    """Return the piece of an object in the form in which torch.save writes it."""
+    """Return the piece of an object in torch.save's format."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 class _Planner(DefaultSavePlanner):
-    """`_Planner` gives torch's writer the pieces that were taken, however the state has changed since."""
+    """`_Planner` gives torch's writer the pieces taken earlier, however the state has changed since."""
 
     def __init__(self, pieces: SavedPieces) -> None:
         super().__init__()
@@ -194,7 +196,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class RecordingFileSystem(FileSystem):
-    """`RecordingFileSystem` is what torch's writer writes through: it syncs, and records lengths and checksums."""
+    """`RecordingFileSystem` writes for torch's writer: it synchronises files, and records lengths and checksums."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -202,7 +204,7 @@ class RecordingFileSystem(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
         """Yield a stream whose length and checksum are recorded when it ends."""
-        with open(path, mode.replace("+", "") + "+") as file:  # what has no checksum of its own is read again
+        with open(path, mode.replace("+", "") + "+") as file:  # a record without a checksum is read again
             stream = ChecksummedStream(cast(Any, file))
             yield stream
             file.flush()
@@ -216,7 +218,7 @@ class RecordingFileSystem(FileSystem):
 
 @dataclass(frozen=True)
 class RankShard:
-    """`RankShard` says what one rank has written: files, and where in them the pieces lie."""
+    """`RankShard` lists the files that one rank has written, and the positions of the pieces in them."""
 
     files: Mapping[str, FileRecord]
     pieces: Sequence[tuple[str, Sequence[int] | None, int | None, str, int, int]] = ()
@@ -235,7 +237,7 @@ def write_part(folder: Path, plan: Plan, pieces: SavedPieces) -> RankShard:
     """Write this rank's pieces into `folder`, durably.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk failed.
     """
     if not plan.mine.items:
         return RankShard({})
@@ -258,14 +260,14 @@ def write_part(folder: Path, plan: Plan, pieces: SavedPieces) -> RankShard:
 
 
 def part_name(rank: int) -> str:
-    """Return the name under which a rank says what it has written."""
+    """Return the name of the file that lists a rank's pieces."""
     return f".part-{rank}"
 
 
 def write_metadata(
     folder: Path, plan: Plan, parts: Sequence[RankShard], aliases: Mapping[str, str], structure: bytes
 ) -> dict[str, FileRecord]:
-    """Write where everything lies: torch's `.metadata`, and the structure. Return the files of all parts."""
+    """Write the positions of all pieces (torch's `.metadata`) and the structure. Return the files of all parts."""
     assert plan.metadata is not None
     metadata = dataclasses.replace(plan.metadata, state_dict_metadata=dict(plan.metadata.state_dict_metadata))
     results = [

@@ -1,6 +1,6 @@
-"""Read torch's `.metadata`, a pickle that says where everything in a sharded checkpoint lies, without trusting it.
+"""Read torch's `.metadata`, a pickle with the positions of all pieces of a sharded checkpoint, without trusting it.
 
-Pythons pickle the same things differently. A file of any of them is read on any other:
+Python versions pickle the same objects differently. Any version's file can be read by any other version:
 
     members of an Enum    3.11.0 to 3.11.3 write getattr(class, name), all others class(value)
     paths                 3.13 writes pathlib._local.PosixPath, all others pathlib.PosixPath
@@ -44,7 +44,7 @@ _RECORDS = frozenset(
 )
 _PATHS = (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
 
-# Everything that a file may name. Nothing is imported, and no attribute is looked up, because a file says so.
+# All names that a file may use. A file can cause neither an import nor an attribute look-up.
 _NAMED: Final[dict[tuple[str, str], Any]] = {
     **{(kind.__module__, kind.__name__): kind for kind in _RECORDS},
     **{(kind.__module__, kind.__name__): kind for kind in _OF_TORCH if isinstance(kind, EnumMeta)},
@@ -57,11 +57,10 @@ _NAMED: Final[dict[tuple[str, str], Any]] = {
 }
 
 
-# Python's own implementation, and not the one in C, as it lets us say what BUILD may fill: it sets attributes of any
-# object, and those of a class or of a member of an Enum belong to the whole process. It takes twice the time: 0.4 s
-# for 8,000 pieces.
+# Python's own implementation instead of the C one, since it can restrict BUILD, which sets attributes of any object:
+# those of a class or of an Enum's member belong to the whole process. It takes twice the time: 0.4 s for 8,000 pieces.
 class _Unpickler(pickle._Unpickler):
-    """`_Unpickler` makes the objects of torch's `.metadata` and nothing else: a file from a stranger runs no code."""
+    """`_Unpickler` creates only the objects of torch's `.metadata`: a file from a stranger runs no code."""
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
 
@@ -81,10 +80,10 @@ class _Unpickler(pickle._Unpickler):
 
 
 def decode_metadata(content: bytes) -> Metadata:
-    """Return torch's `.metadata`, which says where everything lies.
+    """Decode torch's `.metadata`, which has the positions of all pieces.
 
     Raises:
-        Exception: whatever its pickle raises.
+        Exception: any error of the unpickler.
     """
     found = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(found, Metadata):

@@ -1,9 +1,9 @@
 """Read a checkpoint that many ranks wrote, on any number of ranks.
 
-ranks on one machine          each rank reads what it wants, which the system has in memory after the first of them
-wanted by some rank whole     one rank reads each piece and hands it on; the pieces are shared out, and as many as
-                              there are readers are read at the same time, before the first of them is handed on
-a shard on every rank         each rank reads what overlaps with its own
+ranks on one machine          each rank reads what it needs; after the first rank, the data are in the page cache
+a tensor needed whole         one rank reads each piece and sends it to the others; the readers take turns, and
+                              read their next pieces at the same time, before the first of them is sent
+a shard on every rank         each rank reads the pieces that overlap with its shard
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class LoadedPieces:
         return [name for name, kind in kinds.items() if isinstance(kind, TensorStorageMetadata)]
 
     def form(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and dtype of the whole tensor."""
+        """Return the shape and dtype of the whole tensor."""
         kind = self._metadata.state_dict_metadata[name]
         assert isinstance(kind, TensorStorageMetadata)
         return kind.size, kind.properties.dtype
 
     def chunks(self, name: str) -> list[ChunkStorageMetadata]:
-        """Return where the tensor's pieces lie in the whole."""
+        """Return the positions of the tensor's pieces in the whole."""
         kind = self._metadata.state_dict_metadata[name]
         assert isinstance(kind, TensorStorageMetadata)
         return kind.chunks
@@ -81,7 +81,7 @@ def read_tensors(
     """Return the named tensors, whole or filled into `shards`, and the problems of reading them. All ranks call it.
 
     `shards` are tensors to fill, of which this rank has a part. `seers` are the ranks that see the folder;
-    `on_one_machine` says that all do, and that one system reads it for them.
+    `on_one_machine`: all ranks do, on one machine with one page cache.
     """
     alone = set(names) if on_one_machine else set(shards) if peers.rank in seers else set()
     by_all = set.intersection(*peers.all_gather(alone))
@@ -108,7 +108,7 @@ def read_tensors(
     for name in names:
         shape, dtype = pieces.form(name)
         chunks = pieces.chunks(name)
-        is_piece = name not in shards and len(chunks) == 1 and chunks[0].sizes == shape  # there is nothing to fill
+        is_piece = name not in shards and len(chunks) == 1 and chunks[0].sizes == shape  # nothing to fill
         target = shards[name] if name in shards else torch.empty(() if is_piece else shape, dtype=dtype)
         found[name] = target
         where, local = _place(target)
@@ -117,7 +117,7 @@ def read_tensors(
             if name in by_all:
                 piece = read(name, chunk) if is_piece or _overlap(chunk, where) is not None else None
             else:
-                if turn % len(seers) == 0 and turn + my_turn < len(handed_on):  # all readers read their next piece now
+                if turn % len(seers) == 0 and turn + my_turn < len(handed_on):  # all readers now read their next piece
                     own = read(*handed_on[turn + my_turn])
                 reader = seers[turn % len(seers)]
                 if peers.rank == reader:
@@ -133,7 +133,7 @@ def read_tensors(
 
 
 def _place(tensor: Tensor) -> tuple[ChunkStorageMetadata, Tensor]:
-    """Return where in the whole this rank's part lies, and that part."""
+    """Return the position of this rank's part in the whole, and that part."""
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), tensor.to_local()
@@ -141,7 +141,7 @@ def _place(tensor: Tensor) -> tuple[ChunkStorageMetadata, Tensor]:
 
 
 def _overlap(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> list[tuple[int, int]] | None:
-    """Return the range in which two boxes overlap, (from, to) by dimension; None if they do not."""
+    """Return the overlap of two boxes as (from, to) by dimension; None if they do not overlap."""
     found = [(max(x, y), min(x + m, y + n)) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)]
     return found if all(start < stop for start, stop in found) else None
 

@@ -1,6 +1,6 @@
-"""Describe a tensor, of which each rank holds a range of memory, as boxes for torch.distributed.checkpoint.
+"""Describe a tensor, of which each rank has a range in memory order, as boxes for torch.distributed.checkpoint.
 
-The shard of a ZeroRedundancyOptimizer is a range of elements in the order of memory, and starts and ends anywhere:
+The shard of a ZeroRedundancyOptimizer is a range of elements in memory order, and starts and ends anywhere:
 
     shape (4, 6), elements 4 to 20      . . . . X X      box 1: row 0, columns 4 to 6
                                         X X X X X X      box 2: rows 1 to 3, all columns
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Box:
-    """`Box` has the elements `offsets` to `offsets + sizes` of a tensor.
+    """`Box` is the elements `offsets` to `offsets + sizes` of a tensor.
 
     They begin at position `start` of the range, in memory order.
     """
@@ -32,7 +32,7 @@ class Box:
 
 
 def plan_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Cut the range of elements `start` to `stop` of a row-major `shape` into boxes, in order: at most 2·dims - 1."""
+    """Split the elements `start` to `stop` of a row-major `shape` into boxes, in order: at most 2·dims - 1."""
     return list(_boxes(tuple(shape), start, stop, start))
 
 
@@ -60,30 +60,30 @@ def _in_row(shape: tuple[int, ...], row: int, number: int, start: int, stop: int
 
 
 class SlicedTensor:
-    """`SlicedTensor` has in `flat` elements `start` to `stop` of a tensor of this shape and strides, as in memory."""
+    """`SlicedTensor` has the elements `start` to `stop` of a tensor of this shape and strides, in memory order."""
 
     def __init__(self, shape: Sequence[int], stride: Sequence[int], start: int, flat: Tensor) -> None:
         self.shape = torch.Size(shape)
         self.dtype = flat.dtype
         self.strides = tuple(stride)  # the strides of the whole tensor
         self._flat = flat
-        # From here on the tensor counts as row-major: its dimensions are in the order of their strides.
+        # From here on the tensor is treated as row-major: its dimensions are in the order of their strides.
         self._order = sorted(range(len(self.shape)), key=lambda dim: (-stride[dim], dim))
         shape_in_memory = [self.shape[dim] for dim in self._order]
         self._boxes = {self._back(box.offsets): box for box in plan_boxes(shape_in_memory, start, start + len(flat))}
 
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return offsets and sizes of the pieces."""
+        """Return the offsets and sizes of the pieces."""
         return [(offsets, self._back(box.sizes)) for offsets, box in self._boxes.items()]
 
     def piece(self, offsets: Sequence[int]) -> Tensor:
-        """Return the piece that begins at `offsets`, as a view."""
+        """Return the piece at `offsets`, as a view."""
         box = self._boxes[tuple(offsets)]
         piece = self._flat[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
         return piece.permute([self._order.index(dim) for dim in range(len(self._order))])
 
     def _back(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Return `numbers`, which are in the order of memory, in the order of dimensions."""
+        """Reorder `numbers` from memory order to the order of dimensions."""
         found = [0] * len(self._order)
         for number, dim in zip(numbers, self._order, strict=True):
             found[dim] = number
@@ -91,7 +91,7 @@ class SlicedTensor:
 
 
 def slice_state(shard: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of `shard_state_dict()` in the plain optimizer's form, whose tensors are `SlicedTensor`s."""
+    """Convert the result of `shard_state_dict()` to the plain optimizer's form, with `SlicedTensor`s as tensors."""
     state = {}
     for number, part in shard["state"].items():
         shape, stride = shard["layout"][number]

@@ -1,7 +1,7 @@
-"""Copy tensors as they are now, into memory of the host that is kept for the next copy.
+"""Copy tensors into host memory that is kept for the next copy.
 
-The copy is all that training waits for. Memory that was never touched costs two or three times the copy itself, since
-the kernel zeroes every page of it; so it is kept, and in huge pages where the system has them.
+Training waits only for the copy. Memory that was never touched costs two or three times the copy itself, since the
+kernel zeroes every page; so the memory is kept, in huge pages where the system has them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ALIGN = 64
 
 
 class SnapshotMemory:
-    """`SnapshotMemory` has room for one snapshot at a time; it grows, and is kept."""
+    """`SnapshotMemory` has room for one snapshot at a time; it grows as needed, and is kept."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._at = 0
 
     def begin(self, nbytes: int, count: int) -> None:
-        """Make room for a new snapshot of `count` pieces, `nbytes` in all; the one before is overwritten."""
+        """Make room for a new snapshot of `count` pieces, `nbytes` in all; the previous one is overwritten."""
         room = nbytes + count * _ALIGN
         if self._memory is None or len(self._memory) < room:
             self._memory = mmap.mmap(-1, max(room, 1))
@@ -41,7 +41,7 @@ class SnapshotMemory:
         self._at = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a piece of the memory, as bytes in a storage of its own."""
+        """Return a piece of the memory, as bytes in its own storage."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
@@ -50,12 +50,12 @@ class SnapshotMemory:
         return piece
 
     def release(self) -> None:
-        """Release the memory; pieces that were taken stay as long as they are held."""
+        """Release the memory; pieces still in use stay valid."""
         self._memory = None
 
 
 def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[Tensor]:
-    """Return each tensor on its own, contiguous, on the CPU: the form that torch.distributed.checkpoint stores."""
+    """Copy each tensor, contiguous, to the CPU: the form that torch.distributed.checkpoint stores."""
     sources = [tensor.detach() for tensor in tensors]
     plain = [_is_plain(tensor) for tensor in sources]
     memory.begin(sum(t.nbytes for t, is_plain in zip(sources, plain, strict=True) if is_plain), len(sources))
@@ -69,8 +69,8 @@ def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[T
 
 
 def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
-    """Return a state with copies of its tensors, on the CPU, which share memory where the originals do: torch.save sees
-    no difference. Whatever else can change is copied, too.
+    """Copy a state's tensors to the CPU, and everything else that can change; return the copied state. Copies share
+    memory where the originals do, so that torch.save writes the same file.
     """
     tensors: dict[int, Tensor] = {}
     _collect(state, tensors)
@@ -82,10 +82,10 @@ def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
         if storage.nbytes():
             copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         copies[key] = copy.untyped_storage()
-    # It works like copy.deepcopy: the copies by the identity of the original.
+    # This works like copy.deepcopy: the copies are keyed by the identity of the original.
     known: dict[int, Any] = {key: _copy(tensor, copies) for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
-        if (own := vars(tensor)) and known[key] is not tensor:  # what somebody has set on the tensor
+        if (own := vars(tensor)) and known[key] is not tensor:  # attributes that the user has set on the tensor
             vars(known[key]).update(_rebuild(own, known))
     return _rebuild(state, known)
 
@@ -112,16 +112,16 @@ def _rebuild(value: Any, known: dict[int, Any]) -> Any:
         return type(value)(_rebuild(item, known) for item in value)
     if type(value) is OrderedDict:
         made = OrderedDict((key, _rebuild(item, known)) for key, item in value.items())
-        vars(made).update(_rebuild(vars(value), known))  # the versions that a module's state_dict carries
+        vars(made).update(_rebuild(vars(value), known))  # the versions in a module's state_dict
         return made
     try:
         return deepcopy(value, known)
-    except Exception:  # the writer reports it: what cannot be copied cannot be saved
+    except Exception:  # the writer reports a value that cannot be copied, and so not saved
         return value
 
 
 def _copy(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
-    if tensor.is_meta:  # there is nothing to copy
+    if tensor.is_meta:  # no values to copy
         return tensor
     if not _is_plain(tensor):
         return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
@@ -139,7 +139,7 @@ def _copy(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is nothing but its bytes."""
+    """Return whether a tensor consists only of its bytes."""
     if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return False
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)

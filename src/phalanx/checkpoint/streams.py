@@ -1,4 +1,4 @@
-"""Write a file that the disk takes while it is written, and read a part of one, for torch.save and torch.load."""
+"""Streams for torch.save, which write to the disk early, and for torch.load, which read a part of a file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 
 from phalanx.checkpoint.checksum import Crc32, crc32_of_range
 
-_WRITEBACK_BYTES = 16 << 20  # so much is handed to the disk at a time
-# The checksum of a larger write is not computed where torch.save writes its own behind it.
+_WRITEBACK_BYTES = 16 << 20  # written to the disk at a time
+# The checksum of a larger write is computed only if torch.save does not append its own.
 _RECORD_BYTES = 1 << 18
 _FOOTER, _FOOTER_BYTES = (
     b"PK\x07\x08",
@@ -19,7 +19,7 @@ _FOOTER, _FOOTER_BYTES = (
 
 
 class DiskStream:
-    """`DiskStream` writes to a new `file`, and has the system write to the disk meanwhile: fsync waits for less."""
+    """`DiskStream` writes to a new `file`, and starts writeback early, so that fsync waits for less."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -31,7 +31,7 @@ class DiskStream:
         self._file.write(view)
         self.nbytes += len(view)
         if (pending := self.nbytes - self._handed_over) >= _WRITEBACK_BYTES:
-            with contextlib.suppress(ImportError):  # without the core the disk begins when all is written
+            with contextlib.suppress(ImportError):  # without the core, writeback begins at the end
                 from phalanx import _core
 
                 _core.start_writeback(self._file.fileno(), self._handed_over, pending)
@@ -39,7 +39,7 @@ class DiskStream:
         return len(view)
 
     def tell(self) -> int:
-        """Return how much was written."""
+        """Return the number of bytes written."""
         return self.nbytes
 
     def flush(self) -> None:
@@ -50,15 +50,15 @@ class DiskStream:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Flush the file; whoever opened it closes it."""
+        """Flush the file, which its owner closes."""
         self.flush()
 
 
 class ChecksummedStream(DiskStream):
-    """`ChecksummedStream` writes to `file`, which can be read, too, and knows the checksum of what was written.
+    """`ChecksummedStream` writes to `file`, which must also be readable, and computes the checksum of all bytes.
 
-    torch.save computes the CRC-32 of each record and writes it behind the record: it is taken from there, since to
-    compute it again would take as long as to write the record.
+    torch.save computes the CRC-32 of each record and writes it after the record. This reuses that checksum, since
+    computing it again would take as long as writing the record.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -68,7 +68,7 @@ class ChecksummedStream(DiskStream):
 
     @property
     def crc32(self) -> int:
-        """Return the CRC-32 of all that was written."""
+        """Return the CRC-32 of all bytes written."""
         self._read_record_again()
         return self._crc.value
 
@@ -86,7 +86,7 @@ class ChecksummedStream(DiskStream):
         return len(view)
 
     def _read_record_again(self) -> None:
-        """Compute the checksum of the last write, which was no record of torch.save or one without a checksum."""
+        """Compute the checksum of the last write, for which torch.save has appended none."""
         if self._record_bytes:
             self.flush()
             begin = self.nbytes - self._record_bytes
@@ -95,20 +95,20 @@ class ChecksummedStream(DiskStream):
 
 
 def _told_checksum(footer: memoryview, record_bytes: int) -> int | None:
-    """Return the CRC-32 that a zip's data descriptor gives for the record before it; None if `footer` is none."""
+    """Return the CRC-32 of the preceding record from a zip's data descriptor; None if `footer` is not one."""
     if len(footer) not in _FOOTER_BYTES or footer[:4] != _FOOTER:
         return None
     size = (len(footer) - 8) // 2
     packed, plain = footer[8 : 8 + size], footer[8 + size :]
     if int.from_bytes(packed, "little") != record_bytes or int.from_bytes(plain, "little") != record_bytes:
         return None
-    return int.from_bytes(footer[4:8], "little") or None  # zero: torch.save was told to compute none
+    return int.from_bytes(footer[4:8], "little") or None  # zero: torch.save was configured to compute none
 
 
 class FileRange(io.RawIOBase):
-    """`FileRange` is a part of a file that is read as if it were a file: `nbytes` from `begin` on.
+    """`FileRange` is a part of a file, `nbytes` from `begin`, that can be read like a file.
 
-    torch.load reads a tensor from it straight into the tensor's memory.
+    torch.load reads a tensor from it directly into the tensor's memory.
     """
 
     def __init__(self, file: BinaryIO, begin: int, nbytes: int) -> None:
@@ -124,17 +124,17 @@ class FileRange(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go to a place in this part of the file, and return it."""
+        """Seek to a position in this part of the file, and return it."""
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
         self._at = max(origin + offset, 0)
         return self._at
 
     def tell(self) -> int:
-        """Return the place in this part of the file."""
+        """Return the position in this part of the file."""
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill `buffer` from the file, and return how much there was for it."""
+        """Fill `buffer` from the file, and return the number of bytes read."""
         view = memoryview(buffer).cast("B")[: max(self._nbytes - self._at, 0)]
         done = os.preadv(self._file.fileno(), [view], self._begin + self._at)
         self._at += done

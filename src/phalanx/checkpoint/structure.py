@@ -1,4 +1,4 @@
-"""Write and read `structure.pt`: what a state is apart from its tensors. torch.load opens it with weights_only."""
+"""Write and read `structure.pt`: a state without its tensors, which torch.load opens with weights_only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STRUCTURE = "structure.pt"
 
 
 def encode_structure(tree: Tree) -> bytes:
-    """Return the content of the file.
+    """Encode the structure of `tree` as the content of the file.
 
     Raises:
-        UnreadableError: something in the structure could not be loaded again.
+        UnreadableError: a value in the structure could not be loaded.
     """
     encoded = _encode(tree.structure, tree.aliases)
     refuse_unreadable(encoded)
@@ -26,7 +26,7 @@ def encode_structure(tree: Tree) -> bytes:
 
 
 def decode_structure(content: bytes) -> tuple[Node, Mapping[str, str]]:
-    """Return the structure, and which of its tensors are the memory of which others."""
+    """Return the structure, and its aliases: the tensors that share another tensor's memory."""
     structure, aliases = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return structure, aliases
 
@@ -39,7 +39,7 @@ def merge_structures(encoded: Sequence[bytes]) -> tuple[bytes, Mapping[str, str]
     structure, _ = decoded[0]
     for other, _ in decoded[1:]:
         structure = merge(structure, other)
-    # A name that is an alias on one rank and a tensor on another is written by the latter.
+    # A name that is an alias on one rank and a tensor on another is written by the second rank.
     written = {name for one, aliases in decoded for name in tensor_names(one) if name not in aliases}
     merged = {name: same for _, aliases in decoded for name, same in aliases.items() if name not in written}
     return _encode(structure, merged), merged

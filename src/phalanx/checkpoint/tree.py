@@ -1,13 +1,13 @@
-"""`Tree` takes a state apart into leaves, named as torch.distributed.checkpoint does, and its exact structure.
+"""`Tree` splits a state into leaves, named as in torch.distributed.checkpoint, and its exact structure.
 
     {"model": {"w": T}, "groups": [{"lr": 0.1}], "empty": {}}
 
-    leaves      "model.w" -> T    "groups.0.lr" -> 0.1              what torch.distributed.checkpoint stores and loads
-    structure   dict or list or tuple, the keys' types, what is     what it forgets: plain data that torch.load opens
-                empty, "here goes the tensor called model.w"        with weights_only
+    leaves      "model.w" -> T    "groups.0.lr" -> 0.1              stored and loaded by torch.distributed.checkpoint
+    structure   dict or list or tuple, the keys' types, empty       lost there, so stored as plain data that torch.load
+                containers, the places of tensors by name           opens with weights_only
 
-As in torch, a list without tensors or dicts in it is one leaf, and so is a tuple without tensors. A sparse or nested
-tensor, which has no pieces, is a value like a number: it stands in the structure.
+As in torch, a list without tensors or dicts is one leaf, and so is a tuple without tensors. A sparse or nested
+tensor, which has no pieces, is a value like a number, and part of the structure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 
 @dataclass
 class Tree:
-    """`Tree` is a state taken apart. `aliases` are names of tensors that are, byte for byte, the memory of another."""
+    """`Tree` is a state split into parts. `aliases` are names of tensors that are exactly another tensor's memory."""
 
     leaves: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
@@ -43,10 +43,10 @@ class Tree:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Tree:
-        """Take `state` apart. Copies nothing.
+        """Split `state` into leaves and structure, without copies.
 
         Raises:
-            NestingError: a dict, list or tuple in it holds itself, or they are nested too deeply.
+            NestingError: a dict, list or tuple contains itself, or they are nested too deeply.
         """
         tree = cls()
         try:
@@ -82,7 +82,7 @@ class Tree:
 
 
 def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, str]) -> Any:
-    """Return the state again; `tensor` returns the tensor of a name."""
+    """Rebuild the state; `tensor` returns the tensor of a name."""
     kind = structure[0]
     if kind == "value":
         return structure[1]
@@ -96,17 +96,17 @@ def build(structure: Node, tensor: Callable[[str], Any], aliases: Mapping[str, s
         return _SEQUENCES[kind](build(node, tensor, aliases) for node in structure[1])
     made = _DICTS[kind]((key, build(node, tensor, aliases)) for key, node in structure[1])
     if structure[2]:
-        vars(made).update(structure[2])  # the versions that a module's state_dict carries
+        vars(made).update(structure[2])  # the versions in a module's state_dict
     return made
 
 
 def merge(first: Node, second: Node) -> Node:
-    """Return the structure of two ranks: everything that either has, and the first one's values where they differ."""
+    """Merge the structures of two ranks: all entries of both, with the first rank's values where they differ."""
     if first[0] in _DICTS and second[0] in _DICTS:
         theirs = dict(second[1])
         mine = [(key, merge(node, theirs.pop(key)) if key in theirs else node) for key, node in first[1]]
         items = mine + [(key, node) for key, node in second[1] if key in theirs]
-        if all(type(key) is int for key, _ in items):  # these are an optimizer's parameters by number
+        if all(type(key) is int for key, _ in items):  # an optimizer's parameters by number
             items.sort(key=lambda item: item[0])
         return (first[0], items, *first[2:])
     if first[0] in _SEQUENCES and first[0] == second[0]:
@@ -117,7 +117,7 @@ def merge(first: Node, second: Node) -> Node:
 
 
 def find(structure: Node, *path: Any) -> Node | None:
-    """Return the node at `path`, if there is one."""
+    """Return the node at `path`, or None."""
     node: Node | None = structure
     for key in path:
         if node is None or node[0] not in _DICTS:
@@ -137,7 +137,7 @@ def tensor_names(structure: Node) -> list[str]:
 
 
 def strides_of_tensors(structure: Node) -> dict[str, tuple[int, ...]]:
-    """Return the strides, by name, of tensors whose elements do not lie in memory as those of a contiguous one."""
+    """Return the strides, by name, of tensors that are not contiguous."""
     if structure[0] == "tensor":
         return {structure[1]: tuple(structure[2][2])} if len(structure[2]) > 2 else {}
     if structure[0] == "value":
@@ -156,7 +156,7 @@ def is_tensor(value: object) -> bool:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether a value is torch's DTensor; avoid its import, which takes most of a second, until then."""
+    """Return whether a value is torch's DTensor, without its import, which takes most of a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -176,9 +176,9 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _form(value: Any) -> tuple[Any, ...]:
-    """Return whether a tensor is a parameter and wants a gradient; and its strides, unless it is contiguous.
+    """Return whether a tensor is a parameter and requires a gradient, and its strides unless it is contiguous.
 
-    torch.distributed.checkpoint stores no strides.
+    torch.distributed.checkpoint does not store strides.
     """
     form = (isinstance(value, Parameter), getattr(value, "requires_grad", False))
     if is_dtensor(value) or (isinstance(value, Tensor) and value.layout is not torch.strided):
@@ -188,7 +188,7 @@ def _form(value: Any) -> tuple[Any, ...]:
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
-    """Return a value that is equal for two tensors only if they are the same elements in the same memory."""
+    """Return a value that is equal for two tensors only if they have the same elements in the same memory."""
     if is_dtensor(value) or not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
     if value.numel() == 0 or value.is_meta:

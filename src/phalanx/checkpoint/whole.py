@@ -1,4 +1,4 @@
-"""Write a checkpoint as one file of torch.save on rank 0, and read it there and hand it on to the others."""
+"""Write a checkpoint as one file of torch.save on rank 0; read it there and send it to the others."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _CHUNK_BYTES = 16 << 20
 
 
 class UnreadableError(Exception):
-    """The state holds classes that could not be loaded again."""
+    """The state has classes that could not be loaded again."""
 
 
 def refuse_unreadable(saved: bytes | BinaryIO) -> None:
-    """Return if torch.load would open the file with weights_only. It reads only the file's small index.
+    """Check that torch.load can open the file with weights_only. This reads only the file's small index.
 
     Raises:
-        UnreadableError: it would not.
+        UnreadableError: torch.load would refuse it.
     """
     file = io.BytesIO(saved) if isinstance(saved, bytes) else saved
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
@@ -45,8 +45,8 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
     """Write `state` into `folder`, durably.
 
     Raises:
-        UnreadableError: it could not be loaded again.
-        OSError: the disk refused.
+        UnreadableError: the state could not be loaded again.
+        OSError: the disk failed.
     """
     with (folder / STATE).open("x+b") as file:
         stream = ChecksummedStream(cast(BinaryIO, file))
@@ -59,18 +59,18 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
 
 
 def hand_on(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, BinaryIO | None]:
-    """Return what is wrong with the file at `path`, or else the file, a copy on other ranks. All ranks call it.
+    """Return the problem of the file at `path`, or else the open file, a copy on other ranks. All ranks call it.
 
-    Cost: where all ranks are on one machine and see that very file, each compares the checksum of its share, and the
-    system has the file in memory by then; nothing is sent. Else rank 0 reads it once, and broadcasts it in pieces of
-    16 MiB.
+    Cost: if all ranks are on one machine and see the same file, each verifies the checksum of a share, and nothing is
+    sent; the file is in the page cache afterwards. Otherwise rank 0 reads it once, and broadcasts it in pieces of 16
+    MiB.
     """
     own, problem = _open(path, record)
     is_one, problem = peers.see_one_file(own), peers.broadcast(problem)
     if problem is None:
         if not (is_one or peers.is_first):
             if own is not None:
-                own.close()  # this name leads to another file than the one that rank 0 reads
+                own.close()  # on this rank the name leads to another file than on rank 0
             own = os.fdopen(memfd.create("phalanx-checkpoint"), "w+b")
         assert own is not None
         problem = (_compare_together if is_one else _pass)(peers, path, record, own)
@@ -94,7 +94,7 @@ def _open(path: Path, record: FileRecord) -> tuple[BinaryIO | None, str | None]:
 
 
 def _compare_together(peers: Peers, path: Path, record: FileRecord, file: BinaryIO) -> str | None:
-    """Return what is wrong with the file that all ranks see, of which each reads its share."""
+    """Return the problem of a file that all ranks see; each rank verifies a share."""
     bounds = [record.nbytes * rank // peers.world_size for rank in range(peers.world_size + 1)]
     begin, nbytes = bounds[peers.rank], bounds[peers.rank + 1] - bounds[peers.rank]
     crc, problem = 0, None
@@ -116,7 +116,7 @@ def _describe_changed(path: Path) -> str:
 
 
 def _pass(peers: Peers, path: Path, record: FileRecord, file: BinaryIO) -> str | None:
-    """Read the file and pass it on, or receive and write it; return what was wrong with it."""
+    """Read the file and broadcast it, or receive and write it; return its problem, or None."""
     chunk = torch.empty(min(_CHUNK_BYTES, max(record.nbytes, 1)), dtype=torch.uint8)
     crc, problem = 0, None
     for at in range(0, record.nbytes, _CHUNK_BYTES):

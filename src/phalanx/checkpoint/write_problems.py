@@ -1,4 +1,4 @@
-"""Explain to the ranks why a checkpoint could not be written."""
+"""Explain why a checkpoint could not be written."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from phalanx.checkpoint.whole import UnreadableError
 
 
 def may_write(folder: Path) -> bool:
-    """Return whether this process can make files in `folder`."""
+    """Return whether this process can create files in `folder`."""
     effective = os.access in os.supports_effective_ids
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
 
 
 def explain_unseen(peers: Peers, folder: Path) -> str:
-    """Return why this rank cannot write where rank 0 has begun to."""
+    """Return why this rank cannot write in the folder where rank 0 has begun."""
     host = os.uname().nodename
     try:
         is_there = bool(os.stat(folder))
@@ -44,7 +44,7 @@ def explain_unseen(peers: Peers, folder: Path) -> str:
 
 
 def is_of_the_state(error: Exception) -> bool:
-    """Return whether the state itself cannot be saved, so that every later save would fail as well."""
+    """Return whether the state itself cannot be saved, so that every later save would also fail."""
     if isinstance(error, (UnreadableError, pickle.PickleError)):
         return True
     return not describe_disk_error(error)[0] and isinstance(error, LASTING)
@@ -58,7 +58,7 @@ def explain_unwritten(
     state: Mapping[str, Any] | None = None,
     newest: Path | str | None = None,
 ) -> str:
-    """Return one message on what could not be done, where, why, and what holds now: `newest` is complete."""
+    """Return a message on the failed operation, its place and reason, and the newest complete checkpoint `newest`."""
     kept = "The checkpoints that were there before are unchanged, and so is what is in training."
     if newest is not None:
         kept += f" The newest is {str(newest).rpartition('/')[2]}."
@@ -76,9 +76,9 @@ def explain_unwritten(
 
 
 def explain_optimizers_apart(what: str, told: Sequence[Mapping[str, Any]]) -> str:
-    """Return why optimizers that differ between ranks cannot be saved as one; an empty string if they are alike.
+    """Return why optimizers that differ between ranks cannot be saved as one; "" if they are equal.
 
-    `told` has, by rank, what `describe_optimizers` says.
+    `told` has the result of `describe_optimizers` by rank.
     """
     for rank, theirs in enumerate(told):
         for name in told[0]:

@@ -28,7 +28,7 @@ class MemberConnection(Connection):
     """A `Connection` whose process may join the job. Arguments and errors are those of `Connection`."""
 
     is_served: Callable[[], bool] | None = None
-    """Whether the coordinator, if it runs in this process, serves; while it does not, its silence means nothing."""
+    """Whether this process runs a coordinator that is serving; then its silence means nothing."""
 
     def join(self, facts: Mapping[str, Any], *, watch: Collection[int] | None = None) -> int:
         """Become a member, and return its number; from now on receive the joins and ends of members in `watch`, or all.
