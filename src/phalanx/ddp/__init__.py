@@ -1,4 +1,4 @@
-"""In data parallel training every rank holds the model, and backward leaves every gradient's mean on all of them."""
+"""Data parallel training: every rank has a copy of the model, and backward averages the gradients over all ranks."""
 
 from phalanx.ddp.module import DistributedDataParallel
 from phalanx.ddp.replicas import check_replicas

@@ -1,4 +1,4 @@
-"""Decide when the wrapper makes BatchNorm layers normalize over all ranks' batches, and convert them."""
+"""Decide whether BatchNorm layers normalize over all ranks' batches, and convert them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from phalanx._base.log import get_logger
 from phalanx.nn.sync_batchnorm import SyncBatchNorm, find_batchnorms
 
 SYNC_BELOW = 16
-"""Samples per rank below which statistics of a rank's own batch are taken to be too noisy.
+"""Samples per rank below which the statistics of one rank's batch count as too noisy.
 
 Wu and He (2018), Group Normalization, table 2: ResNet-50's error on ImageNet with BatchNorm is 23.6% with 32 samples
 per worker, 23.7% with 16, and then 24.8% with 8, 27.3% with 4 and 34.7% with 2.
 """
 
-_UNKNOWN = 2**62  # this stands for a batch that can't be seen: it decides nothing, and is above every threshold
+_UNKNOWN = 2**62  # stands for a batch of unknown size: above every threshold, so that it decides nothing
 
 SyncChoice = Literal["auto"] | bool
 
@@ -27,7 +27,7 @@ _logger = get_logger(__name__)
 
 
 def check_choice(choice: object) -> None:
-    """Refuse what is neither True, False nor "auto".
+    """Check that `choice` is True, False or "auto".
 
     Raises:
         ValueError: `choice` is something else.
@@ -37,32 +37,32 @@ def check_choice(choice: object) -> None:
 
 
 def batch_size(inputs: Iterable[Tensor]) -> int | None:
-    """Return dimension 0 of the first of a forward's input tensors that has one; None if there is none."""
+    """Return dimension 0 of forward's first input tensor with dimensions; None if there is none."""
     return next((tensor.shape[0] for tensor in inputs if tensor.dim()), None)
 
 
 def decide_sync(smallest_batch: int) -> bool:
-    """Return whether layers shall span ranks, when the rank with the fewest samples has `smallest_batch`."""
+    """Return whether layers should normalize over all ranks, if the smallest batch of a rank is `smallest_batch`."""
     return smallest_batch < SYNC_BELOW
 
 
 def span_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Convert the BatchNorm layers of `module`, where they stand, to normalize over `group`."""
-    # A layer that names a group can't be copied or pickled, and the default group needs no name.
+    """Convert the BatchNorm layers of `module`, in place, to normalize over `group`."""
+    # A layer with a group cannot be copied or pickled, so the default group is not stored.
     SyncBatchNorm.convert_sync_batchnorm(module, None if group is dist.group.WORLD else group)
 
 
 def sync_if_small(module: nn.Module, inputs: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> bool:
     """Convert the module's BatchNorm layers if the batch per rank is below `SYNC_BELOW`; log one line on rank 0.
 
-    It returns whether it did. All ranks call it, and agree on the smallest batch among them. Without such layers, or in
-    a group of one rank, nothing happens.
+    Return whether the layers were converted. All ranks call it, and agree on the smallest batch of any rank. Without
+    such layers, or in a group of one rank, nothing happens.
     """
     num_layers = len(find_batchnorms(module))
     if not num_layers or group.size() == 1:
         return False
     size = batch_size(inputs)
-    # The smallest batch is found by a maximum, so zero, from a rank that has no batch at all, decides nothing.
+    # A maximum finds the smallest batch, so a zero, from a rank without a batch, decides nothing.
     below_unknown = torch.tensor(0 if size is None else _UNKNOWN - size, device=device)
     dist.all_reduce(below_unknown, op=dist.ReduceOp.MAX, group=group)
     smallest = _UNKNOWN - int(below_unknown)

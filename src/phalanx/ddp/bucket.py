@@ -1,18 +1,18 @@
-"""A bucket has memory for some gradients, and views in it that serve as gradients.
+"""A bucket is memory for some gradients, with views that serve as gradients.
 
 buffer    |<- grad of w4 ->|gap|<- grad of b4 ->|gap|       one storage; on backend `phalanx` in symmetric memory
 views      parameter.grad       parameter.grad              same memory, the parameter's shape and strides
 
-A view is lent to `.grad` until the next backward, and the user may keep it, as `g = p.grad; zero_grad()` does, or some
-view of it. What is kept is not written again: the bucket moves to its other buffer. It has two where ranks share
-memory, because that is allocated by all ranks together; the second is not touched, and costs no memory, until then.
-While one is kept the other is not lent: gradients are copies of what is in it. Elsewhere a new one is made when it is
-needed.
+A view is lent to `.grad` until the next backward. The user may keep the view (`g = p.grad; zero_grad()`) or a view of
+it; the bucket then moves to its other buffer, so that a kept gradient is never overwritten. If ranks share memory, a
+bucket has two buffers from the start, because all ranks allocate them together; the second costs no memory until it is
+used. While one buffer is kept, the other is not lent: gradients are then copies of its content. Without shared memory,
+a new buffer is made when needed.
 
-A large gradient has a bucket to itself, and where ranks share memory autograd writes it there in the first place, into
-a block of a pool. Then nothing is moved, and the bucket's own memory, reserved for what the pool has no block for, is
-never touched, nor lent. A gradient in the pool is reduced where it lies if nobody but `.grad` has its memory; else a
-copy of it in the pool is.
+A large gradient has its own bucket. If ranks share memory, autograd writes the gradient directly into a block of a
+pool, and nothing is moved; the bucket's own memory, reserved for the case that the pool has no block, is neither
+touched nor lent. A gradient in the pool is reduced in place if only `.grad` refers to its memory; otherwise a copy
+of it in the pool is reduced.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from phalanx._comm.transport.tensors import copy_all, is_dense, same_order
 from phalanx.ddp.holders import is_alone, separate_gradient, storage_holders, view_holders
 from phalanx.ddp.plan import Bucket, BucketPlan, Slot
 
-if TYPE_CHECKING:  # needs the C core, which may not be there
+if TYPE_CHECKING:  # needs the C core, which may be missing
     from phalanx._comm.symmetric_memory.pool import SharedPool
 
-_ALIGN = 4096  # a page: pages that are not used are not touched, and no two ranks' caches meet
+_ALIGN = 4096  # a page: unused pages stay untouched, and no two ranks share a cache line
 
 
 class GradientBuffer:
@@ -47,9 +47,9 @@ class GradientBuffer:
         self._parameters = parameters
         self.views = [self._view(position) for position in range(len(plan.slots))]
         self._addresses = [flat.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots]
-        self._lent = False  # whether a view was lent since all were last seen to have come back
-        self._alone = view_holders(self.views)  # the counts while no view is lent
-        self._storage_alone: int | None = None  # the same; an exchange may have a view of its own
+        self._lent = False  # whether a view was lent since the last check that all were returned
+        self._alone = view_holders(self.views)  # the reference counts while no view is lent
+        self._storage_alone: int | None = None  # the same for the storage; an exchange may have a view of it
 
     def _view(self, position: int) -> Tensor:
         slot, parameter = self._plan.slots[position], self._parameters[position]
@@ -65,10 +65,10 @@ class GradientBuffer:
         self._parameters[position].grad = self.views[position]
 
     def is_ours(self) -> bool:
-        """Return whether no reference holds what was lent, apart from `.grad`, where autograd has added to it or will.
+        """Return whether only `.grad` refers to the lent views, for gradients that autograd has added to or will.
 
-        A user who keeps a gradient without setting `.grad` to None, or a view of one, sees it change, as everywhere in
-        torch.
+        As everywhere in torch, a user who keeps a gradient, or a view of it, without setting `.grad` to None sees the
+        gradient change.
         Cost: a tenth of a microsecond per gradient.
         """
         if not self._lent:
@@ -86,7 +86,7 @@ class GradientBuffer:
         return True
 
     def find_moved(self, position: int) -> bool:
-        """Return whether `module.to(...)` swapped the memory under the view, as with gradients; then make it anew."""
+        """Recreate the view if `module.to(...)` swapped the memory under it; return whether it did."""
         if self.views[position].data_ptr() == self._addresses[position]:
             return False
         self.views[position] = self._view(position)
@@ -96,9 +96,9 @@ class GradientBuffer:
 def allocate(
     plan: BucketPlan, group: dist.ProcessGroup, *, as_view: bool, pool: SharedPool | None
 ) -> list[tuple[Tensor, ...]]:
-    """Allocate memory for each bucket of a plan, with a storage of its own: one piece, or two (see the module).
+    """Allocate memory for each bucket of a plan, in a storage of its own: one buffer, or two (see the module).
 
-    Where ranks share memory, all call it: all of it is one block that all can reach. Untouched memory costs nothing.
+    If ranks share memory, all ranks call it: the memory is one block that all can access. Untouched memory is free.
     """
     counts = [0 if bucket.sparse else 2 if as_view and not _is_pooled(bucket, pool) else 1 for bucket in plan.buckets]
     shared = shares_memory(group)
@@ -136,11 +136,11 @@ def _round_up(nbytes: int) -> int:
 
 
 def check_gradient(grad: Tensor, parameter: Tensor, plan: Bucket, slot: Slot) -> None:
-    """Check that autograd's gradient is what its bucket was planned for.
+    """Check that autograd's gradient matches the plan of its bucket.
 
     Raises:
-        RuntimeError: it is sparse, was built with create_graph=True, or the parameter changed its dtype, device or
-            shape since it was wrapped.
+        RuntimeError: it is sparse, was built with create_graph=True, or the parameter's dtype, device or shape has
+            changed since it was wrapped.
     """
     if grad.requires_grad:
         raise RuntimeError(
@@ -162,12 +162,12 @@ def check_gradient(grad: Tensor, parameter: Tensor, plan: Bucket, slot: Slot) ->
 
 
 class DenseBucket:
-    """A `DenseBucket` is a planned bucket with its memory. `parameters` are those of its slots, in the slots' order.
+    """A `DenseBucket` is a planned bucket with its memory. `parameters` are the parameters of its slots, in order.
 
     With `as_view` a parameter's `.grad` becomes a view of the bucket; without it, gradients are copied in and out.
-    `buffer` is the memory of its first buffer, `spare` that of the second. `pool`, of `group`, is where autograd may
-    have written the gradient of a bucket that has but one; that happens with `as_view` only. This rank may need only
-    the mean of a slice of such a gradient.
+    `buffer` and `spare` are the memory of its two buffers. With `as_view`, autograd may have written the gradient of a
+    bucket of one parameter into `pool`, which belongs to `group`. This rank may need the mean of only a slice of such
+    a gradient.
     """
 
     def __init__(
@@ -186,17 +186,17 @@ class DenseBucket:
         self._as_view = as_view
         self._pool = pool if as_view and _is_pooled(plan, pool) else None
         self._group = group
-        self.needed: NeededSlice | None = None  # the slice of this round; None for all of it
-        self.in_place: Tensor | None = None  # this round's gradient, if the pool holds it
-        # These were given out last, where they are not views of a buffer.
+        self.needed: NeededSlice | None = None  # the slice that this rank needs in this round; None for all of it
+        self.in_place: Tensor | None = None  # this round's gradient, if it is in the pool
+        # The last published gradients that are not views of a buffer.
         self._published: list[weakref.ref[Tensor] | None] = [None] * len(plan.slots)
         self._current = self._make_buffer(buffer)
-        self._spare: GradientBuffer | Tensor | None = spare  # a tensor while it has not been used
+        self._spare: GradientBuffer | Tensor | None = spare  # a plain tensor until it is used
         self._lends = True  # whether gradients of this round may be views of the buffer
 
     @property
     def buffer(self) -> Tensor:
-        """Return where the bucket lies in this round, unless `in_place` stands in for it."""
+        """Return the bucket's memory in this round, unless `in_place` replaces it."""
         return self._current.flat
 
     @property
@@ -206,26 +206,26 @@ class DenseBucket:
 
     @property
     def views(self) -> list[Tensor]:
-        """Return the gradients' places in the buffer."""
+        """Return the views of the gradients in the buffer."""
         return self._current.views
 
     def _make_buffer(self, flat: Tensor) -> GradientBuffer:
         if len(self.plan.slots) > 1:
-            flat.zero_()  # the gaps; a single gradient leaves none, and may never come here
+            flat.zero_()  # the gaps; a single gradient has none, and may never be copied here
         return GradientBuffer(flat, self.plan, self.parameters)
 
     def fill(self, scale: float, written: Sequence[bool]) -> None:
-        """Put `scale` times each parameter's gradient into its slot; zero where it has none.
+        """Put `scale` times each parameter's gradient into its slot; zero for a parameter without a gradient.
 
-        Where `.grad` is the slot already, nothing is moved. `written` says which gradients this backward wrote; one
-        that it did not write is only read here, because it stays the user's when no other rank wrote it either.
+        A `.grad` that is the slot already is not moved. `written` marks the gradients that this backward wrote; the
+        others are only read, because they stay unchanged if no other rank wrote them either.
 
-        A gradient that autograd has just made is copied, once, and its memory given back. The other way, to zero the
-        slot and let autograd add to it, touches each byte of the bucket three times instead of once.
+        A gradient that autograd has just made is copied once, and its memory released. The alternative, zeroing the
+        slot and letting autograd add to it, touches each byte of the bucket three times.
 
         Raises:
-            RuntimeError: a gradient does not fit: it is sparse, was built with create_graph=True, or the parameter
-                changed its dtype, device or shape since it was wrapped.
+            RuntimeError: a gradient does not match the plan: it is sparse, was built with create_graph=True, or the
+                parameter's dtype, device or shape has changed since it was wrapped.
         """
         self.in_place = self.needed = None
         if self._pool is not None and self._group is not None:
@@ -246,17 +246,17 @@ class DenseBucket:
             slots.append(view)
             grads.append(grad)
             if self._as_view and written[position] and self._lends:
-                self._current.lend(position)  # now, not at the end: the memory of autograd's tensor goes back
+                self._current.lend(position)  # now, not at the end: this releases the memory of autograd's tensor
         if slots:
             copy_all(slots, grads)
         if scale != 1.0:
             self.buffer.mul_(scale)
 
     def _take_in_place(self, pool: SharedPool, *, written: bool) -> bool:
-        """Take the gradient where it lies in the pool, or, if it is not ours alone, a copy of it there.
+        """Use the gradient in the pool where it is, or a copy of it there if other references exist.
 
-        What was given out as the mean of the last round, and is still there, is autograd's to add to and ours to
-        average, whoever else looks at it: there was no zero_grad, or one that keeps the tensors.
+        The published mean of the last round, if still in `.grad`, may be changed in place whoever else refers to it:
+        the user did not call zero_grad, or called it with set_to_none=False.
         """
         (parameter,) = self.parameters
         if parameter.grad is None:
@@ -279,7 +279,7 @@ class DenseBucket:
         return published is not None and published() is self.parameters[position].grad
 
     def _choose_buffer(self) -> None:
-        """Move to a buffer that nobody else holds, and see whether there would be another for the next time."""
+        """Switch to a buffer without other references, and check whether another is free for the next round."""
         for position in range(len(self.parameters)):
             self._current.find_moved(position)
         if self._pool is not None:
@@ -307,9 +307,9 @@ class DenseBucket:
         check_gradient(grad, parameter, self.plan, slot)
 
     def _lies_in(self, pool: SharedPool, grad: Tensor) -> bool:
-        """Return whether all ranks can reach the gradient, and find the same element at the same place of it.
+        """Return whether all ranks can access the gradient, and have the same element at the same place.
 
-        The memory must be the allocator's own: what numpy or dlpack hand back has a storage, and a count, of its own.
+        The memory must be the allocator's own: numpy and dlpack create another storage with its own count.
         """
         (parameter,) = self.parameters
         return (
@@ -344,11 +344,11 @@ class DenseBucket:
         self._published[position] = weakref.ref(gradient)
 
     def separate(self, position: int) -> None:
-        """Move a gradient that autograd has made out of memory that others hold as well."""
+        """Copy a gradient that autograd has made to its own memory if others share its memory."""
         separate_gradient(self.parameters[position])
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
-        """Take over a gradient that lay in another bucket, when buckets are planned anew."""
+        """Take over a gradient from another bucket after a new plan."""
         if grad is None or not self._as_view:
             return
         if self._pool is None:
@@ -362,17 +362,17 @@ class DenseBucket:
 
 
 class SparseBucket:
-    """A `SparseBucket` is one parameter whose gradient is sparse: it keeps what autograd made, without own memory."""
+    """A `SparseBucket` is one parameter with a sparse gradient: it keeps autograd's tensor, and has no memory."""
 
-    may_stay_in_place = True  # what autograd made is sent
+    may_stay_in_place = True  # autograd's tensor is sent
 
     def __init__(self, plan: Bucket, parameter: Tensor) -> None:
         self.plan = plan
         self.parameters = [parameter]
-        self.mean: Tensor | None = None  # the mean that the ranks have gathered, until it is published
+        self.mean: Tensor | None = None  # the gathered mean, until it is published
 
     def fill(self, scale: float, written: Sequence[bool]) -> None:
-        """Check that the gradient is what was planned.
+        """Check that the gradient matches the plan.
 
         Raises:
             RuntimeError: the gradient is dense.
@@ -392,10 +392,10 @@ class SparseBucket:
         """Do nothing: autograd adds sparse gradients to new memory."""
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
-        """Do nothing: there is no memory to move to."""
+        """Do nothing: there is no memory to switch to."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply what the ranks have gathered by `factor`."""
+        """Multiply the gathered mean by `factor`."""
         if self.mean is not None:
             self.mean = self.mean * factor
 

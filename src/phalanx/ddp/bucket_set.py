@@ -17,16 +17,14 @@ from phalanx.ddp.exchange import Exchange, SharedExchange, WorkExchange
 from phalanx.ddp.holders import separate_gradient
 from phalanx.ddp.plan import Bucket, BucketPlan, ParameterSpec, plan_buckets
 
-if TYPE_CHECKING:  # needs the C core, which may not be there
+if TYPE_CHECKING:  # needs the C core, which may be missing
     from phalanx._comm.symmetric_memory.pool import SharedPool
 
 
 class BucketSet:
     """A `BucketSet` has buckets for the gradients of `parameters`, which `specs` describe, one for one.
 
-    All ranks build it together where the group's memory is shared, and so they do everything that plans anew.
-
-    Building one is collective where the group's memory is shared, and so is everything that plans anew.
+    If the group's memory is shared, building a set and planning anew are collective.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class BucketSet:
         return self._own_exchange is not None
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Let `exchange` combine the buckets of this plan and the next, each one block. All ranks call it."""
+        """Make `exchange` combine the buckets of this plan and the next, each one block. All ranks call it."""
         self.exchange = self._own_exchange = exchange
         if self.pool is not None:
             self.pool.close()
@@ -67,11 +65,11 @@ class BucketSet:
         self.adopt(self.plan_in())
 
     def plan_in(self, order: Sequence[int] | None = None) -> BucketPlan:
-        """Return the plan for gradients that become ready in this order, or in that of the parameters, last first."""
+        """Plan for gradients that become ready in this order; by default in reverse order of the parameters."""
         return plan_buckets(self._specs, self._caps_mb, order, None if self.pool is None else LARGE_BYTES)
 
     def adopt(self, plan: BucketPlan, gradients: Sequence[Tensor | None] | None = None) -> None:
-        """Make buckets for the plan, and move `gradients` to where they lie in it."""
+        """Make buckets for the plan, and move `gradients` into them."""
         self.plan, self.buckets = plan, []
         alone = self.group.size() == 1 and self._own_exchange is None
         nothing: list[tuple[Tensor, ...]] = [()] * len(plan.buckets)
@@ -99,7 +97,7 @@ class BucketSet:
 
 
 def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) -> SharedPool | None:
-    """Return memory in which autograd can write large gradients for all ranks to read, or None."""
+    """Return memory in which autograd can write large gradients that all ranks can read, or None."""
     sizes = Counter(
         nbytes
         for spec in specs
@@ -115,7 +113,7 @@ def _share_memory_for(specs: Sequence[ParameterSpec], group: dist.ProcessGroup) 
 
 
 def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> Exchange:
-    """Return an exchange that reduces buckets where they lie, if all ranks can reach them; else one by all_reduce."""
+    """Return an exchange that reduces buckets in place if all ranks can access them; else one with all_reduce."""
     if shares_memory(group) and any(bucket.plan.numel and bucket.plan.device.type == "cpu" for bucket in buckets):
         return SharedExchange(group, buckets)
     return WorkExchange(group)
@@ -124,7 +122,8 @@ def _choose_exchange(group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -
 class LocalBucket:
     """A `LocalBucket` has no memory of its own: gradients stay where autograd wrote them, and nothing is sent.
 
-    It refuses what the buckets of several ranks refuse, so that a model that trains on one rank trains on more.
+    It refuses the same gradients as the buckets of several ranks, so that a model that trains on one rank also trains
+    on several.
     """
 
     may_stay_in_place = True
@@ -134,17 +133,17 @@ class LocalBucket:
         self.parameters = list(parameters)
 
     def fill(self, scale: float, written: Sequence[bool]) -> None:
-        """Check that each gradient is what was planned.
+        """Check that each gradient matches the plan.
 
         Raises:
-            RuntimeError: a gradient does not fit.
+            RuntimeError: a gradient does not match.
         """
         for parameter, slot in zip(self.parameters, self.plan.slots, strict=True):
             if parameter.grad is not None:
                 check_gradient(parameter.grad, parameter, self.plan, slot)
 
     def publish(self, position: int) -> None:
-        """Leave the gradient in memory of its own; make it zeros if it was used and got none, as with several ranks."""
+        """Keep the gradient in its own memory; make it zeros if it was used but has none, as with several ranks."""
         parameter = self.parameters[position]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -152,7 +151,7 @@ class LocalBucket:
             self.separate(position)
 
     def separate(self, position: int) -> None:
-        """Move a gradient that autograd has made out of memory that others hold as well."""
+        """Copy a gradient that autograd has made to its own memory if others share its memory."""
         separate_gradient(self.parameters[position])
 
     def adopt(self, position: int, grad: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Call communication hooks with PyTorch's interface: the user's function takes the place of all_reduce."""
+"""Call communication hooks with PyTorch's interface: the user's function replaces all_reduce."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Future: Any = find(
 
 
 class GradBucket:
-    """A `GradBucket` shows a bucket to a hook, with the methods of `torch.distributed.GradBucket`.
+    """A `GradBucket` presents a bucket to a hook, with the methods of `torch.distributed.GradBucket`.
 
-    Unlike PyTorch's, the buffer may have gaps of up to 63 bytes between gradients; they hold zeros. Complex gradients
-    are seen as real numbers, with one more dimension of 2 at the end.
+    Unlike in PyTorch, the buffer may have gaps of up to 63 bytes between gradients, filled with zeros. Complex
+    gradients appear as real numbers, with one more dimension of size 2 at the end.
     """
 
     def __init__(self, bucket: DenseBucket, *, is_last: bool) -> None:
@@ -38,14 +38,14 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace what `buffer()` returns, and `gradients()` are views of, by one of another dtype, say."""
+        """Replace the tensor of `buffer()` and `gradients()`, for example by one of another dtype."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients, as views of the buffer, each with its parameter's shape.
 
-        As in PyTorch, elements are in the order of memory: those of a channels_last parameter are not in the order of
-        its indices. So a gradient can be viewed as a matrix, which is what PowerSGD does.
+        As in PyTorch, elements are in memory order; for a channels_last parameter that is not the order of its indices.
+        So a gradient can be viewed as a matrix, as PowerSGD does.
         """
         parts = 2 if self._bucket.buffer.is_complex() else 1
         gradients = []
@@ -66,7 +66,7 @@ def _real(buffer: Tensor) -> Tensor:
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
-# The state is the user's own. PyTorch's hooks are annotated with its class of bucket, which Python can't construct.
+# The state belongs to the user. PyTorch annotates its hooks with its own bucket class, which Python cannot construct.
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
@@ -78,7 +78,7 @@ class HookPending:
         self._future = future
 
     def wait(self) -> None:
-        """Copy what the hook's future holds into the bucket, unless it is the bucket's own memory.
+        """Copy the future's value into the bucket, unless the value is the bucket's own memory.
 
         Raises:
             TypeError: the future holds no tensor.
@@ -102,7 +102,7 @@ class HookPending:
 
 
 class HookExchange:
-    """A `HookExchange` hands each bucket to `hook(state, bucket)`, and takes the future's value for the result."""
+    """A `HookExchange` passes each bucket to `hook(state, bucket)`, and uses the future's value as the result."""
 
     scale = 1.0
 

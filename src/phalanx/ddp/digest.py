@@ -1,13 +1,13 @@
-"""Compute a digest of 64 bits for each tensor, on its device, that tells other bytes from the same.
+"""Compute a 64-bit digest of each tensor on its device, to compare tensors between ranks.
 
-The bytes are read as 64-bit lanes, in rows of a prime number of lanes (so that rows of a weight never line up with it):
+The bytes are read as 64-bit lanes, in rows of a prime number of lanes (so that rows of a weight never align with them):
 
     lanes    a0 a1 ... a1020                   digest = sum over columns of w_j * (column sum), modulo 2^64,
-             a1021 ...                                  plus the bytes that fill no lane, and how many bytes there are
+             a1021 ...                                  plus the bytes of an incomplete lane, and the number of bytes
     weights  w0 w1 ... w1020   odd, random and the same on all ranks
 
-A lane that changes always changes the digest. That other changes cancel has a chance near 2^-63 each. It is a checksum,
-no cryptographic hash: two tensors with one digest can be constructed.
+A change of one lane always changes the digest. Several changes cancel with a probability near 2^-63. It is a checksum,
+not a cryptographic hash: two tensors with the same digest can be constructed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PIECE_BYTES = 128 * _LANES * _LANE_BYTES
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    with outside_modes(), torch.inference_mode(False):  # the weights are kept, and must serve everywhere
+    with outside_modes(), torch.inference_mode(False):  # the weights are kept, and must be usable everywhere
         generator = torch.Generator().manual_seed(0x5048414C)
         weights = torch.randint(-(2**63), 2**63 - 1, (_LANES + _LANE_BYTES,), generator=generator, device="cpu")
         return (weights | 1).to(device)
@@ -35,10 +35,10 @@ def _weights(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def digest(elements: Tensor) -> Tensor:
-    """Return the digest of the bytes of a tensor of one dimension and stride 1: a scalar, int64, on its device.
+    """Return the digest of a one-dimensional tensor of stride 1: a scalar, int64, on its device.
 
-    Cost: it reads the tensor once, at the speed of memory, and copies nothing; a tensor that begins in the middle of
-    a lane is copied, one megabyte at a time.
+    Cost: reads the tensor once, at memory speed, without a copy; a tensor that begins in the middle of a lane is copied
+    in pieces of one megabyte.
     """
     content = elements.view(torch.uint8)
     weights = _weights(content.device)
@@ -56,7 +56,7 @@ def digest(elements: Tensor) -> Tensor:
 
 
 def digests(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
-    """Return the digest of each tensor, in order: shape (tensors,), int64, on `device`. That of None is 0."""
+    """Return the digest of each tensor, in order: shape (tensors,), int64, on `device`. The digest of None is 0."""
     found = [
         torch.zeros((), dtype=torch.int64, device=device) if elements is None else digest(elements).to(device)
         for elements in tensors
@@ -65,5 +65,5 @@ def digests(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
 
 
 def find_differences(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the positions at which not every row (one per rank) has the same value, in order. 0 is no value."""
+    """Return the positions, in order, at which the rows (one per rank) differ. 0 means no value."""
     return [position for position, column in enumerate(zip(*rows, strict=True)) if len(set(column) - {0}) > 1]

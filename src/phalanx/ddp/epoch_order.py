@@ -1,7 +1,7 @@
-"""Detect the same batches in the same order in every epoch, which a forgotten `sampler.set_epoch` leaves.
+"""Detect that every epoch has the same batches in the same order, because `sampler.set_epoch` was forgotten.
 
 steps      a b c d e f g  a b c d e f g  a ...
-compared   kept |          ^ ^ ^ the three that came first, in their order: the second epoch is the first again
+compared   kept |          ^ ^ ^ the first three, in the same order: the second epoch repeats the first
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from phalanx.ddp.graph import find_tensors
 from phalanx.ddp.invisible import all_elements_of, invisible
 
 NUM_BATCHES = 3
-"""The number of batches that are no accident where they come in the order of the beginning."""
+"""The number of repeated batches, in the order of the beginning, that is no accident."""
 
 MOST_STEPS = 1000
-"""The number of steps after which the first batches are no longer waited for."""
+"""The number of steps after which the search for the first batches ends."""
 
 MOST_OBJECTS = 1000
-"""The number of objects in the inputs of forward above which nobody looks for tensors among them."""
+"""The number of objects in forward's inputs above which they are not searched for tensors."""
 
-# about so many elements of each tensor are looked at: that takes microseconds, however large a batch is
+# about so many elements of each tensor are compared: that takes microseconds for any batch
 _NUM_ELEMENTS = 256
 
-# torch.equal knows these on the CPU; of the others some, in some versions, for some strides.
+# torch.equal supports these on the CPU; for other dtypes, it fails in some versions for some strides.
 _COMPARED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
     | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -34,23 +34,23 @@ Probe = list[Tensor]
 
 
 class EpochOrder:
-    """An `EpochOrder` sees the batches of one rank go by, until it has seen the first ones come back."""
+    """An `EpochOrder` compares the batches of one rank with its first ones until these are repeated."""
 
     def __init__(self) -> None:
         self._first: list[Probe] = []
-        self._position = 0  # how many of the first batches have just come again
+        self._position = 0  # how many of the first batches have just been repeated
         self.blind = False
-        """Whether there is nothing more to look at."""
+        """Whether there is nothing more to compare."""
         self.num_steps = 0
 
     @invisible
     def repeats(self, inputs: object) -> bool:
-        """Return whether, with this batch, the first `NUM_BATCHES` have come again in their order.
+        """Return whether, with this batch, the first `NUM_BATCHES` were repeated in their order.
 
-        It is never True if two of the first are alike, or if there are tensors that torch can't compare, or that are
-        not on the CPU: to look at those would stall the device.
+        It is never True if two of the first are equal, or for tensors that torch cannot compare or that are not on the
+        CPU: comparing those would stall the device.
 
-        Cost: it compares some 256 elements of each tensor, up to the first that differs, in `MOST_STEPS` steps at most.
+        Cost: compares some 256 elements of each tensor, up to the first difference, in at most `MOST_STEPS` steps.
         """
         self.num_steps += 1
         tensors, is_complete = find_tensors(inputs, MOST_OBJECTS)
@@ -74,7 +74,7 @@ class EpochOrder:
 
 
 def explain_repetition(num_steps: int) -> str:
-    """Return what to do when the first batches have come again at step `num_steps`."""
+    """Return the warning, with advice, that the first batches were repeated at step `num_steps`."""
     return (
         f"steps {num_steps - NUM_BATCHES + 1} to {num_steps} were given the batches of steps 1 to {NUM_BATCHES} again, "
         "in the same order, so every epoch shows the data in one order. With torch's DistributedSampler call "
@@ -88,7 +88,7 @@ def _can_be_compared(elements: Tensor) -> bool:
 
 
 def _sample(elements: Tensor) -> Tensor:
-    """Return elements from all over the tensor, as a view: its beginning may be the margin of a picture."""
+    """Return elements from all over the tensor, as a view: the beginning alone may be the margin of an image."""
     return elements[:: max(1, elements.numel() // _NUM_ELEMENTS)]
 
 

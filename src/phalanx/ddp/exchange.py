@@ -1,8 +1,8 @@
-"""An exchange turns a bucket into the mean over all ranks; it is the interface between the reducer and communication.
+"""An exchange replaces a bucket by the mean over all ranks; it is the interface between reducer and communication.
 
-The reducer calls `launch` for each bucket, in the plan's order on every rank, from autograd's thread while backward
-goes on, and `PendingBucket.wait` for each, in the same order, when backward is done. The exchange decides what happens
-between: one for any backend and one for buckets in the shared heap are here, one for users' hooks in `comm_hook`.
+The reducer calls `launch` for each bucket, in the plan's order on every rank, from autograd's thread during backward,
+and `PendingBucket.wait` for each, in the same order, when backward is done. This module has an exchange for any
+backend and one for buckets in the shared heap; `comm_hook` has one for users' hooks.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from phalanx.ddp.bucket import DenseBucket, SparseBucket
 
 
 class PendingBucket(Protocol):
-    """A `PendingBucket` is a bucket on its way."""
+    """A `PendingBucket` is a launched bucket."""
 
     def wait(self) -> None:
-        """Return when the bucket's buffer holds the mean over all ranks."""
+        """Wait until the bucket's buffer holds the mean over all ranks."""
 
 
 class Exchange(Protocol):
-    """An exchange turns buckets of local gradients into buckets of their mean, with the same bits on every rank."""
+    """An `Exchange` replaces buckets of local gradients by their mean, with the same bits on every rank."""
 
     scale: float
-    """The factor by which each gradient is multiplied when it is put into the bucket."""
+    """The factor by which each gradient is multiplied when it is copied into the bucket."""
 
     def launch(self, bucket: DenseBucket) -> PendingBucket:
-        """Start on a bucket that is complete on this rank; the order of buckets is the same on every rank."""
+        """Launch a bucket that is complete on this rank; the order of buckets is the same on every rank."""
 
 
 class WorkExchange:
-    """A `WorkExchange` makes the mean by `all_reduce(async_op=True)` of whatever backend the group has.
+    """A `WorkExchange` averages with the group's `all_reduce(async_op=True)`, on any backend.
 
-    Numerics: where the backend has no AVG, each gradient is divided before the sum, like in PyTorch: half types don't
+    Numerics: if the backend has no AVG, each gradient is divided before the sum, as in PyTorch: half types do not
     overflow, and the bits are PyTorch's.
     """
 
@@ -52,20 +52,20 @@ class WorkExchange:
     def launch(self, bucket: DenseBucket) -> PendingBucket:
         """Start one all_reduce of the bucket's memory, in place."""
         work: PendingBucket | None = dist.all_reduce(bucket.buffer, op=self._op, group=self._group, async_op=True)
-        assert work is not None  # None is for ranks outside the group, and those can't wrap a module
+        assert work is not None  # None is for ranks outside the group, which cannot wrap a module
         return work
 
 
 class SharedExchange:
-    """A `SharedExchange` makes the mean where gradients lie, in the ranks' shared heap, without thread, queue or copy.
+    """A `SharedExchange` averages gradients in place, in the ranks' shared heap, without a thread, queue or copy.
 
     All ranks build it together.
 
-    Each rank says which of its buckets are complete. At each launch a rank looks for buckets that are complete on all
-    ranks, and adds up its own slice of them, straight from all ranks' memory into all ranks' memory. The picture and
-    the proof are in csrc/reducer.h.
+    Each rank marks its complete buckets. At each launch a rank looks for buckets that are complete on all ranks, and
+    reduces its own slice of them, reading and writing all ranks' memory directly. csrc/reducer.h has a picture and
+    the proof.
 
-    Every round takes every bucket once, in any order; a round ends with the first `wait`.
+    Every round reduces every bucket once, in any order; a round ends with the first `wait`.
     Numerics: the sum in the order of the ranks, divided by their number; half types accumulate in float32.
     """
 
@@ -74,13 +74,13 @@ class SharedExchange:
     def __init__(self, group: dist.ProcessGroup, buckets: Sequence[DenseBucket]) -> None:
         from phalanx._comm.backend.shared_reducer import SharedReducer
 
-        filled = [bucket for bucket in buckets if bucket.plan.numel]  # an empty tensor lies nowhere
+        filled = [bucket for bucket in buckets if bucket.plan.numel]  # an empty tensor has no place in memory
         self._numbers = {id(bucket): number for number, bucket in enumerate(filled)}
         self.reducer = SharedReducer(group, [_real(_content(bucket)) for bucket in filled], dist.ReduceOp.AVG)
         self._open = False
 
     def launch(self, bucket: DenseBucket) -> SharedExchange:
-        """Say that this rank's bucket is complete, and reduce what all ranks have."""
+        """Mark this rank's bucket as complete, and reduce the buckets that are complete on all ranks."""
         if not self._open:
             self._open = True
             self.reducer.begin()
@@ -91,20 +91,20 @@ class SharedExchange:
         return self
 
     def wait(self) -> None:
-        """Return when every bucket of the round holds the mean."""
+        """Wait until every bucket of the round holds the mean."""
         if self._open:
             self._open = False
             self.reducer.finish()
 
 
 def _content(bucket: DenseBucket) -> Tensor:
-    """Return the bucket's memory; of a single gradient only that, since nothing is behind one that lies elsewhere."""
+    """Return the bucket's memory; for a single gradient without the gap, which a gradient in the pool does not have."""
     (first, *others) = bucket.plan.slots
     return bucket.buffer if others else bucket.buffer[: first.numel]
 
 
 def _needed(bucket: DenseBucket) -> tuple[int, int] | None:
-    """Return the elements that this rank needs of a bucket, as the reducer counts them: complex ones in two parts."""
+    """Return the range of elements that this rank needs of a bucket; a complex element counts as two."""
     if bucket.needed is None:
         return None
     parts = 2 if bucket.plan.dtype.is_complex else 1
@@ -112,14 +112,14 @@ def _needed(bucket: DenseBucket) -> tuple[int, int] | None:
 
 
 def _real(buffer: Tensor) -> Tensor:
-    """Return the parts of complex numbers, whose mean is that of the parts."""
+    """Return complex numbers as real ones; their mean is the mean of the parts."""
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
 class SparsePending:
-    """A `SparsePending` makes the mean of one sparse gradient from all ranks' indices and values, gathered.
+    """A `SparsePending` averages one sparse gradient by gathering all ranks' indices and values.
 
-    Cost: every rank receives P times the largest number of entries, so it pays only while gradients are really sparse.
+    Cost: every rank receives P times the largest number of entries, so it pays only for really sparse gradients.
     Numerics: summed in the order of ranks; bitwise equal on all ranks.
     """
 
@@ -127,7 +127,7 @@ class SparsePending:
         self._bucket = bucket
         self._group = group
         parameter = bucket.parameters[0]
-        if grad is None:  # nothing to contribute, and still the others wait for it
+        if grad is None:  # nothing to contribute, but the other ranks wait for this one
             grad = torch.sparse_coo_tensor(
                 torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
                 torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device),
@@ -135,8 +135,7 @@ class SparsePending:
                 check_invariants=False,
             )
         self._grad = grad.coalesce()
-        # Straight from memory to memory, where the program waits anyway: in the background it costs a change of
-        # threads.
+        # Synchronously, since the program waits here anyway: a background thread would cost a switch.
         self._direct = parameter.is_cpu and shares_memory(group)
         if self._direct:
             return
@@ -145,7 +144,7 @@ class SparsePending:
         self._work = dist.all_gather(self._counts, count, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Exchange the entries, once all know how many there are, and leave their mean with the bucket."""
+        """Exchange the entries once all ranks know the counts, and pass the mean to the bucket."""
         if self._direct:
             ours = phalanx_group(self._group)
             assert ours is not None
@@ -162,7 +161,7 @@ class SparsePending:
 
 
 def _gather(rows: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, one below the other; ranks may have different numbers of them."""
+    """Concatenate the rows of all ranks, which may have different numbers of rows."""
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     received = [torch.empty_like(padded) for _ in counts]

@@ -1,13 +1,13 @@
-"""Watch the first steps for what is wrong on several ranks at once, and log it on rank 0.
+"""Watch the first steps for mistakes that show only when ranks are compared, and log them on rank 0.
 
     forward     digest of the inputs, state of the generator before and after, NaN in the outputs
     backward    NaN in each gradient, before it is averaged
     its end     digest of the parameters; one small all_gather; decide_warnings
 
-Nothing that a rank fails to see is an error: it takes part in the all_gather with what it has seen.
+A rank that cannot observe something raises no error: it joins the all_gather with its other observations.
 
-Ranks are in step for certain at one place only: where a backward ends, and all of them have just averaged the same
-gradients. The all_gather is there, and no rank runs into one that another does not.
+Ranks are certainly in step at one place only: at the end of a backward, when all of them have just averaged the same
+gradients. The all_gather is there, so that every rank joins it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from phalanx.nn.uncounted import is_uncounted
 
 _logger = get_logger("phalanx.ddp")
 
-# Can be NaN, and torch can add them up on every device.
+# dtypes that can be NaN, and that torch can sum on every device.
 _SUMMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
 class FirstSteps:
-    """`FirstSteps` holds what this rank sees in the first `NUM_STEPS` rounds. All ranks have one, or none has.
+    """`FirstSteps` holds this rank's observations in the first `NUM_STEPS` rounds. All ranks have one, or none has.
 
-    `names` are those of `parameters`, one for one.
+    `names` are the names of `parameters`, one for one.
 
     Cost: each of these steps reads the inputs, the gradients and the parameters once more.
     """
@@ -62,8 +62,8 @@ class FirstSteps:
         """Whether an error has ended the watch on this rank."""
         self._steps: list[StepObservations] = []
         self._said: set[str] = set()
-        self._doubted: list[Mistake] = []  # parameters differed in the last backward: the step after it decides
-        self._puts_back = False  # they are moved for a backward, and put back before the step
+        self._doubted: list[Mistake] = []  # the parameters differed in the last backward: the step after it decides
+        self._puts_back = False  # the parameters are moved for a backward, and restored before the step
         self._optimizers = OptimizerWatch(parameters)
         self._begin_step()
 
@@ -73,13 +73,13 @@ class FirstSteps:
         self._generator: Tensor | None = None
         self._draws: bool | None = None
         self._digests = [0] * len(self._parameters)
-        self._scaled = False  # half precision with a scaled loss, where first gradients may well overflow
+        self._scaled = False  # half precision with a scaled loss, whose first gradients may overflow
         self._nan_outputs: list[Tensor] = []
         self._nan_gradients: dict[int, Tensor] = {}
 
     @invisible
     def before_forward(self, inputs: object) -> None:
-        """Look at what the step's first forward is given, unless a part of it can't be read."""
+        """Observe the inputs of the step's first forward, unless a part of them cannot be read."""
         if self._has_forward:
             return
         self._has_forward = True
@@ -95,8 +95,8 @@ class FirstSteps:
 
     @invisible
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
-        """Look at what a forward returned, and whether it drew random numbers."""
-        if self._draws is None and self._generator is not None:  # this is after the first forward
+        """Observe a forward's outputs, and whether it drew random numbers."""
+        if self._draws is None and self._generator is not None:  # this follows the first forward
             self._draws = not torch.equal(self._generator, self._generator_state())
         self._nan_outputs += _nans(outputs)
 
@@ -108,7 +108,7 @@ class FirstSteps:
                 self._nan_gradients.setdefault(index, nan)
 
     def compare(self) -> bool:
-        """Gather at the end of a backward what all ranks saw, and warn; return False when the last step has been seen.
+        """Gather all ranks' observations at the end of a backward, and warn; return False after the last step.
 
         All ranks call it. Cost: one all_gather of a few numbers, and one of 8 bytes per parameter if parameters differ.
         """
@@ -130,7 +130,7 @@ class FirstSteps:
         return False
 
     def _settle_doubts(self, found: list[Mistake]) -> list[Mistake]:
-        """Return what to warn of now: of parameters that differ once a step has been taken from them."""
+        """Return the warnings to log now; a difference of parameters is logged once a step was taken from them."""
         if self._doubted and were_put_back(self._steps[-1]):
             self._puts_back = True
         settled = [] if self._puts_back else self._doubted
@@ -184,9 +184,9 @@ def _digest_each(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _nans(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield, for each tensor that can hold a NaN and be summed, whether its sum is one: faster than each element.
+    """Yield, for each tensor that can hold a NaN and be summed, whether its sum is NaN: faster than each element.
 
-    Infinities of both signs in one tensor count as well.
+    Infinities of both signs in one tensor also count.
     """
     for tensor in tensors:
         elements = elements_of(tensor)
@@ -198,9 +198,9 @@ Forms = Counter[tuple[torch.Size, torch.dtype]]
 
 
 class OptimizerWatch:
-    """An `OptimizerWatch` finds an optimizer built from another copy of the model, which steps without effect.
+    """An `OptimizerWatch` detects an optimizer of another copy of the model, which steps without effect.
 
-    It sees every optimizer's step in this process, through torch's hook for that, until it is closed.
+    It observes every optimizer's step in this process, through torch's hook, until it is closed.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -218,15 +218,15 @@ class OptimizerWatch:
 
     @property
     def stale(self) -> bool:
-        """Return whether an optimizer has stepped over look-alikes without gradients, and none over the parameters."""
+        """Return whether an optimizer stepped over similar parameters without gradients, and none over these."""
         return self._found_lookalikes and not self._found_ours
 
     def expect_step(self) -> None:
-        """Take the digest of the parameters as the next step finds them; otherwise steps cost nothing."""
+        """Compute the digest of the parameters at the next step; other steps then cost nothing."""
         self._is_expected = True
 
     def take_stepped(self) -> int:
-        """Return the digest that the expected step found; 0 if no optimizer has stepped."""
+        """Return the digest at the expected step; 0 if no optimizer has stepped."""
         stepped, self._stepped, self._is_expected = self._stepped, 0, False
         return stepped
 
@@ -235,7 +235,7 @@ class OptimizerWatch:
 
     @invisible
     def before_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer of this process is about to step."""
+        """Record that an optimizer of this process is about to step."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) in self._ours for parameter in held):
             self._found_ours = True
@@ -251,7 +251,7 @@ _watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
 
 @functools.cache
 def _hear_steps() -> None:
-    """Register torch's hook once in a process; it stays, as in `late_parameters`."""
+    """Register torch's hook once per process; it stays, as in `late_parameters`."""
     register_optimizer_step_pre_hook(_before_step)
 
 

@@ -1,4 +1,4 @@
-"""Read from autograd's graph what a backward from these outputs can reach."""
+"""Find the leaves that a backward from given outputs can reach, in autograd's graph."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, cast
 
 from torch import Tensor
 
-# Reentrant checkpointing runs a second backward inside this node; what it will reach can't be seen from outside.
+# Reentrant checkpointing runs a second backward inside this node; its leaves cannot be found from outside.
 _OPAQUE_NODES = frozenset({"CheckpointFunctionBackward"})
 
 MOST_OBJECTS = 10_000
-"""The number of objects in a structure after which no more tensors are looked for."""
+"""The number of objects after which the search for tensors in a structure ends."""
 
-# How to iterate over each kind, whatever a subclass overrides.
+# How to iterate over each kind of container, whatever a subclass overrides.
 _CONTAINERS: dict[type, Any] = {
     list: list.__iter__,
     tuple: tuple.__iter__,
@@ -41,7 +41,7 @@ class Reach:
 def tensors_in(value: object) -> list[Tensor]:
     """Return the tensors in a structure of lists, tuples, sets, dictionaries and dataclasses, however nested.
 
-    Tensors behind the first `MOST_OBJECTS` of it count as hidden, like those in objects of other classes.
+    Tensors after the first `MOST_OBJECTS` objects count as hidden, like those in objects of other classes.
     """
     return find_tensors(value)[0]
 
@@ -49,10 +49,10 @@ def tensors_in(value: object) -> list[Tensor]:
 def find_tensors(value: object, most: int = MOST_OBJECTS) -> tuple[list[Tensor], bool]:
     """Return the tensors among the first `most` objects of a structure, in order, and whether these are all.
 
-    Containers may contain each other: each is entered once. No class's own iterator, `__getattr__` or `__class__` is
-    called, and a field of a dataclass that cannot be read is left out.
+    Containers may contain each other: each is visited once. No class's own iterator, `__getattr__` or `__class__` is
+    called, and a dataclass field that cannot be read is left out.
 
-    Cost: some 0.1 µs an object.
+    Cost: some 0.1 µs per object.
     """
     tensors: list[Tensor] = []
     entered: set[int] = set()
@@ -76,7 +76,7 @@ def find_tensors(value: object, most: int = MOST_OBJECTS) -> tuple[list[Tensor],
 
 
 def _items_of(value: object) -> Iterator[object] | None:
-    """Return what a container contains; None if it is no container."""
+    """Return an iterator over a container's contents; None if `value` is not a container."""
     kind = type(value)
     for container, iterate in _CONTAINERS.items():
         if issubclass(kind, container):
@@ -87,22 +87,22 @@ def _items_of(value: object) -> Iterator[object] | None:
 
 def _fields_of(value: Any) -> Iterator[object]:
     for field in dataclasses.fields(value):
-        with contextlib.suppress(Exception):  # it is not set, or a property of the user's
+        with contextlib.suppress(Exception):  # not set, or a property of the user's
             yield object.__getattribute__(value, field.name)
 
 
 def find_reach(outputs: Iterable[Tensor]) -> Reach:
     """Walk autograd's graph from `outputs` to its leaves.
 
-    If no output needs a gradient, nothing can be said: a backward that comes all the same starts from a tensor that was
-    not found among the outputs.
+    If no output requires a gradient, the result is incomplete: a later backward starts from a tensor that was not found
+    among the outputs.
 
-    Cost: it visits each node once, in Python: about half a microsecond per node.
+    Cost: visits each node once, in Python: about half a microsecond per node.
     """
     leaves: set[int] = set()
     outputs = [tensor for tensor in outputs if tensor.requires_grad]
     complete = bool(outputs)
-    seen: set[Any] = set()  # holds the nodes themselves: an id alone could be used again
+    seen: set[Any] = set()  # keeps the nodes alive: the id of a dead one could be reused
     waiting: list[Any] = []
     for tensor in outputs:
         if tensor.grad_fn is not None:

@@ -1,18 +1,18 @@
-"""Find out whether anyone else holds a gradient's memory, by the reference counts that Python and torch keep.
+"""Find out whether a gradient's memory has other users, by the reference counts of Python and torch.
 
     p.grad ---> tensor ---> storage <--- tensor <--- autograd, where the gradient of `h + p.unsqueeze(0)` flows on to h
                   ^                        ^
                 a hook                   a view of the user's
 
-AccumulateGrad takes a tensor over as `.grad` when nobody else holds that tensor; it does not ask who else has its
-*storage*. So memory is ours to write only where all three are counted: the tensor's object in Python, the tensor, and
-the storage. A count says how many there are, not who they are; so it is taken where those that must be there are known,
-and compared with the same count of a tensor that certainly nobody else has. Python's and torch's ways of counting each
-other's references differ between versions: the sample is counted by the same code.
+AccumulateGrad uses a tensor as `.grad` if nothing else refers to that tensor; it does not check who else uses its
+*storage*. So we may write to the memory only after checking three counts: of the tensor's Python object, of the tensor,
+and of the storage. A count gives a number of references, not the owners; so it is taken at a point where the necessary
+references are known, and compared with the same count of a sample tensor without other users. Python's and torch's ways
+of counting each other's references differ between versions, so the same code counts the sample.
 
-Counts are exact when nothing of the gradient is on its way any more: not inside the hook that autograd calls for it,
-where the engine's own reference is still alive, and hooks that come after may keep another, but from the next gradient
-on. New references can then come about through `.grad` alone.
+Counts are exact once autograd has finished with the gradient: not inside the gradient's own hook, where the engine's
+reference is still alive and later hooks may keep another, but from the next gradient on. After that, new references can
+arise only through `.grad`.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from torch import Tensor
 from phalanx._base.torch_names import find
 
 _LOSES = "phalanx.DistributedDataParallel does not know who holds a gradient"
-_use_count: Any = find("torch.Tensor._use_count", loses=_LOSES)  # torch.utils.swap_tensors asks for it as well
+_use_count: Any = find("torch.Tensor._use_count", loses=_LOSES)  # torch.utils.swap_tensors uses it, too
 _storage_use_count: Any = find("torch._C._storage_Use_Count", loses=_LOSES)
 
 
 def storage_holders(tensor: Tensor) -> int:
-    """Return how many tensors, and other holders, the storage of `tensor` has."""
+    """Return how many tensors and other owners refer to the storage of `tensor`."""
     count: int = _storage_use_count(tensor.untyped_storage()._cdata)
     return count
 
 
 def view_holders(views: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return how many references hold each of `views`; the number stays the same as long as none comes or goes."""
+    """Return the reference counts of each of `views`, which change when a reference is added or dropped."""
     return list(zip(map(getrefcount, views), map(_use_count, views), strict=True))
 
 
 def is_alone(parameter: Tensor) -> bool:
-    """Return whether only `parameter.grad` leads to its memory. The caller holds no reference."""
+    """Return whether only `parameter.grad` refers to its memory. The caller must hold no reference."""
     return _count(parameter) == _count_of_one_alone()
 
 
 def separate_gradient(parameter: Tensor) -> None:
-    """Copy `parameter.grad` if another tensor, too, leads to its memory."""
+    """Copy `parameter.grad` if another tensor shares its memory."""
     grad = parameter.grad
     if grad is not None and not grad.is_sparse and storage_holders(grad) > _count_of_one_alone()[2]:
         parameter.grad = grad.clone()
@@ -57,7 +57,7 @@ def separate_gradient(parameter: Tensor) -> None:
 
 def _count(parameter: Tensor) -> tuple[int, int, int]:
     grad = parameter.grad
-    assert grad is not None  # the caller has asked
+    assert grad is not None  # the caller has checked it
     return getrefcount(grad), _use_count(grad), storage_holders(grad)
 
 

@@ -1,9 +1,9 @@
-"""Look at a program's tensors inside its own forward and backward; nobody sees it, and nothing is copied or raised.
+"""Read a program's tensors inside its own forward and backward without any visible effect.
 
-can_look        no functorch level, no trace, no fake tensors: operators compute what they always compute
-outside_modes   no dispatch mode, no function mode and no subclass sees them
+can_look        no functorch level, no trace, no fake tensors: operators compute real values
+outside_modes   no dispatch mode, function mode or subclass sees our operators
 elements_of     only plain, strided, dense tensors with memory, as a view
-invisible       all of it for a method of a watch, whose first error ends the watch and not the program
+invisible       all of this for a method of a watch, whose first error ends the watch and not the program
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ModeKey: Any = find("torch._C._TorchDispatchModeKey", loses=_LOSES)
 _DisableTorchDispatch: Any = find("torch._C._DisableTorchDispatch", loses=_LOSES)
 _DisableTorchFunction: Any = find("torch._C.DisableTorchFunction", loses=_LOSES)
 
-_PLAIN = (Tensor, nn.Parameter)  # no subclasses: what theirs do is their own
+_PLAIN = (Tensor, nn.Parameter)  # no subclasses, which may override operators
 
 
 class _Watch(Protocol):
@@ -42,7 +42,7 @@ _R = TypeVar("_R")
 
 
 def can_look() -> bool:
-    """Return whether an operator would compute here and now, instead of being transformed, traced or faked."""
+    """Return whether an operator would compute now, instead of being transformed, traced or faked."""
     return not (
         _functorch_level() is not None
         or _tracing_state() is not None
@@ -53,15 +53,15 @@ def can_look() -> bool:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run the block so that neither modes nor subclasses nor autograd see its operators."""
+    """Hide the block's operators from modes, subclasses and autograd."""
     with _DisableTorchDispatch(), _DisableTorchFunction(), torch.no_grad():
         yield
 
 
 def invisible(method: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W, _P], _R | None]:
-    """Run a method of a watch outside of modes; do nothing where the watch is blind or cannot look.
+    """Run a method of a watch outside of modes; do nothing if the watch is blind, or operators do not compute now.
 
-    An error in it makes the watch blind, and reaches nobody.
+    An error in the method makes the watch blind, and is not raised.
     """
 
     def look(self: _W, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
@@ -80,9 +80,9 @@ def invisible(method: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate
 
 
 def elements_of(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's elements as they lie in memory, as a view in one dimension, or None if they form no block.
+    """Return a tensor's elements in memory order, as a one-dimensional view, or None if they are not one block.
 
-    Only plain, strided, dense tensors with memory have such a block. It holds an expanded dimension once.
+    Only plain, strided, dense tensors with memory have such a block. An expanded dimension appears once.
     """
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
@@ -101,6 +101,6 @@ def elements_of(tensor: Tensor) -> Tensor | None:
 
 
 def all_elements_of(tensors: list[Tensor]) -> list[Tensor] | None:
-    """Return the elements of each tensor, or None if there are no tensors or one cannot be looked at."""
+    """Return the elements of each tensor, or None if there are no tensors or one cannot be read."""
     found = [elements for tensor in tensors if (elements := elements_of(tensor)) is not None]
     return found if found and len(found) == len(tensors) else None

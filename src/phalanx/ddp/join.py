@@ -1,4 +1,4 @@
-"""Support PyTorch's `Join`: ranks that have left the `with` block shadow what the others still do.
+"""Support PyTorch's `Join`: ranks that have left the `with` block shadow the collectives of the others.
 
                   rank 0: has left                          rank 1: trains
  Join             all_reduce: how many train?   <-------->  forward: notify_join_context
@@ -6,7 +6,7 @@
                   buffers                       <-------->  forward: buffers
                   a round of zeros              <-------->  backward: a round of gradients
  ...
- post_hook        all leave: parameters and buffers of the last rank become everybody's
+post_hook        all leave: all ranks get the parameters and buffers of the last rank
 
 It works over any group.
 """
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JoinStatus:
-    """A `JoinStatus` says what a rank does in one forward."""
+    """A `JoinStatus` is what a rank does in one forward."""
 
     active: bool
-    """Whether this rank is in the context; one that has left it shadows the others."""
+    """Whether this rank is in the context; a rank that has left it shadows the others."""
     syncs: bool = False
     """Whether the backward that follows averages."""
     decides: bool = False
-    """Whether sync_batchnorm="auto" decides now."""
+    """Whether sync_batchnorm="auto" decides in this forward."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class JoinState:
 
     @property
     def num_active(self) -> int:
-        """Return how many ranks still train."""
+        """Return the number of ranks that still train."""
         return sum(status.active for status in self.statuses)
 
     @property
     def source(self) -> int:
-        """Return the rank whose buffers serve all: the highest rank that trains, as in PyTorch."""
+        """Return the rank whose buffers all ranks get: the highest rank that trains, as in PyTorch."""
         return max(rank for rank, status in enumerate(self.statuses) if status.active)
 
     @property
@@ -68,12 +68,12 @@ class JoinState:
 
     @property
     def decides(self) -> bool:
-        """Return whether the smallest batch is looked for."""
+        """Return whether ranks agree on the smallest batch."""
         return any(status.decides for status in self.statuses)
 
 
 def gather_join_state(status: JoinStatus, group: dist.ProcessGroup, device: torch.device) -> JoinState:
-    """Tell all ranks this rank's status, and return theirs. All ranks call it. Cost: one all_gather of 3 numbers."""
+    """Gather all ranks' statuses. All ranks call it. Cost: one all_gather of 3 numbers."""
     rows = _gather([status.active, status.syncs, status.decides], group, device)
     return JoinState(tuple(JoinStatus(*map(bool, row)) for row in rows))
 
@@ -92,7 +92,7 @@ def _gather(row: list[bool], group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Refuse to shadow a rank whose forward or update the others need.
+    """Refuse to shadow a rank whose forward or update needs this rank's own batch.
 
     Raises:
         RuntimeError: batch statistics are over all ranks, or each rank updates a part of the parameters.
@@ -103,7 +103,7 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
             f"{here}: the model has SyncBatchNorm layers, whose collectives in forward need a batch of every "
             "rank. Pass throw_on_early_termination=True, or give every rank the same number of batches."
         )
-    sharing = sharing_group(group)  # its ranks share parameters under ZeroRedundancyOptimizer, or their masters
+    sharing = sharing_group(group)  # its ranks share parameters under ZeroRedundancyOptimizer, or master parameters
     if any(
         has_shared_update(parameter) or (sharing is not None and sharing.symm_mem.holds(parameter.data_ptr()))
         for parameter in module.parameters()
@@ -115,7 +115,7 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class JoinShadow(JoinHook):
-    """`Join` calls it on a rank that has left: `shadow_step` for each step of the others, then `end(is_last)`."""
+    """`Join` calls a `JoinShadow` on a rank that left: `shadow_step` per step of the others, then `end(is_last)`."""
 
     def __init__(self, shadow_step: Callable[[], None], end: Callable[[bool], None]) -> None:
         self._shadow_step = shadow_step
@@ -130,7 +130,7 @@ class JoinShadow(JoinHook):
 
 
 class JoinInterface(nn.Module, Joinable):
-    """This is the wrapper's side of `Join`: what it does around a forward, and leaves to a rank that has left."""
+    """A `JoinInterface` is the wrapper's part of `Join`: its actions around a forward, and on a rank that has left."""
 
     process_group: dist.ProcessGroup
     module: nn.Module
@@ -151,8 +151,7 @@ class JoinInterface(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Return PyTorch's context for uneven inputs, on any backend: ranks that have left it shadow those still in
-        it.
+        """Return PyTorch's context for uneven inputs, on any backend: ranks that have left it shadow the others.
 
         Arguments:
             divide_by_initial_world_size: divide the sum of gradients by the group's size, that is, count the ranks that
@@ -165,13 +164,13 @@ class JoinInterface(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what `torch.distributed.algorithms.Join` calls on a rank that has left it."""
+        """Return the hook that `torch.distributed.algorithms.Join` calls on a rank that has left it."""
         self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
         return JoinShadow(self._shadow_step, self._broadcast_last)
 
     @property
     def join_device(self) -> torch.device:
-        """Return the device on which `Join` puts what it sends."""
+        """Return the device of the tensors that `Join` sends."""
         return self.device
 
     @property
@@ -180,8 +179,8 @@ class JoinInterface(nn.Module, Joinable):
         return self.process_group
 
     def _announce(self, sync: bool) -> int:
-        """Let the ranks that left a Join context follow, before a forward; return the rank whose buffers serve all."""
-        self._reducer.end_watch()  # not all ranks would see the same
+        """Announce a forward to ranks that left a Join context; return the rank whose buffers all ranks get."""
+        self._reducer.end_watch()  # ranks would observe different steps
         counted = Join.notify_join_context(self)
         if counted is not None:
             counted.wait()
@@ -192,10 +191,10 @@ class JoinInterface(nn.Module, Joinable):
         return join_state.source
 
     def _shadow_step(self) -> None:
-        """Do what the others' forward and backward need of this rank, which has left a Join context.
+        """Shadow the others' forward and backward on this rank, which has left a Join context.
 
         Raises:
-            RuntimeError: a layer or an optimizer needs something of every rank that only its own batch could give.
+            RuntimeError: a layer or an optimizer needs every rank's own batch.
         """
         self._reducer.end_watch()
         refuse_join_shadow(self.module, self.process_group)

@@ -1,4 +1,4 @@
-"""Notice parameters that came to a model after it was wrapped: no bucket has them, and nothing averages them."""
+"""Detect parameters that were added to a model after it was wrapped: they have no bucket, and are not averaged."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn.modules.module import (
 
 
 class LateParameters:
-    """`LateParameters` notices parameters of `module` that were added or unfrozen since, and need a gradient.
+    """`LateParameters` detects parameters of `module` that were added or unfrozen since, and require a gradient.
 
-    Torch's hooks for registrations tell what is added. Tensors that stand in for parameters for the length of a call
+    Torch's registration hooks report additions. Tensors that replace parameters during a call
     (`torch.func.functional_call`) are not registered, and do not count as added.
 
-    Cost: a look at each frozen parameter per call of `find_newcomers`. The tree of modules is walked only after a
+    Cost: a check of each frozen parameter per call of `find_newcomers`. The module tree is walked only after a
     parameter or module was registered somewhere in this process.
     """
 
@@ -28,15 +28,15 @@ class LateParameters:
         self._trained = {id(parameter) for parameter in trained}  # they live as long as the buckets
         self._ignored = ignored
         self._frozen = [p for name, p in module.named_parameters() if name not in ignored and not p.requires_grad]
-        self._arrived: list[weakref.ref[Tensor | nn.Module]] = []  # anywhere in the process, since the last look
+        self._arrived: list[weakref.ref[Tensor | nn.Module]] = []  # anywhere in the process, since the last call
         _hear_registrations()
         _all.add(self)
 
     def find_newcomers(self) -> list[str]:
-        """Return the names of the parameters that need a gradient now and did not when `module` was wrapped."""
+        """Return the names of the parameters that require a gradient now and did not when `module` was wrapped."""
         if not self._arrived and not any(parameter.requires_grad for parameter in self._frozen):
             return []
-        # Parameters that were trained all along arrive too, when the model becomes a part of another, or is compiled.
+        # Trained parameters are registered again when the model becomes a part of another, or is compiled.
         watched = {id(parameter) for parameter in (*self._frozen, *self._list_arrived())} - self._trained
         candidates = [
             (name, parameter)
@@ -58,7 +58,7 @@ class LateParameters:
                 yield arrived
 
     def on_registration(self, registered: Tensor | nn.Module | None) -> None:
-        """Note that some module of this process was given a parameter or a module."""
+        """Record that a module of this process was given a parameter or a module."""
         if registered is not None:
             self._arrived.append(weakref.ref(registered))
 
@@ -73,7 +73,7 @@ def _parameters_in(module: nn.Module) -> Iterator[Tensor]:
 
 
 def explain_newcomers(names: Sequence[str], rank: int) -> str:
-    """Return what to do about parameters that were added or unfrozen."""
+    """Return an error with advice about parameters that were added or unfrozen."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"DistributedDataParallel on rank {rank}: {names[0]!r}{more} needs a gradient, but was not there or was frozen "
@@ -88,9 +88,9 @@ _all: weakref.WeakSet[LateParameters] = weakref.WeakSet()
 
 @functools.cache
 def _hear_registrations() -> None:
-    """Register a hook of each kind, once in a process.
+    """Register a hook of each kind, once per process.
 
-    They stay: a hook that goes with a wrapper goes when it is collected, which may be while torch iterates over hooks.
+    They stay: removing a hook when its wrapper is collected could happen while torch iterates over the hooks.
     """
     for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
         register(_on_registration)

@@ -1,4 +1,4 @@
-"""Decide what went wrong when ranks see what they should not, from what each rank observed.
+"""Decide from all ranks' observations which mistakes the program makes.
 
 rank 0   observes step 1, 2, 3  --.
 rank 1   observes step 1, 2, 3  ---+--> decide_warnings --> sentences for the log, each with the line to add
@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 NUM_STEPS = 3
-"""How many steps are watched: enough that equal batches are no accident, few enough to cost nothing."""
+"""The number of steps watched: enough that equal batches are no accident, and few enough to cost nothing."""
 
 
 DIFFERING_PARAMETERS = "differing parameters"
@@ -20,12 +20,12 @@ DIFFERING_PARAMETERS = "differing parameters"
 
 @dataclass(frozen=True)
 class Observation:
-    """An observation is what one rank saw in one step, in numbers to gather: digests, flags and positions."""
+    """An `Observation` is what one rank saw in one step, as numbers to gather: digests, flags and positions."""
 
     has_inputs: int = 0
-    """1 if forward was given a tensor with an element."""
+    """1 if an input tensor of forward has an element."""
     inputs: int = 0
-    """The digest of the tensors given to forward."""
+    """The digest of forward's input tensors."""
     draws: int = 0
     """1 if forward drew from torch's generator."""
     generator: int = 0
@@ -37,9 +37,9 @@ class Observation:
     nan_gradient: int = 0
     """The position, from 1, of the first parameter whose own gradient was NaN; 0 if there was none."""
     stale_optimizer: int = 0
-    """1 if an optimizer has stepped over look-alikes of the parameters, and none over the parameters."""
+    """1 if an optimizer stepped over similar parameters, and none over the wrapped ones."""
     stepped: int = 0
-    """The digest of all parameters as the step after a backward that saw others found them; 0 if none was expected."""
+    """The digest of all parameters at the step after a backward with differing parameters; 0 if none was expected."""
 
     def row(self) -> list[int]:
         """Return the numbers, in the order of the fields."""
@@ -52,7 +52,7 @@ StepObservations = Sequence[Observation]
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake is one finding; `kind` serves to say each kind once."""
+    """A `Mistake` is one finding; each `kind` is logged once."""
 
     kind: str
     text: str
@@ -61,7 +61,7 @@ class Mistake:
 def decide_warnings(
     steps: Sequence[StepObservations], names: Sequence[str], differing: Sequence[int] = ()
 ) -> list[Mistake]:
-    """Return what to warn of after the steps so far, the latest one last.
+    """Return the warnings after the steps so far, the latest one last.
 
     Arguments:
         names: of the parameters, in the order that `Observation.nan_gradient` counts.
@@ -81,9 +81,9 @@ def decide_warnings(
 
 
 def were_put_back(latest: StepObservations) -> bool:
-    """Return whether all ranks stepped from the same parameters, though their last backwards may have seen others.
+    """Return whether all ranks stepped from the same parameters, even if their last backwards used different ones.
 
-    Some methods move the parameters for one backward and put them back, as sharpness-aware minimization (SAM) does.
+    Some methods move the parameters for one backward and restore them, as sharpness-aware minimization (SAM) does.
     """
     return latest[0].stepped != 0 and len({one.stepped for one in latest}) == 1
 
@@ -138,7 +138,7 @@ def _nan_on_some(latest: StepObservations, number: int, names: Sequence[str]) ->
     outputs = [rank for rank, one in enumerate(latest) if one.nan_output]
     gradients = {rank: one.nan_gradient for rank, one in enumerate(latest) if one.nan_gradient}
     broken = sorted({*outputs, *gradients})
-    if not 0 < len(broken) < len(latest):  # on all ranks it is the model's affair
+    if not 0 < len(broken) < len(latest):  # a NaN on all ranks is a problem of the model
         return None
     if outputs:
         what, where = "the output of forward", outputs

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` is the wrapper that users see."""
+"""`DistributedDataParallel`, the wrapper for data parallel training."""
 
 from __future__ import annotations
 
@@ -46,37 +46,38 @@ _PREFIX = "module."
 
 
 class DistributedDataParallel(JoinInterface, TorchInterface):
-    """Train one model on many ranks: each computes its own batch's gradients, and backward leaves their mean on all.
+    """Train one model on many ranks: each rank computes its own batch's gradients, and backward averages them.
 
     It replaces `torch.nn.parallel.DistributedDataParallel`, over any backend of `torch.distributed`. On `"phalanx"`
-    gradients lie in memory that the ranks share, and are reduced there. All ranks construct it together, with the same
+    gradients are in memory that the ranks share, and are reduced there. All ranks construct it together, with the same
     model; all ranks get rank 0's parameters and buffers.
 
-    Arguments are PyTorch's, with these differences. `gradient_as_bucket_view` is True unless you say otherwise: `.grad`
-    is a view of a bucket, whose memory the next backward writes again unless you keep it, and it replaces a `.grad`
-    that you assigned. `batched_grad_copy`, `lazy_bucket_allocation` and `dim` change nothing. An argument that is not
-    supported is refused by name. Gradients are averaged once per backward, not once per forward: two forwards followed
-    by their two backwards give the right mean.
+    Arguments are PyTorch's, with these differences. `gradient_as_bucket_view` defaults to True: `.grad` is a view of a
+    bucket, which replaces a `.grad` that you assigned, and which the next backward overwrites unless you keep a
+    reference to it. `batched_grad_copy`, `lazy_bucket_allocation` and `dim` have no effect. An unsupported argument
+    is an error that names it. Gradients are averaged once per backward, not once per forward: two forwards followed
+    by their two backwards give the correct mean.
 
-    A process that you fork shares `.grad` with this one (no copy on write). Clone before the fork what it should read.
+    A forked process shares `.grad` with its parent (no copy on write). Before the fork, clone the gradients that the
+    child reads.
 
     Two arguments are additions of Phalanx. With `sync_batchnorm=True` BatchNorm layers normalize over all ranks'
-    batches (`phalanx.SyncBatchNorm`); with "auto" they do so if a rank's first batch has fewer than 16 samples, and the
-    log says so.
-    With `check` the wrapper looks for common mistakes in the first 3 steps (for example, that every rank reads the same
-    batch), and logs one warning for each on rank 0; `phalanx docs mistakes` leads to the list. False turns this off.
+    batches (`phalanx.SyncBatchNorm`); with "auto" they do so if a rank's first batch has fewer than 16 samples, which
+    is logged. With `check` the wrapper looks for common mistakes in the first 3 steps (for example, that every rank
+    reads the same batch), and logs one warning for each on rank 0; `phalanx docs mistakes` lists them. False turns
+    this off.
 
-    Names follow the tree of modules, as in PyTorch: the wrapped module is the child `module`, and the keys of
-    `state_dict()` begin with `module.`; `ddp.module.state_dict()` has them without. `load_state_dict` takes both kinds.
+    Names follow the module tree, as in PyTorch: the wrapped module is the child `module`, and the keys of
+    `state_dict()` begin with `module.`; those of `ddp.module.state_dict()` do not. `load_state_dict` accepts both.
 
-    Numerics: every rank ends with the same bits, every run; two ranks with half a batch each train like one process
-    with the whole batch, up to rounding, when the loss is a mean over samples.
+    Numerics: all ranks have the same bits, in every run; two ranks with half a batch each train like one process with
+    the whole batch, up to rounding, if the loss is a mean over samples.
 
     Raises:
-        ValueError: an argument is refused, or disagrees with the module's devices.
+        ValueError: an argument is not supported, or disagrees with the module's devices.
         RuntimeError: there is no process group, or no parameter requires a gradient. In forward: a parameter was added
             or unfrozen since construction, or backward left one without a gradient. In an optimizer's step: gradients
-            were not averaged, because no forward of the wrapper came before their backward.
+            were not averaged, because no forward of the wrapper preceded their backward.
         MismatchError: the ranks' models or settings differ; raised on all ranks.
 
     Source: Li et al. (2020), PyTorch Distributed: Experiences on Accelerating Data Parallel Training.
@@ -110,7 +111,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         check: bool = True,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)  # disables what happens in its context
+        Joinable.__init__(self)  # disables the actions inside Join's context
         refuse(
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
@@ -132,11 +133,11 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
-        # Two names of PyTorch for one thing; they differ with False, and then only in what happens at construction.
+        # PyTorch has two names for one setting; with False they differ, and only at construction.
         given = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.broadcast_buffers = True if given is None else given
         self._divide_by_initial_world_size = True
-        self._buffers_stale = True  # ranks' buffers may differ since the last forward that trained
+        self._buffers_stale = True  # ranks' buffers may differ since the last training forward
 
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = [(name, p) for name, p in module.named_parameters() if name not in self._ignored]
@@ -152,7 +153,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
                 "static_graph": static_graph,
                 "broadcast_buffers": self.broadcast_buffers,
                 "sync_batchnorm": sync_batchnorm,
-                "BatchNorm layers": len(find_batchnorms(module)),  # some have no parameter or buffer to be seen by
+                "BatchNorm layers": len(find_batchnorms(module)),  # some have no parameter or buffer
                 "check": check,
             }
             verify_same(describe(module, self._ignored), settings, self.process_group, device)
@@ -165,7 +166,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         if sync_batchnorm is True:
             span_ranks(module, self.process_group)
         self._batchnorm_undecided = sync_batchnorm == "auto"
-        self._batchnorm_synced = False  # whether that decision has been to sync them
+        self._batchnorm_synced = False  # whether "auto" has decided to sync them
         self._inputs_to = decide_device({parameter.device for _, parameter in named}, device_ids, output_device)
         self.device = device
         if init_sync:
@@ -200,11 +201,10 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         )
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
-        """Go on in another group, with the same module, and without gradients. All ranks of `process_group` call it.
+        """Continue in another group, with the same module, and without gradients. All ranks of `process_group` call it.
 
-        What the ranks have learnt together (the order of gradients, a static graph) is learnt anew, since a rank that
-        comes new knows none of it. The caller sees to parameters and buffers. Of a comm hook's state only its
-        `process_group` is changed.
+        The order of gradients and a static graph are learnt again, since new ranks do not know them. The caller
+        synchronises parameters and buffers. Of a comm hook's state only its `process_group` is changed.
 
         Cost: that of the construction, without its broadcast.
         """
@@ -227,12 +227,12 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @property
     def plan(self) -> BucketPlan:
-        """Return the plan of which gradient lies in which bucket; `print` draws it. The first backward remakes it."""
+        """Return the plan of gradients in buckets; `print` draws it. The first backward replaces it."""
         return self._reducer.plan
 
-    @skipped  # torch.compile shall compile the module, and not look around it
+    @skipped  # torch.compile should compile the module, not this method
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module, and note whether the backward that follows averages gradients."""
+        """Run the wrapped module, and record whether the following backward averages gradients."""
         sync = self._before_forward((args, kwargs))
         if self._inputs_to is not None:
             args, kwargs = self._moved((args, kwargs))
@@ -242,10 +242,10 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
 
     @untraced
     def _before_forward(self, inputs: object) -> bool | None:
-        """Return whether this forward's backward averages gradients; None for a forward that has no say in it."""
+        """Return whether this forward's backward averages gradients; None for a forward that does not decide it."""
         reducer = self._reducer
         if reducer.in_backward and _backward_number() != -1:
-            return None  # checkpointing runs the forward again in the middle of a backward that has been announced
+            return None  # checkpointing runs the forward again during its backward
         grad_enabled = torch.is_grad_enabled()
         sync = grad_enabled and self.require_backward_grad_sync
         source = self._announce(sync) if self._join_config.enable else 0
@@ -260,17 +260,17 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
                 broadcast_tensors(self._synced_buffers(), self.process_group, source)
             else:
                 self._buffer_broadcast.from_first(self._synced_buffers(), reducer.num_rounds)
-        # In PyTorch, too, the forward after one that trained starts from rank 0's buffers, in evaluation as well.
+        # As in PyTorch, the forward after a training forward starts from rank 0's buffers, also in evaluation.
         self._buffers_stale = sync
         return sync if grad_enabled else None
 
     def _look_at(self, inputs: object) -> None:
-        """Decide what depends on the batch, and watch for mistakes."""
+        """Make the decisions that depend on the batch, and watch for mistakes."""
         if self._batchnorm_undecided and self.training:
             self._batchnorm_undecided = False
             self._batchnorm_synced = sync_if_small(self.module, tensors_in(inputs), self.process_group, self.device)
         if _backward_number() != -1:
-            return  # checkpointing runs the forward again, and counts its operators
+            return  # checkpointing runs the forward again
         if self._reducer.watch is not None:
             self._reducer.watch.before_forward(inputs)
         if self._epoch_order is not None:
@@ -301,7 +301,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
     def no_sync(self) -> Iterator[None]:
         """Accumulate the gradients of forwards inside on this rank only; the first backward outside averages the sum.
 
-        The forward must be inside: it is where a backward's kind is decided.
+        The forward, not only the backward, must be inside: it decides the kind of its backward.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -316,28 +316,28 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         return self._batchnorm_undecided, self._batchnorm_synced
 
     def follow_batchnorm_choice(self, choice: tuple[bool, bool]) -> None:
-        """Do what another rank's wrapper has decided."""
+        """Adopt the decision of another rank's wrapper."""
         undecided, synced = choice
         if synced and not self._batchnorm_synced:
             span_ranks(self.module, self.process_group)
         self._batchnorm_undecided, self._batchnorm_synced = bool(undecided), bool(synced)
 
     def _state(self) -> list[Tensor]:
-        """Return what ranks bring each other up to date with: parameters, and buffers unless each rank has its own."""
+        """Return the tensors that ranks synchronise: parameters, and buffers unless each rank has its own."""
         named = [(name, parameter) for name, parameter in self.module.named_parameters() if name not in self._ignored]
         tensors: list[Tensor] = [parameter for _, parameter in named]
         return tensors + self._synced_buffers() if self.broadcast_buffers else tensors
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let `hook(state, bucket)` combine each bucket in the place of all_reduce; it returns a future of a tensor.
+        """Make `hook(state, bucket)` combine each bucket instead of all_reduce; it returns a future of a tensor.
 
         This is PyTorch's interface, and most hooks of torch.distributed.algorithms.ddp_comm_hooks work. Gradients are
         not divided by the number of ranks before the hook sees them. Call it once per module, before the first
         backward.
 
         Raises:
-            TypeError: `hook` can't be called.
-            ValueError: it is one of PyTorch's that can't work here; `phalanx docs data-parallel` lists them.
+            TypeError: `hook` is not callable.
+            ValueError: `hook` is one of PyTorch's that cannot work here; `phalanx docs data-parallel` lists them.
             RuntimeError: a hook is already registered, or a parameter has sparse gradients.
         """
         refuse_hook(hook, dist.get_backend(self.process_group))
@@ -350,10 +350,10 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self._reducer.use_exchange(HookExchange(state, hook, lambda: len(self.plan.buckets)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load state with PyTorch's `module.` in front of every key, or with the wrapped module's own keys.
+        """Load state whose keys all begin with PyTorch's `module.`, or are the wrapped module's own keys.
 
         Raises:
-            ValueError: `assign=True`, which would replace the parameters whose gradients lie in buckets.
+            ValueError: `assign=True`, which would replace the parameters whose gradients are in buckets.
         """
         if assign:
             raise ValueError(
@@ -361,7 +361,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
                 "the module first, then wrap it"
             )
         if _is_bare(self.module.state_dict().keys(), state_dict.keys()):
-            return self.module.load_state_dict(state_dict, strict=strict)  # with its versions, which go by its names
+            return self.module.load_state_dict(state_dict, strict=strict)  # with the versions by its names
         return super().load_state_dict(state_dict, strict=strict)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -377,16 +377,16 @@ def _accumulates(ddp: weakref.ref[DistributedDataParallel]) -> bool:
 
 
 def _is_bare(own: Collection[str], keys: Collection[str], prefix: str = "") -> bool:
-    """Return whether a state's keys behind `prefix` are the module's `own`, and not those with `module.` in front.
+    """Return whether a state's keys after `prefix` are the module's `own`, without `module.` in front.
 
-    A wrapped module may have a child named `module` of its own, so the looks of one key decide nothing.
+    A wrapped module may have its own child named `module`, so one key alone does not decide.
     """
     wrapped = sum(prefix + _PREFIX + key in keys for key in own)
     return wrapped < sum(prefix + key in keys for key in own)
 
 
 def _restore_prefix(ddp: DistributedDataParallel, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
-    """Let both kinds of keys load also through a module that contains the wrapper."""
+    """Accept both kinds of keys also through a module that contains the wrapper."""
     own = ddp.module.state_dict().keys()
     if _is_bare(own, state_dict.keys(), prefix):
         bare = {key: state_dict.pop(prefix + key) for key in own if prefix + key in state_dict}
@@ -401,7 +401,7 @@ _REFUSED = {
 }
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
-# These hooks of PyTorch's, by their module, can't work here, or nobody can use them on this backend.
+# Hooks of PyTorch, by their module, that cannot work here, or on this backend.
 _REFUSED_HOOKS = {
     _HOOKS + "mixed_precision_hooks": "it is a part of PyTorch's own DistributedDataParallel(mixed_precision=...). "
     "Use torch.autocast around forward, and bf16_compress_hook to send fewer bytes",
@@ -421,15 +421,15 @@ _RESIZES = {
 
 
 def refuse_hook(hook: Callable[..., Any], backend: str) -> None:
-    """Refuse those of PyTorch's communication hooks that can't work here, before a backward fails in them.
+    """Refuse PyTorch's communication hooks that cannot work here, before a backward fails in them.
 
     Raises:
-        TypeError: `hook` is no function.
-        ValueError: `hook` is one of those; the message says what to use.
+        TypeError: `hook` is not a function.
+        ValueError: `hook` is one of those; the message names an alternative.
     """
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}")
-    plain = getattr(hook, "func", hook)  # PyTorch hands out one of them as a functools.partial
+    plain = getattr(hook, "func", hook)  # one of PyTorch's hooks is a functools.partial
     module, name = getattr(plain, "__module__", "") or "", getattr(plain, "__name__", repr(plain))
     reason = _REFUSED_HOOKS.get(module)
     if reason is None and backend != "nccl":
@@ -441,7 +441,7 @@ def refuse_hook(hook: Callable[..., Any], backend: str) -> None:
 
 
 def refuse(**given: object) -> None:
-    """Refuse each argument that was `given` a value, all in one message.
+    """Refuse all arguments that were `given` a value, in one message.
 
     Raises:
         ValueError: at least one was given.
@@ -452,7 +452,7 @@ def refuse(**given: object) -> None:
 
 
 def decide_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[float, ...]:
-    """Return the caps of the first, second, ... bucket in MiB; the last one serves all that follow.
+    """Return the caps of the first, second, ... bucket in MiB; the last cap is also that of all later buckets.
 
     Raises:
         ValueError: a cap is not above zero.
@@ -473,7 +473,7 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
     """Return the group to average over: the given one, the mesh's, or the default group.
 
     Raises:
-        ValueError: both are given, or the mesh has not one axis.
+        ValueError: both are given, or the mesh does not have exactly one axis.
         RuntimeError: there is no default group.
     """
     if process_group is not None and device_mesh is not None:
@@ -495,7 +495,7 @@ def decide_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
 def localize(module: nn.Module, device_mesh: DeviceMesh) -> None:
     """Replace parameters that are DTensors by their local parts between forwards, as PyTorch's wrapper does.
 
-    It does so where the mesh is an axis of a larger one, whose other axes carry tensor parallelism.
+    This applies if the mesh is one axis of a larger mesh, whose other axes are for tensor parallelism.
     """
     if device_mesh._get_root_mesh() != device_mesh:
         transform: Any = find(
@@ -510,10 +510,10 @@ def decide_device(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> torch.device | None:
-    """Return the device that inputs are moved to; None leaves them where they are.
+    """Return the device that inputs are moved to; None does not move them.
 
     Raises:
-        ValueError: the module spans devices, or `device_ids` says something else than the parameters.
+        ValueError: the module spans devices, or `device_ids` disagrees with the parameters.
     """
     if len(devices) > 1:
         where = ", ".join(sorted(map(str, devices)))

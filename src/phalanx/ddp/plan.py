@@ -1,12 +1,12 @@
-"""Plan which gradient lies where: lay parameters out in buckets, as pure data.
+"""Assign gradients to buckets; a plan is plain data.
 
     order in which gradients become ready  ->   w4 b4 w3 b3 ... w1 b1
-    bucket 0 (small: it leaves early)           [w4 |b4 ]
+    bucket 0 (small: it is sent early)          [w4 |b4 ]
     bucket 1                                            [w3      |b3 |w2      |b2 ]
     bucket 2                                                                       [w1      |b1 ]
 
-A plan is the same on every rank, because it is computed from what all ranks have in common: the parameters in order of
-registration, or an order of readiness that rank 0 has handed out.
+A plan is the same on every rank, because it is computed from common data: the parameters in order of registration, or
+an order of readiness that rank 0 has sent.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 MIB = 1024 * 1024
 DEFAULT_CAP_MB = 25.0
-FIRST_CAP_MB = 1.0  # PyTorch's: the first bucket is small, so that communication starts early in backward
-ALIGN_BYTES = 64  # a cache line: no two gradients share one, and every slot suits the widest vector instructions
+FIRST_CAP_MB = 1.0  # as in PyTorch: the first bucket is small, so that communication starts early in backward
+ALIGN_BYTES = 64  # a cache line: no two gradients share one, and slots are aligned for the widest vector instructions
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """The plan has to know this of a parameter. `owner` is the class of the module that holds it, for messages."""
+    """A `ParameterSpec` describes a parameter for the plan. `owner` is the class of its module, for messages."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A slot is a gradient's place in a bucket. `parameter` is its number in registration, `offset` in elements."""
+    """A `Slot` is a gradient's place in a bucket. `parameter` is its registration number, `offset` is in elements."""
 
     parameter: int
     name: str
@@ -55,9 +55,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket has gradients that travel together.
+    """A `Bucket` is a set of gradients that are sent together.
 
-    A sparse bucket holds one parameter and no memory: its size is known late.
+    A sparse bucket has one parameter and no memory, since its size is not known in advance.
     """
 
     index: int
@@ -69,13 +69,13 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the bucket's memory, the gaps of alignment included."""
+        """Return the size of the bucket's memory, including alignment gaps."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """A bucket plan has all buckets in the order in which every rank sends them. `print(plan)` draws it."""
+    """A `BucketPlan` has all buckets in the order in which every rank sends them. `print(plan)` draws it."""
 
     buckets: tuple[Bucket, ...]
 
@@ -89,13 +89,12 @@ def plan_buckets(
     order: Sequence[int] | None = None,
     alone_bytes: int | None = None,
 ) -> BucketPlan:
-    """Lay out the gradients of `parameters` in buckets, in the `order` in which they become ready.
+    """Assign the gradients of `parameters` to buckets, in the `order` in which they become ready.
 
-    `order` lists positions in `parameters`; without it, the reverse of registration, which is how backward usually
-    goes. A bucket is closed by the parameter that reaches its cap; the k-th bucket of a dtype and device has the k-th
-    of `caps_mb` (MiB), and the last cap serves all that follow. A gradient of `alone_bytes` or more has a bucket to
-    itself. Buckets are numbered by when their last gradient becomes ready.
-
+    `order` lists positions in `parameters`; the default is the reverse of registration, the usual order of backward.
+    The parameter that reaches the cap completes a bucket; the k-th bucket of a dtype and device has the k-th of
+    `caps_mb` (MiB), and the last cap is also that of all later buckets. A gradient of `alone_bytes` or more has its own
+    bucket. Buckets are numbered in the order in which their last gradients become ready.
     Raises:
         ValueError: a cap is not a positive number, or `order` is not a permutation of the parameters.
 
@@ -108,7 +107,7 @@ def plan_buckets(
     elif sorted(order) != list(range(len(parameters))):
         raise ValueError(f"order must name each of the {len(parameters)} parameters once, got {list(order)}")
 
-    finished: list[tuple[int, list[int]]] = []  # (when the last member is ready, members)
+    finished: list[tuple[int, list[int]]] = []  # (position at which the last member is ready, members)
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
     for moment, index in enumerate(order):

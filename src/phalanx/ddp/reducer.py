@@ -1,27 +1,27 @@
-"""The `Reducer` decides when each bucket is sent in a backward, and when gradients may be read.
+"""The `Reducer` decides when to send each bucket during backward, and when gradients may be read.
 
     autograd    w4 ready   b4 ready   w3 ready ...                        backward ends
     bucket      1 missing  complete   fill, launch 0 ...                      fill, launch n
-    here                                                                      wait 0 .. n, publish
+    this module                                                               wait 0 .. n, publish
 
 A *round* begins with the first gradient and ends when all buckets hold the mean. Buckets are launched in the plan's
-order on every rank: a complete bucket waits for those before it, because collectives must be issued in one order
-everywhere.
+order on every rank: a complete bucket waits for those before it, because collectives must be issued in the same order
+on every rank.
 
-A bucket whose gradients are copied is filled and launched by the gradient that completes it, unless the user has hooks
-that come after ours. One that is reduced where autograd wrote it waits for the next gradient, or for the end: when
-autograd calls the hook of a gradient it still has it in its hands, and only at the next one can be told who keeps it
+A bucket of copied gradients is filled and launched by the gradient that completes it, unless the user has hooks that
+run after ours. A bucket that is reduced where autograd wrote it waits for the next gradient, or for the end: while
+autograd calls a gradient's hook it still refers to the gradient, so that other references can be counted only later
 (`holders`).
 
-Everything here runs in the thread that runs autograd for the module's one device, so there is no lock.
+Everything runs in autograd's thread for the module's one device, so there is no lock.
 
     phase          backward in progress   round          next
     IDLE           none                   not started    ACCUMULATING, SYNCING
-    ACCUMULATING   it only accumulates    not started    SYNCING: it reaches outputs of a forward that syncs; IDLE
-    SYNCING        it averages            either         IDLE: the round has ended; INCOMPLETE
+    ACCUMULATING   only accumulates       not started    SYNCING: it reaches outputs of a syncing forward; IDLE
+    SYNCING        averages               either         IDLE: the round has ended; INCOMPLETE
     INCOMPLETE     none                   started        SYNCING: another backward brings the missing gradients
 
-An exception may end a backward in any phase. The next forward begins anew, or raises if buckets were sent.
+An exception may end a backward in any phase. The next forward starts again, or raises if buckets were sent.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _engine: Any = find(
 
 
 class ReducerPhase(Enum):
-    """A `ReducerPhase` limits what may come next, as the module's table says."""
+    """A `ReducerPhase` limits the next transitions, as the module's table shows."""
 
     IDLE = "idle"
     ACCUMULATING = "accumulating"
@@ -66,9 +66,9 @@ class Backward:
     """A `Backward` is the backward in progress.
 
     Arguments:
-        syncs: whether it averages gradients, or only accumulates.
-        writes: whether it would write the gradient of every parameter that it reaches.
-        fresh: in a backward that only accumulates, for each parameter whether it makes the gradient.
+        syncs: it averages gradients, or only accumulates.
+        writes: it would write the gradient of every parameter that it reaches.
+        fresh: in a backward that only accumulates, whether it creates the gradient, for each parameter.
     """
 
     syncs: bool
@@ -78,14 +78,14 @@ class Backward:
 
 @dataclass
 class Forwards:
-    """`Forwards` sums up the forwards since the last round.
+    """`Forwards` summarises the forwards since the last round.
 
     Arguments:
-        latest_syncs: what the latest forward decided; it outlives the round.
-        any_syncs: whether one of them syncs.
-        any_accumulates: whether one of them only accumulates.
-        num_hidden: how many sync, show no graph in their outputs, and wait for their backward.
-        reach: what they reach; None if that was not looked for.
+        latest_syncs: the decision of the latest forward, which is kept after the round.
+        any_syncs: one of them syncs.
+        any_accumulates: one of them only accumulates.
+        num_hidden: the number of syncing forwards without a graph in their outputs, whose backward is still to come.
+        reach: the leaves that they reach; None if unknown.
     """
 
     latest_syncs: bool = False
@@ -101,13 +101,13 @@ class Forwards:
         self.reach = None
 
 
-@untraced  # autograd calls it, in a compiled step with Dynamo at work
+@untraced  # autograd calls it during a compiled step, with Dynamo active
 class Reducer:
-    """It averages the gradients of `parameters` over the ranks of `group`, once per backward.
+    """A `Reducer` averages the gradients of `parameters` over the ranks of `group`, once per backward.
 
-    `specs` describe `parameters`, one for one. `watch` looks at the first rounds; all ranks have one, or none has.
-    `accumulates` says whether the user wants gradients of this rank only, for now.
-    Where the group's memory is shared, all ranks build theirs together.
+    `specs` describe `parameters`, one for one. `watch` observes the first rounds; all ranks have one, or none has.
+    `accumulates` returns whether to accumulate on this rank only, for now. If the group's memory is shared, all ranks
+    build their reducers together.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Reducer:
         self._backward: Backward | None = None
         self._used = [False] * len(self._parameters)  # whether each was used since the last round
         self._num_rounds = 0
-        self.rescale = 1.0  # what the mean is multiplied by
+        self.rescale = 1.0  # a factor for the mean
         self._round: Round
         self._begin_round()
         hooks = [
@@ -153,7 +153,7 @@ class Reducer:
             weakref.finalize(self, self._set.pool.close).atexit = False  # tensors may outlive the exit hooks
 
     def close(self) -> None:
-        """See no more gradients; another wrapper may take them from here on."""
+        """Detach from the gradients, so that another wrapper may use them."""
         for finalizer in self._finalizers:
             finalizer()
         self._strays.close()
@@ -162,16 +162,15 @@ class Reducer:
             self._set.pool.close()
 
     def learn_graph(self) -> None:
-        """Go on as with static_graph=True; raise RuntimeError if there has been a round, or half of one."""
+        """Continue as with static_graph=True; raise RuntimeError if a round has begun."""
         if self._num_rounds or self._round.started:
             raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self._find_unused, self._learning, self.rebuild_pending = False, True, True
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Let `exchange` combine the buckets, of this plan and the next. All ranks call it, before the first
-        backward.
+        """Make `exchange` combine the buckets of this plan and the next. All ranks call it before the first backward.
 
-        It gets PyTorch's buckets: each one piece of memory, with as many gradients as the caps let in.
+        It gets PyTorch's buckets: each is one block of memory, with as many gradients as the caps allow.
         """
         self._set.use_exchange(exchange)
         self._begin_round()
@@ -180,12 +179,12 @@ class Reducer:
 
     @property
     def plan(self) -> BucketPlan:
-        """Return the plan, which says which gradient lies in which bucket."""
+        """Return the plan of gradients in buckets."""
         return self._set.plan
 
     @property
     def watch(self) -> FirstSteps | None:
-        """Return what looks at the first rounds; None once they are over."""
+        """Return the watch of the first rounds; None once they are over."""
         return self._watch
 
     @property
@@ -200,11 +199,11 @@ class Reducer:
 
     @property
     def num_rounds(self) -> int:
-        """Return how many rounds have ended."""
+        """Return the number of rounds that have ended."""
         return self._num_rounds
 
     def end_watch(self) -> None:
-        """Look at no more first rounds: not all ranks make the same ones."""
+        """End the watch of the first rounds, because ranks may have different ones."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -215,7 +214,7 @@ class Reducer:
         Raises:
             RuntimeError: some parameters got no gradient, or backward was interrupted by an exception.
         """
-        if self._backward is not None:  # its last callback never ran, or failed
+        if self._backward is not None:  # its last callback did not run, or failed
             self._end_backward()
             if self._round.num_launched:
                 raise interrupted(self._group.rank(), self._round.num_launched, len(self._set.buckets))
@@ -224,22 +223,22 @@ class Reducer:
             raise self._missing_gradients()
 
     def prepare_backward(self, outputs: Iterable[Tensor], *, sync: bool) -> None:
-        """Note what a backward from `outputs` will have to do: sync, or only accumulate."""
+        """Record the task of a backward from `outputs`: sync, or only accumulate."""
         outputs = list(outputs)
         forwards = self._forwards
         forwards.latest_syncs = sync
         forwards.any_syncs |= sync
         forwards.any_accumulates |= not sync
-        # A hook on the outputs' nodes tells that a backward begins, in the outermost one: with reentrant checkpointing
-        # gradients arrive in a backward of their own, whose end is not the end. Two forwards may also have decided
-        # differently, and either may be followed by its backward first.
+        # A hook on the outputs' nodes detects the start of the outermost backward: with reentrant checkpointing,
+        # gradients arrive in an inner backward, which ends earlier. Two forwards may also have decided differently,
+        # and their backwards may come in any order.
         announce = weak_hook(weakref.ref(self), Reducer.on_begin, sync)
         nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(announce)
         forwards.num_hidden += sync and not nodes
-        # Without find_unused the walk serves an error message only, in the first round: most wrong models are wrong at
-        # once, and then the backward itself can say so.
+        # Without find_unused the walk serves only for an error message, in the first round: most wrong models fail at
+        # once, and later the backward itself can report the error.
         if sync and (self._find_unused or self._num_rounds == 0):
             reach = find_reach(outputs)
             forwards.reach = reach if forwards.reach is None else forwards.reach | reach
@@ -247,15 +246,15 @@ class Reducer:
     # During backward
 
     def on_begin(self, sync: bool) -> None:
-        """Note that a backward reached outputs of a forward that decided `sync`; one that syncs decides for all."""
+        """Record that a backward reached outputs of a forward that decided `sync`; one that syncs decides for all."""
         backward = self._enter(syncs=sync)
-        # torch.autograd.grad and backward(inputs=...) come past the same nodes, and write no parameter's gradient.
+        # torch.autograd.grad and backward(inputs=...) pass the same nodes, but write no parameter's gradient.
         backward.writes = _engine.is_checkpoint_valid()
         if not backward.syncs and backward.fresh is None:
             backward.fresh = [parameter.grad is None for parameter in self._parameters]
 
     def on_gradient(self, index: int) -> None:
-        """Note that autograd has written a parameter's gradient."""
+        """Record that autograd has written a parameter's gradient."""
         self._used[index] = True
         backward = self._backward
         if not (self._syncs_unannounced() if backward is None else backward.syncs):
@@ -285,16 +284,16 @@ class Reducer:
                 self._launch()
 
     def _may_launch_at_once(self, index: int) -> bool:
-        """Return whether what the latest gradient has completed needs nothing that comes after its hook."""
+        """Return whether the buckets that the latest gradient completed need nothing that follows its hook."""
         return is_last_hook(self._parameters[index], self._hook_ids[index]) and not any(
             self._set.buckets[number].may_stay_in_place for number in self._round.complete
         )
 
     def _syncs_unannounced(self) -> bool:
-        """Return what a backward does that passed no output that we saw: one of hidden tensors, or of none.
+        """Return whether a backward syncs that passed no observed output: from hidden tensors, or from no forward.
 
-        A penalty on the parameters, after the backward of the loss, is of none: as in PyTorch it adds to this rank's
-        gradients, which hold the mean. Before any round has taken a forward's gradients it could be either.
+        A penalty on the parameters, after the backward of the loss, is from no forward: as in PyTorch it adds to this
+        rank's gradients, which hold the mean. Before the first round it could be either.
         """
         if self._round.started:
             return True
@@ -302,7 +301,7 @@ class Reducer:
         return forwards.latest_syncs and (forwards.any_syncs or forwards.num_hidden > 0)
 
     def _enter(self, *, syncs: bool) -> Backward:
-        """Return the backward in progress, which begins here if there is none; one that syncs decides for all."""
+        """Return the current backward, or begin one; a backward that syncs decides for all."""
         if self._backward is None:
             self._backward = Backward(syncs)
             if self._set.pool is not None:
@@ -312,7 +311,7 @@ class Reducer:
         return self._backward
 
     def _skip_unused(self) -> None:
-        """Skip the parameters that this backward can't reach, at the first gradient: no bucket waits for them."""
+        """Skip the parameters that this backward cannot reach, at the first gradient, so that no bucket waits."""
         if self._learning:
             return
         if any(expected == 0 for expected in self._fires_expected):
@@ -329,7 +328,7 @@ class Reducer:
         self._round.mark_ready(index, bucket=self._set.places[index][0])
 
     def _launch(self) -> None:
-        """Fill the buckets that are complete, and launch them up to the first that is not."""
+        """Fill the complete buckets, and launch them up to the first that is incomplete."""
         complete, self._round.complete = self._round.complete, []
         for number in complete:
             bucket = self._set.buckets[number]
@@ -347,29 +346,29 @@ class Reducer:
     # At the end of backward
 
     def _leave(self) -> None:
-        """Finish when autograd has nothing left to do in this backward."""
+        """Finish when autograd has completed this backward."""
         backward = self._backward
-        if backward is None:  # a forward has begun anew meanwhile
+        if backward is None:  # a forward has started again meanwhile
             return
         reached_none = not self._round.started and backward.syncs and backward.writes
         if backward.fresh is not None and not backward.syncs:
             self._separate(backward.fresh)
         self._end_backward()
         if reached_none and (self._find_unused or self._learning or 0 in self._fires_expected):
-            self._round.started = True  # the other ranks wait for this one's part all the same
+            self._round.started = True  # the other ranks still wait for this one's part
             self._skip_unused()
         if not self._round.started:  # it is torch.autograd.grad, or a backward that only accumulates
             return
         if self._learning or self._find_unused:
-            # Missing gradients will not come. That holds even for a forward with several backwards: each is a round of
-            # its own, and the mean of values that are already equal, plus new local ones, is what it should be.
+            # Missing gradients will not come. This is also right for several backwards of one forward: each is a round
+            # of its own, and averages values that are already equal, plus new local ones.
             for index, ready in enumerate(self._round.ready):
                 if not ready:
                     self._mark_ready(index)
         try:
             self._launch()
         except BaseException:
-            self._backward = backward  # as in a gradient's hook the next forward begins anew, or says that it can't
+            self._backward = backward  # the next forward starts again or raises, as after an error in a hook
             raise
         if self._round.num_launched == len(self._set.buckets):
             self._finish()
@@ -377,11 +376,11 @@ class Reducer:
             raise self._missing_gradients()
 
     def _separate(self, fresh: Sequence[bool]) -> None:
-        """Give each gradient that this backward made memory of its own, so that the next can add to it.
+        """Give each gradient that this backward made its own memory, so that the next can add to it.
 
-        AccumulateGrad adds in place, and does not ask who else has the memory: of `h + a.unsqueeze(0) +
-        b.unsqueeze(0)` with one sample, `a` and `b` have their first gradients in the same, and each gets what is added
-        to the other. In torch that goes wrong without any wrapper.
+        AccumulateGrad adds in place, and does not check who else uses the memory: in `h + a.unsqueeze(0) +
+        b.unsqueeze(0)` with one sample, the first gradients of `a` and `b` share memory, so that additions to one
+        change the other. Torch has this error without any wrapper.
         """
         for index, (number, position) in self._set.places.items():
             if fresh[index]:
@@ -441,10 +440,10 @@ class Reducer:
             self._watch = None
 
     def shadow_step(self) -> None:
-        """Carry out a round of zeros, beside the others' round of gradients; keep this rank's own gradients.
+        """Run a round of zeros while the others reduce their gradients; keep this rank's own gradients.
 
         Raises:
-            RuntimeError: it would be the first round with static_graph=True, which every rank must see.
+            RuntimeError: it would be the first round with static_graph=True, which every rank must train.
         """
         if self._learning:
             raise nothing_learnt(self._group.rank())
@@ -474,9 +473,9 @@ class Reducer:
     # The plan
 
     def _rebuild(self, order: list[int]) -> None:
-        """Plan anew, in the order in which the first round's gradients became ready on rank 0.
+        """Plan again, in the order in which the first round's gradients became ready on rank 0.
 
-        All ranks are in step at the end of a backward, and old and new buckets are smaller than activations were.
+        All ranks are in step at the end of a backward, and old and new buckets need less memory than activations did.
         """
         shared = torch.tensor(order, dtype=torch.int64, device=self._parameters[0].device)
         dist.broadcast(shared, group=self._group, group_src=0)
@@ -484,7 +483,7 @@ class Reducer:
         if plan != self.plan:
             self._set.adopt(plan, [parameter.grad for parameter in self._parameters])
             self._begin_round()
-        give_back_freed_memory()  # the first gradients, which have moved into buckets
+        give_back_freed_memory()  # the first gradients, which are now in buckets
 
     def _begin_round(self) -> None:
         self._round = Round([bucket.plan for bucket in self._set.buckets], len(self._parameters))
@@ -497,7 +496,7 @@ _Argument = TypeVar("_Argument")
 def weak_hook(
     owner: weakref.ref[_Owner], call: Callable[[_Owner, _Argument], None], argument: _Argument
 ) -> Callable[[object], None]:
-    """Return a hook that calls `call(owner, argument)` as long as the owner lives, and keeps nothing alive.
+    """Return a hook that calls `call(owner, argument)` while the owner lives, and keeps nothing alive.
 
     It needs a gradient in `.grad` until backward ends, also in a distributed backward of `phalanx.rpc`.
     """
@@ -513,14 +512,14 @@ def weak_hook(
 
 
 def is_last_hook(parameter: Tensor, hook_id: int) -> bool:
-    """Return whether no other hook is called with the parameter's gradient after the one with this id."""
+    """Return whether the hook with this id is the last one called with the parameter's gradient."""
     hooks: dict[int, object] = parameter._post_accumulate_grad_hooks
     return next(reversed(hooks)) == hook_id
 
 
 def register_gradient_hook(parameter: Tensor, hook: Callable[..., None]) -> Any:
-    """Register a hook of a parameter's gradient, also where it is frozen for now: a wrapper that goes over to another
-    group takes in what it had before.
+    """Register a hook of a parameter's gradient, even if the parameter is frozen for now: a wrapper that switches to
+    another group keeps its parameters.
     """
     trains = parameter.requires_grad
     parameter.requires_grad_()
@@ -530,11 +529,11 @@ def register_gradient_hook(parameter: Tensor, hook: Callable[..., None]) -> Any:
         parameter.requires_grad_(trains)
 
 
-_SHOWN = 8  # so many parameter names stand in a message
+_SHOWN = 8  # the most parameter names in a message
 
 
 def interrupted(rank: int, num_launched: int, num_buckets: int) -> RuntimeError:
-    """Return the error of a forward before which an exception ended the backward, with buckets under way."""
+    """Return the error of a forward after an exception ended a backward that had launched buckets."""
     return RuntimeError(
         f"{_here(rank)}: the backward before this forward was interrupted after {num_launched} of {num_buckets} "
         "buckets had been sent, so ranks are out of step. Let the exception that interrupted it end the job, and "
@@ -554,7 +553,7 @@ def another_gradient(rank: int, parameter: ParameterSpec) -> RuntimeError:
 
 
 def nothing_learnt(rank: int) -> RuntimeError:
-    """Return the error of a rank without data asked for a shadow of the round in which a static graph is learnt."""
+    """Return the error of a rank without data that must shadow the round in which a static graph is learnt."""
     return RuntimeError(
         f"{_here(rank)}: static_graph=True learns the graph in the first step, and this rank has no batch for it. Give "
         "every rank at least one batch."
@@ -564,7 +563,7 @@ def nothing_learnt(rank: int) -> RuntimeError:
 def missing_gradients(
     rank: int, missing: Sequence[ParameterSpec], *, frozen: Sequence[ParameterSpec], num_parameters: int, unsent: str
 ) -> RuntimeError:
-    """Return the error of a backward that ended without gradients of `missing`; `frozen` of them require none now."""
+    """Return the error of a backward without gradients of `missing`; `frozen` of them no longer require one."""
     shown = ", ".join(map(str, missing[:_SHOWN]))
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     advice = (
@@ -584,20 +583,20 @@ def _here(rank: int) -> str:
 
 
 class Round:
-    """A round tracks gradients that come in any order, and buckets that are launched in the order of the plan."""
+    """A `Round` tracks gradients that come in any order, and buckets that are launched in the plan's order."""
 
     def __init__(self, buckets: Sequence[Bucket], num_parameters: int) -> None:
         self.started = False
         self.fires = [0] * num_parameters  # how often each gradient was written
-        self.ready = [False] * num_parameters  # nothing is added to it any more
-        self.order: dict[int, None] = {}  # parameters, as their gradients came
+        self.ready = [False] * num_parameters  # no more gradients will be added
+        self.order: dict[int, None] = {}  # parameters, in the order of their gradients
         self.num_missing = [len(bucket.slots) for bucket in buckets]
-        self.complete: list[int] = []  # buckets whose gradients are all there, and which are to be filled
+        self.complete: list[int] = []  # buckets with all gradients, which can be filled
         self.num_launched = 0
         self.pending: list[PendingBucket] = []
 
     def mark_ready(self, index: int, *, bucket: int) -> None:
-        """Note that a parameter, which has a place in `bucket`, gets no more gradients."""
+        """Record that a parameter, which has a slot in `bucket`, gets no more gradients."""
         self.ready[index] = True
         self.num_missing[bucket] -= 1
         if self.num_missing[bucket] == 0:
@@ -605,7 +604,7 @@ class Round:
 
 
 class ShadowRound:
-    """A `ShadowRound` goes through the buckets of `buckets`, which hold after it what they hold before.
+    """A `ShadowRound` reduces the buckets of `buckets` with zeros, and restores their content afterwards.
 
     Cost: a copy of the memory of all buckets.
     """
@@ -617,7 +616,7 @@ class ShadowRound:
         }
 
     def launch(self, pending: list[PendingBucket]) -> None:
-        """Launch all buckets with zeros, in the order of the plan; what must be waited for is added to `pending`."""
+        """Launch all buckets with zeros, in the plan's order; add those to wait for to `pending`."""
         for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
                 pending.append(SparsePending(bucket, None, self._set.group))
@@ -627,7 +626,7 @@ class ShadowRound:
                 pending.append(self._set.exchange.launch(bucket))
 
     def restore(self) -> None:
-        """Put back what the buckets held, when all that was launched has been waited for."""
+        """Restore the content of the buckets, once all launched buckets were waited for."""
         for bucket in self._set.buckets:
             if isinstance(bucket, SparseBucket):
                 bucket.mean = None

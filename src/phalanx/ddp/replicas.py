@@ -1,4 +1,4 @@
-"""Check that all ranks hold the same model, and say where they do not."""
+"""Check that all ranks have the same model, and report the differences."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from phalanx.ddp.module import DistributedDataParallel
 from phalanx.ddp.structure import describe, verify_same
 from phalanx.errors import MismatchError
 
-_SHOWN = 8  # so many ranks stand in a message
+_SHOWN = 8  # the most ranks in a message
 
 
 def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, buffers: bool | None = None) -> None:
-    """Check that all ranks hold the same parameters and buffers, bit by bit; raise on every rank if they do not.
+    """Check that all ranks have the same parameters and buffers, bit by bit; raise on every rank if they do not.
 
     All ranks of `group` call it, at any time between two steps. A model wrapped in DistributedDataParallel is compared
     over the wrapper's group, without the tensors that the wrapper ignores.
 
     Arguments:
-        group: None is the wrapper's group, or all ranks.
-        buffers: whether buffers are compared. None compares them, unless a wrapper overwrites them with rank 0's at the
-            next forward, in which case it is normal that they differ.
+        group: None for the wrapper's group, or else the default group.
+        buffers: compare buffers. None compares them, unless a wrapper overwrites them with rank 0's at the next
+            forward, in which case they normally differ.
 
-    Cost: it reads every tensor once, at the speed of memory, and gathers 8 bytes per tensor; a tensor is sent only when
-    replicas differ. It reads what a sparse tensor stores. Without a group, or with one rank, it does nothing.
+    Cost: reads every tensor once, at memory speed, and gathers 8 bytes per tensor; a tensor is sent only if replicas
+    differ. Of a sparse tensor it reads the stored values. Without a group, or with one rank, it does nothing.
 
     Raises:
-        MismatchError: tensors differ. The message names the first, which ranks have other values than rank 0, and by
-            how much, unless it is sparse; or models differ in names, shapes or dtypes.
+        MismatchError: tensors differ: the message names the first, the ranks whose values differ from rank 0's, and the
+            difference, unless it is sparse. Or models differ in names, shapes or dtypes.
     """
     ignored: frozenset[str] = frozenset()
     if isinstance(model, (DistributedDataParallel, TorchDistributedDataParallel)):
@@ -79,7 +79,7 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return the digest of the elements that a tensor stores, in logical order: ranks may have other strides."""
+    """Return the digest of a tensor's stored elements in logical order, since ranks may have different strides."""
     parts = [_in_order(part) for part in _parts_of(tensor.detach())]
     return digest(parts[0]) if len(parts) == 1 else digest(digests(parts, tensor.device))
 

@@ -23,17 +23,17 @@ _unflatten: Any = find("torch._utils._unflatten_dense_tensors", loses=_LOSES)
 
 _neg_view: Any = find("torch._neg_view", loses="a model with a negative view as a buffer cannot be wrapped")
 
-_MESSAGE_BYTES = 32 * 1024 * 1024  # this bounds the memory beside the model
+_MESSAGE_BYTES = 32 * 1024 * 1024  # limits the memory beside the model
 _ALIGN = 64
-_SHOWN = 8  # so many tensors stand in a message
+_SHOWN = 8  # the most tensors in a message
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int = 0) -> None:
     """Overwrite `tensors` on every rank with those of rank `src`, bit by bit.
 
-    They travel as bytes, so one message carries any mixture of dtypes; on the CPU with a digest of their forms. Widest
-    elements go first, which keeps each tensor's place in the message aligned for its dtype. Version counters stay as
-    they are: autograd may have saved a buffer (batch norm in evaluation does) for a backward that is still to come.
+    They are sent as bytes, so one message carries any mixture of dtypes; on the CPU with a digest of their forms. The
+    widest elements come first, which keeps each tensor in the message aligned for its dtype. Version counters do not
+    change: autograd may have saved a buffer (batch norm in evaluation does) for a later backward.
 
     Raises:
         MismatchError: this rank's tensors have other dtypes or shapes than the source's; they were not changed.
@@ -57,13 +57,13 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: 
 
 
 class BufferBroadcast:
-    """A `BufferBroadcast` copies rank 0's buffers to all ranks before a forward: the same tensors each time, as a rule.
+    """A `BufferBroadcast` copies rank 0's buffers to all ranks before a forward: usually the same tensors each time.
 
-    Where ranks share memory rank 0 does not wait for the ranks that read, nor they for each other; whether all have
-    called is settled at the group's next collective. Elsewhere, and for what does not lie on the CPU, it is a
+    If ranks share memory, rank 0 does not wait for the ranks that read, nor do they wait for each other; the group's
+    next collective confirms that all have called it. Otherwise, and for tensors that are not on the CPU, it is a
     broadcast.
 
-    Cost: the bytes are copied twice on every rank, and none is sent; the number of ranks loads rank 0's memory bus.
+    Cost: the bytes are copied twice on every rank, and none are sent; all ranks load rank 0's memory bus.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -73,14 +73,13 @@ class BufferBroadcast:
         self._forms: list[_Form] = []
         self._digest = 0
         self._packed = torch.empty(0, dtype=torch.uint8)
-        self._places: list[Tensor] = []  # there is one in `_packed` for each tensor
+        self._places: list[Tensor] = []  # one view of `_packed` for each tensor
 
     def from_first(self, tensors: Iterable[Tensor], num_rounds: int = 0) -> None:
-        """Overwrite `tensors` with rank 0's, bit by bit; version counters stay, as in `broadcast_tensors`.
+        """Overwrite `tensors` with rank 0's, bit by bit; version counters do not change, as in `broadcast_tensors`.
 
-        `num_rounds` counts the rounds of gradients until now, and is the same on all ranks. After a forward of one rank
-        alone the others would get the buffers of its step before from then on, and no rank would wait where another
-        does not.
+        `num_rounds` is the number of gradient rounds so far, the same on all ranks. Without it, after a forward of one
+        rank alone, the other ranks would keep receiving buffers of the previous step, without any rank waiting.
         """
         given = [tensor for tensor in tensors if tensor.numel()]
         members = _memories(given)
@@ -103,8 +102,8 @@ class BufferBroadcast:
 
 
 def _memories(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return views of the elements that tensors have in memory, as they lie there: one for those of an expanded
-    dimension, and not conjugated or negated. What is empty is left out.
+    """Return views of the tensors' elements in memory order: one element per expanded dimension, and neither conjugated
+    nor negated. Empty tensors are left out.
 
     Raises:
         RuntimeError: one is sparse or nested.
@@ -136,12 +135,12 @@ _Form = tuple[torch.dtype, torch.Size]
 
 
 def _digest(forms: Sequence[_Form]) -> int:
-    """Return 64 bits that differ where the forms do: ranks that receive bytes can't see of which tensors they are."""
+    """Return 64 bits that differ if the forms do: received bytes do not show their tensors' forms."""
     return int.from_bytes(hashlib.blake2b(repr(forms).encode(), digest_size=8).digest(), "little")
 
 
 def _pack(forms: Sequence[_Form]) -> tuple[Tensor, list[Tensor]]:
-    """Return one piece of memory, and in it a tensor of each form, at a place where every dtype may lie."""
+    """Return one piece of memory, and in it a tensor of each form, aligned for every dtype."""
     sizes = [-(-shape.numel() * dtype.itemsize // _ALIGN) * _ALIGN for dtype, shape in forms]
     packed = torch.zeros(sum(sizes), dtype=torch.uint8)
     return packed, [
@@ -151,14 +150,14 @@ def _pack(forms: Sequence[_Form]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _width(tensor: Tensor) -> tuple[int, str]:
-    """Return a key that sorts the widest tensors first, and those of one dtype together."""
+    """Return a sort key: the widest tensors first, tensors of one dtype together."""
     return -tensor.dtype.itemsize, str(tensor.dtype)
 
 
 def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup, src: int) -> None:
     runs = [list(run) for _, run in itertools.groupby(tensors, key=_width)]  # torch packs tensors of one dtype at once
     parts = [_flatten(run).view(torch.uint8) for run in runs]
-    if tensors[0].is_cpu:  # elsewhere to read the digest would make the host wait for the device
+    if tensors[0].is_cpu:  # on a device, reading the digest would make the host wait
         forms = [(tensor.dtype, tensor.shape) for tensor in tensors]
         parts.insert(0, torch.tensor([_digest(forms) >> 1, 0]).view(torch.uint8))  # 16 bytes: the rest stays aligned
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)

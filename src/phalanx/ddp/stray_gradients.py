@@ -1,4 +1,4 @@
-"""Notice gradients of a backward that did not go through the wrapper's forward: nothing has averaged them."""
+"""Detect gradients of a backward that bypassed the wrapper's forward, so that they were not averaged."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 class StrayGradients:
     """`StrayGradients` raises when an optimizer is about to step with gradients that were not averaged.
 
-    A method of the wrapped module, called instead of `forward`, makes such gradients. Where a round has averaged
-    gradients since the last step, others may be added to them: a penalty on the parameters, for example.
+    Calling a method of the wrapped module instead of `forward` makes such gradients. If a round has averaged gradients
+    since the last step, other gradients may be added to them, for example of a penalty on the parameters.
 
-    `names` are those of `parameters`, one for one.
+    `names` are the names of `parameters`, one for one.
 
-    Cost: a look at a flag in each step of an optimizer of this process.
+    Cost: a check of a flag in each step of an optimizer of this process.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], rank: int) -> None:
@@ -33,12 +33,12 @@ class StrayGradients:
         _all.add(self)
 
     def on_gradient(self, index: int) -> None:
-        """Note that a backward has written a parameter's gradient which no forward announced."""
+        """Record that a backward has written a parameter's gradient which no forward announced."""
         if not self._averaged:
             self._strays.add(index)
 
     def on_round(self) -> None:
-        """Note that gradients were averaged."""
+        """Record that gradients were averaged."""
         self._averaged = True
         self._strays.clear()
 
@@ -65,7 +65,7 @@ class StrayGradients:
             raise RuntimeError(_explain([self._names[index] for index in strays], self._rank))
 
     def close(self) -> None:
-        """Check no more steps."""
+        """Stop checking steps."""
         _all.discard(self)
 
 
@@ -84,7 +84,7 @@ _all: weakref.WeakSet[StrayGradients] = weakref.WeakSet()
 
 @functools.cache
 def _register_hook() -> None:
-    """Register torch's hook once in a process; it stays, as in `late_parameters`."""
+    """Register torch's hook once per process; it stays, as in `late_parameters`."""
     register_optimizer_step_pre_hook(_before_step)
 
 

@@ -15,14 +15,14 @@ from phalanx._comm.transport.tensors import memory_order
 from phalanx.ddp.plan import ParameterSpec
 from phalanx.errors import MismatchError
 
-_SHOWN = 8  # so many differences stand in a message; more would hide the first
+_SHOWN = 8  # the most differences in a message; more would hide the first
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """An entry is what ranks must agree on for one parameter or buffer.
+    """A `TensorEntry` has the properties of one parameter or buffer on which all ranks must agree.
 
-    strides   in which its gradient is laid out, if they are not those of a contiguous tensor
+    strides   of its gradient, if they are not those of a contiguous tensor
     beside    names of other parameters in the same memory
     """
 
@@ -46,8 +46,8 @@ Structure = dict[str, TensorEntry]
 def describe(module: nn.Module, ignored: frozenset[str], *, memory: bool = True) -> Structure:
     """Return the parameters and buffers of a module, by dotted name, in order of registration.
 
-    With `memory` parameters are also described by how they lie in memory, on which the layout of their gradients
-    depends. Buffers travel in logical order, whatever their strides are.
+    With `memory` the entries also describe the parameters' memory layout, on which the layout of their gradients
+    depends. Buffers are sent in logical order, whatever their strides are.
     """
     beside = _find_beside(module) if memory else {}
     structure = {}
@@ -78,7 +78,7 @@ def _strides_to_tell(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _find_beside(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter whose memory overlaps that of others (one tensor of two names too), their names."""
+    """Return, for each parameter whose memory overlaps others (or that has several names), the others' names."""
     blocks = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         start = address_of(parameter) if parameter.layout is torch.strided else 0
@@ -103,7 +103,7 @@ def _find_beside(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def compare(mine: Structure, reference: Structure, rank: int) -> list[str]:
-    """Return how the model of `rank` differs from rank 0's, one sentence each; it is empty when it does not."""
+    """Return how the model of `rank` differs from rank 0's, one sentence per difference."""
     differences = []
     for name, entry in mine.items():
         other = reference.get(name)
@@ -128,9 +128,9 @@ def verify_same(
     *,
     caller: str = "DistributedDataParallel",
 ) -> None:
-    """Return on every rank if the structures are the same, or raise on every rank, in the name of `caller`.
+    """Check that the structures are the same; otherwise raise on every rank, in the name of `caller`.
 
-    Cost: one all_gather of 32 bytes; descriptions travel only when they differ.
+    Cost: one all_gather of 32 bytes; descriptions are sent only if they differ.
 
     Raises:
         MismatchError: models or settings differ; the message says how, and on which rank.
@@ -169,7 +169,7 @@ def _mismatch(everyone: Sequence[tuple[Structure, dict[str, str]]], caller: str)
 
 
 def specify(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
-    """Return what planning needs to know of each parameter; an `nn.Embedding(sparse=True)` has sparse gradients."""
+    """Return the specs for planning of all parameters; an `nn.Embedding(sparse=True)` has sparse gradients."""
     specs = []
     for name, parameter in trained:
         owner = module.get_submodule(name.rpartition(".")[0])
@@ -186,7 +186,7 @@ def refuse_in_backward(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters that are updated before their gradients are averaged.
 
     Raises:
-        RuntimeError: one has an optimizer that steps inside backward.
+        RuntimeError: a parameter has an optimizer that steps inside backward.
     """
     stepped = [name for name, parameter in named if hasattr(parameter, "_in_backward_optimizers")]
     if stepped:  # they would step with this rank's gradient, or not at all
@@ -200,7 +200,7 @@ def refuse_uninitialized(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Refuse lazy parameters.
 
     Raises:
-        RuntimeError: one has no shape yet.
+        RuntimeError: a parameter has no shape yet.
     """
     lazy = [name for name, parameter in named if isinstance(parameter, nn.parameter.UninitializedParameter)]
     if lazy:

@@ -1,4 +1,4 @@
-"""Provide what libraries call on PyTorch's wrapper beyond its documentation, or refuse it with the reason."""
+"""Provide undocumented names of PyTorch's wrapper that libraries use, or refuse them with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.nn.sync_batchnorm import SyncBatchNorm
 
 
 class TorchInterface(nn.Module):
-    """It has names of `torch.nn.parallel.DistributedDataParallel` that begin with an underscore, and similar ones."""
+    """A `TorchInterface` has the names of PyTorch's wrapper that begin with an underscore, and similar ones."""
 
     process_group: dist.ProcessGroup
     module: nn.Module
@@ -51,17 +51,17 @@ class TorchInterface(nn.Module):
 
     @property
     def is_multi_device_module(self) -> bool:
-        """Return False: the gradients of one wrapper lie on one device."""
+        """Return False: all gradients of a wrapper are on one device."""
         return False
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Return the names of the parameters and buffers that the module has asked to leave out."""
+        """Return the names of the parameters and buffers that the module excludes."""
         return set(self._ignored)
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Return the bytes above which no further gradient is put into a bucket."""
+        """Return the size in bytes at which a bucket is complete."""
         return int(self._caps_mb[-1] * 1024 * 1024)
 
     @property
@@ -71,7 +71,7 @@ class TorchInterface(nn.Module):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Return whether the next forward takes rank 0's buffers; this may be set."""
+        """Return whether the next forward copies rank 0's buffers; this may be set."""
         return self._buffers_stale
 
     @require_forward_param_sync.setter
@@ -80,17 +80,17 @@ class TorchInterface(nn.Module):
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """Return the buffers that rank 0's overwrite."""
+        """Return the buffers that are overwritten with rank 0's."""
         return self._synced_buffers()
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether the next forward takes rank 0's buffers."""
+        """Return whether the next forward copies rank 0's buffers."""
         return self.broadcast_buffers and self._buffers_stale and bool(self.modules_buffers)
 
     # -- settings ------------------------------------------------------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """Go on as with static_graph=True, after construction and before the first backward; all ranks call it.
+        """Continue as with static_graph=True; all ranks call it after construction, before the first backward.
 
         Raises:
             RuntimeError: training has begun.
@@ -105,11 +105,11 @@ class TorchInterface(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
-        """Leave these names out when `module` is wrapped: PyTorch has this call for experts on one rank each."""
+        """Exclude these names when `module` is wrapped: PyTorch has this call for experts on one rank each."""
         module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """Register one of PyTorch's hooks in C++ by its name: here it is the same hook in Python."""
+        """Register one of PyTorch's C++ hooks by its name: here it is the same hook in Python."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         fp16 = comm_hook_type == BuiltinCommHookType.FP16_COMPRESS
@@ -117,7 +117,7 @@ class TorchInterface(nn.Module):
         self.register_comm_hook(self.process_group, hook)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Do nothing, since no times are taken. `torch.profiler` shows where a step spends them.
+        """Do nothing, since no times are measured. `torch.profiler` shows the time of each part of a step.
 
         Raises:
             ValueError: the rate is below 1, as in PyTorch.
@@ -126,12 +126,12 @@ class TorchInterface(nn.Module):
             raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Do nothing: outputs go to the caller as the module returned them."""
+        """Do nothing: outputs are returned to the caller unchanged."""
 
-    # -- what it is like -----------------------------------------------------------------------------------------------
+    # -- logging data --------------------------------------------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return PyTorch's dictionary, as far as it describes settings, buckets and steps; it has no times in it."""
+        """Return PyTorch's dictionary, with settings, buckets and steps, but without times."""
         plan: BucketPlan = self._reducer.plan
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         sizes = ", ".join(str(bucket.num_bytes) for bucket in plan.buckets)
@@ -169,7 +169,7 @@ class TorchInterface(nn.Module):
     # -- parts of PyTorch's forward, for subclasses that write their own -----------------------------------------------
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        """Cut tensors along `dim`, one part for each device, as torch.nn.parallel.scatter does."""
+        """Split tensors along `dim`, one part for each device, as torch.nn.parallel.scatter does."""
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int | torch.device) -> Any:
@@ -177,7 +177,7 @@ class TorchInterface(nn.Module):
         return (self._moved(inputs),), (self._moved(kwargs),)
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        """Put outputs of several devices together along `dim`, as torch.nn.parallel.gather does."""
+        """Concatenate outputs of several devices along `dim`, as torch.nn.parallel.gather does."""
         return gather(outputs, output_device, dim=self.dim)
 
     def _sync_buffers(self) -> None:
@@ -186,7 +186,7 @@ class TorchInterface(nn.Module):
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Return False: a backward is over when its gradients are the mean. Setting it to True is refused."""
+        """Return False: a backward ends when its gradients are the mean. Setting it to True is an error."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -196,11 +196,11 @@ class TorchInterface(nn.Module):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Return False, as nothing is to be finalized by hand."""
+        """Return False, since nothing is finalized manually."""
         return False
 
     def finalize_backward(self) -> NoReturn:
-        """Refuse, as PyTorch's method does where `require_manual_backward_finalization` is False.
+        """Refuse, as PyTorch's method does if `require_manual_backward_finalization` is False.
 
         Raises:
             RuntimeError: always.
@@ -224,7 +224,7 @@ class TorchInterface(nn.Module):
         )
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> NoReturn:
-        """Refuse, since buckets lie in the group's memory."""
+        """Refuse, since buckets are in the group's memory."""
         raise _refused(
             "_update_process_group",
             "gradients lie in memory that the ranks of a group share; wrap the module anew, "
@@ -232,14 +232,14 @@ class TorchInterface(nn.Module):
         )
 
     def _check_manual_backward_finalization_supported(self) -> NoReturn:
-        """Refuse, since the last bucket's average ends the backward."""
+        """Refuse, since the last bucket's mean ends the backward."""
         raise _refused(
             "require_manual_backward_finalization",
             "gradients are averaged when backward returns; run what shall overlap it in a hook of a parameter",
         )
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
-        """Refuse, since ranks tell each other the rows of sparse gradients in every step."""
+        """Refuse, since ranks exchange the rows of sparse gradients in every step."""
         raise _refused("_set_sparse_metadata", "the rows of sparse gradients are exchanged in every step; leave it out")
 
 
