@@ -1,10 +1,9 @@
 """A strategy is a way of distributing a training job, named by one word: `phalanx.strategies.get("mirrored")`.
 
-strategy.py        what a strategy does: the interface
-choose.py          by name, and "auto"
-start.py           a plain script that asks for several devices starts itself again
-blocks.py          the parts of a model that are gathered one after the other
-recipe.py          an optimizer taken apart, to be made again over what a rank holds
+strategy.py        the interface of a strategy
+choose.py          strategies by name, and "auto"
+start.py           restarting a plain script that asks for several devices
+recipe.py          an optimizer's recipe, to recreate it over a rank's parameters
 """
 
 from phalanx.strategies.choose import STRATEGIES as STRATEGIES

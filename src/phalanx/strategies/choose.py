@@ -1,4 +1,4 @@
-"""Get a strategy by its name, and decide which one "auto" is."""
+"""Look up a strategy by its name, and decide what "auto" means."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     )
 }
 
-# Other frameworks call them so; a call by such a name gets our name as advice.
+# Names in other frameworks; an error for such a name suggests ours.
 _ELSEWHERE = {
     "dp": "'mirrored' (a process for each device)",
     "ddp": "'mirrored'",
@@ -57,9 +57,9 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Situation:
-    """A situation is what "auto" decides by. `model_bytes` of parameters, `memory_bytes` of a device; None: unknown.
+    """A `Situation` is the input of "auto": `model_bytes` of parameters, `memory_bytes` of a device; None: unknown.
 
-    `may_grow` says that hosts may come and go: what the job trains with must not depend on how many are there.
+    `may_grow` says that hosts may join and leave: the choice must not depend on their number.
     """
 
     num_ranks: int
@@ -73,7 +73,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice is a strategy's name, its arguments, and why it was chosen."""
+    """A `Choice` is a strategy's name, its arguments, and the reason."""
 
     name: str
     options: dict[str, Any]
@@ -81,7 +81,7 @@ class Choice:
 
 
 def decide_strategy(now: Situation) -> Choice:
-    """Return the strategy that trains fastest there, and fits. It is pure.
+    """Return the fastest strategy that fits into memory; a pure function.
 
     Training with Adam keeps a parameter, its gradient and two moments: four times the parameters' bytes.
     """
@@ -107,8 +107,8 @@ def decide_strategy(now: Situation) -> Choice:
 
 
 def _advise(name: str) -> str:
-    """Return what to write instead, if that can be guessed."""
-    word = str(name).rpartition(".")[2]  # the name may be tf.distribute.MirroredStrategy, say
+    """Suggest a valid name for `name`, if one can be guessed."""
+    word = str(name).rpartition(".")[2]  # the name may be tf.distribute.MirroredStrategy, for example
     classes = {kind.__name__.lower(): repr(known) for known, kind in STRATEGIES.items() if isinstance(kind, type)}
     meant = _ELSEWHERE.get(word.lower()) or classes.get(word.lower()) or classes.get(f"{word.lower()}strategy")
     close = difflib.get_close_matches(word.lower(), ["auto", *STRATEGIES], n=1)
@@ -118,11 +118,11 @@ def _advise(name: str) -> str:
 
 
 def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: Any) -> Strategy:
-    """Return the strategy of this name; "auto" looks at ranks, hosts and devices, takes one, and says why (`reason`).
+    """Return the strategy of this name; "auto" chooses one by ranks, hosts and devices, and gives the `reason`.
 
     Arguments:
         name: one of `phalanx.strategies.STRATEGIES`, or "auto".
-        model: with "auto", what has to fit.
+        model: with "auto", the model that has to fit into memory.
         options: of the strategy.
 
     Raises:
@@ -144,7 +144,7 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
     devices = decide_devices("strategies.get", None)
     may_grow = False
     if find_agents_store(os.environ):
-        backend.init(timeout=options.get("timeout", 1800.0))  # the group knows whether other hosts may come
+        backend.init(timeout=options.get("timeout", 1800.0))  # the group knows whether other hosts may join
         may_grow = rendezvous.agents_key() is not None
     ranks, local = find_world(os.environ)
     bytes_of_model = None if model is None else sum(one.nbytes for one in model.parameters())
@@ -159,7 +159,7 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
 
 
 def _memory(device: torch.device, ranks: int) -> int | None:
-    """Return the bytes that a rank may take: those of its GPU, or its part of the host's."""
+    """Return the bytes that a rank may use: those of its GPU, or its share of the host's memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:

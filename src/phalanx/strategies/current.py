@@ -1,4 +1,4 @@
-"""Tell which strategy the code at hand runs under, by the functions of tf.distribute."""
+"""Report the strategy under which the current code runs, with the functions of tf.distribute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def entered(strategy: Strategy) -> Iterator[None]:
     """Make `strategy` the current one during the block.
 
     Raises:
-        RuntimeError: another one is current: which of them builds, or reduces, would be a guess.
+        RuntimeError: another strategy is current.
     """
     other = _current.get()
     if other is not None and other is not strategy:
@@ -35,17 +35,17 @@ def entered(strategy: Strategy) -> Iterator[None]:
 
 
 def has_strategy() -> bool:
-    """Return whether this runs in a strategy's `scope` or `run`."""
+    """Return whether the caller runs in a strategy's `scope` or `run`."""
     return _current.get() is not None
 
 
 def current_strategy() -> Strategy | None:
-    """Return the strategy in whose `scope` or `run` this runs; None if it runs in none."""
+    """Return the strategy in whose `scope` or `run` the caller runs; None if there is none."""
     return _current.get()
 
 
 class ReplicaContext:
-    """A function that `Strategy.run` calls asks the replica context about its replica."""
+    """A `ReplicaContext` describes the replica of a function that `Strategy.run` calls."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -63,8 +63,9 @@ class ReplicaContext:
     def merge_call(
         self, merge_fn: Callable[..., T], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> T:
-        """Call `merge_fn(strategy, *args, **kwargs)`, where tf.distribute would leave the replicas.
+        """Call `merge_fn(strategy, *args, **kwargs)`, for which tf.distribute would leave the replicas.
 
-        Here each replica is a process: all of them call it, each with its own values, which `strategy.reduce` joins.
+        Here each replica is a process: all of them call `merge_fn`, each with its own values; use `strategy.reduce` in
+        it.
         """
         return merge_fn(self.strategy, *args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Tell which strategy the code at hand runs under, also where no strategy is in scope."""
+"""Report the strategy under which the current code runs, even if no strategy is in scope."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.strategies.strategy import Strategy
 
 
 class DefaultStrategy(SingleDeviceStrategy):
-    """`get_strategy` returns it where no strategy is in scope: it is this process alone, even one of several."""
+    """`DefaultStrategy` is the result of `get_strategy` if no strategy is in scope: this process trains alone."""
 
     def __init__(self) -> None:
         Strategy.__init__(self, Job(0, 1, 0, torch.device("cpu")), num_replicas=1, replica=0)
@@ -25,14 +25,14 @@ class DefaultStrategy(SingleDeviceStrategy):
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy in whose `scope` or `run` this runs.
+    """Return the strategy in whose `scope` or `run` the caller runs.
 
-    If it runs in none, return one of this process alone, as in tf.distribute, so that a function that asks for it runs
-    with and without a strategy. `has_strategy()` tells the two apart.
+    Outside of both, return a strategy of this process alone, as in tf.distribute, so that the same function works with
+    and without a strategy. `has_strategy()` distinguishes the two.
     """
     return current_strategy() or DefaultStrategy()
 
 
 def get_replica_context() -> ReplicaContext:
-    """Return this replica, by the name of tf.distribute; where no strategy is in scope, the only one."""
+    """Return this replica's context, as in tf.distribute; if no strategy is in scope, the only replica's."""
     return ReplicaContext(get_strategy())

@@ -1,4 +1,4 @@
-"""Decide which devices a strategy uses, and which of them is this rank's."""
+"""Decide which devices a strategy uses, and which one is this rank's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from phalanx._base.control_groups import count_cores
 def decide_devices(called: str, devices: int | Sequence[str] | None) -> list[torch.device]:
     """Return the devices of one host: all GPUs, else one "cpu" for each core that this process may use.
 
-    A control group's CPU quota counts as so many cores.
+    A control group's CPU quota limits the number of cores.
 
     Raises:
         TypeError: `devices` is neither a number nor a list of names.
-        ValueError: there is none, one is not there, or their kinds differ.
+        ValueError: there is no device, one does not exist, or their types differ.
     """
     gpus = torch.cuda.device_count()
     if devices is None:
@@ -41,7 +41,7 @@ def read_device(called: str, name: torch.device | str) -> torch.device:
     """Return the device of this name.
 
     Raises:
-        ValueError: this is no name, or there is no such device here.
+        ValueError: the name is invalid, or this host has no such device.
     """
     try:
         one = torch.device(name)
@@ -59,12 +59,12 @@ def read_device(called: str, name: torch.device | str) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """Return the device of a process that is alone."""
+    """Return the device of a process that runs alone."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_of(devices: Sequence[torch.device], local_rank: int) -> torch.device:
-    """Return the device of a rank; each core is "cpu" to torch."""
+    """Return the device of a rank; torch calls each core "cpu"."""
     one = devices[local_rank % len(devices)]
     if one.type == "cuda":
         torch.cuda.set_device(one)

@@ -1,4 +1,4 @@
-"""`EachRank` saves what each rank has for itself, in one checkpoint."""
+"""`EachRank` saves each rank's own state in one checkpoint."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx.checkpoint.peers import Peers
 
 
 class EachRank:
-    """It is what each rank has for itself, as one part of a checkpoint: ranks go on with the same bits, each its own.
+    """`EachRank` is a checkpoint part with each rank's own state: ranks resume with the same bits, each with its own.
 
-    If another number of ranks loads it, all go on from what rank 0 had.
+    If another number of ranks loads it, all resume from rank 0's state.
     """
 
     def __init__(self, held: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
@@ -22,15 +22,15 @@ class EachRank:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks, on rank 0.
 
-        Its own is among them although "model" and "optimizer" are parts of the checkpoint: where each rank writes its
-        shards, those parts come from any rank, as parts of replicas do.
+        Rank 0's own state is included although "model" and "optimizer" are parts of the checkpoint: if each rank writes
+        its shards, those parts may come from any rank.
         """
         own = {name: one.state_dict() for name, one in self._held.items()}
         everyone = Peers(self._process_group).gather(own)
         return {"ranks": everyone} if everyone else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if "ranks" not in state_dict:  # a checkpoint of before each rank had its own
+        if "ranks" not in state_dict:  # a checkpoint from before each rank had its own state
             self._held["rounds"].load_state_dict(state_dict)
             return
         ranks = state_dict["ranks"]

@@ -1,4 +1,4 @@
-"""An `IterableLoader` divides a dataset that can only be iterated: each replica reads all and takes its part.
+"""An `IterableLoader` divides an iterable dataset: each replica reads all samples and takes its share.
 
 global batch of 8     s0 s1 s2 s3 s4 s5 s6 s7 | s8 s9                  the last one, with two samples
 replica 0 of 3        s0 s1                   | (s8)                   has none of them, and computes one for nothing
@@ -18,17 +18,17 @@ from phalanx.data.random_stream import RandomStream, epoch_seed
 
 
 class IterableLoader(DataLoader[Any]):
-    """It yields one replica's batches; `own` and `total` say how many samples of the latest global batch it has.
+    """An `IterableLoader` yields one replica's batches; `own` and `total` count samples of the latest global batch.
 
-    If `own` is 0, the batch has a sample that does not count: a replica that has none must take part in the step.
+    If `own` is 0, the batch has one sample that does not count: a replica without samples must take part in the step.
 
-    A dataset that shuffles by the global generators (torch, Python, NumPy) draws the same numbers on all replicas;
-    they follow from `seed` and the epoch. The model's go on as if nothing had been drawn. An epoch that nobody sets
-    advances by itself: the k-th iteration is epoch k.
+    A dataset that shuffles by the global generators (torch, Python, NumPy) draws the same numbers on all replicas,
+    derived from `seed` and the epoch. The model's random numbers are unaffected. Without `set_epoch`, the k-th
+    iteration is epoch k.
 
-    Cost: each replica reads the whole dataset; what others get is read and dropped, in the DataLoader's workers. These
-    are started anew for each epoch, also with `persistent_workers`: they would not hear of it. Without workers, some
-    tens of microseconds for each batch, for the random numbers.
+    Cost: each replica reads the whole dataset and drops other replicas' samples, in the DataLoader's workers. The
+    workers are started anew for each epoch, also with `persistent_workers`: running workers would not receive the
+    epoch. Without workers, each batch costs some tens of microseconds for the random numbers.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class IterableLoader(DataLoader[Any]):
         return self.dataset
 
     def regroup(self, num_replicas: int, replica: int) -> None:
-        """Divide among another number of replicas, from the next iteration on; global batches stay what they are."""
+        """Divide among another number of replicas, from the next iteration on; global batches stay the same."""
         self._parts.num_replicas, self._parts.replica = num_replicas, replica
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, which says what the dataset draws. All replicas set the same."""
+        """Set the epoch of the next iteration, which seeds the dataset's draws. All replicas set the same epoch."""
         self.epoch = epoch
 
     @property
     def weight(self) -> float:
-        """Return how much the latest batch counts in a mean over replicas: 1 where all have equally many samples."""
+        """Return the weight of the latest batch in a mean over replicas: 1 if all have equally many samples."""
         return self.own * self._parts.num_replicas / self.total
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -87,7 +87,7 @@ class IterableLoader(DataLoader[Any]):
     def _read(self) -> Iterator[tuple[int, int, Any]]:
         seed = epoch_seed(self.seed, self.epoch)
         self.epoch += 1
-        self.generator.manual_seed(seed)  # of which workers get their seeds
+        self.generator.manual_seed(seed)  # seeds the workers
         self._iterator = None
         begin = super().__iter__
         return begin() if self.num_workers else RandomStream(seed).iterate(begin)
@@ -123,7 +123,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 def explain_own_division(dataset: Any) -> str:
-    """Return how a dataset divides itself among ranks, if it says so: each rank would then get a part of its part."""
+    """Describe how a dataset divides itself among ranks, if it does: each rank would get a share of its share."""
     if getattr(dataset, "__dict__", {}).get("_distributed") is not None:
         return "datasets.distributed.split_dataset_by_node has given each rank its part already"
     if any(getattr(stage, "__name__", "") == "split_by_node" for stage in getattr(dataset, "pipeline", None) or ()):

@@ -20,14 +20,14 @@ from torch.utils.data import (
 from phalanx.data import DistributedSampler
 from phalanx.strategies.iterable_loader import IterableLoader, explain_own_division
 
-# These are the arguments of torch.utils.data.DataLoader, and of torchdata's StatefulDataLoader, which has its own.
+# The arguments of torch.utils.data.DataLoader, and of torchdata's StatefulDataLoader, which has its own.
 _MODULES = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 _OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 
 
 @dataclass(frozen=True)
 class InputContext:
-    """It tells a function of `distribute_datasets_from_function` whose samples to give. Each replica reads its own."""
+    """An `InputContext` tells a `distribute_datasets_from_function` function for which replica to return samples."""
 
     num_replicas_in_sync: int
     input_pipeline_id: int
@@ -42,7 +42,7 @@ class InputContext:
         """Return the number of samples of each replica.
 
         Raises:
-            ValueError: they can't share the batch evenly.
+            ValueError: the replicas can't share the batch evenly.
         """
         return divide_batch(global_batch_size, self.num_replicas_in_sync)
 
@@ -51,7 +51,7 @@ def divide_batch(batch_size: int, num_replicas: int) -> int:
     """Return the number of samples of each replica.
 
     Raises:
-        ValueError: they can't share the batch evenly; the message names the nearest batch sizes that they can.
+        ValueError: the replicas can't share the batch evenly; the message names the nearest sizes that they can share.
     """
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be a number of samples, 1 or more, got {batch_size!r}")
@@ -83,17 +83,17 @@ def make_loader(
         TypeError: `dataset` has no length.
     """
     sampler = DistributedSampler(dataset, num_replicas, replica, shuffle, seed, drop_last, padding=padding or drop_last)
-    # A generator of its own: a DataLoader draws a number when an epoch begins, which is none of the model's.
+    # A generator of its own: a DataLoader draws a number when an epoch begins, which must not change the model's.
     generator = torch.Generator()
     generator.manual_seed(seed)
     return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **{"generator": generator, **options})
 
 
 def check_loader(dataset: Any, options: Mapping[str, Any]) -> None:
-    """Refuse what `Strategy.loader` cannot make a loader of.
+    """Refuse arguments from which `Strategy.loader` cannot make a loader.
 
     Raises:
-        TypeError: `dataset` is a loader, or an option says what the strategy decides.
+        TypeError: `dataset` is a loader, or an option sets a value that the strategy decides.
     """
     if clash := sorted(_OWN & options.keys()):
         raise TypeError(f"loader: {', '.join(clash)}: the strategy divides the batch itself")
@@ -111,7 +111,7 @@ def make_iterable_loader(
     *,
     seed: int = 0,
 ) -> IterableLoader:
-    """Return the loader of one replica over a dataset that can only be iterated.
+    """Return the loader of one replica over an iterable dataset.
 
     Raises:
         TypeError: the dataset divides itself among ranks.
@@ -134,10 +134,10 @@ def make_iterable_loader(
 
 
 def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding: bool) -> None:
-    """Refuse a loader whose sampler is of other replicas than `place` (how many, which), or counts samples twice.
+    """Refuse a loader whose sampler is for other replicas than `place` (number, index), or counts samples twice.
 
     Raises:
-        ValueError: the loader is refused; the message says what it is.
+        ValueError: the loader is refused; the message gives the reason.
     """
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler)
@@ -154,9 +154,9 @@ def require_divided(loader: DataLoader[Any], place: tuple[int, int], *, padding:
 
 
 def why_empty(loader: DataLoader[Any]) -> str:
-    """Return why no replica has a batch of `loader`, which is divided; it is empty if one has."""
+    """Return why no replica has a batch of the divided `loader`; empty if some replica has one."""
     sampler: Any = loader.sampler
-    samples = -(-sampler.length // sampler.num_replicas)  # the number of samples of the first replica, which has most
+    samples = -(-sampler.length // sampler.num_replicas)  # number of samples of the first replica, which has the most
     if sampler.drop_last:
         samples = sampler.length // sampler.num_replicas
     if samples >= ((loader.batch_size or 1) if loader.drop_last else 1):
@@ -169,10 +169,10 @@ def why_empty(loader: DataLoader[Any]) -> str:
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Return what `Strategy.loader` needs to divide `loader`; None if it is divided.
+    """Return the arguments with which `Strategy.loader` can divide `loader`; None if it is divided already.
 
     Raises:
-        ValueError, TypeError: it has a sampler of its own, or no batches.
+        ValueError, TypeError: the loader has a sampler of its own, or no batches.
     """
     if isinstance(loader.sampler, DistributedSampler) or isinstance(loader, IterableLoader):
         return None
@@ -200,7 +200,7 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any] | None:
 
 
 def _is_plain(sampler: object, kind: type) -> bool:
-    """Return whether it is a sampler of this kind as a DataLoader makes them, and not one of a derived class."""
+    """Return whether `sampler` is of this kind, as a DataLoader creates it, and not of a derived class."""
     return type(sampler).__name__ == kind.__name__ and type(sampler).__module__ in _MODULES
 
 

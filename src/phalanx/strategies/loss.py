@@ -1,4 +1,4 @@
-"""Compute the loss of a strategy's step from what the user gives: a function, or a model that returns it."""
+"""Compute the loss of a strategy's step from a user's loss function, or a model that returns the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LossOf = Callable[[nn.Module, Any], Tensor]
 
 
 def loss_of_model(loss_fn: LossFn) -> LossOf:
-    """Return the loss of a batch that is the model's arguments and then the target."""
+    """Return the loss of a batch that has the model's arguments and then the target."""
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
         *inputs, target = require_pair(batch)
@@ -22,10 +22,10 @@ def loss_of_model(loss_fn: LossFn) -> LossOf:
 
 
 def require_pair(batch: Any) -> Sequence[Any]:
-    """Return `batch`, if it is the model's arguments and then the target.
+    """Return `batch` if it has the model's arguments and then the target.
 
     Raises:
-        TypeError: it is a dict or a tensor, whose keys or rows are no arguments.
+        TypeError: the batch is a dict or a tensor, whose keys or rows are not arguments.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
@@ -37,7 +37,7 @@ def require_pair(batch: Any) -> Sequence[Any]:
 
 
 def not_a_loss(loss: object) -> Exception:
-    """Return the error that says what is wrong with what a loss function, or a training_step, has returned."""
+    """Return the error for an invalid result of a loss function or a training_step."""
     if not isinstance(loss, Tensor):
         return TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor of one element, to differentiate")
     if loss.numel() != 1:

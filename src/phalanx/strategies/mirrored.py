@@ -1,4 +1,4 @@
-"""A mirrored strategy keeps a whole copy of the model on every rank, and averages gradients in each step."""
+"""A mirrored strategy keeps a complete copy of the model on every rank, and averages gradients in each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.strategies.world import has_or_may_get_others, world
 
 
 class ReplicatedStrategy(Strategy):
-    """It has one replica on each rank of the job, however the job was started."""
+    """`ReplicatedStrategy` has one replica on each rank of the job, however the job was started."""
 
     def __init__(self, devices: int | Sequence[str] | None, *, launch: bool, timeout: float) -> None:
         wanted = decide_devices(self._called, devices)
@@ -32,10 +32,10 @@ class ReplicatedStrategy(Strategy):
         self.device = device_of(wanted, job.local_rank)
 
     def _find_cluster(self) -> Cluster | None:
-        """Return the hosts of the job, where something other than its launcher says them."""
+        """Return the hosts of the job, if something other than its launcher defines them."""
         return None
 
-    # They are not kept from the start: an elastic job forms its group anew, with fewer ranks perhaps.
+    # Not cached: an elastic job forms its group anew, perhaps with fewer ranks.
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -57,22 +57,21 @@ class ReplicatedStrategy(Strategy):
 
 
 class MirroredStrategy(ReplicatedStrategy):
-    """Use all devices of one host: a rank for each GPU, else for each core, with `phalanx.DistributedDataParallel`.
+    """Use all devices of one host with `phalanx.DistributedDataParallel`: one rank per GPU, or else per core.
 
-    If it was started as `python train.py`, with more than one device, the script starts itself again under `phalanx
-    run`: the code above this line runs twice. Under `phalanx run`, torchrun, mpiexec or srun it takes the ranks that
-    are there.
+    Started as `python train.py`, with more than one device, the script restarts itself under `phalanx run`: the code
+    above this call runs twice. Under `phalanx run`, torchrun, mpiexec or srun it uses the existing ranks.
 
     Arguments:
-        devices: how many, or which, as "cuda:0" or "cpu:1"; default all.
-        launch: False: never start the script again; a process that nobody launched is one replica.
+        devices: their number, or names such as "cuda:0" or "cpu:1"; by default all.
+        launch: False: never restart the script; a process without a launcher is one replica.
         timeout: of each operation among ranks, in seconds.
         options: of DistributedDataParallel.
 
     Raises:
-        ValueError: there are several hosts, or other ranks than `devices` asks for.
+        ValueError: there are several hosts, or the ranks do not match `devices`.
         TypeError: neither the strategy nor DistributedDataParallel has such an option.
-        RuntimeError: a notebook, or another program that cannot be started again.
+        RuntimeError: a notebook, or another program that cannot be restarted.
     """
 
     name = "mirrored"
@@ -105,17 +104,17 @@ class MirroredStrategy(ReplicatedStrategy):
         require_parameters_of(self._called, model, made)
         return wrapped, made
 
-    _broadcasts_buffers = True  # the next step would do so, too
+    _broadcasts_buffers = True  # the next step would broadcast them anyway
 
     @property
     def bare_model(self) -> nn.Module:
-        """Return the model inside of DistributedDataParallel."""
+        """Return the model inside DistributedDataParallel."""
         model = super().bare_model
         return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _check_options(called: str, options: Mapping[str, Any]) -> None:
-    known = list(inspect.signature(DistributedDataParallel).parameters)[1:]  # the module is left out
+    known = list(inspect.signature(DistributedDataParallel).parameters)[1:]  # without the module
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, ["devices", "launch", "timeout", *known], n=1)
@@ -128,13 +127,13 @@ def _check_options(called: str, options: Mapping[str, Any]) -> None:
 class MultiWorkerMirroredStrategy(MirroredStrategy):
     """Use all devices of several hosts, otherwise as MirroredStrategy.
 
-    The launcher finds the hosts: `phalanx run --nnodes 2`, torchrun, srun, mpiexec. Or, as in tf.distribute, TF_CONFIG
-    names them: where it is set, `python train.py` on each of its hosts starts the ranks of that host (`phalanx run`
-    asks for the job's key, PHALANX_KEY or the key file, as ever).
+    The launcher determines the hosts: `phalanx run --nnodes 2`, torchrun, srun, mpiexec. Or, as in tf.distribute,
+    TF_CONFIG names them: then `python train.py` on each of these hosts starts the host's ranks (`phalanx run` needs the
+    job's key as always: PHALANX_KEY or the key file).
 
     Raises:
-        ValueError: as MirroredStrategy; or TF_CONFIG is wrong, or has tasks for which there is nothing here, or there
-            is launch=False with it.
+        ValueError: as MirroredStrategy; or TF_CONFIG is invalid, has tasks of unsupported types, or is combined with
+            launch=False.
     """
 
     name = "multi_worker_mirrored"

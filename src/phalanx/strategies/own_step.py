@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def loss_of_own_step(model: nn.Module, bare: nn.Module, batch: Any) -> Tensor:
-    """Return what `bare.training_step(batch)` returns, or its "loss", called through `model`, which must see a forward.
+    """Call `bare.training_step(batch)` through `model`, which must see a forward; return the result, or its "loss".
 
     `model` is the strategy's wrapper of `bare`, or `bare` itself.
     """
@@ -25,5 +25,5 @@ def loss_of_own_step(model: nn.Module, bare: nn.Module, batch: Any) -> Tensor:
         return model(batch)  # type: ignore[no-any-return]
     finally:
         vars(bare).pop("forward", None)
-        if own is not None:  # the instance has its own, as torch.compile makes it
+        if own is not None:  # the instance has its own forward, as torch.compile creates it
             bare.forward = own

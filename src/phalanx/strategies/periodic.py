@@ -1,4 +1,4 @@
-"""In these strategies replicas train apart and come together every so many steps."""
+"""In these strategies replicas train apart and synchronize every few steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.strategies.world import has_or_may_get_others
 
 
 class _RoundsStrategy(ReplicatedStrategy):
-    """It has a bare model on each rank, and a round of averaging after every so many steps of the optimizer."""
+    """`_RoundsStrategy` has a bare model on each rank, and a round of averaging after every few optimizer steps."""
 
     def __init__(self, sync_every: int, devices: int | Sequence[str] | None, launch: bool, timeout: float) -> None:
         super().__init__(devices, launch=launch, timeout=timeout)
@@ -42,12 +42,11 @@ class _RoundsStrategy(ReplicatedStrategy):
     def _make_rounds(self, model: nn.Module, optimizer: Optimizer) -> Rounds: ...
 
     def held(self) -> dict[str, Any]:
-        """Return what this rank trains with, and what is kept between rounds."""
+        """Return this rank's training objects, and the state that it keeps between rounds."""
         return {**super().held(), **({} if self.rounds is None else {"rounds": self.rounds})}
 
     def parts(self) -> dict[str, Any]:
-        """Return the parts, as every strategy does: model and optimizer are rank 0's; those of the others are in a part
-        of their own.
+        """Return the parts, as every strategy does: those of rank 0, and a part with the other ranks' states.
 
         Cost: the models and optimizers of all ranks are sent to rank 0, which writes them.
         """
@@ -55,19 +54,19 @@ class _RoundsStrategy(ReplicatedStrategy):
         return held if self.rounds is None else {**held, "rounds": EachRank(held, self.checkpoint_group)}
 
     def finish(self) -> None:
-        """Hold the last round: then all ranks have the same model. All ranks call it."""
+        """Run the last round, after which all ranks have the same model. All ranks call it."""
         if self.rounds is not None:
             self.rounds.finish()
             self.rounds = None
 
     def close(self) -> None:
-        """Call `finish`, if nothing has called it. All ranks call it."""
+        """Call `finish`, unless it was called before. All ranks call it."""
         self.finish()
         super().close()
 
 
 class LocalSGDStrategy(_RoundsStrategy):
-    """Train by `phalanx.LocalSGD`: each rank steps by itself, and every `sync_every` steps parameters are averaged.
+    """Train with `phalanx.LocalSGD`: each rank steps by itself, and parameters are averaged every `sync_every` steps.
 
     Arguments:
         sync_every: steps of a round.
@@ -91,12 +90,12 @@ class LocalSGDStrategy(_RoundsStrategy):
 
 
 class DiLoCoStrategy(_RoundsStrategy):
-    """Train by `phalanx.DiLoCo`: as LocalSGDStrategy, but an outer optimizer steps by the ranks' mean movement.
+    """Train with `phalanx.DiLoCo`: like LocalSGD, but an outer optimizer steps by the ranks' mean parameter change.
 
     Arguments:
         sync_every: steps of a round.
-        outer_optimizer: makes it of the model's parameters; default SGD with lr=0.7 and Nesterov momentum 0.9, as in
-            the paper.
+        outer_optimizer: a function that makes the outer optimizer of the model's parameters; by default SGD with lr=0.7
+            and Nesterov momentum 0.9, as in the paper.
         devices, launch, timeout: as of MirroredStrategy; on one or several hosts.
     """
 

@@ -1,4 +1,4 @@
-"""`PipelineStrategy` puts the model in stages on the ranks, and micro-batches flow through them."""
+"""`PipelineStrategy` places the model's stages on the ranks, and micro-batches flow through them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from phalanx.strategies.strategy import MakeOptimizer, Strategy
 
 
 class PipelineStrategy(Strategy):
-    """Run `phalanx.Pipeline` over the ranks, or `data` of them beside each other whose gradients are averaged.
+    """Run `phalanx.Pipeline` over the ranks, or `data` parallel pipelines with averaged gradients.
 
-    Its loss needs a `loss_fn`; `step` returns that of the whole mini-batch of this pipeline, on each of its ranks.
+    A `loss_fn` is required; `step` returns the loss of this pipeline's mini-batch, on each of its ranks.
 
     Arguments:
-        data: how many pipelines, each over its part of the ranks.
+        data: the number of pipelines, each over its part of the ranks.
         devices, launch, timeout: as of MirroredStrategy; on one or several hosts. The stages of a rank are on its
             device.
         options: of Pipeline: micro_batches, schedule, balance, checkpoint, example, ...
 
     Raises:
-        ValueError: the ranks do not divide into so many pipelines, or are not as many as the devices.
+        ValueError: the ranks do not divide evenly into the pipelines, or their number differs from that of the devices.
     """
 
     name = "pipeline"
@@ -64,7 +64,7 @@ class PipelineStrategy(Strategy):
         self.device = device_of(wanted, job.local_rank)
         self._pipeline_options = {"device": self.device, **options}
 
-    is_elastic = False  # nobody else has the stage of a lost rank
+    is_elastic = False  # no other rank has a lost rank's stage
     _moves_model = False
     _skips_together = False
     ranks_differ = True

@@ -1,4 +1,4 @@
-"""Choose the precision in which the forward runs."""
+"""Choose the precision of the forward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """Return what autocast computes in; None means no autocast.
+    """Return the dtype of autocast; None means no autocast.
 
     Raises:
-        ValueError: there is no such precision, or not on `device`.
+        ValueError: the precision is unknown, or `device` does not support it.
     """
     if precision not in get_args(Precision):
         raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")

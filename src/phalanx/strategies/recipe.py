@@ -1,4 +1,4 @@
-"""A `Recipe` is an optimizer taken apart, so that one of its kind can be made over what a rank holds."""
+"""A `Recipe` describes an optimizer, so that an equal one can be made over a rank's parameters."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Recipe:
     """It makes an optimizer: it has what is called for one, the groups' parameters by name with their options, and the
     hooks of the first.
 
-    `call` is the optimizer's class with its defaults. Where that would not give the settings of the first, it is the
-    function that has made the first.
+    `call` is the optimizer's class with its defaults. If that would not reproduce the original's settings, `call` is
+    the function that made the original.
     """
 
     kind: type[Optimizer]
@@ -37,15 +37,15 @@ class Recipe:
     def of(called: str, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> Recipe:
         """Return the recipe of `optimizer` over parameters of `model`.
 
-        Cost: one or two more optimizers are made over the model's parameters, and let go of.
+        Cost: one or two more optimizers are made over the model's parameters, and dropped.
 
         Raises:
-            ValueError: it has stepped, holds what is no parameter of the model, or would not be made again with the
-                same settings.
+            ValueError: the optimizer has stepped, holds a tensor that is not a parameter of the model, or could not be
+                recreated with the same settings.
         """
         one = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
         kind = type(one).__name__
-        if any(float(state.get("step", 1)) for state in one.state.values()):  # Adagrad has some before its first step
+        if any(float(state.get("step", 1)) for state in one.state.values()):  # Adagrad has state before its first step
             raise ValueError(
                 f"{called}.setup: the {kind} has state of steps already: give it before its first step, and load a "
                 "checkpoint behind setup"
@@ -76,28 +76,28 @@ class Recipe:
             )
         again = functools.partial(_call_again, called, optimizer)
         others = {name: nn.Parameter(one.detach(), one.requires_grad) for name, one in named.items()}
-        again(recipe.make_groups(others))  # so that every rank hears of a failure here, before any waits for another
+        again(recipe.make_groups(others))  # so that every rank sees a failure here, before any rank waits for another
         return Recipe(_class_of(type(one), again), {}, groups, optimizer, hooks)
 
     def make_groups(self, held: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the groups over those parameters that are in `held`; a group that has none of them stays, empty."""
+        """Return the groups with only the parameters in `held`; a group without any of them stays, empty."""
         return [{**options, "params": [held[name] for name in names if name in held]} for names, options in self.groups]
 
     def make(self, held: Mapping[str, Tensor]) -> Optimizer:
-        """Return the optimizer over the parameters in `held`, with the hooks of the first."""
+        """Return the optimizer over the parameters in `held`, with the hooks of the original."""
         return self.hand_hooks(self.kind(self.make_groups(held), **self.defaults))
 
     def hand_hooks(self, made: Optimizer) -> Optimizer:
-        """Return `made`, with the hooks of the first optimizer; their handles remove them as ever."""
+        """Return `made` with the hooks of the original optimizer; their handles still remove them."""
         vars(made).update(self.hooks)
         return made
 
 
 def require_parameters_of(called: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that holds what is no parameter of `model`: nothing would average its gradient, nor save it.
+    """Refuse an optimizer with a tensor that is not a parameter of `model`: it would be neither averaged nor saved.
 
     Raises:
-        ValueError: it does; the message has the shape.
+        ValueError: the optimizer holds such a tensor; the message has its shape.
     """
     known = {id(parameter) for parameter in model.parameters()}
     unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
@@ -111,7 +111,7 @@ def require_parameters_of(called: str, model: nn.Module, optimizer: Optimizer) -
 
 
 def _list_accepted(kind: type[Optimizer]) -> set[str]:
-    """Return the names of what a constructor takes, also what it passes on to the class above as **options."""
+    """Return the names of a constructor's arguments, including those that it passes to its base class as **options."""
     accepted: set[str] = set()
     for one in kind.__mro__:
         if "__init__" in vars(one):
@@ -123,22 +123,22 @@ def _list_accepted(kind: type[Optimizer]) -> set[str]:
 
 
 def _find_loss(one: Optimizer, recipe: Recipe, named: Mapping[str, Tensor]) -> str | None:
-    """Return, in words, what of `one` an optimizer that is made by the recipe has not; None if it has all."""
+    """Describe a setting of `one` that an optimizer made by the recipe lacks; None if it has all."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they came with the first
+            warnings.simplefilter("ignore")  # the original caused the same warnings
             other = recipe.call(recipe.make_groups(named))
-    except Exception as error:  # whatever the constructor of a user's class raises
+    except Exception as error:  # any error of a user's constructor
         return f"an argument that its class asks for ({summary_of(error)})"
     name = find_difference(one, other)
     return None if name is None else f"its {name!r}, which is no option of its groups"
 
 
 def _call_again(called: str, function: MakeOptimizer, groups: Any) -> Optimizer:
-    """Return what `function` makes of groups.
+    """Return the optimizer that `function` makes of groups.
 
     Raises:
-        ValueError: it fails, or makes an optimizer of something else.
+        ValueError: the function fails, or returns an optimizer of other parameters.
     """
     groups = list(groups)
     advice = (
@@ -158,7 +158,7 @@ def _call_again(called: str, function: MakeOptimizer, groups: Any) -> Optimizer:
 
 
 def _class_of(kind: type[Optimizer], make: MakeOptimizer) -> type[Optimizer]:
-    """Return a class whose call is `make`, for those who ask for a class; what it makes is a `kind` without hooks."""
+    """Return a class whose call is `make`, for callers that need a class; its instances are a `kind` without hooks."""
 
     def new(_: type[Optimizer], params: Any) -> Optimizer:
         made = make(params)

@@ -18,10 +18,10 @@ Reduce = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def is_mean(reduce_op: Reduce) -> bool:
-    """Return whether `reduce_op` is the mean; else it is the sum.
+    """Return whether `reduce_op` is the mean, and not the sum.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `reduce_op` is neither.
     """
     word = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
     if word in ("mean", "avg", dist.ReduceOp.AVG):
@@ -34,10 +34,10 @@ def is_mean(reduce_op: Reduce) -> bool:
 def reduce_over(
     group: dist.ProcessGroup | None, reduce_op: Reduce, value: Any, axis: int | tuple[int, ...] | None
 ) -> Any:
-    """Reduce `value`, or each leaf of it. All ranks of `group` call it; None is one replica.
+    """Reduce `value`, or each of its leaves. All ranks of `group` call it; None is one replica.
 
     Raises:
-        TypeError: a leaf is no number.
+        TypeError: a leaf is not a number.
         ValueError: a leaf has no such axis; nothing was sent.
     """
     mean = is_mean(reduce_op)
@@ -56,7 +56,7 @@ def reduce_over(
 
 
 def _numbers(value: Any) -> Tensor:
-    """Return `value` as a tensor; truths become numbers, so that their sum says how many are true."""
+    """Return `value` as a tensor; booleans become numbers, so that their sum counts the true ones."""
     try:
         tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, RuntimeError):
@@ -89,8 +89,8 @@ def gather_over(group: dist.ProcessGroup | None, value: Tensor, axis: int) -> Te
     """Concatenate `value` of all replicas. All ranks of `group` call it.
 
     Raises:
-        TypeError: it is no tensor.
-        ValueError: it has no axis, or not this one.
+        TypeError: `value` is not a tensor.
+        ValueError: `value` has no such axis.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"gather: it needs a tensor, got a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Say in which setting two optimizers differ, wherever they keep it: in a group, an attribute, or an object in it."""
+"""Find a setting in which two optimizers differ, in a group, an attribute, or an object inside one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _OF_THE_WHOLE = ("params", "param_names")  # keys of a group that are not option
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group besides its parameters."""
+    """Return the entries of a group other than its parameters."""
     return {key: value for key, value in group.items() if key not in _OF_THE_WHOLE}
 
 
 def find_difference(one: Optimizer, other: Optimizer) -> str | None:
-    """Return the name of a setting in which two optimizers over the same parameters differ; None if there is none.
+    """Return the name of a setting in which two optimizers over the same parameters differ, or None.
 
-    Hooks do not count. An object that can be compared in no way counts as another one.
+    Hooks do not count. An object that cannot be compared counts as different.
     """
     met: _Met = {(id(one), id(other)): (one, other)}
     first, second = ([options_of(group) for group in of.param_groups] for of in (one, other))
@@ -45,8 +45,9 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _differ(one: Any, other: Any, place: str, met: _Met) -> str | None:
-    """Return the place of the first difference. Pairs in `met` are compared already, or about to be; they
-    are kept there, so that no other object gets their ids.
+    """Return the place of the first difference, or None.
+
+    Pairs in `met` are compared already, or in progress; `met` keeps them alive, so that their ids stay unique.
     """
     if one is other or (id(one), id(other)) in met:
         return None
@@ -84,7 +85,7 @@ def _below(place: str, key: Any) -> str:
 
 
 def _parts(one: Any) -> tuple[Any, ...] | None:
-    """Return what a callable is made of, as each call of a constructor makes another object of it."""
+    """Return the parts of a callable, since each call of a constructor may make a new object of it."""
     if isinstance(one, types.FunctionType):
         cells = [_contents_of(cell) for cell in one.__closure__ or ()]
         return one.__code__, cells, one.__defaults__, one.__kwdefaults__
@@ -113,5 +114,5 @@ def _equal(one: Any, other: Any) -> bool:
         if isinstance(one, Tensor):
             return torch.equal(one, other)
         return bool(one == other) or bool(one != one and other != other)  # the latter is NaN
-    except Exception:  # whatever the user's class, or an array of several values, raises
+    except Exception:  # any error of a user's class, or of an array of several values
         return False

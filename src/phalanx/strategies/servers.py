@@ -1,4 +1,4 @@
-"""`ParameterServerStrategy` keeps parameters on servers, the last ranks; the other ranks compute gradients."""
+"""`ParameterServerStrategy` keeps parameters on the last ranks, the servers; the other ranks compute gradients."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from phalanx.strategies.strategy import MakeOptimizer, Strategy
 class ParameterServerStrategy(Strategy):
     """Train by `phalanx.ParameterServer`: the last ranks serve, and the others pull parameters and push gradients.
 
-    Serving ranks stay in this constructor until all trainers have ended, and then end as well; meanwhile they ignore
-    SIGTERM. Only the trainers run the rest of the script: they are the replicas. Buffers (statistics of BatchNorm) are
-    each trainer's own.
+    Servers stay in this constructor until all trainers have ended, and then exit; meanwhile they ignore SIGTERM. Only
+    the trainers, which are the replicas, run the rest of the script. Each trainer has its own buffers (BatchNorm's
+    statistics).
 
     Arguments:
         num_servers: ranks that serve.
-        num_trainers: ranks that train, where the script starts itself; default one for each core.
-        synchronous: a step's gradients are averaged over the trainers. False, as in tf.distribute: each push is
-            applied when it comes.
+        num_trainers: ranks that train, if the script starts itself; by default one for each core.
+        synchronous: a step's gradients are averaged over the trainers. False, as in tf.distribute: each push is applied
+            when it arrives.
         max_staleness: of asynchronous training, in steps; None is no bound.
         launch, timeout: as of MirroredStrategy.
 
     Raises:
-        ValueError: there are no more ranks than servers.
+        ValueError: there are not more ranks than servers.
     """
 
     name = "parameter_server"
 
-    is_elastic = False  # which rank calls which is fixed when the job starts
+    is_elastic = False  # which rank calls which server is fixed when the job starts
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ParameterServerStrategy(Strategy):
         rpc.init_rpc([*self._trainers, *self._servers][job.rank], rank=job.rank, world_size=job.world_size)
         if job.rank >= trainers:
             _ignore_sigterm()
-            rpc.shutdown()  # waits for the trainers to end; the calls come meanwhile
+            rpc.shutdown()  # waits for the trainers to end; their calls are served meanwhile
             sys.exit(0)
         atexit.register(self._close_at_exit)
         self._trainers_group: dist.ProcessGroup | None = group
@@ -94,7 +94,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """Return the group of trainers, also if there is one: the servers are in the job's group, and take no part."""
+        """Return the group of trainers, also if there is only one: servers are in the job's group, but take no part."""
         return self._trainers_group
 
     @property
@@ -136,14 +136,17 @@ class ParameterServerStrategy(Strategy):
         return self._served.total_norm
 
     def _close_at_exit(self) -> None:
-        """Close without waiting for the others where this process ends with an error, of which they must hear."""
+        """Close without waiting for the others if this process ends with an error, which they must learn of."""
         if getattr(sys, "last_type", None) is None:
             self.close()
         else:
             rpc.shutdown(graceful=False)
 
     def close(self) -> None:
-        """End the trainer; when all have ended, the servers do. This is called when the process ends, if not before."""
+        """Close this trainer; when all have closed, the servers exit.
+
+        Called at the end of the process, if not before.
+        """
         if self._server is None and self._num_setups < 0:
             return
         atexit.unregister(self._close_at_exit)
@@ -155,12 +158,12 @@ class ParameterServerStrategy(Strategy):
 
 
 class ServedOptimizer(Optimizer):
-    """It is the servers' optimizer for a trainer: `step` pushes the gradients and pulls the new parameters.
+    """A `ServedOptimizer` is a trainer's view of the servers' optimizer: `step` pushes gradients and pulls parameters.
 
-    `total_norm` is the norm of the last step's gradients, before it clipped them.
+    `total_norm` is the norm of the last step's gradients before clipping.
 
     Arguments:
-        parameters: all of the model's, by name; the server has some of them, by these names.
+        parameters: all parameters of the model, by name; the servers have some of them, by the same names.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], server: ParameterServer) -> None:
@@ -177,12 +180,12 @@ class ServedOptimizer(Optimizer):
         self._pull()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Have the servers train one more group of parameters, with the first trainer's values. All trainers call it.
+        """Add a parameter group on the servers, with the first trainer's values. All trainers call it.
 
         Raises:
-            ValueError: a tensor is no parameter of the model.
+            ValueError: a tensor is not a parameter of the model.
             MismatchError: another trainer has added another group.
-            PeerLostError: the first trainer is lost, or all servers that had some of the parameters are.
+            PeerLostError: the first trainer is lost, or all servers of a shard are lost.
         """
         super().add_param_group(param_group)
         if not self._is_made:
@@ -203,15 +206,15 @@ class ServedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None) -> Any:
-        """Take one step of this trainer, with its groups' options; return the closure's loss.
+        """Make one step of this trainer with its groups' options; return the closure's loss.
 
         Arguments:
-            max_norm: clip the gradients that the servers apply, the mean of all trainers', to this 2-norm.
+            max_norm: clip the gradients that the servers apply (the mean of all trainers) to this 2-norm.
 
         Raises:
             ValueError: a gradient is sparse.
-            MismatchError: the trainers of a synchronous step have set other options, or clip otherwise.
-            PeerLostError: all servers that had some of the parameters are lost.
+            MismatchError: the trainers of a synchronous step have set different options, or clip differently.
+            PeerLostError: all servers of a shard are lost.
         """
         loss = None
         if closure is not None:
@@ -229,24 +232,24 @@ class ServedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the servers' parameters and optimizer state, whole. All trainers call it."""
+        """Return the servers' complete parameters and optimizer state. All trainers call it."""
         self._say()
-        # In the form of an optimizer's, which is what a checkpoint compares.
+        # In the form of an optimizer's state, which a checkpoint compares.
         return {"state": {}, "param_groups": super().state_dict()["param_groups"], "servers": self._server.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`, on servers and trainers. All trainers call it; that of the first counts."""
+        """Load `state_dict` on servers and trainers. All trainers call it; the first trainer's state is used."""
         self._server.load_state_dict(state_dict["servers"])
         for group, options in zip(self.param_groups, self._server.optimizer.said(), strict=True):
             group.update(options)
         self._pull()
 
     def _held(self) -> dict[str, Tensor]:
-        """Return the parameters that the servers have, by name."""
+        """Return the parameters on the servers, by name."""
         return {name: self._parameters[name] for names in self._server.optimizer.names for name in names}
 
     def _say(self) -> None:
-        """Let the server hear of the options that are set here."""
+        """Send the options that are set here to the server."""
         self._server.optimizer.show([_options(group) for group in self.param_groups])
 
     @torch.no_grad()
@@ -256,7 +259,7 @@ class ServedOptimizer(Optimizer):
 
 
 def _ignore_sigterm() -> None:
-    """Let trainers that received SIGTERM, too, save what a server has; a handler of the script's stays."""
+    """Ignore SIGTERM, so that trainers that also received it can save the servers' state; a script's handler stays."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -265,7 +268,7 @@ def _ignore_sigterm() -> None:
 def _require_picklable(recipe: Recipe) -> None:
     try:
         pickle.dumps(recipe.call)
-    except Exception as error:  # whatever a class of the user raises
+    except Exception as error:  # any error of a user's class
         raise ValueError(
             f"ParameterServerStrategy.setup: the servers make the optimizer, and what makes it cannot be sent to them "
             f"({summary_of(error)}): take a class or a function of a module, or functools.partial of one, no lambda"

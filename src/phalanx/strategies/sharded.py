@@ -1,4 +1,4 @@
-"""`ShardedStrategy` cuts the optimizer state, or all of the model, into shards: each rank keeps a part."""
+"""`ShardedStrategy` shards the optimizer state, or the whole model: each rank keeps a part."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from phalanx.strategies.world import has_or_may_get_others
 
 
 class ShardedStrategy(MirroredStrategy):
-    """Train as MirroredStrategy, on one or several hosts, with what a rank keeps of the training state cut in shards.
+    """Train like MirroredStrategy, on one or several hosts, with the training state sharded over the ranks.
 
     Arguments:
         shard: "optimizer": the optimizer's state (`phalanx.ZeroRedundancyOptimizer`: ZeRO stage 1, and parameters once
             per host); "model": also gradients and parameters (PyTorch's FSDP2, `fully_shard`), for models that are
             too large for one device.
-        gather_gradients: False leaves large means in slices, which saves a copy (of ZeroRedundancyOptimizer).
-        offload: True keeps the optimizer's state in the host's memory and updates there, for models on GPUs; of
-            ZeroRedundancyOptimizer (which says on which hosts), and of FSDP2 (its `CPUOffloadPolicy`) with
-            shard="model".
+        gather_gradients: False leaves large averaged gradients sliced, which saves a copy (ZeroRedundancyOptimizer).
+        offload: True keeps the optimizer's state in the host's memory and updates there, for models on GPUs; an option
+            of ZeroRedundancyOptimizer (see there for supported hosts), and with shard="model" of FSDP2
+            (`CPUOffloadPolicy`).
         devices, launch, timeout: as of MirroredStrategy.
         options: of DistributedDataParallel, or of fully_shard.
 
@@ -54,7 +54,7 @@ class ShardedStrategy(MirroredStrategy):
         self.shard = shard
         self._gather_gradients = gather_gradients
         self._offloads = offload
-        self.is_elastic = shard == "optimizer"  # nobody else has the part of the model that a lost rank had
+        self.is_elastic = shard == "optimizer"  # no other rank has a lost rank's part of the model
         self.evaluates_together = self.ranks_differ = shard == "model"
         super().__init__(devices, launch=launch, timeout=timeout, **options)
 
@@ -75,11 +75,11 @@ class ShardedStrategy(MirroredStrategy):
         return wrapped, recipe.hand_hooks(sharded)
 
     def _shard_model(self, model: nn.Module) -> nn.Module:
-        """Call `fully_shard` on each block of a list or sequence of blocks, and on what is left."""
+        """Call `fully_shard` on each block of the model, and on the rest."""
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             fully_shard,
-        )  # half a second to import: only who needs it pays
+        )  # takes half a second to import: imported on use
 
         options = {"mesh": self._mesh(), **self._options}
         if self._offloads:
@@ -102,8 +102,8 @@ class ShardedStrategy(MirroredStrategy):
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated parts of a model: the children of its ModuleLists and Sequentials that have parameters.
 
-    A container without a forward is no block, since nobody calls it: its children are. A module that shares a parameter
-    with what is outside of it is none either, as a parameter belongs to one block: parts of it may be.
+    A container without a forward is not a block, since nothing calls it: its children are. Nor is a module that shares
+    a parameter with modules outside of it, as a parameter belongs to one block; parts of it may be blocks.
     """
     names = _Names(model)
     found = {id(block): block for block in _search(model, False, names)}
@@ -124,7 +124,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 class _Names:
-    """These are all names that a model's modules and parameters have in it."""
+    """`_Names` holds the names of all modules and parameters in a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: dict[int, list[str]] = {}
@@ -135,7 +135,7 @@ class _Names:
             self._parameters.setdefault(id(parameter), []).append(name)
 
     def are_its_own(self, block: nn.Module) -> bool:
-        """Return whether a block has parameters, and nothing outside of it has one of them."""
+        """Return whether a block has parameters, and shares none of them with modules outside of it."""
         prefixes = tuple(f"{name}." for name in self._modules[id(block)])
         names = [name for parameter in block.parameters() for name in self._parameters[id(parameter)]]
         return bool(names) and all(name.startswith(prefixes) for name in names)

@@ -14,20 +14,20 @@ from phalanx.strategies.strategy import Strategy
 
 
 class SingleDeviceStrategy(Strategy):
-    """Train in this process alone, on `device`: the script as it would be without strategies.
+    """Train in this process alone, on `device`, as a script without strategies does.
 
     Arguments:
-        device: default the first GPU, else the CPU.
+        device: by default the first GPU, else the CPU.
 
     Raises:
-        ValueError: it was launched as one of several ranks, or there is no such device.
+        ValueError: the process was launched as one of several ranks, or the device does not exist.
     """
 
     name = "single_device"
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         job = Job(0, 1, 0, torch.device("cpu"))
-        if is_launched(os.environ):  # and else a job of one needs no process group
+        if is_launched(os.environ):  # otherwise: a job of one rank needs no process group
             job = backend.init()
         if job.world_size > 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Start a plain `python train.py` again that asks for several devices, with a rank for each."""
+"""Restart a plain `python train.py` that asks for several devices, with one rank per device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from phalanx.strategies.tf_config import Cluster, read_tf_config
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """A program says how this process was started: what to give to `phalanx run` to start it again."""
+    """A `ScriptCommand` is the command with which `phalanx run` can restart this program."""
 
     words: tuple[str, ...]
 
     @staticmethod
     def of(orig_argv: Sequence[str], argv: Sequence[str], main: ModuleType | None) -> ScriptCommand | str:
-        """Return the program, or why it cannot be started again."""
+        """Return the command, or the reason why the program cannot be restarted."""
         spec = getattr(main, "__spec__", None)
         if "pytest" in sys.modules and main is not None and "pytest" in (spec.name if spec else argv[0]):
             return "a test"
@@ -40,7 +40,7 @@ class ScriptCommand:
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
-    """Return whether something else has started this process, as a rank or as a process that is none."""
+    """Return whether a launcher has started this process, as a rank or as an unused process."""
     return bool(
         dist.is_initialized()
         or "RANK" in environ
@@ -51,21 +51,22 @@ def is_launched(environ: Mapping[str, str]) -> bool:
 
 
 def find_cluster(called: str) -> Cluster | None:
-    """Return the hosts that TF_CONFIG says; None in a process that a launcher has started, which then says the hosts.
+    """Return the hosts in TF_CONFIG; None in a process of a launcher, which then determines the hosts.
 
     Raises:
-        ValueError: the value is not understood.
+        ValueError: TF_CONFIG is invalid.
     """
     return None if is_launched(os.environ) else read_tf_config(called, os.environ.get("TF_CONFIG", ""))
 
 
 def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, cluster: Cluster | None = None) -> Job:
-    """Return the place of this process in the job. If there is no job yet, the program starts again with `num_ranks`
-    ranks, on each host of `cluster`.
+    """Return this process's membership in the job. Without a job, restart the program with `num_ranks` ranks.
+
+    The program is restarted on each host of `cluster`.
 
     Raises:
-        RuntimeError: it cannot be started again: in a notebook, in a test.
-        ValueError: there are other hosts in `cluster`, and it may not be started again, which would find them.
+        RuntimeError: the program cannot be restarted: in a notebook, in a test.
+        ValueError: `cluster` has other hosts, and `launch` forbids the restart that would reach them.
     """
     if cluster is not None and not launch and not is_launched(os.environ):
         raise ValueError(
@@ -86,7 +87,7 @@ def join_or_start(called: str, num_ranks: int, *, launch: bool, timeout: float, 
 
 
 def _start(program: ScriptCommand, num_ranks: int, options: Sequence[str]) -> None:
-    """Become `phalanx run`; this does not return."""
+    """Replace this process by `phalanx run`; never returns."""
     words = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(num_ranks), *options, *program.words]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -94,10 +95,10 @@ def _start(program: ScriptCommand, num_ranks: int, options: Sequence[str]) -> No
 
 
 def require_as_many(called: str, wanted: int, job: Job) -> None:
-    """Refuse a number of devices other than that of the ranks on this host.
+    """Refuse a number of devices that differs from the number of ranks on this host.
 
     Raises:
-        ValueError: they differ; the message has both numbers.
+        ValueError: the numbers differ; the message has both.
     """
     there = local_world_size(job)
     if wanted == there:
@@ -121,7 +122,7 @@ def local_world_size(job: Job) -> int:
 
 
 def find_world(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of ranks of the job in which this process runs, and on this host; 1, 1 without a launcher."""
+    """Return the number of ranks of this process's job, and of those on this host; 1, 1 without a launcher."""
     launch = find_launch(environ)
     sizes = [environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     if sizes[0].isdecimal():

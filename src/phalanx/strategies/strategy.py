@@ -1,4 +1,4 @@
-"""`Strategy` is what a way of distributing does to the five things that a training script has.
+"""`Strategy` defines how a way of distributing treats the five parts of a training script.
 
     model       setup()            wrapped, cut or left as it is; on this rank's device
     optimizer   setup()            kept, or built again over what this rank holds
@@ -6,7 +6,7 @@
     step        step()             forward, backward, update: compute_gradients() and update() are its halves
     checkpoint  parts()            what `phalanx.CheckpointManager` saves and loads
 
-A strategy is made first (it joins the job, or starts it), then the model, then `setup`. Names and meanings are those of
+Create the strategy first (it joins or starts the job), then the model, then call `setup`. Names and meanings follow
 `tf.distribute.Strategy` where it has them.
 """
 
@@ -49,7 +49,7 @@ MakeOptimizer = Callable[[Any], Optimizer]
 
 
 class Strategy(ABC):
-    """This is one way of distributing a training job; `phalanx.strategies.get` makes one by its name.
+    """A `Strategy` is a way of distributing a training job; `phalanx.strategies.get` makes one by its name.
 
         strategy = phalanx.strategies.get("mirrored")
         with strategy.scope():
@@ -64,7 +64,7 @@ class Strategy(ABC):
     name: str
 
     is_elastic = True
-    """Whether training goes on when a rank is lost, in `phalanx.elastic.run`."""
+    """Whether training continues when a rank is lost, in `phalanx.elastic.run`."""
 
     ranks_differ = False
     """Whether ranks hold different models: parts of one, or copies that train apart."""
@@ -82,7 +82,7 @@ class Strategy(ABC):
         self.device: torch.device = job.device
         self._num_replicas, self._replica, self._process_group = num_replicas, replica, process_group
         self.reason = ""
-        """Why "auto" took this strategy."""
+        """Why "auto" chose this strategy."""
         self.scaler: GradScaler | None = None
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
@@ -94,7 +94,7 @@ class Strategy(ABC):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Return how many copies of the model are trained; in an elastic job, how many there are now."""
+        """Return the number of model copies that are trained; in an elastic job, their current number."""
         return self._num_replicas
 
     @property
@@ -103,17 +103,17 @@ class Strategy(ABC):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks over which values of replicas are reduced; None if there is one replica."""
+        """Return the group over which values of replicas are reduced; None if there is one replica."""
         return self._process_group
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
-        """Return all ranks that train, those of one replica, too; None if there is one."""
+        """Return the group of all training ranks, including those of one replica; None if there is one."""
         return world()
 
     @property
     def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that save and load together; None is the job's group, whichever it has at the time."""
+        """Return the group that saves and loads together; None is the job's current group."""
         return None
 
     @property
@@ -137,22 +137,23 @@ class Strategy(ABC):
     ) -> DataLoader[Any]:
         """Return a DataLoader over this replica's part of each batch of `batch_size` samples.
 
-        The k-th batches of all replicas together are the same samples under every strategy. Its sampler is a
-        `phalanx.DistributedSampler`; an epoch that nobody sets advances by itself.
+        The k-th batches of all replicas together are the same samples under every strategy. The loader's sampler is a
+        `phalanx.DistributedSampler`; without `set_epoch` the epoch advances by itself.
 
         Arguments:
             batch_size: samples of all replicas together.
-            padding: repeat some samples where they don't divide; False for evaluation, where each counts once.
+            padding: repeat some samples if they don't divide evenly; False for evaluation, where each sample counts
+                once.
             options: of `torch.utils.data.DataLoader`: num_workers, collate_fn, ...
 
-        An IterableDataset is read by each replica, which takes its part of each batch (`shuffle` and `padding` are the
-        dataset's own business); the last batch may be divided unevenly. What it draws from the global generators
-        follows from `seed` and the epoch, which `loader.set_epoch(e)` sets: all replicas read it in the same order.
+        Each replica reads an IterableDataset completely and takes its part of each batch (`shuffle` and `padding` are
+        up to the dataset); the last batch may be divided unevenly. `seed` and the epoch, set by `loader.set_epoch(e)`,
+        seed the dataset's draws from the global generators: all replicas read it in the same order.
 
         Raises:
             ValueError: the replicas can't share the batch evenly.
-            TypeError: the dataset has no length and is no IterableDataset, or divides itself; or an option is the
-                strategy's own.
+            TypeError: the dataset has no length and is not an IterableDataset, or divides itself; or an option sets a
+                value that the strategy decides.
         """
         check_loader(dataset, options)
         group = world()
@@ -162,7 +163,7 @@ class Strategy(ABC):
             made.on_batch = self._note_stream
             return made
         if group is not None and rehearses(group):
-            # It comes to a job that has divided the batch among fewer: elastic.State gives it the others' share.
+            # A rank that joins later finds the batch divided among fewer: elastic.State gives it the others' share.
             own = max(1, batch_size // self.num_replicas_in_sync)
         else:
             own = divide_batch(batch_size, self.num_replicas_in_sync)
@@ -179,13 +180,13 @@ class Strategy(ABC):
         )
 
     def distribute(self, loader: DataLoader[Any], *, padding: bool = True) -> DataLoader[Any]:
-        """Return `loader`, whose batch is taken as the global one, divided among the replicas, as `loader()` does.
+        """Return a loader that divides the global batches of `loader` among the replicas, as `loader()` does.
 
-        A loader whose sampler is a `phalanx.DistributedSampler` of as many replicas has been divided: it is returned as
+        A loader whose sampler is a `phalanx.DistributedSampler` of as many replicas is already divided, and returned as
         it is.
 
         Raises:
-            ValueError, TypeError: it has a sampler of its own, or one of other replicas, or no batch size.
+            ValueError, TypeError: `loader` has a sampler of its own, or one for other replicas, or no batch size.
         """
         options = options_of(loader)
         if options is None:
@@ -203,9 +204,9 @@ class Strategy(ABC):
         return self.distribute(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[InputContext], T]) -> T:
-        """Return what `dataset_fn` makes for this replica, as it is: for samples that no index finds, as of a stream.
+        """Return the dataset that `dataset_fn` makes for this replica, as it is: for data without indices, as a stream.
 
-        It is called once, with an `InputContext` that says whose samples it shall give.
+        `dataset_fn` is called once, with the `InputContext` of this replica.
         """
         return dataset_fn(InputContext(self.num_replicas_in_sync, self.replica_id_in_sync_group))
 
@@ -239,7 +240,7 @@ class Strategy(ABC):
         Arguments:
             optimizer: a new one over the model's parameters, or a function that makes one of parameters.
             loss_fn: of the model's result and the target; its value is the mean over the samples.
-            loss_of: in its place, a function of the model and a batch, where a loss is more than that.
+            loss_of: instead, a function of the model and a batch, for other losses.
             precision: "bf16-mixed" and "16-mixed" run the forward under autocast, as Lightning names them; the latter
                 scales the loss.
 
@@ -283,10 +284,10 @@ class Strategy(ABC):
     def compute_gradients(
         self, batch: Any, *, share: float = 1.0, weight: float | None = None, is_last: bool = True
     ) -> Tensor:
-        """Run forward and backward of one batch: add `share` of its gradients, and return its loss, detached.
+        """Run forward and backward of one batch: add `share` times its gradients, and return its detached loss.
 
-        With `is_last=False` more batches follow before the update, and gradients are not exchanged yet. `weight` is how
-        much this replica's part counts: that of the batch that a loader over an IterableDataset has given last, or 1.
+        With `is_last=False` more batches follow before the update, and gradients are not exchanged yet. `weight` is the
+        weight of this replica's part: of the latest batch of a loader over an IterableDataset, or else 1.
         """
         model, loss_of = self._require_ready()
         share *= self._weigh(weight)
@@ -303,12 +304,12 @@ class Strategy(ABC):
         return loss.detach()
 
     def update(self, max_norm: float | None = None) -> Tensor | None:
-        """Take the optimizer's step on the gradients that are there, which are then let go of.
+        """Make the optimizer's step with the accumulated gradients, and then clear them.
 
         Arguments:
             max_norm: clip to this 2-norm of all gradients together first.
 
-        It returns the norm before clipping, if it clips.
+        Return the norm before clipping if `max_norm` is given, else None.
         """
         assert self._optimizer is not None
         norm = None
@@ -326,7 +327,7 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backwards inside leave this replica's own gradients, for accumulation."""
+        """Keep gradients of backwards inside this context local to the replica, for accumulation."""
         sync_off = getattr(self._model, "no_sync", None)
         with contextlib.nullcontext() if sync_off is None else sync_off():
             yield
@@ -336,13 +337,16 @@ class Strategy(ABC):
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def autocasting(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which the forward runs, by the precision of `setup`."""
+        """Return the autocast context of the forward, by the precision of `setup`."""
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
 
     def sync_buffers(self) -> None:
-        """Give every replica, before an evaluation, the first one's buffers (as BatchNorm's). All ranks call it."""
+        """Copy the first replica's buffers (such as BatchNorm's) to all replicas before an evaluation.
+
+        All ranks call it.
+        """
         if self._broadcasts_buffers and self.process_group is not None:
             broadcast_tensors(self.bare_model.buffers(), self.process_group)
 
@@ -364,7 +368,7 @@ class Strategy(ABC):
 
     @property
     def bare_model(self) -> nn.Module:
-        """Return the model inside of the strategy's wrapper."""
+        """Return the model inside the strategy's wrapper."""
         model = self._model
         assert model is not None
         return model
@@ -372,10 +376,10 @@ class Strategy(ABC):
     # -- values of all replicas ----------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> T:
-        """Call `fn` in each replica: here, in this one's. Its result is this replica's own; `reduce` joins them.
+        """Call `fn` in this process's replica. The result is this replica's own; `reduce` combines them.
 
         Raises:
-            ValueError: `args` is no tuple or list: `args=(x)` is `x`, whose rows would be the arguments.
+            ValueError: `args` is not a tuple or list: `args=(x)` is `x`, whose rows would be the arguments.
         """
         if not isinstance(args, list | tuple):
             raise ValueError(f"run: args must be a tuple or a list, as args=(x,), got a {type(args).__name__}")
@@ -383,17 +387,18 @@ class Strategy(ABC):
             return fn(*args, **(kwargs or {}))
 
     def reduce(self, reduce_op: Reduce, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
-        """Reduce `value` of all replicas to one, which every rank gets. All ranks call it.
+        """Reduce `value` of all replicas to one, on every rank. All ranks call it.
 
         Arguments:
             reduce_op: "sum" or "mean", or torch.distributed.ReduceOp.SUM or AVG.
             value: a tensor or a number, or a list, tuple or dict of them.
-            axis: reduce over this axis, or these, as well; replicas may differ in its size, each element counts once.
+            axis: reduce over this axis, or these axes, as well; its size may differ between replicas; each element
+                counts once.
 
         Shape: that of one replica's value, without `axis`.
 
         Raises:
-            TypeError, ValueError: a value is no number, or has no such axis; nothing was sent.
+            TypeError, ValueError: a value is not a number, or has no such axis; nothing was sent.
         """
         return reduce_over(self.process_group, reduce_op, value, axis)
 
@@ -405,36 +410,36 @@ class Strategy(ABC):
         return gather_over(self.process_group, value, axis)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ReplicaContext], T]) -> T:
-        """Return what `value_fn` makes for this replica."""
+        """Return the result of `value_fn` for this replica."""
         return value_fn(ReplicaContext(self))
 
     def experimental_local_results(self, value: T) -> tuple[T]:
-        """Return the values of the replicas of this process: there is one."""
+        """Return the values of the replicas in this process: there is one."""
         return (value,)
 
     # -- checkpoint ----------------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, Any]:
-        """Return what a checkpoint needs of model and optimizer: parts for `phalanx.CheckpointManager`.
+        """Return the model and optimizer as parts for `phalanx.CheckpointManager`.
 
-        A model is saved under its own names, without wrapper, and can go on under another strategy.
+        A model is saved under its own names, without wrapper, and can be loaded under another strategy.
         """
         return self.held()
 
     def held(self) -> dict[str, Any]:
-        """Return what this rank trains with, for `phalanx.elastic.State`."""
+        """Return this rank's training objects, for `phalanx.elastic.State`."""
         self._require_set_up()
         return {"model": self._model, "optimizer": self._optimizer, **({"scaler": self.scaler} if self.scaler else {})}
 
     def finish(self) -> None:
-        """End the training: replicas that train apart hold their last round, and have one model. All ranks call it.
+        """Finish the training: replicas that train apart run a last round, and then have equal models. Collective.
 
-        It does nothing under other strategies. Call it before a last evaluation; `close` does it, too.
+        Other strategies do nothing here. Call it before a last evaluation; `close` calls it, too.
         """
         return None
 
     def close(self) -> None:
-        """End what the strategy holds; the process group stays. All ranks call it."""
+        """Release the strategy's resources; the process group stays. All ranks call it."""
         self._model = self._optimizer = None
 
     def __enter__(self) -> Strategy:
@@ -465,10 +470,10 @@ class Strategy(ABC):
 
 @contextlib.contextmanager
 def same_random_state(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let all ranks of `group` draw inside what its first rank draws, on the CPU. All ranks enter it.
+    """Give all ranks of `group` the first rank's CPU random state inside this context. All ranks enter it.
 
-    A rank that came with that state goes on from where this one ends, so that what all draw after it stays alike; a
-    rank that came with its own goes on with that.
+    A rank that entered with the same state continues from the state at the end, so the ranks' draws stay equal; a rank
+    that entered with another state returns to it.
     """
     if group is None:
         yield

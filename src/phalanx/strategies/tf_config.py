@@ -1,4 +1,4 @@
-"""Read the cluster that TF_CONFIG describes, as the hosts of a job. The functions are pure.
+"""Read TF_CONFIG's cluster as the hosts of a job; pure functions.
 
     TF_CONFIG='{"cluster": {"worker": ["10.0.0.1:5000", "10.0.0.2:5000"]}, "task": {"type": "worker", "index": 1}}'
 
@@ -16,23 +16,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster is this task's place among those that train: `index` of `tasks`, which are "host:port"."""
+    """A `Cluster` is this task's place among the training tasks: `index` in `tasks`, which are "host:port"."""
 
     tasks: tuple[str, ...]
     index: int
 
     def run_options(self) -> tuple[str, ...]:
-        """Return the options that say the same to `phalanx run`."""
+        """Return the equivalent options of `phalanx run`."""
         host, _, port = self.tasks[0].rpartition(":")
         where = ("--master-addr", host.strip("[]"), "--master-port", port)
         return ("--nnodes", str(len(self.tasks)), "--node-rank", str(self.index), *where)
 
 
 def read_tf_config(called: str, text: str) -> Cluster | None:
-    """Return what `text`, the value of TF_CONFIG, says; None if it is empty, or names one task alone.
+    """Parse `text`, the value of TF_CONFIG; None if it is empty, or names only one task.
 
     Raises:
-        ValueError: it is not understood, or has tasks for which there is nothing here; all that is wrong with it.
+        ValueError: `text` is invalid, or has tasks of unsupported types; the message lists all problems.
     """
     if not text.strip():
         return None

@@ -1,4 +1,4 @@
-"""Check the arguments of a Trainer, and tell all problems at once."""
+"""Check the arguments of a Trainer, and report all problems at once."""
 
 from __future__ import annotations
 
@@ -63,22 +63,22 @@ def find_problems(
 
 
 def _lacks_arguments(model: Any, name: str) -> bool:
-    """Return whether the model's step of that name, if it has one, cannot be called with a batch."""
+    """Return whether the model has a step of that name which cannot be called with a batch."""
     try:
         inspect.signature(getattr(model, name)).bind(None)
     except TypeError:
         return True
-    except (AttributeError, ValueError):  # there is none, or its signature is not known
+    except (AttributeError, ValueError):  # there is none, or its signature is unknown
         return False
     return False
 
 
-# One for each Python: up to 3.14, from 3.12 to 3.13, and from 3.15 on.
+# One per range of Python versions: up to 3.14, from 3.12 to 3.13, and from 3.15 on.
 _LOADS_OF_NONE = ("LOAD_CONST", "RETURN_CONST", "LOAD_COMMON_CONSTANT")
 
 
 def returns_nothing(function: Any) -> bool:
-    """Return whether a function, or a method, can only return None; False where its code is not known."""
+    """Return whether a function or method can only return None; False if its code is unknown."""
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return False

@@ -10,9 +10,9 @@ from phalanx.trainer.callbacks import Callback
 
 
 class CallbackCalls:
-    """`CallbackCalls` keeps what callbacks draw from the model: it draws on as if they had drawn nothing.
+    """`CallbackCalls` isolates the model's random numbers from draws of callbacks.
 
-    Where a run goes on, some points are called once more and others are not; that must change no bit.
+    A resumed run calls some points again and others not; that must not change any bit.
 
     Cost: two captures of the random states, where a callback overrides the point; else nothing.
     """

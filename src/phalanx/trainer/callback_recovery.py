@@ -1,4 +1,4 @@
-"""`CallbackRecovery` lets the callbacks of all ranks go on from the latest step, after a rank was lost or has come."""
+"""`CallbackRecovery` restores the callbacks of all ranks to the latest step, after a rank was lost or has joined."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from phalanx.trainer.callbacks import CallbackStates
 
 
 class CallbackRecovery:
-    """It knows which step the callbacks of this rank have behind them, and how they were behind the last of an epoch.
+    """`CallbackRecovery` tracks the step that this rank's callbacks have completed, and their states at an epoch's end.
 
-    `called_step` is the step whose `on_step_end` they have behind them.
+    `called_step` is the step whose `on_step_end` they have completed.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.called_step = 0
-        self._kept: tuple[int, bytes] | None = None  # an epoch, and the callbacks behind its last step
+        self._kept: tuple[int, bytes] | None = None  # an epoch, and the callbacks' states after its last step
 
     def keep(self, callbacks: CallbackStates, state: elastic.State) -> None:
-        """Keep the states after the last step of an epoch: what comes now is done again if a rank is lost in it."""
+        """Save the states after the last step of an epoch: all later points are repeated if a rank is lost."""
         if rendezvous.agent_address() and callbacks:
             self._kept = state.epoch, pickle.dumps(callbacks.state_dict())
 
     def agree(self, callbacks: CallbackStates, state: elastic.State) -> None:
-        """Bring the callbacks to the latest step, where training begins or goes on. All ranks call it.
+        """Restore the callbacks to the latest step, when training begins or resumes. All ranks call it.
 
-        A rank that has come, or did not get to the end of that step's `on_step_end`, takes what another one has.
+        A rank that has joined, or did not complete that step's `on_step_end`, receives another rank's states.
         """
         kept, self._kept = self._kept, None
         if not (self._strategy.is_elastic and callbacks):

@@ -1,4 +1,4 @@
-"""A `Callback` says what is done at each point of `Trainer.fit`."""
+"""A `Callback` defines actions at points of `Trainer.fit`."""
 
 from __future__ import annotations
 
@@ -22,28 +22,27 @@ class Callback:
     """Override what you need. Every point is called on every rank, in the order of the Trainer's `callbacks`.
 
         on_fit_begin            model and optimizer are set up, a checkpoint was loaded if there is one
-          on_epoch_begin        trainer.epoch is the one to come
+          on_epoch_begin        trainer.epoch is the coming epoch
             on_step_end         an update is done and counted: trainer.step
             on_checkpoint       a save of trainer.step has begun
-          on_validation_end     trainer.metrics has what was measured
+          on_validation_end     trainer.metrics has the results
           on_epoch_end
         on_fit_end              also after an early stop
-        on_error                in place of on_fit_end
+        on_error                instead of on_fit_end
 
     A callback with `state_dict` and `load_state_dict` is part of checkpoints: the state of rank 0, for all ranks, or
-    where ranks have different models (parts of one, or copies that train apart) that of each. A replacement rank gets
-    another one's state. After the loss of a rank, what comes behind the last step of an epoch is done again, with
-    callbacks as they were behind the step. Random numbers that a callback draws (torch, Python, NumPy), at whatever
-    point, do not change those of the model: it draws as if there were no callback, so that a run that goes on, where
-    some points are called again and others are not, ends with the same bits. So a seed that a callback sets holds until
-    the point ends.
+    where ranks have different models (parts of one, or copies that train apart) that of each. A replacement rank
+    receives another rank's state. After the loss of a rank, the points after the last step of an epoch are repeated,
+    with callbacks restored to that step. Random numbers that a callback draws (torch, Python, NumPy) do not change the
+    model's: a resumed run, which calls some points again and others not, ends with the same bits. So a seed that a
+    callback sets holds until the point ends.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Override this to act before the first step."""
 
     def on_epoch_begin(self, trainer: Trainer) -> None:
-        """Override this to act before the first batch of an epoch, or of what is left of it."""
+        """Override this to act before the first batch of an epoch, or of the rest of an epoch."""
 
     def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
         """Override this to act after a step. `loss` is this rank's, detached; reading it waits for the device."""
@@ -65,16 +64,16 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Stop when `monitor` has not got better for `patience` validations.
+    """Stop when `monitor` has not improved for `patience` validations.
 
     Arguments:
-        monitor: the name of a metric of the validation. None watches that of the Trainer's `keep_best`, by its mode;
-            without one, the loss.
-        min_delta: what counts as better.
-        mode: whether less is better, which it is if None, or more.
+        monitor: the name of a validation metric. None watches the metric of the Trainer's `keep_best`, with its mode;
+            without `keep_best`, the loss.
+        min_delta: the least change that counts as an improvement.
+        mode: whether less (the default) or more is better.
 
     Raises:
-        ValueError: an argument makes no sense; at the first validation, there is no such metric.
+        ValueError: an argument is invalid; at the first validation, the metric does not exist.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class EarlyStopping(Callback):
         self._watch(monitor, mode)
 
     def follow(self, best: Best | None) -> None:
-        """Watch the metric of `keep_best`, unless this callback was given one of its own."""
+        """Watch the metric of `keep_best`, unless this callback has a metric of its own."""
         if self._follows and best is not None:
             self._watch(best.metric, best.mode)
 
@@ -105,11 +104,11 @@ class EarlyStopping(Callback):
         self.best = math.inf if mode == "min" else -math.inf
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Stop a run again that had stopped and is started again."""
+        """Stop a restarted run that had stopped before."""
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Ask the trainer to stop, if it is time."""
+        """Ask the trainer to stop after too many validations without improvement."""
         if self.monitor not in metrics:
             raise ValueError(f"EarlyStopping: {self.monitor!r} is no metric of the validation: {sorted(metrics)}")
         value = metrics[self.monitor]
@@ -118,7 +117,7 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Raise if this callback waits for a validation that never comes."""
+        """Raise if this callback waits for a validation that never happens."""
         if not trainer.metrics:
             raise ValueError(f"EarlyStopping watches {self.monitor!r} of the validation: give fit a val_loader")
 
@@ -127,16 +126,16 @@ class EarlyStopping(Callback):
             trainer.stop(f"{self.monitor} has not got better than {self.best:.6g} for {self.num_bad} validations")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and for how long it has been that."""
+        """Return the best value, and the number of validations since."""
         return {"best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue to count from the state."""
+        """Continue counting from the state."""
         self.best, self.num_bad = state_dict["best"], state_dict["num_bad"]
 
 
 class LambdaCallback(Callback):
-    """Use functions in place of a class: `LambdaCallback(on_step_end=lambda trainer, loss: ...)`."""
+    """Use functions instead of a class: `LambdaCallback(on_step_end=lambda trainer, loss: ...)`."""
 
     def __init__(self, **points: Callable[..., None]) -> None:
         for name, function in points.items():
@@ -146,8 +145,9 @@ class LambdaCallback(Callback):
 
 
 class CallbackStates:
-    """`CallbackStates` has the states of callbacks, by name: a part of checkpoints. A checkpoint may lack a callback,
-    or have one that is gone.
+    """`CallbackStates` is the checkpoint part with the states of callbacks, by name.
+
+    A checkpoint may lack a callback, or have one that no longer exists.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -165,7 +165,7 @@ class CallbackStates:
         return {name: one.state_dict() for name, one in self._callbacks.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of each callback; a new one begins as it is."""
+        """Load the state of each callback; a callback without a state stays as it is."""
         if differing := sorted(state_dict.keys() ^ self._callbacks.keys()):
             _logger.warning("Trainer: %s: in one of checkpoint and callbacks only", ", ".join(differing))
         for name in state_dict.keys() & self._callbacks.keys():

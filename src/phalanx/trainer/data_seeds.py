@@ -1,7 +1,7 @@
-"""Make what a replica's own loader draws follow from the script's seeds and the epoch.
+"""Derive the draws of a replica's own loader from the script's seeds and the epoch.
 
-Such a loader tells no position: a run that goes on inside an epoch reads it again up to there, which finds the same
-samples only if it draws the same numbers.
+Such a loader reports no position: a run that resumes inside an epoch reads the loader again up to that point, which
+yields the same samples only if the loader draws the same numbers.
 
     drawn from                               seeded in each epoch by
     the global generators                    what `torch.initial_seed()` was where the run began, on this replica
@@ -33,22 +33,23 @@ def seed_all(seed: int) -> None:
 
 
 def agree_on_seeds(state: elastic.State, strategy: Strategy) -> None:
-    """Set `state.data_seeds`, the seed of each replica, if no rank knows them yet. All ranks call it.
+    """Set `state.data_seeds`, the seed of each replica, unless some rank has them. All ranks call it.
 
-    A rank that has come gets those with which the run began; a checkpoint has them, too.
+    A rank that joins receives the seeds with which the run began; a checkpoint has them, too.
     """
     mine = state.data_seeds, strategy.replica_id_in_sync_group, torch.initial_seed()
     group = strategy.training_group
     told = [mine] if group is None else Peers(group, what="Trainer.fit").all_gather(mine)
     known = [seeds for seeds, _, _ in told if seeds]
-    by_replica = {replica: seed for _, replica, seed in reversed(told)}  # of the first rank of each
+    by_replica = {replica: seed for _, replica, seed in reversed(told)}  # from the first rank of each replica
     state.data_seeds = tuple(known[0]) if known else tuple(by_replica[replica] for replica in sorted(by_replica))
 
 
 def seed_of_replica(seeds: tuple[int, ...], replica: int) -> int:
-    """Return the seed of a replica, which may be one that came later.
+    """Return the seed of a replica, which may have joined later.
 
-    Where the script has seeded all replicas alike, they may share out one order: so a new one has the same seed.
+    If the script has seeded all replicas equally, they may divide one order among them: a new replica gets the same
+    seed.
     """
     if replica < len(seeds):
         return seeds[replica]
@@ -56,18 +57,18 @@ def seed_of_replica(seeds: tuple[int, ...], replica: int) -> int:
 
 
 _given: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""The seed that the script gave to a generator that was seeded for an epoch, and the seed of that epoch."""
+"""The seed that the script gave to a generator, and the seed that replaced it for an epoch."""
 
 
 def seed_generators(loader: Any, epoch: int) -> None:
-    """Seed the generators that a loader, its samplers and its dataset keep: by the seed of each, and the epoch.
+    """Seed the generators of a loader, its samplers and its dataset from their original seeds and the epoch.
 
-    Replicas draw alike if the script has seeded their generators alike, and only then.
+    Replicas draw the same numbers if, and only if, the script has seeded their generators equally.
     """
     for generator in _generators_of(loader):
         now = generator.initial_seed()
         given, of_epoch = _given.get(generator, (now, now))
-        if now != of_epoch:  # the script has seeded it anew
+        if now != of_epoch:  # the script has reseeded it
             given = now
         seed = epoch_seed(given, epoch)
         _given[generator] = given, seed

@@ -1,4 +1,4 @@
-"""Show what rank 0 tells of a fit, besides the moving line."""
+"""Show rank 0's messages on a fit, apart from the progress line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _logger = get_logger(__name__)
 
 
 class FitDisplay:
-    """`FitDisplay` shows where a fit goes on from, its epochs, its validations and why it ended, on rank 0.
+    """`FitDisplay` shows on rank 0 where a fit resumes, its epochs and validations, and why it ended.
 
     Cost: an addition on the loss's device for each batch. The sum is read when a line is drawn; on a CPU each loss is
     read at once, to name the step whose loss is no number.
@@ -41,7 +41,7 @@ class FitDisplay:
             print(line, flush=True)
 
     def batches(self, loader: Iterable[Any], epoch: str, per_step: Callable[[Any], float]) -> Iterable[Any]:
-        """Return the batches of `loader`, and end with a line on how many there were."""
+        """Yield the batches of `loader`, and end with a line that counts them."""
         self._epoch, self._mean = epoch, RunningMean()
         self._bar = progress(loader, desc=epoch, per_step=per_step) if self._show else None
         return loader if self._bar is None else self._bar
@@ -55,41 +55,41 @@ class FitDisplay:
             self._warn_if_broken(value, f"at step {step}")
 
     def end_epoch(self) -> None:
-        """Note that the current batch is the last one, and counts."""
+        """Count the current batch, and end the epoch with it."""
         if self._bar is not None:
             self._bar.end()
-        if self._mean.is_elsewhere:  # nobody has looked at each loss
+        if self._mean.is_elsewhere:  # no step has checked each loss
             self._warn_if_broken(float(self._mean), f"in {self._epoch}")
 
     def show_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a validation, behind an epoch's batches."""
-        if self._epoch:  # else a finished run that is started again measures once more
+        """Show the metrics of a validation, after an epoch's batches."""
+        if self._epoch:  # otherwise a finished run was restarted and validates once more
             self.say(f"{self._epoch}: validation: {values_text(metrics)}")
 
     def show_resumed(self, trainer: Trainer, path: Path | str) -> None:
-        """Say that a checkpoint was loaded."""
+        """Show that a checkpoint was loaded."""
         place = f"in epoch {trainer.epoch + 1}" if trainer.epoch < trainer.max_epochs else f"epoch {trainer.epoch}"
         self.say(f"goes on from {path}, after step {trainer.step}, {place}")
 
     def show_finished(self, trainer: Trainer, folder: Path | str) -> None:
-        """Say that there is nothing left to train."""
+        """Show that there is nothing left to train."""
         what, advice = _why_over(trainer)
         whose = f"{folder} holds a finished run" if folder else "this run is finished"
         self.say(f"{whose} ({what}): nothing to train; {advice}{', or give another folder' if folder else ''}")
 
     def show_end(self, trainer: Trainer) -> None:
-        """Say that the training has ended; it prints nothing if that was after `max_epochs`."""
+        """Show that the training has ended, unless it reached `max_epochs`."""
         if trainer.why_stopped or trainer.epoch < trainer.max_epochs:
             what, _ = _why_over(trainer)
             self.say(f"stopped after step {trainer.step}, {trainer.epoch} of {trainer.max_epochs} epochs: {what}")
 
     def show_preempted(self, folder: Path | str) -> None:
-        """Say, after a SIGTERM, where a second run would begin, and how this one tells its scheduler."""
+        """Show, after a SIGTERM, where a second run would resume, and how this run notifies its scheduler."""
         where = f"saved in {folder}: the same command goes on there" if folder else "nothing is saved: give checkpoint="
         self.say(f"{where}; exit code {os.EX_TEMPFAIL} (EX_TEMPFAIL)")
 
     def show_interrupted(self, trainer: Trainer, saved_step: int | None) -> None:
-        """Say, after Ctrl-C, where a second run would begin."""
+        """Show, after Ctrl-C, where a second run would resume."""
         where = f"the last checkpoint is that of step {saved_step}: the same command goes on there"
         self.say(f"stopped at step {trainer.step}; {where if saved_step is not None else 'there is no checkpoint'}")
 
@@ -106,7 +106,7 @@ class FitDisplay:
 
 
 class RunningMean:
-    """`RunningMean` is the mean of what was added. It is read only when it is requested, unless it is on the CPU."""
+    """`RunningMean` is the mean of the added values. Values on an accelerator are read only on request."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -114,9 +114,9 @@ class RunningMean:
         self._count = 0
 
     def add(self, value: Tensor) -> float | None:
-        """Add a value; return it as a number if it is there without waiting for a device."""
+        """Add a value; return it as a number if that needs no wait for a device."""
         self._count += 1
-        if value.is_cpu:  # it is a number here: each operation on a tensor takes tens of microseconds between a model's
+        if value.is_cpu:  # added as a number: a tensor operation here costs tens of microseconds between a model's
             number = float(value.item())
             self._sum += number
             return number
@@ -127,7 +127,7 @@ class RunningMean:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether the mean lies on a device that is not the CPU."""
+        """Return whether the mean is on a device other than the CPU."""
         return self._elsewhere is not None
 
     def __float__(self) -> float:
@@ -137,7 +137,7 @@ class RunningMean:
 
 
 def _why_over(trainer: Trainer) -> tuple[str, str]:
-    """Return what has ended the training, and what to do about it."""
+    """Return why the training has ended, and what to do about it."""
     if trainer.why_stopped:
         return trainer.why_stopped, "take out the callback that stops it"
     if trainer.max_steps is not None and trainer.step >= trainer.max_steps:

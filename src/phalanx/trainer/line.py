@@ -1,4 +1,4 @@
-"""Write how far a loop is in one line of text."""
+"""Format a loop's progress in one line of text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BAR_WIDTH = 20
 
 @dataclass(frozen=True)
 class ProgressState:
-    """`ProgressState` says how far a loop is: `samples` of the job in `steps` of this rank; `total_steps` if known."""
+    """`ProgressState` is a loop's progress: `samples` of the job in `steps` of this rank; `total_steps` if known."""
 
     desc: str
     unit: str
@@ -27,7 +27,7 @@ class ProgressState:
 
     @property
     def left_s(self) -> float | None:
-        """Return the seconds until the end at the pace so far; None if it cannot be known."""
+        """Return the seconds left at the current pace; None if unknown."""
         if self.total_steps is None or self.steps == 0:
             return None
         return max(0, self.total_steps - self.steps) * self.elapsed_s / self.steps

@@ -1,8 +1,8 @@
-"""Divide what `Trainer.fit` trains on and validates with among the replicas, and say how its batches count.
+"""Divide the data of `Trainer.fit` among the replicas, and weigh the batches.
 
-DataLoader over a dataset with a length     the strategy divides it; its sampler says where in it the job stands
+DataLoader over a dataset with a length     the strategy divides it; its sampler has the job's position
 DataLoader over an IterableDataset          each replica reads it and takes its part of each batch; the position is a
-                                            number of batches, to which a resumed run reads on
+                                            number of batches, which a resumed run reads and skips
 a dict of DataLoaders                       a batch of each in every step, as a dict
 a function of `InputContext`                each replica's own batches, as it makes them; ranks agree in each step
                                             that all have one
@@ -43,30 +43,31 @@ class FitLoader:
     def __init__(self, loader: Any, strategy: Strategy, *, is_own: bool = False) -> None:
         self.loader, self._strategy = loader, strategy
         self.is_own = is_own
-        """Whether a function of the script has made it; then replicas may have different numbers of batches."""
+        """Whether a function of the script made the loader; then replicas may have different numbers of batches."""
         sampler = getattr(loader, "sampler", None)
         self.sampler = sampler if isinstance(sampler, DistributedSampler) and not is_own else None
         self._stream: RandomStream | None = None
-        self._num_skipped = 0  # batches that are read and left out, and have not been counted yet
+        self._num_skipped = 0  # batches that were skipped and are not counted yet
 
     @property
     def total(self) -> int | None:
-        """Return how many batches are left of the epoch; None if nobody knows."""
+        """Return how many batches are left of the epoch; None if unknown."""
         return len(self.loader) if self.sampler is not None else None
 
     @property
     def batch_size(self) -> int | None:
-        """Return the number of samples of this replica's batch, if that is one number."""
+        """Return the number of samples in this replica's batch, if it is constant."""
         return self.loader.batch_size if self.sampler is not None else None
 
     def samples_shown(self, batch: Any) -> float:
-        """Return a rank's share of the samples that all replicas have in their batches of this step, for the progress
-        line, which multiplies by the ranks of the job.
+        """Return a rank's share of the samples in all replicas' batches of this step.
+
+        The progress line multiplies it by the ranks of the job.
         """
         if self._num_skipped:
             self._num_skipped -= 1
             return 0.0
-        world_size = dist.get_world_size() if dist.is_initialized() else 1  # some of which may share a batch
+        world_size = dist.get_world_size() if dist.is_initialized() else 1  # several ranks may share a batch
         if isinstance(self.loader, IterableLoader):
             return self.loader.total / world_size
         is_several = isinstance(getattr(self.loader, "dataset", None), Together)
@@ -74,16 +75,16 @@ class FitLoader:
         return count * self._strategy.num_replicas_in_sync / world_size
 
     def begin_epoch(self, epoch: int, batch_size: int | None, seeds: tuple[int, ...]) -> None:
-        """Tell the data that an epoch, or what is left of it, is about to begin. `seeds` are those of the replicas."""
+        """Prepare the data for an epoch, or for the rest of one. `seeds` are those of the replicas."""
         loader = self.loader
         if self.sampler is not None:
-            # A rank that came later has divided the batch by more replicas: all use the number of the first ones.
-            if loader.batch_sampler is not None:  # else its samples are batches
+            # A rank that joined later has divided the batch among more replicas: all use the first ranks' number.
+            if loader.batch_sampler is not None:  # otherwise its samples are batches
                 loader.batch_sampler.batch_size = batch_size
         elif isinstance(loader, IterableLoader):
             loader.regroup(self._strategy.num_replicas_in_sync, self._strategy.replica_id_in_sync_group)
         if self.sampler is not None and isinstance(loader, DataLoader):
-            # else it would draw from the model's generator, once more when an epoch is resumed
+            # otherwise it would draw from the model's generator, once more when an epoch is resumed
             if loader.generator is None:
                 loader.generator = torch.Generator()
             loader.generator.manual_seed(epoch_seed(self.sampler.seed, epoch))
@@ -95,16 +96,16 @@ class FitLoader:
             self._stream = RandomStream(epoch_seed(own, epoch))
 
     def _begin_order(self, epoch: int) -> None:
-        """Let what the loader draws from generators of its own, or in its workers, follow from the epoch."""
+        """Seed the draws of the loader's own generators and of its workers from the epoch."""
         if isinstance(self.loader, DataLoader):
             seed_generators(self.loader, epoch)
-            if self.loader.persistent_workers:  # they have drawn in other epochs, as those of a resumed run have not
+            if self.loader.persistent_workers:  # they have drawn in other epochs, unlike those of a resumed run
                 self.loader._iterator = None
 
     def batches(self, shown: Iterable[Any], accumulate: int, skip: int) -> Iterator[tuple[Any, float, bool, int]]:
         """Yield (batch, its share of the samples of its update, whether it is the update's last, batches so far).
 
-        `shown` is the loader, as it is iterated; the first `skip` batches of the epoch are read and left out.
+        `shown` is the iterable over the loader; the first `skip` batches of the epoch are read and skipped.
         """
         if self.sampler is not None:
             return self._counted_batches(shown, accumulate)
@@ -132,7 +133,7 @@ class FitLoader:
                 yield batch, own / total, place == len(group), number
 
     def _skip(self, iterator: Iterator[Any], count: int) -> int:
-        """Read on to where the job stands. Random numbers of that reading were drawn before the job had come there."""
+        """Skip `count` batches. The random numbers of this reading were already drawn before the job stopped there."""
         self._num_skipped = count
         if not count:
             return 0
@@ -142,7 +143,7 @@ class FitLoader:
         return passed
 
     def _weigh(self, batch: Any) -> tuple[float, float]:
-        """Return how much a batch weighs in the mean over ranks, and how much those of all replicas together weigh."""
+        """Return the weight of a batch in the mean over ranks, and the weight of all replicas' batches together."""
         if isinstance(self.loader, IterableLoader):
             return self.loader.own * self._strategy.num_replicas_in_sync, self.loader.total
         count = num_samples(batch)
@@ -175,7 +176,7 @@ class FitLoader:
             for _ in range(of_all - mine):
                 yield self._any_batch(), False
             return
-        self._begin_order(0)  # each validation has the same order, also that of a rank that has come
+        self._begin_order(0)  # each validation has the same order, also on a rank that has joined
         if isinstance(self.loader, IterableLoader):
             self.loader.set_epoch(0)
         iterator, last = itertools.islice(self.loader, most), None
@@ -206,7 +207,7 @@ _NONE = object()
 
 
 def divide(strategy: Strategy, name: str, given: Any, *, padding: bool = True) -> FitLoader:
-    """Return the batches of this replica.
+    """Divide `given` among the replicas; return the `FitLoader` of this one.
 
     Raises:
         ValueError, TypeError: `given` is not a loader, cannot be divided, or has no batch.
@@ -282,7 +283,7 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
             f"Trainer: {name} has no batch: none of its datasets has a full one ({sizes}), and with drop_last=True "
             "every batch is full: make the batches smaller, or leave drop_last out"
         )
-    # The last step is whole as it is, but where a job goes on with other ranks it may be none.
+    # The last step is complete here, but after resuming with other ranks it may not be.
     options["drop_last"] = together.drop_last
     loader = strategy.loader(together, together.units_per_step, shuffle=False, collate_fn=together.collate, **options)
     return FitLoader(loader, strategy)
@@ -291,7 +292,7 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
 def _samples_in(batch: Any) -> int:
     try:
         return num_samples(batch)
-    except ValueError:  # it has no tensor
+    except ValueError:  # the batch has no tensor
         return 1
 
 
@@ -300,7 +301,7 @@ _OF_WORKERS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multip
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the epoch to the parts of a loader that shuffle by it."""
+    """Set the epoch on the parts of a loader that shuffle by it."""
     source = loader.source if isinstance(loader, IterableLoader) else getattr(loader, "dataset", None)
     for one in (getattr(loader, "sampler", None), source, loader):
         set_epoch = getattr(one, "set_epoch", None)
@@ -310,7 +311,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """`BatchSizes` has the sizes of `total` batches: all have `full` samples but the last, which has `last`."""
+    """`BatchSizes` holds the sizes of `total` batches: all have `full` samples except the last, which has `last`."""
 
     total: int
     full: int
@@ -318,7 +319,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> BatchSizes:
-        """Return the sizes for what is left of the epoch. Samples that are batches themselves count as one each."""
+        """Return the sizes for the rest of the epoch. Samples that are batches themselves count as one each."""
         total = len(loader)
         batch_size = getattr(loader.batch_sampler, "batch_size", None)
         if batch_size is None or loader.batch_sampler.drop_last or not total:  # type: ignore[union-attr]
@@ -326,6 +327,6 @@ class BatchSizes:
         return cls(total, batch_size, len(cast("Sized", loader.sampler)) - (total - 1) * batch_size)
 
     def share(self, number: int, group: range) -> float:
-        """Return the share of the samples of the batches `group` that are in batch `number`, which is one of them."""
+        """Return the share of batch `number` in the samples of `group`, a range of batches that contains it."""
         together = self.full * len(group) - (self.full - self.last) * (self.total - 1 in group)
         return (self.last if number == self.total - 1 else self.full) / together

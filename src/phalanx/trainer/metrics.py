@@ -32,14 +32,15 @@ def num_samples(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class SummedMetric:
-    """`SummedMetric` is no mean over samples: `compute` gets the results of `count`, summed over batches and ranks.
+    """`SummedMetric` is a metric that is not a mean over samples: `compute` receives the summed results of `count`.
 
         recall = SummedMetric(
             lambda result, target: torch.stack([(result.argmax(1) * target).sum(), target.sum()]),
             lambda sums: sums[0] / sums[1],
         )
 
-    Shape: of what `count` returns any, in each batch the same; `compute` gets it in float64, and returns one number.
+    Shape: the result of `count` has any shape, the same in each batch; `compute` receives it in float64, and returns
+    one number.
     """
 
     count: Callable[[Any, Any], Tensor]
@@ -47,10 +48,10 @@ class SummedMetric:
 
 
 def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, target: Any) -> Tensor:
-    """Return the result of the metric of that name for a batch.
+    """Return the metric's result for a batch.
 
     Raises:
-        RuntimeError: it fails; with its name, from its own error.
+        RuntimeError: the metric fails; the message names it, and its own error is the cause.
     """
     try:
         return function(result, target)
@@ -59,7 +60,7 @@ def call_metric(name: str, function: Callable[[Any, Any], Tensor], result: Any, 
 
 
 class Sums:
-    """`Sums` are what a validation counts, by name, exact with uneven last batches and numbers of batches."""
+    """`Sums` are the sums of a validation, by name, exact with uneven last batches and numbers of batches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,7 +115,7 @@ class Sums:
             everyone = [None] * group.size()
             dist.all_gather_object(everyone, own, group=group)
         sums: dict[str, Tensor] = {}
-        for _, theirs in everyone:  # in the order of the ranks, so that all get the same bits
+        for _, theirs in everyone:  # in the order of the ranks, for equal bits on all
             for name, value in theirs.items():
                 sums[name] = sums[name] + value if name in sums else value
         count = sum(count for count, _ in everyone)

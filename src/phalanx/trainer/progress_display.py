@@ -18,11 +18,11 @@ from phalanx.trainer.line import ProgressState, final_line, live_line
 
 T = TypeVar("T")
 
-REDRAW_S = 0.1  # a reader sees no more, and each drawing waits for the device to give up the loss
+REDRAW_S = 0.1  # a reader sees no more, and each drawing waits for the device to produce the loss
 
 
 class Progress(Generic[T]):
-    """`Progress` is an iterable that shows how far it is; `progress` makes it."""
+    """`Progress` is an iterable that shows its progress; `progress` creates it."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Progress(Generic[T]):
         return self._total
 
     def end(self) -> None:
-        """End the loop with the current item, which is done and counts: before a `break` or `return`."""
+        """End the loop with the current item, which counts: call it before a `break` or `return`."""
         self._is_last = True
 
     def _count(self, item: T, loop: int) -> None:
@@ -94,13 +94,13 @@ class Progress(Generic[T]):
         self._page.count(loop, round(self._samples) - before)
 
     def update(self, **values: SupportsFloat) -> None:
-        """Show these numbers from now on, as `update(loss=loss)`; a tensor of one element is read when it is drawn."""
+        """Show these numbers from now on, as in `update(loss=loss)`; one-element tensors are read when drawn."""
         for name, value in values.items():
             self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
     @property
     def samples_per_s(self) -> float:
-        """Return samples per second of the whole job: so far, or of the loop that has ended."""
+        """Return samples per second of the whole job: so far, or of the finished loop."""
         return self._state(self._ended or self._clock()).samples_per_s
 
     def _state(self, now: float) -> ProgressState:
@@ -126,7 +126,7 @@ class Progress(Generic[T]):
 
     def _write(self, line: str, *, end: str) -> None:
         assert self._out is not None
-        # A line that ends with a carriage return is drawn over by the next one: by a terminal, and by `phalanx run`,
+        # A line that ends with a carriage return is overwritten by the next one: by a terminal, and by `phalanx run`,
         # which keeps it below the output of all ranks. Spaces cover the rest of a longer line.
         self._out.write(line.ljust(self._width) + end)
         self._out.flush()
@@ -149,18 +149,17 @@ def progress(
             loss = train(images, labels)
             bar.update(loss=loss)
 
-    On a terminal (also that of `phalanx run`) it is a line that moves: how much is done, samples per second of all
-    ranks together, the time left and the numbers given to `update`, which are rank 0's own. In any case one plain line
-    stays when the loop ends.
+    On a terminal (also that of `phalanx run`) a live line shows the progress, samples per second of all ranks together,
+    the time left and the numbers passed to `update`, which are rank 0's own. One plain line remains when the loop ends.
 
     Arguments:
         total: steps of this rank; the length of `iterable` if it has one.
-        unit: what is counted.
-        per_step: how many of them one step of one rank has, or a function of the batch that returns it; by default the
-            first dimension of the batch's first tensor.
-        live: whether to show the moving line; by default if the output is a terminal.
+        unit: the name of the counted items.
+        per_step: the number of items in one step of one rank, or a function of the batch that returns it; by default
+            the first dimension of the batch's first tensor.
+        live: whether to show the live line; by default if the output is a terminal.
 
-    Under `phalanx run` each rank also counts its steps where `phalanx top` sees them.
+    Under `phalanx run` each rank also counts its steps for `phalanx top`.
 
     Cost: no communication, and nothing is read from a device except when the line is drawn, ten times a second at most.
     A step is counted within a microsecond.
@@ -184,12 +183,12 @@ def progress(
 
 
 def _is_watched() -> bool:
-    """Return whether a person sees output while it is written: at our own terminal or at that of `phalanx run`."""
+    """Return whether a person watches the output: on our own terminal or on that of `phalanx run`."""
     return sys.stdout.isatty() or os.environ.get("PHALANX_TTY") == "1"
 
 
 def _samples_in(batch: object) -> int:
-    """Return how many samples a batch has: the first dimension of its first tensor."""
+    """Return the number of samples in a batch: the first dimension of its first tensor."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else 1
     if isinstance(batch, Mapping):

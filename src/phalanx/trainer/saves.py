@@ -1,4 +1,4 @@
-"""Decide when a Trainer saves: by updates or by epochs, and whatever is among the best."""
+"""Decide when a Trainer saves: every few updates or epochs, and after the best validations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Resume = Literal["latest", "best"]
 
 @dataclass(frozen=True)
 class Saves:
-    """`Saves` saves a checkpoint each `steps` updates, or each `epochs` epochs, and after each of the best epochs."""
+    """`Saves` saves a checkpoint every `steps` updates, or every `epochs` epochs, and after each of the best epochs."""
 
     steps: int | None = None
     epochs: int | None = 1
@@ -21,10 +21,10 @@ class Saves:
 
     @classmethod
     def of(cls, save_every: SaveEvery | None, keep_best: KeepBest | None) -> Saves:
-        """Return the `Saves` that a user means.
+        """Return the `Saves` for a Trainer's arguments.
 
         Raises:
-            ValueError: the arguments make no sense.
+            ValueError: the arguments are invalid.
         """
         best = None if keep_best is None else Best.of(keep_best)
         if save_every is None or save_every == "epoch":
@@ -47,7 +47,7 @@ class Saves:
         return self.epochs is not None and epoch % self.epochs == 0
 
     def judge(self, kept: tuple[float, ...], metrics: dict[str, float]) -> tuple[tuple[float, ...], bool]:
-        """Return the best values, including those of a new validation, and whether that is one of them.
+        """Return the best values, including a new validation's, and whether that is one of the best.
 
         Raises:
             ValueError: the metric was not measured.

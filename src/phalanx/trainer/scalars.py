@@ -1,4 +1,4 @@
-"""Give each point of a run's curves to its loggers once, whatever is lost and done again."""
+"""Send each point of a run's curves to its loggers once, even if steps are lost and repeated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.loggers.guarded import GuardedLoggers
 
 
 class Scalars:
-    """`Scalars` is a part of checkpoints: a run that goes on from one takes back what was written behind it."""
+    """`Scalars` is a checkpoint part: a run that resumes from a checkpoint removes the points logged after it."""
 
     def __init__(self, loggers: GuardedLoggers) -> None:
         self.loggers = loggers
@@ -18,15 +18,15 @@ class Scalars:
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         here = self._latest if step == self._step else {}
-        new = {name: value for name, value in values.items() if name not in here}  # a step may be done again
+        new = {name: value for name, value in values.items() if name not in here}  # a step may be repeated
         self._latest, self._step = {**here, **new}, step
         self.loggers.log_metrics(new, step)
 
     def begin(self, again_from: int | None, params: Mapping[str, Any]) -> None:
-        """Begin with these settings, or go on; `again_from` is the step of the checkpoint, 0 if there is none.
+        """Begin or resume the curves; `params` are the settings, `again_from` the checkpoint's step, 0 without one.
 
-        A logger that takes points back forgets those of the checkpoint's own step too, because a validation may have
-        followed the save: what the checkpoint has of that step is logged anew.
+        A logger that can remove points also removes those of the checkpoint's own step, because a validation may have
+        followed the save; the checkpoint's values of that step are logged again.
         """
         self.loggers.begin(again_from, params)
         if self._latest and again_from == self._step:

@@ -1,4 +1,4 @@
-"""A `StopVote` lets all ranks stop after the same step, whichever of them was asked to stop, and when.
+"""A `StopVote` makes all ranks stop after the same step, whichever rank was asked to stop, and when.
 
 asked, on any rank ──▶ a vote, on all ranks ──▶ agreed: stop after this step
 """
@@ -19,13 +19,13 @@ from phalanx import elastic
 from phalanx.checkpoint.peers import Peers
 from phalanx.strategies import Strategy
 
-_NOTHING, _STOP, _PREEMPTED = range(3)  # what a rank may be asked for, the strongest last
+_NOTHING, _STOP, _PREEMPTED = range(3)  # requests to a rank, the strongest last
 _EVERY_S = 0.1
 _MOST_STEPS = 16
 
 
 class StopVote:
-    """Ask from a signal handler, a callback or another thread; all ranks hold the votes.
+    """`StopVote` collects requests from a signal handler, a callback or another thread; all ranks take part in votes.
 
     Cost: an all-reduce of 16 bytes, on the CPU where the group can, about every 0.1 s: after each step that takes
     longer, and after every 16th of steps that take less than 6 ms.
@@ -34,7 +34,7 @@ class StopVote:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._asked = self._agreed = _NOTHING, ""
-        self._last = 0, time.monotonic()  # the step of the last vote, and when it was
+        self._last = 0, time.monotonic()  # the step and the time of the last vote
 
     @property
     def reason(self) -> str:
@@ -48,7 +48,7 @@ class StopVote:
 
     @property
     def hurries(self) -> bool:
-        """Return whether this rank has received SIGTERM: whatever need not be done is left out."""
+        """Return whether this rank has received SIGTERM: optional work is skipped."""
         return self._asked[0] == _PREEMPTED
 
     def ask(self, reason: str) -> None:
@@ -57,9 +57,9 @@ class StopVote:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGTERM as a request to stop, unless the script handles it, or this is not the main thread.
+        """Treat SIGTERM as a request to stop, unless the script handles it, or this is not the main thread.
 
-        One that came too late for a vote is raised again at the end.
+        A SIGTERM that arrived too late for a vote is raised again at the end.
         """
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -77,13 +77,13 @@ class StopVote:
         self._asked = _PREEMPTED, "SIGTERM"
 
     def is_due(self, state: elastic.State) -> bool:
-        """Return whether a vote follows this step, on all ranks alike."""
+        """Return whether a vote follows this step, with the same answer on all ranks."""
         return self._strategy.is_in_step and state.step >= state.next_vote
 
     def hold(self, state: elastic.State) -> None:
         """Vote, and set `state.why_stopped` if a rank was asked to stop. All ranks call it.
 
-        All ranks keep what was agreed, so that it is agreed again if a rank is lost before the end.
+        All ranks keep the result, so that they agree again if a rank is lost before the end.
         """
         group, mine = self._strategy.training_group, max(self._asked, self._agreed, key=lambda asked: asked[0])
         if group is None:
@@ -100,14 +100,14 @@ class StopVote:
             state.why_stopped = self._agreed[1]
 
     def _plan_interval(self, step: int) -> int:
-        """Return after how many steps this rank would vote again."""
+        """Return the number of steps after which this rank would vote again."""
         (last, at), now = self._last, time.monotonic()
         self._last = step, now
         return plan_interval(step - last, now - at)
 
 
 def plan_interval(num_steps: int, elapsed_s: float) -> int:
-    """Return after how many steps to vote, if `num_steps` have taken `elapsed_s`."""
+    """Return the number of steps until the next vote, if `num_steps` have taken `elapsed_s`."""
     if num_steps <= 0 or elapsed_s <= 0:
         return 1
     return min(max(int(_EVERY_S * num_steps / elapsed_s), 1), _MOST_STEPS)

@@ -1,4 +1,4 @@
-"""`Trainer` is a training loop that saves, resumes, validates, logs and survives."""
+"""`Trainer` is a training loop that saves, resumes, validates, logs and survives failures."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Trainer:
                                   checkpoint="runs/a", save_every=1000, metrics={"accuracy": accuracy})
         trainer.fit(loader, val_loader)
 
-    A batch is the model's arguments and then the target, or whatever the model's own `training_step(batch)` takes.
-    Started as `python train.py`, the strategy may start the script again on several devices; under `phalanx run` the
-    job goes on when ranks are lost (`phalanx docs elastic`).
+    A batch is the model's arguments and then the target, or the argument of the model's own `training_step(batch)`.
+    Started as `python train.py`, the strategy may restart the script on several devices; under `phalanx run` the job
+    continues when ranks are lost (`phalanx docs elastic`).
 
     Arguments:
         model: the plain model on any device; the strategy wraps and moves it.
@@ -65,8 +65,8 @@ class Trainer:
             returns the loss, and `model.validation_step(batch)` a dict of metrics.
         strategy: one of `phalanx.strategies`, or its name.
         max_epochs: how often to go through the data.
-        max_steps: end after so many updates, if that comes before `max_epochs`.
-        scheduler: of the optimizer, or a function that makes one of it (where the strategy makes the optimizer anew).
+        max_steps: the number of updates after which training ends, if that comes before `max_epochs`.
+        scheduler: the optimizer's scheduler, or a function that makes one (if the strategy recreates the optimizer).
         scheduler_interval: whether it steps with the epoch or with each update.
         accumulate: batches to an update; the gradient is that of all of them together, by samples.
         max_norm: clip the gradients to this 2-norm.
@@ -77,23 +77,24 @@ class Trainer:
             `keep`, `keep_best` and its other options. If there is a checkpoint, `fit` continues from it: the same bits
             as if it had never ended. A save that fails logs a warning, and training continues.
         save_every: updates between two checkpoints, "epoch" (the default), or as in ("epochs", 5) epochs.
-        keep: how many checkpoints stay.
-        keep_best: ("accuracy", "max", 3): so many checkpoints with the best validations stay as well; each epoch whose
+        keep: how many checkpoints to keep.
+        keep_best: ("accuracy", "max", 3) also keeps the 3 checkpoints with the best validations; each epoch whose
             validation is one of the best is saved.
         callbacks: see `Callback`.
         report: a folder for the run's report, as `phalanx run --report` writes it (`phalanx docs report`).
-        log_dir: for TensorBoard: loss and rate of each `log_every`-th update, and what validation measures.
+        log_dir: for TensorBoard: loss and learning rate of each `log_every`-th update, and the validation's metrics.
         logger: "wandb", "mlflow", "tensorboard", "csv", one of `phalanx.loggers`, a run of wandb, an object with
-            Lightning's `log_metrics`, or several in a list: they get what `log_dir` gets, and the run's report.
+            Lightning's `log_metrics`, or several in a list: they receive the same values as `log_dir`, and the run's
+            report.
         hyperparameters: for the loggers, beside those that the Trainer knows.
-        seed: of Python's, NumPy's and torch's random numbers, another one on each replica. None leaves them.
-        min_ranks: with fewer an elastic job waits.
-        show_progress: one line for each epoch and validation, and on where `fit` goes on from and why it ends.
+        seed: of Python's, NumPy's and torch's random numbers, different on each replica. None leaves them unchanged.
+        min_ranks: with fewer ranks an elastic job waits.
+        show_progress: print one line for each epoch and validation, and lines on where `fit` resumes and why it ends.
         dry_run: two batches of training and validation, an update each (`accumulate` is 1), and nothing is written:
             does it run at all?
 
     Raises:
-        ValueError, TypeError: all that makes no sense, at once.
+        ValueError, TypeError: invalid arguments, all in one message.
         ModuleNotFoundError: the package of a logger is not installed.
     """
 
@@ -211,27 +212,28 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Return how many updates are done."""
+        """Return the number of completed updates."""
         return 0 if self._state is None else int(self._state.step)
 
     @property
     def epoch(self) -> int:
-        """Return how many epochs are done."""
+        """Return the number of completed epochs."""
         return 0 if self._state is None else int(self._state.epoch)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return what the latest validation measured."""
+        """Return the metrics of the latest validation."""
         return {} if self._state is None else self._state.metrics
 
     @property
     def best_checkpoint(self) -> Path | str | None:
-        """Return where the best checkpoint of `keep_best` is, as this rank sees it; None if there is none yet."""
+        """Return the path of the best checkpoint of `keep_best`, as this rank sees it; None if there is none yet."""
         return None if self._manager is None else self._manager.best()
 
     def stop(self, reason: str) -> None:
-        """End the training of all ranks after the same step, and save. Any rank may call it, at any time while `fit`
-        runs: in a callback, in a signal handler, in another thread.
+        """Stop all ranks after the same step, and save.
+
+        Any rank may call it, at any time while `fit` runs: in a callback, in a signal handler, in another thread.
 
         The ranks agree within about 0.1 s, or at the end of a longer step; after a call in `on_step_end`, at once. A
         call in a validation ends the training after that epoch. Under strategies whose ranks train apart (`local_sgd`
@@ -245,7 +247,7 @@ class Trainer:
 
     @property
     def why_stopped(self) -> str:
-        """Return what `stop` was given; "" if it was not called, also if `max_epochs` or `max_steps` was the end."""
+        """Return the reason passed to `stop`; "" if `stop` was not called, also after `max_epochs` or `max_steps`."""
         return "" if self._state is None else str(self._state.why_stopped or self._stops.reason)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
@@ -254,18 +256,19 @@ class Trainer:
         """Train until `max_epochs` or `max_steps`, from the latest checkpoint on if there is one. All ranks call it.
 
         Arguments:
-            loader: its batch size is that of all replicas together: the strategy divides it. One that
-                `strategy.loader` has made is taken as it is. One over an IterableDataset is divided as well; a dict of
-                loaders gives a dict of batches; and a function of `phalanx.strategies.InputContext` returns what each
-                replica iterates over, as it is (see `phalanx docs trainer`).
-            val_loader: the same; each sample is counted once. Of several by name, metrics are "name/metric".
-            resume: "best" goes on from the best checkpoint of `keep_best`; where the launcher starts the script again
-                after a failure, from the latest all the same.
+            loader: its batch size is that of all replicas together: the strategy divides it. A loader made by
+                `strategy.loader` is used as it is. A loader over an IterableDataset is divided as well; a dict of
+                loaders yields a dict of batches; and a function of `phalanx.strategies.InputContext` returns each
+                replica's own iterable (see `phalanx docs trainer`).
+            val_loader: the same forms; each sample is counted once. With a dict of loaders, metrics are named
+                "name/metric".
+            resume: "best" resumes from the best checkpoint of `keep_best`; after a failure, when the launcher restarts
+                the script, `fit` resumes from the latest checkpoint anyway.
 
-        Called once more it goes on where it ended: after `trainer.max_epochs = 20`, say.
+        Another call continues where the last one ended, for example after `trainer.max_epochs = 20`.
 
         Raises:
-            ValueError, TypeError: a loader cannot be divided, or has no batch; a folder to write into can't be made.
+            ValueError, TypeError: a loader cannot be divided, or has no batch; an output folder can't be created.
             CheckpointError: a checkpoint is damaged, does not fit, or cannot be written.
         """
         batches = divide(self.strategy, "loader", loader)
@@ -280,7 +283,7 @@ class Trainer:
             )
         self._validation.check_metrics(val_loader, [self._saves.best, *self.callbacks])
         group = self.strategy.training_group
-        if group is None or not rehearses(group):  # a rank that comes to a running job finds them
+        if group is None or not rehearses(group):  # a rank that joins a running job finds them
             folders = {"checkpoint": self._folder, "log_dir": self._log_dir}
             peers = Peers(self.strategy.checkpoint_group, what="Trainer.fit")
             make_folders(peers, folders, only_try=self._dry_run)
@@ -337,7 +340,7 @@ class Trainer:
             self._vote(state)
             is_due = self._saves.is_due_at_epoch(epoch) or state.measured == (state.step, True)
             if epoch and (is_due or (loader.sampler is not None and self._saves.is_due_at_step(state.step))):
-                self._save(state)  # it is of the epoch before, which has been counted now
+                self._save(state)  # it belongs to the previous epoch, which is counted now
             is_inside = bool((state.data_position() or {"consumed": 0})["consumed"] or state.batches)
             if self._is_over and not is_inside:
                 return
@@ -351,7 +354,7 @@ class Trainer:
             self._recovery.keep(CallbackStates(self.callbacks), state)
             if val_loader is not None:
                 metrics = self.validate(val_loader)
-                if self._vote(state):  # some rank has left out a part of the validation
+                if self._vote(state):  # some rank has skipped a part of the validation
                     return
                 state.metrics = metrics
                 if is_whole:
@@ -361,17 +364,17 @@ class Trainer:
                 self._scalars.add({f"val/{name}": value for name, value in self.metrics.items()}, self.step)
                 self._call("on_validation_end", self.metrics)
             if not is_whole:
-                return  # inside an epoch, where the next fit goes on
+                return  # inside an epoch, where the next fit continues
             if self.scheduler is not None and not self._by_step:
                 step_scheduler(self.scheduler, self.metrics)
             self._call("on_epoch_end")
             state.batches = 0
 
     def _train_epoch(self, state: elastic.State, loader: FitLoader, epoch: int) -> bool:
-        """Train on what is left of the epoch; return whether its end was reached."""
+        """Train on the rest of the epoch; return whether its end was reached."""
         loader.begin_epoch(epoch, state.batch_size, state.data_seeds)
         total, begun = loader.total, self.step
-        if self._is_over:  # a run that ended inside of it, and is started again
+        if self._is_over:  # a run that ended inside the epoch, and is restarted
             return total == 0
         name = f"epoch {epoch + 1}/{self.max_epochs}"
         shown = self._display.batches(loader.loader, name, loader.samples_shown)
@@ -400,21 +403,21 @@ class Trainer:
         return True
 
     def _after_step(self, state: elastic.State, loss: Tensor, update_loss: Tensor, *, ends_epoch: bool) -> None:
-        """Do what follows the commit: nothing of this is done again when a rank is lost."""
+        """Do the work after the commit, none of which is repeated when a rank is lost."""
         if self.strategy.scaler is not None and (recorder := recording.current()) is not None:
-            recorder.note_loss(recorder.read_loss(update_loss))  # the backward began from the scaled one
+            recorder.note_loss(recorder.read_loss(update_loss))  # the backward began from the scaled loss
         if self._scalars.loggers and state.step % self._log_every == 0:
             mean = float(self.strategy.reduce("mean", update_loss))
             self._scalars.add({"train/loss": mean, "train/lr": float(self.optimizer.param_groups[0]["lr"])}, state.step)
         self._call("on_step_end", loss)
         self._recovery.called_step = state.step
-        if self._saves.is_due_at_step(state.step) and not ends_epoch:  # that one follows the validation
+        if self._saves.is_due_at_step(state.step) and not ends_epoch:  # that save follows the validation
             self._save(state)
         if self._stops.is_due(state) or self._calls.has_any(self.callbacks, "on_step_end"):
             self._vote(state)
 
     def _vote(self, state: elastic.State) -> bool:
-        """Vote on whether to stop, unless ranks train apart; return whether that is because of a SIGTERM."""
+        """Vote on whether to stop, unless ranks train apart; return whether the reason is a SIGTERM."""
         if self.strategy.is_in_step:
             self._stops.hold(state)
         return self._stops.is_preempted
@@ -422,7 +425,7 @@ class Trainer:
     def validate(self, loader: Loaders) -> dict[str, float]:
         """Return the loss and the metrics over all samples of all ranks, each counted once. All ranks call it.
 
-        With several loaders by name, the names are "name/metric".
+        With a dict of loaders, metrics are named "name/metric".
         """
         return self._validation.measure(loader)
 
@@ -434,10 +437,10 @@ class Trainer:
             things["scheduler"] = self.scheduler
         things |= {"why_stopped": "", "saved": (-1, -1), "metrics": {}, "batch_size": loader.batch_size}
         things["next_vote"] = 0  # the step after which the ranks vote on whether to stop
-        things["batches"] = 0  # the batches of the epoch, where no sampler says how far it is
-        things["data_seeds"] = ()  # of replicas whose loaders are their own
+        things["batches"] = 0  # batches of the epoch, if no sampler has a position
+        things["data_seeds"] = ()  # of replicas with their own loaders
         things["best"] = ()  # values of the validations
-        things["measured"] = -1, False  # the step that the metrics are of, and whether they are among the best
+        things["measured"] = -1, False  # the step of the metrics, and whether they are among the best
         return elastic.State(**things)
 
     def _parts(self, state: elastic.State) -> dict[str, Any]:
@@ -453,12 +456,12 @@ class Trainer:
     def _save(self, state: elastic.State) -> None:
         if self._manager is None or state.saved == (state.epoch, state.step):
             return
-        self._scalars.loggers.flush()  # whoever goes on from here does not write them again
+        self._scalars.loggers.flush()  # a run that resumes from here does not write them again
         measured = state.metrics if state.measured[0] == state.step else {}
         self._manager.async_save(state.step, self._parts(state), metrics=measured)
-        state.saved = state.epoch, state.step  # a rank that is new must not save alone what others have saved
+        state.saved = state.epoch, state.step  # a new rank must not save alone what others have saved
         self._call("on_checkpoint")
-        self._stops.hold(state)  # also where ranks train apart: a save is where they meet
+        self._stops.hold(state)  # also if ranks train apart: they meet at a save
 
     def _restore(self, state: elastic.State, *, from_best: bool) -> None:
         restored = None if self._manager is None else self._manager.load(self._parts(state), best=from_best)
@@ -469,7 +472,7 @@ class Trainer:
         self._recovery.called_step = state.step
         self.optimizer._opt_called = state.step > 0  # type: ignore[attr-defined]  # a scheduler's question
         group = self.strategy.training_group
-        if group is None or not rehearses(group):  # a rank that comes to a running job has nothing to take back
+        if group is None or not rehearses(group):  # a rank that joins a running job has nothing to undo
             params = collect_hyperparameters(self, state.batch_size, self._settings, self._hyperparameters)
             self._scalars.begin(None if self._manager is None else state.step, params)
 
@@ -488,21 +491,24 @@ class Trainer:
 
 
 class UpdateLoss:
-    """The mean over replicas of `take()` is the mean loss over all samples of an update.
+    """`UpdateLoss` accumulates an update's loss: the mean of `take()` over replicas is the mean over all samples.
 
-    Cost: a multiplication and an addition on the loss's device for each batch; none of it is waited for.
+    Cost: a multiplication and an addition on the loss's device for each batch, without waiting for it.
     """
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
 
     def add(self, loss: Tensor, share: float) -> None:
-        """Add the loss of a batch that counts `share` in the update's gradient. One that does not count may be NaN."""
+        """Add the loss of a batch with weight `share` in the update's gradient.
+
+        A batch of weight zero may have a NaN loss.
+        """
         part = loss.detach() * share if share else torch.zeros_like(loss)
         self._sum = part if self._sum is None else self._sum + part
 
     def take(self) -> Tensor:
-        """Return this replica's part of the loss, and begin with the next update."""
+        """Return this replica's part of the loss, and begin the next update."""
         taken, self._sum = self._sum, None
         assert taken is not None
         return taken
@@ -511,7 +517,7 @@ class UpdateLoss:
 def collect_hyperparameters(
     trainer: Trainer, batch_size: int | None, settings: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return settings by name, as numbers or words; `own`, the user's, win if two have one name.
+    """Return settings by name, as numbers or strings; the user's `own` settings override others.
 
     `batch_size` is that of a replica.
     """
@@ -536,7 +542,7 @@ def collect_hyperparameters(
 
 
 class TrainingPosition:
-    """`TrainingPosition` says how far training is, as a part of a checkpoint."""
+    """`TrainingPosition` is the position of the training, as a checkpoint part."""
 
     def __init__(self, state: elastic.State, scalars: Scalars) -> None:
         self._state, self._scalars = state, scalars
@@ -575,14 +581,14 @@ _logger = get_logger(__name__)
 
 
 def agree_on_runs(loggers: GuardedLoggers, peers: Peers) -> None:
-    """Tell every rank the runs that the loggers have begun, as any may become rank 0. All ranks call it."""
+    """Send all ranks the runs that the loggers have begun, as any rank may become rank 0. All ranks call it."""
     states = [state for state in peers.all_gather(loggers.state_dict()) if state]
     if states:
         loggers.load_state_dict(states[0])
 
 
 def end_loggers(loggers: GuardedLoggers, error: BaseException | None, *, writes: bool) -> None:
-    """Hand the current report to the loggers, if one is recorded, and tell them how the fit has ended."""
+    """Pass the current report, if there is one, to the loggers, and notify them how the fit has ended."""
     if not (loggers and writes):
         return
     folder = recording.current_folder()
@@ -593,7 +599,7 @@ def end_loggers(loggers: GuardedLoggers, error: BaseException | None, *, writes:
             path = os.path.join(scratch, "report.html")
             try:
                 write_page_so_far(folder, path)
-            except Exception as problem:  # the fit has done its work, or ends with a reason of its own
+            except Exception as problem:  # the fit has done its work, or ends with an error of its own
                 _logger.warning("Trainer: no report for the loggers: %s: %s", type(problem).__name__, problem)
             else:
                 loggers.log_file(path)
@@ -608,10 +614,10 @@ def make_scheduler(
     strategy: Strategy,
     interval: Literal["epoch", "step"],
 ) -> LRScheduler | None:
-    """Return the scheduler of `optimizer`, which `strategy` may have made anew, or None if there is to be none.
+    """Return the scheduler of `optimizer`, which `strategy` may have recreated, or None.
 
     Raises:
-        ValueError: it is of another optimizer, or can't step with each update.
+        ValueError: the scheduler belongs to another optimizer, or can't step with each update.
     """
     if scheduler is None:
         return None
@@ -631,10 +637,10 @@ def make_scheduler(
 
 
 def step_scheduler(scheduler: LRScheduler, metrics: Mapping[str, float]) -> None:
-    """Step at the end of an epoch, whose validation has measured `metrics`.
+    """Step the scheduler at the end of an epoch; `metrics` are those of its validation.
 
     Raises:
-        ValueError: the scheduler goes by the loss, which was not measured.
+        ValueError: the scheduler needs the loss, which was not measured.
     """
     if isinstance(scheduler, ReduceLROnPlateau):
         if "loss" not in metrics:

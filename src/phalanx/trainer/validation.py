@@ -24,7 +24,7 @@ Metric = Callable[[Any, Any], Tensor] | SummedMetric
 
 
 class Validation:
-    """`Validation` measures `model` for a `Trainer`: `loss`, if any, and `metrics`; else its `validation_step`."""
+    """`Validation` measures `model` for a `Trainer`: `loss`, if any, and `metrics`, or else its `validation_step`."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class Validation:
         most_batches: int | None,
         hurries: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`hurries` says that nobody will use the result, because the training is about to stop."""
+        """Create a validation; `hurries` returns whether the result is no longer needed because the training stops."""
         self._strategy, self._model = strategy, model
         self._loss, self._metrics = loss, metrics
         self._most_batches = most_batches
         self._hurries = hurries
 
     def divide(self, loader: Any) -> Loaders:
-        """Divide a loader, or each of several by name. This runs before the first step, so that errors come then."""
+        """Divide a loader, or each of several by name. Runs before the first step, to report errors early."""
         if isinstance(loader, Mapping):
             return {
                 name: divide(self._strategy, f"val_loader[{name!r}]", one, padding=False)
@@ -51,8 +51,9 @@ class Validation:
         return divide(self._strategy, "val_loader", loader, padding=False)
 
     def check_metrics(self, loader: Loaders, watchers: Sequence[Any]) -> None:
-        """Raise if a watcher (a `Best`, an `EarlyStopping`) goes by a metric that this validation will not measure, as
-        far as that is known before the first step: not what the model's `validation_step` returns.
+        """Raise if a watcher (a `Best`, an `EarlyStopping`) needs a metric that this validation will not measure.
+
+        This checks what is known before the first step, which excludes the results of the model's `validation_step`.
         """
         if loader is None or self._loss is None:
             return
@@ -66,14 +67,14 @@ class Validation:
                 raise ValueError(f"{who}: {wanted!r} is no metric of the validation: {sorted(names)}")
 
     def measure(self, loader: Loaders) -> dict[str, float]:
-        """Return the loss and the metrics. All ranks call it. Several loaders make names like "name/metric"."""
+        """Return the loss and the metrics. All ranks call it. With a dict of loaders, names are "name/metric"."""
         if isinstance(loader, Mapping):
             measured = {name: self.measure(one) for name, one in loader.items()}
             return {f"{name}/{metric}": value for name, of in measured.items() for metric, value in of.items()}
         strategy = self._strategy
         place = strategy.num_replicas_in_sync, strategy.replica_id_in_sync_group
         inner = loader.loader if isinstance(loader, FitLoader) else loader
-        if strategy.is_elastic:  # ranks may have been lost, or come
+        if strategy.is_elastic:  # ranks may have been lost, or have joined
             if isinstance(sampler := getattr(inner, "sampler", None), DistributedSampler):
                 sampler.regroup(*place)
             elif isinstance(inner, IterableLoader):
@@ -95,7 +96,7 @@ class Validation:
         return {name: float(summed[name](one) if name in summed else one / count) for name, one in totals.items()}
 
     def _add(self, batch: Any, sums: Sums) -> None:
-        """Add what a batch counts; nothing if another rank has the model's result."""
+        """Add the sums of a batch; nothing if another rank has the model's result."""
         count = num_samples(batch)
         if self._loss is None:
             for name, value in self._own_step(batch).items():
@@ -132,7 +133,7 @@ class Validation:
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on the device."""
+    """Return the batch with its tensors moved to the device."""
 
     def move(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
@@ -141,5 +142,5 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def _in_full_precision(leaf: Any) -> Any:
-    """Return a result in float32 if it is in a type of autocast: metrics are not rounded to that."""
+    """Return a result in float32 if autocast has made it a half type: metrics are not rounded to that."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf

@@ -257,7 +257,8 @@ def send_in_pieces(to: zmq.Socket[bytes], message: bytes, identity: bytes | None
     `send_multipart` would do the same in three times the time, since it combines the flags for each piece.
 
     Raises:
-        zmq.Again: the queue is full; nothing was sent. zmq.ZMQError: no peer has that identity.
+        zmq.Again: the queue is full; nothing was sent.
+        zmq.ZMQError: no peer has that identity.
     """
     if identity is not None:
         to.send(identity, _MORE_FOLLOW)
