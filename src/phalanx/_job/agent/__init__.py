@@ -1,4 +1,4 @@
-"""The agent is the process that the user started: it owns the ranks of its host, and is the last to go.
+"""The agent is the process that the user started: it owns the ranks of its host, and ends last.
 
     settings, plan        what was asked for, and what this host made of it
     zygote, worker        imports torch once and forks the ranks; turns a fork into the user's `python script.py`

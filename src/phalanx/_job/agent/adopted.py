@@ -55,7 +55,7 @@ class AdoptedRanks:
             self._sessions[zygote] = set(ranks)
 
     def signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
-        """Send `signum` to those of `ranks` that were adopted."""
+        """Send `signum` to the adopted ones among `ranks`."""
         wanted = set(ranks)
         signal_children([pid for pid, rank in self._ranks.items() if rank in wanted], signum, group=group)
 
@@ -80,7 +80,7 @@ class AdoptedRanks:
             return
         for session, living in list(self._sessions.items()):
             living.discard(pid)
-            if not living:  # nobody has this session any more, and what is left in it belongs to no rank
+            if not living:  # all processes of this session have ended; the rest belongs to no rank
                 kill_sessions([session])
                 del self._sessions[session]
         yield AdoptedExit(rank, pid, status, time.monotonic())

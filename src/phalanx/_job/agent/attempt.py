@@ -1,4 +1,4 @@
-"""An `Attempt` is one attempt at a job on this host: it tells what happens to the deciders, and does what they answer.
+"""An `Attempt` is one attempt at a job on this host: it reports events to the deciders, and executes their actions.
 
               ┌─ Supervision  what becomes of the ranks             decide, and know nothing
               ├─ Elastic      what becomes of the job after a loss  of processes or clocks
@@ -83,7 +83,7 @@ class Attempt:
         self.link.attach(self)
 
     def run(self) -> None:
-        """Run until every rank has ended, every process below the zygote is gone and every line was queued.
+        """Run until every rank and every process below the zygote has ended and every line is queued.
 
         The logs in `flights` stay until `close`.
         """
@@ -178,7 +178,7 @@ class Attempt:
             self.ranks.read_reports()
 
     def _on_turn(self, ready: set[int]) -> None:
-        """Do what is due, and go on with the forks."""
+        """Execute the due actions, and continue forking."""
         if self.host.display.reader_gone and self.state.interrupted is None:
             self.ranks.abandon_rest()
             self.host.display.say(
@@ -217,12 +217,12 @@ class Attempt:
             self.host.display.release()
 
     def on_own_start(self, rank: int, pid: int) -> None:
-        """Note that the process of a rank of this host exists, unless the others go on without it."""
+        """Record that the process of a rank of this host exists, unless the job continues without this host."""
         if not self.link.is_leaving:
             self.on_started(rank, pid)
 
     def on_own_report(self, report: ExceptionReport) -> None:
-        """Process the failure that a rank of this host has reported, unless the others go on without it."""
+        """Process the failure that a rank of this host has reported, unless the job continues without this host."""
         if not self.link.is_leaving:
             self.on_report(report)
 
@@ -233,7 +233,7 @@ class Attempt:
         self._requests.admit_early()
 
     def on_ended(self, rank: int, pid: int, status: int, at: float) -> None:
-        """Note that a process of this host has ended, after reading what it sent before."""
+        """Process the end of a process of this host, after reading the messages that it had sent."""
         self.ranks.read_reports()
         if self.ranks.processes.pids.get(rank) != pid:
             return  # it was handled before
@@ -251,7 +251,7 @@ class Attempt:
 
     def on_exit(self, exit: Exit) -> None:
         """Process the end of a rank's process on any host, after reading all that it sent."""
-        # these come first, or the last known holder of the state ends before others have said that they hold it
+        # first these, or the last known holder of the state ends before others have reported that they hold it
         self.hear_ranks()
         for pid in self.ranks.processes.pids.values():
             progress = self.pages.read(pid)
@@ -378,7 +378,7 @@ class Attempt:
             self.numbers.close_stores_before(min(generations, default=0))
 
     def begin_generation(self, begun: BeginGeneration) -> None:
-        """Do this host's part of a generation: fork the processes missing here, and tell the others their ranks."""
+        """Execute this host's part of a generation: fork missing processes, and send the others their ranks."""
         self.link.begin_generation(begun)
         part = self.numbers.begin(begun)
         if part is None:
@@ -407,7 +407,7 @@ class Attempt:
             self.links.send(rank, message)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
-        """Send a signal to ranks of any host; one that is relayed, unless they receive it from outside as well."""
+        """Send a signal to ranks of any host; skip ranks that receive a relayed signal from outside as well."""
         hold_s = decide_hold_s(signum, came_here=signum in self.host.received) if is_relayed else None
         self.ranks.send_signal(signum, ranks, group=group, hold_s=hold_s)
         if not is_relayed or signum in ENDING_SIGNALS:  # others are for the host where they came
@@ -428,7 +428,7 @@ class Attempt:
         self.host.display.say(text)
 
     def collect_logs(self) -> list[GroupLog]:
-        """Return what the ranks of all hosts have recorded, as far as it is known here."""
+        """Return the records of the ranks of all hosts, as far as this host has them."""
         return self.link.merge_logs(self.flights.logs())
 
     @property
@@ -478,7 +478,7 @@ class Pages:
         return {pid: self._fds[pid] for pid in pids if pid in self._fds}
 
     def read(self, pid: int) -> RankProgress | None:
-        """Return how far the process has come; None if it does not tell."""
+        """Return the progress of the process; None if it reports none."""
         fd = self._fds.get(pid)
         return None if fd is None else read_page(fd)
 
@@ -524,7 +524,7 @@ class Flights:
                 self._let_go_of_ended(lost)
                 self._observed.append(observer)
         except (ImportError, KeyError, TypeError, ValueError, OverflowError, OSError):
-            pass  # another version of Phalanx in the ranks, or somebody's mistake: the job goes on unobserved
+            pass  # another version of Phalanx in the ranks, or a foreign file: the job continues unobserved
         finally:
             for fd in fds:
                 if fd != kept:
@@ -536,7 +536,7 @@ class Flights:
         return tuple(self._observed)
 
     def logs(self) -> list[GroupLog]:
-        """Return what all known groups did, the oldest group first."""
+        """Return the logs of all known groups, the oldest group first."""
         return [*self._ended, *(log for observer in self._observed if (log := _read(observer)) is not None)]
 
     def close(self) -> None:
@@ -569,7 +569,7 @@ def _is_over(observer: Observer) -> bool:
 
 
 def _read(observer: Observer) -> GroupLog | None:
-    """Return the group's log; None if a rank has written over what describes the memory."""
+    """Return the group's log; None if a rank has overwritten the memory's header."""
     try:
         return observer.read()
     except (ValueError, OSError):

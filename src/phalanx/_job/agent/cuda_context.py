@@ -12,9 +12,10 @@ _DEVICES = "/dev/nvidia"
 
 
 def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str:
-    """Return what shows that CUDA is initialised, from a process's modules and its descriptors' targets; or "".
+    """Return the evidence that CUDA is initialised, from a process's modules and its descriptors' targets; or "".
 
-    The driver opens its devices in cuInit, whoever calls that, and torch says so of itself; asking initialises nothing.
+    The driver opens its devices in cuInit, whoever calls it, and torch reports its own state; the check initialises
+    nothing.
     """
     torch = modules.get("torch")
     try:
@@ -27,7 +28,7 @@ def find_cuda_use(modules: Mapping[str, Any], descriptors: Iterable[str]) -> str
 
 
 def find_own_cuda_use() -> str:
-    """Return what `find_cuda_use` says of this process."""
+    """Return the result of `find_cuda_use` for this process."""
     return find_cuda_use(sys.modules, _descriptors().values())
 
 
@@ -67,7 +68,7 @@ def _plugins() -> list[str]:
 
 
 def _descriptors() -> dict[int, str]:
-    """Return the target of each descriptor of this process; nothing if the system does not tell."""
+    """Return the target of each descriptor of this process; empty if the system does not list them."""
     found = {}
     try:
         names = os.listdir("/proc/self/fd")

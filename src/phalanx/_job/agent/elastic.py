@@ -91,7 +91,7 @@ class Elastic:
         self.finished = False  # a rank has finished its training, or has ended in order
         self._over: ElasticPhase | None = None  # ENDING or GIVEN_UP, once that was decided
         self._outrun = False  # the ranks finished in the generation before the newest, which will never form
-        self.is_script_elastic = False  # its source says so; a rank says it later
+        self.is_script_elastic = False  # its source says so; a rank reports it later
         self.began_at = 0.0
         self._has_joined = False  # a rank has come to its first `elastic.run`
         self._killed_early_at: float | None = None  # when a rank was killed before all had come to the first one
@@ -118,7 +118,7 @@ class Elastic:
 
     @property
     def _all_have_joined(self) -> bool:
-        """Return whether every process that was started has come to `elastic.run`; a replacement may be on its way."""
+        """Return whether every started process has reached `elastic.run`; a replacement may still be starting."""
         return (
             any(member.joined for member in self.members.values())
             and len({*self.members, *self._forking, *self._gone}) + len(self._exits) >= self.generation.world_size
@@ -155,7 +155,7 @@ class Elastic:
         self._forking.discard(slot)
 
     def on_message(self, slot: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
-        """Process a message of a rank; one that makes no sense is ignored."""
+        """Process a message of a rank; an invalid message is ignored."""
         member = self.members.get(slot)
         if member is None or member.pid != pid:
             return []
@@ -190,7 +190,7 @@ class Elastic:
         return member is not None and member.pid == pid and self.active
 
     def on_report(self, report: ExceptionReport, now: float) -> list[ElasticAction] | None:
-        """Process an exception that nobody caught in a rank, which is ending; return None for an ordinary failure."""
+        """Process an uncaught exception in a rank, which is ending; return None for an ordinary failure."""
         if not self.claims(report.rank, report.pid):
             return None
         self.members[report.rank].report = report
@@ -219,16 +219,16 @@ class Elastic:
 
     @property
     def lost_early(self) -> bool:
-        """Return whether a rank of an elastic script was killed before all had come to `elastic.run`.
+        """Return whether a rank of an elastic script was killed before all had reached `elastic.run`.
 
-        A script may mention that and not call it: then its source counts only in the first minutes.
+        A script may mention `elastic.run` without calling it, so its source counts only in the first minutes.
         """
         if self._killed_early_at is None:
             return False
         return self._has_joined or (self.is_script_elastic and self._killed_early_at - self.began_at < STARTING_S)
 
     def note_early_loss(self, exit: Exit) -> None:
-        """Note the end of a process, if it was killed before all ranks had come to their first `elastic.run`."""
+        """Record the end of a process that was killed before all ranks had reached their first `elastic.run`."""
         member = self.members.get(exit.rank)
         if member is None or member.pid != exit.pid or exit.status >= 0 or member.report is not None:
             return
@@ -255,7 +255,7 @@ class Elastic:
         return self._decide(now) if missing else []
 
     def on_time(self, now: float) -> list[ElasticAction]:
-        """Do what is due; the agent calls this when `next_due` has come."""
+        """Execute what is due; the agent calls this at `next_due`."""
         actions: list[ElasticAction] = []
         for member in list(self.members.values()):
             if member.due is not None and now >= member.due[0]:
@@ -285,7 +285,7 @@ class Elastic:
         return [Evict(slot, why)]
 
     def is_evicted(self, pid: int) -> bool:
-        """Return whether this process was to be killed because it kept the others waiting, and has not ended yet."""
+        """Return whether this process is to be killed because it kept the others waiting, and has not ended yet."""
         return any(member.pid == pid and member.evicted for member in self.members.values())
 
     def give_up(self) -> GiveUp:
@@ -327,7 +327,7 @@ class Elastic:
             member.holds_state = True
         wait_s = message.get("wait_s")
         member.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
-        if self.phase is ElasticPhase.ENDING:  # the others were told before
+        if self.phase is ElasticPhase.ENDING:  # the others were notified before
             return [SendToRank(member.slot, self._ending)]
         if self._outrun and not member.holds_state:
             return self._turn_away(member)
@@ -391,7 +391,7 @@ class Elastic:
         return [SendToRank(member.slot, {"kind": "wait"})]
 
     def _find_no_generation(self) -> str:
-        """Return why no other generation will be begun; empty if one may be, or if the ranks were told to end."""
+        """Return why no other generation will begin; empty if one may, or if the ranks were asked to end."""
         if self.phase is ElasticPhase.ENDING:
             return ""
         if self.phase is ElasticPhase.GIVEN_UP:
@@ -404,7 +404,7 @@ class Elastic:
         return ""
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
-        """Decide what follows from the losses, once no rank is about to end, so that one decision covers all."""
+        """Decide the consequences of the losses once no rank is about to end, so that one decision covers all."""
         if any(member.report is not None for member in self.members.values()):
             return []
         if not any(member.holds_state for member in self.members.values()):
@@ -472,7 +472,7 @@ class Elastic:
         return self._save_and_end(f"there are {missing}, and no replacement can be made{allowed}")
 
     def _save_and_end(self, why: str) -> list[ElasticAction]:
-        """End the job after the remaining ranks have saved what they hold."""
+        """End the job after the remaining ranks have saved their state."""
         self.losses += self._newest
         self._newest = []
         message = self._ending = {"kind": "end", "code": BELOW_MINIMUM_EXIT_CODE, "why": why}
@@ -500,7 +500,7 @@ class Elastic:
         self._plan_due()
 
     def _kill_nobody(self) -> None:
-        """Cancel what was due: from now on, or from the next generation on, silence counts anew."""
+        """Cancel pending kills: silence counts anew from now on, or from the next generation on."""
         for member in self.members.values():
             member.due = None
         self._plan_due()
@@ -515,9 +515,9 @@ class Elastic:
 
 
 def describe_loss(lost: Sequence[LostRank], num_forked: int, world_size: int, replaced: str) -> str:
-    """Return which ranks are lost, and what is done: so many are forked, or so many that are left go on.
+    """Describe the lost ranks and the reaction: how many are forked, or how many remain.
 
-    replaced: how many replacements there were, and may be; empty where there is no limit.
+    replaced: the number and the limit of replacements; empty without a limit.
     """
     said = [f"rank {each.rank} (pid {each.pid}) is lost: {each.why}" for each in lost]
     if not num_forked:
@@ -529,7 +529,7 @@ def describe_loss(lost: Sequence[LostRank], num_forked: int, world_size: int, re
 
 
 def describe_regrouped(lost: Sequence[LostRank], num_ranks: int, now: float) -> str:
-    """Return how many ranks go on, and how long after the loss."""
+    """Describe how many ranks continue, and how long after the loss."""
     return (
         f"phalanx run: {num_ranks} rank{'s' * (num_ranks > 1)} go{'es' * (num_ranks == 1)} on, "
         f"{now - min(each.at for each in lost):.2f} s after the loss"
@@ -542,7 +542,7 @@ _MAX_ALIKE = 2  # how often the same exception may be raised at the same step
 
 
 class Repetition:
-    """`Repetition` counts what has happened since the last step that a rank has completed."""
+    """`Repetition` counts losses since the last step that a rank has completed."""
 
     def __init__(self) -> None:
         self.best_step = -1

@@ -1,4 +1,4 @@
-"""List what can be decided for an elastic job, as data, and plan what its ranks are told."""
+"""Define the decisions for an elastic job as data, and plan the messages to its ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx._job.agent.generation import Generation, HostSlots
 
 @dataclass(frozen=True)
 class LostRank:
-    """A rank that was lost: its rank in that generation, why, and when; `step` is the last known to be complete."""
+    """A `LostRank` is a lost rank: its rank in that generation, why and when; `step` is its last complete step."""
 
     slot: int
     rank: int
@@ -27,7 +27,7 @@ class LostRank:
 
 @dataclass(frozen=True)
 class BeginGeneration:
-    """Begin `generation`: fork the processes that it lacks, and tell the others."""
+    """`BeginGeneration` begins `generation`: fork the missing processes, and notify the others."""
 
     generation: Generation
     holders: tuple[int, ...]  # the slots whose process holds the state
@@ -73,7 +73,7 @@ class Abandon:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Fail the job because of what has happened to these ranks."""
+    """`GiveUp` fails the job because of these ranks' ends."""
 
     exits: tuple[Exit, ...]
     reports: tuple[ExceptionReport, ...]
@@ -95,7 +95,7 @@ class Say:
 
 @dataclass(frozen=True)
 class PrepareHost:
-    """Have a host start its ranks for a generation that may never begin; they learn their ranks when one does."""
+    """`PrepareHost` starts a host's ranks for a generation that may never begin and that assigns their ranks."""
 
     slots: HostSlots
     begun: BeginGeneration
@@ -128,7 +128,7 @@ ElasticAction = (
 def plan_message(
     generation: Generation, slot: int, begin: BeginGeneration, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return what the rank with this slot is told of a generation; `environment` is that of a process started now."""
+    """Return the message on a generation to the rank in this slot; `environment` is that of a process started now."""
     slots = generation.slots
     holders = [slots.index(holder) for holder in begin.holders if holder in slots]
     return {
@@ -147,7 +147,7 @@ def plan_message(
     }
 
 
-LEAVE = {"kind": "leave"}  # what a rank is told that is not part of the job any more; it ends well
+LEAVE = {"kind": "leave"}  # sent to a rank that is no longer part of the job; it ends successfully
 
 
 def refuse(slot: int, why: str) -> SendToRank:

@@ -62,7 +62,7 @@ class ElasticLinks:
         return bool(links)
 
     def send_waiting(self, fd: int) -> None:
-        """Send what was queued for the rank on descriptor `fd`, which has room now."""
+        """Send the queued messages of the rank on descriptor `fd`, which is writable."""
         if fd in self._links:
             self._links[fd].channel.send_some()
 

@@ -1,4 +1,4 @@
-"""An `ElasticRank` is what the agent knows of one process of an elastic job."""
+"""An `ElasticRank` is the agent's record of one process of an elastic job."""
 
 from __future__ import annotations
 

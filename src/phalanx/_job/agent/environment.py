@@ -25,7 +25,7 @@ RANK_VARIABLES = (
 class Place:
     """A `Place` says which ranks of a job are on this host: `num_ranks` from `first_rank` on, on host `node`.
 
-    The ranks of this host's role have numbers of their own over all hosts, from `first_role_rank` on.
+    The ranks of this host's role are numbered separately over all hosts, from `first_role_rank` on.
     """
 
     node: int
@@ -56,7 +56,7 @@ def describe_ranks(place: Place) -> str:
 class JobEnvironment:
     """A `JobEnvironment` is what all ranks of an attempt on a host share. `store` and `agent` are empty outside Linux.
 
-    `run` tells this job from any other, on all its hosts: two jobs may have been given one `run_id`.
+    `run` identifies this job on all its hosts: two jobs may have the same `run_id`.
     """
 
     place: Place
@@ -151,7 +151,7 @@ _MALLOC = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=10
 
 
 def plan_zygote_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return what the ranks inherit, without any launcher's variables, and without the job's key.
+    """Return the environment that the ranks inherit, without any launcher's variables and without the job's key.
 
     OMP_NUM_THREADS is `threads`, and glibc's allocator keeps freed memory, unless the user set either's variable.
     """

@@ -30,7 +30,7 @@ class ErrorFiles:
         self._attempt = ""
 
     def begin(self, attempt: int, num_ranks: int) -> None:
-        """Make the folders for so many ranks, about to start; if that fails, the ranks write no error files."""
+        """Create the folders for the ranks of an attempt; if that fails, the ranks write no error files."""
         self._attempt = os.path.join(self._folder, f"{_ATTEMPT}{attempt}") if self._folder else ""
         try:
             for local_rank in range(num_ranks if self._attempt else 0):
@@ -43,7 +43,7 @@ class ErrorFiles:
         return os.path.join(self._attempt, str(local_rank), "error.json") if self._attempt else ""
 
     def renew(self, local_rank: int) -> None:
-        """Remove the file of this rank, whose new process is about to start: what the one before it left was read."""
+        """Remove the error file of a rank whose new process is about to start: the old process's file was read."""
         with contextlib.suppress(OSError):
             os.unlink(self.path_of(local_rank))
 
@@ -96,9 +96,9 @@ def read_report(path: str, rank: int, pid: int, ended_at: float) -> ExceptionRep
 
 
 def hand_up(path: str, own: str, exit_code: int) -> None:
-    """Copy the error to `own`, the error file that whoever started this command has named for it; never raises.
+    """Copy the error to `own`, the error file that the starter of this command has named for it; never raises.
 
-    As under torchrun, the field `errorCode` gets the process's exit code (minus the signal that ended it).
+    As under torchrun, the field `errorCode` is set to the process's exit code (minus the signal that ended it).
     """
     with contextlib.suppress(OSError, ValueError):
         with open(path, encoding="utf-8") as file:

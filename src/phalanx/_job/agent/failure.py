@@ -24,7 +24,7 @@ _OUTSIDE_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL,
 
 @dataclass(frozen=True)
 class ExceptionReport:
-    """An exception that nobody caught in a rank, reported by the rank itself.
+    """An `ExceptionReport` is a rank's report of an uncaught exception.
 
     `types` are the names of its class's MRO. `own_lines` is the traceback without the lines of libraries. `error_file`
     is the file that the rank has written by the rules of `torch.distributed.elastic`, if it has.
@@ -53,7 +53,7 @@ class ExceptionReport:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ExceptionReport | None:
-        """Read what `to_bytes` wrote; None for what no rank of ours has written."""
+        """Read the result of `to_bytes`; None for other data."""
         try:
             fields = json.loads(data)
             report = cls(**{**fields, "types": tuple(fields["types"])})
@@ -89,7 +89,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class HostLoss:
-    """A `HostLoss` is a host that is silent: its name, why it counts as lost, and when it was last heard."""
+    """A `HostLoss` is a silent host: its name, why it counts as lost, and when it was last heard from."""
 
     host: str
     why: str
@@ -135,15 +135,15 @@ def decide_failures(
     """Return the failed ranks, the first cause in front.
 
     Arguments:
-        exits: by rank, of all that ended.
+        exits: by rank, of all ranks that have ended.
         reports: by rank.
-        lost: by rank, of those whose host is gone.
-        sent: when we first sent which signal to stop ranks: a death by one of them, later, is our doing.
+        lost: by rank, of ranks whose host is lost.
+        sent: when we first sent which signal to stop ranks; we caused later deaths by these signals.
 
     The order is that of time, with three corrections. A silent death is dated back by `SILENT_DEATH_LAG_S`; but SIGABRT
-    is not, because a library that aborts has often waited for its peers. A rank whose exception says that a peer was
-    lost comes after all whose does not. What ends after we began to stop ranks comes after what failed before, unless
-    the kernel killed it for a fault of its own.
+    is not, because a library that aborts has often waited for its peers. A rank whose exception reports a lost peer
+    comes after all other ranks. Ranks that ended after we began to stop ranks come after earlier failures, unless the
+    kernel killed them for a fault of their own.
     """
     stopping_since = min(sent.values(), default=float("inf"))
     placed: list[tuple[tuple[int, float], RankFailure]] = []
@@ -167,10 +167,10 @@ def decide_failures(
 def describe_failures(
     failures: Sequence[RankFailure], world_size: int, host: str, *, abandoned: Collection[int] = (), whole: bool = False
 ) -> str:
-    """Return what the command prints at the end: a line for each consequence, then the first failure.
+    """Return the text that the command prints at the end: a line for each consequence, then the first failure.
 
     Arguments:
-        abandoned: the ranks that were not started any more because of it.
+        abandoned: the ranks that were not started because of the failure.
         whole: show the whole traceback, with the lines of libraries.
     """
     first = failures[0]
@@ -207,8 +207,10 @@ def describe_failures(
 
 
 def _advise_on_memory(failure: RankFailure) -> str:
-    """Return what to do if the limit on address space, which the ranks have from this command, may be the cause: a
-    library could not be loaded, there was no memory, or the rank could not even report why it ended.
+    """Return advice if the limit on address space, which the ranks inherit from this command, may be the cause.
+
+    Signs are a library that could not be loaded, an allocation that failed, or a rank that could not even report its
+    end.
     """
     if failure.report is not None:
         is_likely = failure.report.types[0] in ("ImportError", "MemoryError")
@@ -218,7 +220,7 @@ def _advise_on_memory(failure: RankFailure) -> str:
 
 
 def _fold(failures: Sequence[RankFailure]) -> list[tuple[list[int], str]]:
-    """Return each group of ranks with what it says; ranks that say the same at one place, but for numbers, are one."""
+    """Group the ranks by text; ranks with the same text at one place, apart from numbers, form one group."""
     folded: dict[tuple[bytes, str], tuple[list[int], list[str]]] = {}
     for failure in failures:
         text, said = summarise(failure), failure.report.summary if failure.report is not None else ""

@@ -1,8 +1,8 @@
-"""Make the job's temporary folder, for what Python's multiprocessing leaves behind in ranks that are killed.
+"""Create the job's temporary folder, for sockets that Python's multiprocessing leaves behind in killed ranks.
 
-TMPDIR stays the user's: what a script writes there may be meant to last, and compilers keep their caches there. Only
-the sockets that multiprocessing makes for a process, and removes at its orderly end, come in here, and our own, which
-have a name for the moment in which they are made: a rank that is killed in it leaves the name.
+TMPDIR stays the user's: a script's files there may be meant to last, and compilers keep their caches there. The folder
+is only for the sockets that multiprocessing creates for a process, and removes at its orderly end, and for our own,
+which have a name only while they are created: a rank that is killed at that moment leaves the name.
 
 The agent removes it at the end; if it was killed, the zygote does; if both were, this user's next job does.
 """
@@ -38,7 +38,7 @@ class JobFolder:
                     self._lock = _lock(path)  # before the mark: a folder with a mark and no lock is a dead job's
                     with open(os.path.join(path, _MARK), "xb"):
                         pass
-                except OSError:  # then nobody could tell whether it is in use
+                except OSError:  # without a lock nobody could find out whether the folder is in use
                     remove(path)
                     raise
                 self.path = path
@@ -112,7 +112,7 @@ def _make(parent: str) -> str:
 
 
 def _lock(path: str) -> int:
-    """Return a descriptor with the folder's lock; raise OSError if another process has it, or none can be had."""
+    """Return a descriptor with the folder's lock; raise OSError if another process has it, or locking fails."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,14 +1,14 @@
-"""Plan who is in an elastic job after a loss or a gain, and which rank each process has then. The plan is pure data.
+"""Plan the membership of an elastic job after a loss or a gain, and the rank of each process. The plan is pure data.
 
-A process is known by its slot: the rank that it was started with. It never changes; a replacement takes the slot of the
-process that it replaces, and a host that comes takes the slots of one that was lost, where it has as many. The rank in
-a generation is the place of the slot among those that are occupied then:
+A process is identified by its slot: the rank with which it was started. The slot never changes; a replacement gets the
+slot of the process that it replaces, and a host that joins gets the slots of a lost host of the same size. The rank in
+a generation is the position of the slot among the occupied ones:
 
     slots      0 1 | 2 3 | 4 5          hosts a, b, c
     b is lost  0 1         2 3          ranks of generation 1: survivors keep their order
     d comes    0 1 | 2 3 | 4 5          generation 2: d has the slots of b, and every rank is what it was
 
-so that with as many ranks as in the beginning each process has its first rank again, and sums their first bits.
+so with as many ranks as in the beginning each process has its first rank again, and sums have the same bits again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from phalanx._job.agent.environment import Place
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A `HostSlots` is a host: the processes of the slots in `living` live; `refills`: the others are to be forked.
+    """`HostSlots` are the slots of a host: those in `living` have processes; `refills`: the others are to be forked.
 
-    `name` identifies a host that comes back; `role` is that of its ranks.
+    `name` identifies a host that returns; `role` is the role of its ranks.
     """
 
     member: int
@@ -159,7 +159,7 @@ class SlotPlan:
         return SlotPlan(tuple(hosts), tuple(left for left in self.vacated if left.first_slot != host.first_slot))
 
     def find_missing(self, limits: Limits) -> str:
-        """Return in words what the job lacks to go on; empty if it lacks nothing."""
+        """Describe what the job lacks to continue; empty if it lacks nothing."""
         hosts = [host for host in self.hosts if host.occupied]
         lacks = []
         if len(hosts) < limits.min_hosts:

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 class HostLink:
     """A `HostLink` leads nowhere: it is the link of a job on one host. Links of a job on several derive from it.
 
-    An attempt asks its link what there is to decide with, tells it what happens to the ranks of this host, and has it
-    do for the ranks of other hosts what it does for its own.
+    An attempt gets its deciders from its link, reports the events of this host's ranks to it, and lets the link act on
+    the ranks of other hosts as the attempt acts on its own.
     """
 
     def __init__(
         self, plan: JobPlan, place: Place | None = None, member: int = 0, first: BeginGeneration | None = None
     ) -> None:
-        """Make the link of a host whose ranks have the numbers of `place`.
+        """Create the link of a host whose ranks have the numbers of `place`.
 
-        `member` is what the host is called in a generation, and `first` the generation of an elastic job that its
-        ranks come to, if they come later than others.
+        `member` is the host's name in a generation, and `first` the first generation of its ranks in an elastic job, if
+        they join later than others.
         """
         self._plan = plan
         self.place = place or Place.alone(plan.num_ranks)
@@ -50,12 +50,12 @@ class HostLink:
         """Attach the link to its attempt, before the ranks are started."""
 
     def make_supervision(self) -> Supervision:
-        """Return the object that decides what becomes of the ranks."""
+        """Return the object that decides about the ranks."""
         settings, is_alone = self._plan.settings, self.place.num_nodes == 1
         return Supervision(self.place.world_size, settings.grace_s, settings.exit_timeout_s, is_alone=is_alone)
 
     def make_elastic(self) -> Elastic:
-        """Return the object that decides what becomes of the job when an elastic rank is lost."""
+        """Return the object that decides how the job continues when an elastic rank is lost."""
         return Elastic(SlotPlan.begin([self.own_slots()]), self._plan.settings.max_restarts)
 
     def own_slots(self) -> HostSlots:
@@ -91,7 +91,7 @@ class HostLink:
         return False
 
     def tell_generation(self, rank: int) -> bool:
-        """Have an elastic rank on another host told which rank it is; return whether it is on another host."""
+        """Notify an elastic rank on another host of its rank; return whether it is on another host."""
         return False
 
     def begin_generation(self, begun: BeginGeneration) -> None:
@@ -101,7 +101,7 @@ class HostLink:
         """Take in a host, or send it away."""
 
     def on_given_up(self) -> None:
-        """Note that an elastic job fails because of what it has lost."""
+        """Record that an elastic job fails because of its losses."""
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
         """Send a signal to those of `ranks` that are on other hosts."""
@@ -112,7 +112,7 @@ class HostLink:
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether an elastic job goes on without this host's ranks; the host leads it until they have ended."""
+        """Return whether an elastic job continues without this host's ranks; the host leads until they have ended."""
         return False
 
     def remind(self, rank: int, message: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ class HostLink:
 
     @property
     def has_left(self) -> bool:
-        """Return whether this host has left the job, which goes on under the lead of another one."""
+        """Return whether this host has left the job, which another host now leads."""
         return False
 
     def sweep(self) -> None:
@@ -137,7 +137,7 @@ class HostLink:
         request.close()
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
-        """Add what the ranks of other hosts have recorded to `logs`, which has this host's."""
+        """Add the records of other hosts' ranks to `logs`, which has this host's."""
         return logs
 
     @property

@@ -1,4 +1,4 @@
-"""Manage the processes of this host's ranks: the zygote forks them, tells of their ends, and is replaced if lost."""
+"""Manage the processes of this host's ranks: the zygote forks them, reports their ends, and is replaced if lost."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from phalanx.errors import LaunchError
 
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256
-_FORKS_AHEAD = 8  # the zygote may be told to fork so many ranks ahead: their descriptors are under way
+_FORKS_AHEAD = 8  # how many ranks the zygote may be asked to fork ahead, with descriptors in transit
 _MAX_STILLBORN = 3
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dri")  # of the drivers of NVIDIA, AMD and others
 
 
 class ProcessListener(Protocol):
-    """A `ProcessListener` is told what becomes of the processes; the attempt is one."""
+    """A `ProcessListener` is notified of events of the processes; the attempt is one."""
 
     def on_own_start(self, rank: int, pid: int) -> None:
         """Note that the process of a rank exists."""
@@ -104,7 +104,7 @@ class HostRanks:
         return next((rank for rank, known in self.processes.pids.items() if known == pid), None)
 
     def fork_some(self) -> None:
-        """Fork the next ranks, as long as the zygote keeps up and the job goes on."""
+        """Fork the next ranks, as long as the zygote keeps up and the job continues."""
         while (
             self._state.phase == "running"
             and self._next < self._place.num_ranks
@@ -130,10 +130,10 @@ class HostRanks:
         self._next = self._place.num_ranks
 
     def fork(self, rank: int) -> None:
-        """Fork a process that is known by `rank`: the first one, or one that replaces it.
+        """Fork the first process of `rank`, or its replacement.
 
         Raises:
-            OSError: there are no more descriptors.
+            OSError: no descriptors are left.
         """
         self._host.errors.renew(rank - self._place.first_rank)
         environment = self._numbers.plan_environment(rank)
@@ -144,7 +144,8 @@ class HostRanks:
     def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool, hold_s: float | None = None) -> None:
         """Send a signal to those of `ranks` that are on this host.
 
-        `hold_s`: it came from outside. The zygote waits so long to see whether every process of the job receives it.
+        `hold_s`: for a signal from outside, how long the zygote waits to see whether every process of the job receives
+        it.
         """
         own = [rank for rank in ranks if rank in self._place.ranks]
         zygote = self._host.zygote
@@ -155,7 +156,7 @@ class HostRanks:
             zygote.relay(signum, own, group=group, hold_s=hold_s)
 
     def give_up_zygote(self) -> None:
-        """Kill the zygote, and with it the ranks; the agent sweeps what they leave behind."""
+        """Kill the zygote, and with it the ranks; the agent kills the processes that they leave behind."""
         self._host.zygote.kill()
         self.zygote_given_up = self.zygote_lost = True
 
@@ -175,7 +176,7 @@ class HostRanks:
         return True
 
     def on_time(self, now: float) -> None:
-        """Kill a zygote that has not swept in time, and look for ends of which nobody has told yet."""
+        """Kill a zygote that has not swept in time, and look for ends that were not reported yet."""
         if self._looks_for_ends:
             self._find_ends()
         if self._sweep_due is not None and now > self._sweep_due and not self.is_swept:
@@ -253,7 +254,7 @@ class HostRanks:
                 self._host.zygote.keep_spare()
 
     def _lose_zygote(self) -> None:
-        """Start another zygote in place of one that has ended, if the ranks outlive it; else end the job."""
+        """Start another zygote after one has ended, if the ranks outlive it; else end the job."""
         zygote, adopted = self._host.zygote, self._host.adopted
         ranks = {pid: rank for rank, pid in self.processes.pids.items() if self._state.is_running(rank)}
         # A rank that is lost was started: what becomes of it may not be decided yet.
@@ -262,7 +263,7 @@ class HostRanks:
         outlive = any(member.outlives for member in self._elastic.members.values())
         if self._state.phase != "running" and adopted.used and all(pid in adopted for pid in ranks):
             zygote.wait_exit()
-            zygote.control.close()  # it had nobody below it, and nobody is to be forked any more
+            zygote.control.close()  # it had no ranks, and no more will be forked
             return
         if self._state.phase != "running" or unstarted or not outlive:
             self.zygote_lost = True
@@ -295,7 +296,7 @@ class HostRanks:
         self._reap_adopted()
 
     def on_child_signal(self) -> None:
-        """Handle a SIGCHLD: an adopted rank ended, or somebody stopped the zygote. (Its end shows on its socket.)"""
+        """Handle a SIGCHLD: an adopted rank ended, or the zygote was stopped. (Its end shows on its socket.)"""
         if self._host.adopted.used:
             self._reap_adopted()
         if self._host.zygote.was_stopped():
@@ -306,7 +307,7 @@ class HostRanks:
             )
 
     def _reap_adopted(self) -> None:
-        """Collect the ends of ranks whose zygote has died: only this process learns of them."""
+        """Reap ranks whose zygote has died: only this process is notified of them."""
         sessions = self._host.adopted.sessions
         self._bury(list(self._host.adopted.reap(self._host.zygote.pid)))
         if sessions != self._host.adopted.sessions:
@@ -317,7 +318,7 @@ class HostRanks:
             self._listener.on_ended(end.rank, end.pid, end.status, end.at)
 
     def hear_of_loss(self) -> None:
-        """Note that a rank says that it has lost another one: it is looked for in this turn of the loop."""
+        """Record that a rank reports the loss of another: check for ended processes in this turn of the loop."""
         self._host.zygote.wake()  # a stopped zygote would not report the rank's end
         self._looks_for_ends = not any(map(os.path.exists, _DEVICES))
 
@@ -360,10 +361,10 @@ class RankProcesses:
         zygote: ZygoteProcess,
         pump: Pump,
     ) -> None:
-        """Fork a process that is known by `rank`: the first one, or one that replaces it.
+        """Fork the first process of `rank`, or its replacement.
 
         Raises:
-            OSError: there are no more descriptors.
+            OSError: no descriptors are left.
         """
         for old in (self._dumps, self.stacks):
             if rank in old:
@@ -386,7 +387,7 @@ class RankProcesses:
         return os.pread(self._dumps[rank], _MAX_DUMP_BYTES, 0).decode(errors="replace")
 
     def lose(self, exit: Exit) -> None:
-        """Forget a process that has ended while the job goes on without it."""
+        """Forget a process that has ended while the job continues."""
         self.pids.pop(exit.rank, None)
         self.lost_ns[exit.pid] = int(exit.at * 1e9)
 

@@ -1,4 +1,4 @@
-"""A `HostResources` object keeps what outlives an attempt at a job on this host."""
+"""A `HostResources` object holds resources that outlive an attempt at a job on this host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REPEAT_S = 0.05
 
 @dataclass
 class HostResources:
-    """It has the zygote, the output, and the sources of signals and of requests; every attempt uses the same."""
+    """`HostResources` holds the zygote, the output, and the sources of signals and requests, shared by all attempts."""
 
     zygote: ZygoteProcess
     pump: Pump
@@ -53,7 +53,7 @@ class HostResources:
         return Source(hear, lambda: (self.signals,), due=lambda: min(self.arrived.values(), default=None))
 
     def watch_display(self) -> Source:
-        """Return the loop's source that writes queued output as fast as it is read."""
+        """Return the loop's source that writes queued output as fast as its reader reads."""
         return Source(
             lambda ready: self.display.tick(),
             writable=lambda: (writer.fd for writer in self.display.writers),

@@ -51,7 +51,7 @@ _HANG_S = 1.0  # a rank that has waited longer than this when the user ended the
 
 @dataclass(frozen=True)
 class Flight:
-    """A `Flight` is what the ranks of an attempt recorded, and when their processes ended (by process number)."""
+    """A `Flight` is the records of an attempt's ranks, and when their processes ended (by process number)."""
 
     groups: list[GroupLog]
     ended_ns: dict[int, int]
@@ -152,7 +152,7 @@ def run_attempts(
 
 
 def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> list[Metrics]:
-    """Begin to serve the job's numbers; return what does so: one, or none if the host can do without."""
+    """Start to serve the job's metrics; return the server: one, or none if the host can do without."""
     from phalanx._job.agent.metrics import TOKEN_VARIABLE, Metrics  # here, because most jobs have none
 
     try:
@@ -167,7 +167,7 @@ def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> lis
 
 
 def begin_report(plan: JobPlan, host: HostResources, folder: str) -> JobReport | None:
-    """Begin the report of a job that runs already. If that can't be done it is said, and the job goes on."""
+    """Begin the report of a running job. A failure is logged, and the job continues."""
     try:
         return _make_report(plan, folder, is_new=False)
     except LaunchError as error:
@@ -298,7 +298,7 @@ def _find_orderly_code(state: Supervision) -> int:
 
 
 def _hand_up_error(plan: JobPlan, first: RankFailure) -> None:
-    """Write what the first failed rank left in its error file to the file that a scheduler named for this."""
+    """Write the first failed rank's error file to the file that a scheduler named for this."""
     own = plan.environ.get(VARIABLE)
     if own and first.report is not None and first.report.error_file:
         hand_up(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
@@ -359,7 +359,7 @@ def _open_logs(plan: JobPlan) -> Logs:
 
 
 def _flush(host: HostResources) -> None:
-    """Write what is still queued, however slowly it is read; a signal that would end the job ends this, too."""
+    """Write queued output, however slowly it is read; a signal that would end the job also ends this."""
     numbers: list[int] = []
     loop = EventLoop(host.watch_signals(numbers.append), host.watch_display())
     while host.display.writers and not set(numbers) & set(ENDING_SIGNALS):
@@ -408,7 +408,7 @@ def describe_signal_end(state: Supervision, *, traceback: bool = False) -> str:
 
 
 def _describe_places(state: Supervision) -> str:
-    """Return where the ranks were when the user's signal came, as far as they have told it."""
+    """Return where the ranks were when the user's signal arrived, as far as they have reported it."""
     places: dict[str, list[int]] = {}
     for rank, report in sorted(state.reports.items()):
         if report.place and state.is_stopped_by_user(report):

@@ -1,4 +1,4 @@
-"""Write the job's report for the launcher: it begins with the job, is told what happens, and is written at any end."""
+"""Write the job's report for the launcher: begin it with the job, record events, and write it at any end."""
 
 from __future__ import annotations
 

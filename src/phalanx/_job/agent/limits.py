@@ -1,4 +1,4 @@
-"""Check that the system allows the descriptors and processes of so many ranks, and tell the user what is missing."""
+"""Check that the system allows the descriptors and processes of a number of ranks, and report what is missing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FDS_OF_VISITORS = 256
 
 
 def needed_open_files(num_ranks: int) -> int:
-    """Return how many descriptors the agent holds at least for so many ranks."""
+    """Return how many descriptors the agent needs at least for `num_ranks` ranks."""
     return (_FDS_PER_RANK - 1) * num_ranks + min(_FDS_ON_THEIR_WAY, 5 * num_ranks) + _FDS_OF_JOB
 
 
 def find_problem(num_ranks: int) -> str | None:
-    """Return why the agent cannot hold the descriptors of so many ranks, in words for the user; None if it can."""
+    """Return why the agent cannot hold the descriptors of `num_ranks` ranks, in words for the user; None if it can."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = needed_open_files(num_ranks)
     if hard == resource.RLIM_INFINITY or needed <= hard:
@@ -34,7 +34,7 @@ def find_problem(num_ranks: int) -> str | None:
 
 
 def raise_open_files(num_ranks: int) -> None:
-    """Raise this process's own soft limit to what so many ranks need; processes that run already keep their limits."""
+    """Raise this process's own soft limit to the need of `num_ranks` ranks; running processes keep their limits."""
     raise_limit((_FDS_PER_RANK + 1) * num_ranks + _FDS_ON_THEIR_WAY + _FDS_OF_JOB + _FDS_OF_VISITORS)
 
 
@@ -44,7 +44,7 @@ def explain_start(rank: int, num_ranks: int, error: OSError) -> str:
 
 
 def explain(error: OSError) -> str:
-    """Return what the system refused, and which limits to check."""
+    """Return which resource the system refused, and which limits to check."""
     why = f"{error.strerror or error}."
     if error.errno == errno.EAGAIN:
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)

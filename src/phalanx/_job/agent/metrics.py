@@ -15,12 +15,12 @@ _COMMAND = "phalanx run --metrics"
 
 
 class Metrics:
-    """`Metrics` serves at /metrics what `phalanx top` knows of this agent's job.
+    """`Metrics` serves the data of `phalanx top` on this agent's job at /metrics.
 
-    It asks the agent over its socket, as `phalanx top` does, from a thread of its own; the ranks do nothing for it.
+    Its own thread queries the agent over the agent's socket, as `phalanx top` does; the ranks do nothing for it.
 
     Raises:
-        LaunchError: it cannot listen there.
+        LaunchError: the address cannot be bound.
     """
 
     def __init__(self, host: str, port: int, token: str) -> None:

@@ -1,6 +1,6 @@
-"""Let the zygote of a joining host tell the first host that its agent was killed, so that the first host need not wait.
+"""Let the zygote of a joining host notify the first host of its agent's death, so that the first host need not wait.
 
-A connection that closes proves nothing: one that was cut closes, too, and comes again. The zygote knows.
+A closed connection proves nothing: an interrupted one closes, too, and reconnects. The zygote sees the death itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TELL_S = 15.0  # if the first host cannot be reached in that time, it finds out
 
 
 def describe_membership(client: Client) -> dict[str, Any]:
-    """Return what the zygote must know for `tell_first_host`, as plain data."""
+    """Return the data that the zygote needs for `tell_first_host`."""
     key = str(client.key) if client.key is not None else ""
     return {"address": str(client.address), "key": key, "member": client.member, "job": client.job}
 

@@ -1,4 +1,4 @@
-"""A `JobPlan` is a job ready to be started: settings and what the host made of them."""
+"""A `JobPlan` is a job ready to be started: settings and the values that the host derived from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class JobPlan:
     begun: float = field(default_factory=time.monotonic)
 
     def describe_job(self, place: Place, restart_count: int, store: str, agent: str) -> JobEnvironment:
-        """Return what the ranks of one attempt have in common; take a port that is free now, unless one was set."""
+        """Return the common environment of an attempt's ranks; choose a free port unless one was set."""
         settings = self.settings
         columns = None
         if self.terminal:
@@ -71,7 +71,7 @@ def make_run_id() -> str:
 
 
 def find_free_port() -> int:
-    """Return a port that is free now on this host's loopback: that of IPv4, or of IPv6 where there is no other."""
+    """Return a port that is currently free on this host's loopback: of IPv4, or of IPv6 if there is no IPv4."""
     for family, loopback in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
             with socket.socket(family) as sock:

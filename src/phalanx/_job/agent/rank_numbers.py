@@ -16,7 +16,7 @@ from phalanx._job.agent.plan import JobPlan
 
 
 class RankNumbers:
-    """`RankNumbers` knows a process by the rank it was started with (its slot); generations may renumber it."""
+    """`RankNumbers` identifies processes by the ranks they were started with (slots); generations may renumber them."""
 
     def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink) -> None:
         self._plan = plan
@@ -71,13 +71,13 @@ class RankNumbers:
         return part
 
     def plan_environment(self, rank: int) -> dict[str, str]:
-        """Return the variables of the process that is known by `rank`, whose error file stays the same."""
+        """Return the variables of the process in slot `rank`, whose error file stays the same."""
         variables = plan_rank_environment(self._job, self.part.rank_of(rank))
         path = self._host.errors.path_of(rank - self._link.place.first_rank)
         return {**variables, error_files.VARIABLE: path}
 
     def plan_message(self, rank: int) -> dict[str, Any] | None:
-        """Return what an elastic rank is told of the current generation; None if it is not in it."""
+        """Return the current generation's message to an elastic rank; None if the rank is not in it."""
         if self._begun is None or rank not in self.part.slots:
             return None
         return plan_message(self._begun.generation, rank, self._begun, self.plan_environment(rank))

@@ -1,4 +1,4 @@
-"""Report an exception that nobody caught in a rank: the user's own lines, and advice where the cause is known."""
+"""Report an uncaught exception in a rank: the user's own lines, and advice if the cause is known."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Reporter:
             if _identify(self._reports) == self._identity:  # else the script has closed it, and opened its own file
                 os.write(self._reports, report.to_bytes())
         except Exception:
-            pass  # the exception's own __str__ failed, or the agent has gone: the exit code still tells
+            pass  # the exception's own __str__ failed, or the agent has ended: the exit code still reports the failure
 
     def _describe(self, error: BaseException, at: float) -> ExceptionReport:
         names = tuple(cls.__name__ for cls in type(error).__mro__)

@@ -71,9 +71,9 @@ class Requests:
             request.close()
 
     def _admit(self, request: ClientRequest) -> None:
-        """Accept the connection by which a rank tells that it survives the loss of others.
+        """Accept the connection of a rank that survives the loss of others.
 
-        The kernel says which process it is: processes that a rank has started know the token, too.
+        The kernel identifies the process: processes that a rank has started have the token, too.
         """
         attempt, zygote = self._attempt, self._attempt.host.zygote
         pid = request.channel.peer.pid
@@ -111,7 +111,7 @@ class Requests:
             self._socket.notice("no rank", f"{why}. To this one, the loss of a rank is the end of the job")
 
     def _answer_snapshot(self, request: ClientRequest) -> None:
-        """Answer with the processes of all ranks, and with copies of the descriptors of what they write."""
+        """Answer with the processes of all ranks, and with copies of the descriptors to which they write."""
         attempt = self._attempt
         processes, settings, place = attempt.ranks.processes, attempt.plan.settings, attempt.numbers.part.place
         living = [rank for rank in attempt.state.running if rank in processes.pids]

@@ -1,4 +1,4 @@
-"""`Settings` are a job as it was asked for: what the words of `phalanx run` came to."""
+"""`Settings` are a job as requested: the parsed options of `phalanx run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Settings:
 
     target: JobTarget
     nproc: str = "auto"
-    ranks_per_gpu: int | None = None  # None: nobody has said so, and it is one
+    ranks_per_gpu: int | None = None  # None: not set, which means one
     log_dir: str | None = None
     report: str | None = None
     redirects: Streams = NO_STREAMS

@@ -1,4 +1,4 @@
-"""Handle a rank that keeps the others waiting: ask it where it is, tell the user of it, or kill it."""
+"""Handle a rank that keeps the others waiting: ask for its stack, report it to the user, or kill it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class SilentRanks:
                 self._sentence(accused, groups)
 
     def _last_step_ns(self, pid: int) -> int:
-        """Return when the process has last completed a step; 0 if it does not tell."""
+        """Return when the process has last completed a step; 0 if it reports none."""
         progress = self._attempt.pages.read(pid)
         tracks = (progress.loop, progress.state) if progress is not None else ()
         return max((track.recent[-1][0] for track in tracks if track is not None), default=0)
 
     def _sentence(self, accused: AccusedRank, groups: Sequence[GroupLog]) -> None:
-        """Report a rank that keeps the others waiting, and kill it if that was asked for."""
+        """Report a rank that keeps the others waiting, and kill it if requested."""
         attempt, evict_after_s = self._attempt, self._attempt.plan.settings.evict_after_s
         rank_of = {pid: rank for rank, pid in attempt.ranks.processes.pids.items()}
         text = describe_wait(accused, rank_of, groups)

@@ -1,4 +1,4 @@
-"""Describe the ranks that are still there when others have ended: in which state, and what they did last."""
+"""Describe the ranks that remain after others have ended: their state, and their last operation."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def describe_stragglers(
     groups: Sequence[GroupLog],
     local_ranks: range,
 ) -> str:
-    """Return a line for each of `ranks`, whose processes are `pids`; `groups` are the logs of what they recorded.
+    """Return a line for each of `ranks`, whose processes are `pids`; `groups` are their logs.
 
-    Of a rank that is not among `local_ranks` the line says only that it is on another host.
+    For a rank outside of `local_ranks` the line only says that it is on another host.
     """
     gone = world_size - len(ranks)
     lines = [f"phalanx run: {gone} of {world_size} ranks have ended; still there {waited_s:.1f} s later:"]
@@ -46,12 +46,12 @@ def describe_stragglers(
 
 
 def describe_process(pid: int, groups: Sequence[GroupLog]) -> tuple[str, str]:
-    """Return what the system and the recorder say of a process; empty if they know nothing."""
+    """Return the system's and the recorder's information on a process; empty if there is none."""
     return _STATES.get(read_state(pid), "").format(pid=pid), _describe_last(pid, groups)
 
 
 def _describe_last(pid: int | None, groups: Sequence[GroupLog]) -> str:
-    """Return where the recorder saw the process last, in any group; empty if it knows nothing."""
+    """Return the last place that the recorder saw the process at, in any group; empty if there is none."""
     logs = [log.records for group in groups for log in group.ranks if log.pid == pid and log.records]
     if not logs:
         return ""

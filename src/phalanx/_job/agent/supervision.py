@@ -6,8 +6,8 @@
        ├── all ranks end with 0 ─▶ finished                             └──▶ killing ─▶ finished
        └── some end with 0, others not within the exit timeout ─▶ stopping
 
-A failing job settles for a moment before its other ranks are stopped, so that they can still say what they saw: the
-rank that died in silence is told from those that raised because of it.
+A failing job settles for a moment before its other ranks are stopped, so that they can still report: this distinguishes
+the rank that died in silence from those that raised because of it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Supervision:
     overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
     settle_s: float = SETTLE_S
     is_alone: bool = True  # no rank is on another host
-    told_to_end: bool = False  # the ranks of an elastic job save what they hold, and end: nobody hurries them
+    told_to_end: bool = False  # the ranks of an elastic job save their state, and end, without a time limit
     phase: str = "running"
     next_due: float | None = None
     _first_end: float | None = None
@@ -130,7 +130,7 @@ class Supervision:
         self.reports.pop(rank, None)
 
     def on_retired(self, rank: int) -> None:
-        """Note that `rank` is lost, and that an elastic job goes on without it."""
+        """Record that `rank` is lost, and that an elastic job continues without it."""
         self.retired.add(rank)
 
     def on_replaced(self, rank: int) -> None:
@@ -139,7 +139,7 @@ class Supervision:
         self.retired.discard(rank)
 
     def on_exit(self, exit: Exit) -> list[Action]:
-        """Decide what follows when the process of a rank has ended."""
+        """Decide how to react to the end of a rank's process."""
         self.exits[exit.rank] = exit
         if not exit.is_orderly or (exit.status and exit.rank in self.reports):
             return self._settle(exit.at)
@@ -151,17 +151,17 @@ class Supervision:
         return []
 
     def on_report(self, report: ExceptionReport, now: float) -> list[Action]:
-        """Decide what follows when a rank tells of an exception; its process may take its time to end."""
+        """Decide how to react to a rank's report of an exception; its process may take its time to end."""
         self.reports.setdefault(report.rank, report)
         return self._settle(now)
 
     def on_host_lost(self, ranks: Iterable[int], loss: HostLoss, now: float) -> list[Action]:
-        """Decide what follows when the host of these ranks is lost."""
+        """Decide how to react to the loss of these ranks' host."""
         self.lost.update({rank: loss for rank in ranks if rank not in self.exits and rank not in self.abandoned})
         return self._settle(now, HOST_LOSS_SETTLE_S) if self.lost else []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
-        """Decide what follows when the agent received a signal: one that ends the job, or one to pass on."""
+        """Decide how to react to a signal to the agent: one that ends the job, or one to pass on."""
         if signum not in ENDING_SIGNALS:
             is_for_group = signum not in (signal.SIGUSR1, signal.SIGUSR2)
             return [Signal(signum, self.running, is_for_group, is_relayed=signum in RELAYED_SIGNALS)]
@@ -177,7 +177,7 @@ class Supervision:
         return self._stop(signum, now, hold_s)
 
     def on_time(self, now: float) -> list[Action]:
-        """Do what is due; the agent calls this when `next_due` has come."""
+        """Execute what is due; the agent calls this at `next_due`."""
         if self.next_due is None or now < self.next_due:
             return []
         if self.phase == "running":
@@ -190,8 +190,9 @@ class Supervision:
         return []
 
     def _wait_for_rest(self) -> None:
-        """Plan when to report the ranks that are still there. They may take their time, but whoever waits for the
-        command is told of them.
+        """Plan when to report the remaining ranks to the user.
+
+        They may take their time, but the user who waits for the command is notified.
         """
         assert self._first_end is not None
         often = len(_TELL_AFTER_S) - 1
@@ -215,7 +216,7 @@ class Supervision:
         return []
 
     def _stop(self, signum: int, now: float, hold_s: float | None = None) -> list[Action]:
-        """Send `signum` to the ranks; the grace period begins after `hold_s`, if the signal is held so long first."""
+        """Send `signum` to the ranks; the grace period begins after `hold_s`, for which the zygote may hold it."""
         self.phase, self.next_due = "stopping", now + (hold_s or 0.0) + self.grace_s
         self.sent.setdefault(signum, now)
         # Ctrl-C goes to whole groups, as a terminal sends it: programs expect that. Other signals go to the rank alone,

@@ -1,4 +1,4 @@
-"""Check what the ranks are to run (a script, a module or a program) before anything is started."""
+"""Check the ranks' target (a script, a module or a program) before anything is started."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class JobTarget:
 
 
 def find_local_rank_flag(target: JobTarget) -> str:
-    """Return the option by which `target` reads its local rank, in its spelling: underscored if that is known alone."""
+    """Return the option by which `target` reads its local rank: with underscores if it knows only that spelling."""
     source = read_source(target)
     only_underscore = b"--local_rank" in source and b"--local-rank" not in source
     return "--local_rank" if only_underscore else "--local-rank"
 
 
 def may_train(target: JobTarget) -> bool:
-    """Return whether the script mentions an optimizer, what brings one, or `phalanx.elastic`.
+    """Return whether the script mentions an optimizer, a class that creates one, or `phalanx.elastic`.
 
-    Each rank of such a script imports what torch's optimizers import, which takes nearly as long as torch itself. If
-    only other files of it do, nobody knows before they run. A script that mentions a variable which is read in that
-    import may set it, and is left to import for itself.
+    Each rank of such a script imports the dependencies of torch's optimizers, which takes nearly as long as torch
+    itself. If only other files of the program mention one, that cannot be known in advance. A script that mentions a
+    variable that this import reads may set it, so its ranks import for themselves.
     """
     source = read_source(target)
     trains = any(word in source for word in (b"optim", b"DistributedDataParallel", b"Trainer", b"elastic"))
@@ -94,10 +94,10 @@ def find_problem(target: JobTarget, environment: Mapping[str, str]) -> str | Non
 
 
 def find_form(path: str) -> Form:
-    """Return what Python would take the file or folder at `path` for, as `python PATH` does.
+    """Return how `python PATH` would run the file or folder at `path`.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if os.path.isdir(path):
         return "folder"

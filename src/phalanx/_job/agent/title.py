@@ -1,4 +1,4 @@
-"""Set what `ps` shows of a process that was forked: the words of the command that it has become."""
+"""Set the command line that `ps` shows for a forked process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PR_SET_MM_ARG_END = 9
 
 
 def set_command(words: Sequence[str]) -> None:
-    """Set the command that `ps`, `top` and `pgrep -f` show to `words`, as far as there is room.
+    """Set the command that `ps`, `top` and `pgrep -f` show to `words`, as far as they fit.
 
-    The first word should be what it was: the C library takes it for the program's path. Where the system does not tell
-    where the words lie, nothing changes.
+    Keep the first word: the C library uses it as the program's path. If the system does not reveal the address of the
+    words, nothing changes.
     """
     try:
         start, end = map(int, read_stat("self")[45:47])

@@ -1,4 +1,4 @@
-"""A `Verdict` is what the agent says of a job at its end, to a caller that raises it instead of a user who reads it."""
+"""A `Verdict` is the agent's result of a job, for a caller that raises it instead of a user who reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says how a job ended. `failed_rank` is the first cause, or -1; `text` has the agent's words."""
+    """A `Verdict` describes how a job ended. `failed_rank` is the first cause, or -1; `text` is the agent's report."""
 
     world_size: int = 0
     failed_rank: int = -1

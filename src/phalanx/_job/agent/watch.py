@@ -1,4 +1,4 @@
-"""Look at the ranks from time to time, while they run: a rank that keeps the others waiting is reported, or killed.
+"""Watch the ranks while they run: a rank that keeps the others waiting is reported, or killed.
 
 every few seconds    states of processes, pages of progress, flight recorders     nothing is asked of a rank
 somebody is silent   ask it for its Python stack, wait half a second
@@ -32,7 +32,7 @@ _MAX_STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class AccusedRank:
-    """An `AccusedRank` is a rank that keeps the others waiting; asked for its stack, it writes it behind `offset`."""
+    """An `AccusedRank` is a rank that keeps the others waiting; it writes a requested stack after `offset`."""
 
     rank: int
     pid: int
@@ -132,7 +132,7 @@ class RankWatch:
 
 
 def read_stack(fd: int, offset: int) -> str:
-    """Return what a rank wrote of its stacks since `offset`; empty if it did not answer."""
+    """Return the stacks that a rank wrote since `offset`; empty if it did not answer."""
     data = os.pread(fd, _MAX_STACK_BYTES, offset if os.fstat(fd).st_size >= offset else 0)
     return without_launcher(data.decode(errors="replace"))
 
@@ -152,7 +152,7 @@ def describe_wait(accused: AccusedRank, rank_of: Mapping[int, int], groups: Sequ
 
 
 def describe_slow(slow: Slow, rank: int) -> str:
-    """Return in words what a rank that is slower than the others costs."""
+    """Describe the cost of a rank that is slower than the others."""
     return (
         f"phalanx run: rank {rank} (pid {slow.pid}) is slower than the others: in {slow.span_s:.0f} s it came last "
         f"to {slow.times} of {slow.num_operations} operations, and for {slow.share * 100:.0f} % of the time they "
@@ -174,7 +174,7 @@ def describe_slow(slow: Slow, rank: int) -> str:
 STANDING = "TtD"  # letters of /proc/PID/stat: stopped, in a debugger, in a system call that cannot be interrupted
 _MOSTLY = 0.8  # a rank that is called slower comes last to at least this share of the operations
 _COSTLY = 0.1  # the others wait for it during at least this share of the time
-_FEW = 50  # fewer operations say nothing about who is slow
+_FEW = 50  # fewer operations do not show who is slow
 
 
 @dataclass(frozen=True)
@@ -197,11 +197,11 @@ def find_silent(
     """Return the processes among `pids` that others wait for, the longest silence first.
 
     Arguments:
-        groups: what the ranks have recorded.
-        standing_ns: since when processes have been seen in one of the states `STANDING`.
-        last_step_ns: when processes have last completed a step, where that is known.
+        groups: the logs of the ranks.
+        standing_ns: since when processes have been in one of the states `STANDING`.
+        last_step_ns: when processes have last completed a step, if known.
     """
-    # of a group that has lost a member nobody waits any more: what it holds is history
+    # no rank waits any more in a group that has lost a member: its log is history
     groups = [group for group in groups if all(rank.pid in pids for rank in group.ranks)]
     signs = _last_signs(groups, last_step_ns)
     running = _running(groups)
@@ -230,18 +230,18 @@ def find_silent(
                     found[member.pid] = silent
     newest_ns = max(signs.values(), default=0)
     for pid, since_ns in standing_ns.items():
-        if pid in pids and pid not in found and not running:  # no recorder tells of waiting; and nobody does anything
+        if pid in pids and pid not in found and not running:  # no recorder reports waiting, and no process is active
             found[pid] = Silent(pid, max(0, now_ns - max(since_ns, newest_ns)) / 1e9, (), "")
     return sorted(found.values(), key=lambda silent: -silent.silent_s)
 
 
 def _counter(record: Record) -> str:
-    """Return what the operation is counted in: rounds of gradients have numbers of their own."""
+    """Return the name of the counter for an operation: gradient rounds are counted separately."""
     return "gradients" if record.kind == GRADIENTS else "calls"
 
 
 def _has_come(records: Sequence[Record], counted: str, seq: int, waiters: Sequence[Record]) -> bool:
-    """Return whether the process with these records has come to an operation in which `waiters` are.
+    """Return whether the process with these records has entered an operation in which `waiters` are.
 
     Rounds of gradients are counted by each reducer: of those of another, or of an earlier one (a wrapper makes another
     after its first step), with such a number it had left the last one before the others came.
@@ -278,7 +278,7 @@ def _waits(group: GroupLog, pids: Collection[int]) -> dict[tuple[str, int], dict
 
 @dataclass(frozen=True)
 class Slow:
-    """A `Slow` process comes last: to how many operations, and for which share of the time the others waited."""
+    """A `Slow` process is the last one: in how many operations, and for which share of the others' waiting time."""
 
     pid: int
     times: int
@@ -324,7 +324,7 @@ class LatenessCounter:
             self._span_ns += max(seen_ns) - min(seen_ns)
 
     def find_slow(self) -> Slow | None:
-        """Return the process that is constantly slower than the others, if one is."""
+        """Return the process that is constantly slower than the others, if there is one."""
         if self._num_operations < _FEW:
             return None
         pid = max(self._times, key=self._times.__getitem__)

@@ -322,18 +322,18 @@ def _is_launcher(frame: FrameType) -> bool:
     return frame.f_code.co_filename in _LAUNCHER_FILES
 
 
-# End a rank as any Python program ends, but without taking the interpreter apart.
+# End a rank as any Python program ends, but without tearing down the interpreter.
 #
-# What the zygote has imported lies in pages that all ranks share. The interpreter, when it ends, visits every object of
-# every module once more to free it, and each visit copies a page: 8 ranks of 49 MB went up to 940 MB together, and 32
-# that did nothing but end took 20 s. So the rank does what the interpreter's end does for the program, in its order,
-# and leaves the rest to the kernel, which frees pages without looking into them.
+# What the zygote has imported is in pages that all ranks share. At its end, the interpreter visits every object of
+# every module once more to free it, and each visit copies a page: 8 ranks of 49 MB grew to 940 MB together, and 32 idle
+# ranks took 20 s to end. So the rank repeats the interpreter's steps that concern the program, in the same order, and
+# leaves the rest to the kernel, which frees pages without reading them.
 #
-#     threads joined > atexit > the script's own modules let go (files closed, __del__) > streams flushed > _exit
+# threads joined > atexit > the script's own modules cleared (files closed, __del__) > streams flushed > _exit
 
 
 def can_end_quickly() -> bool:
-    """Return whether neither the interpreter's own end nor that of the C libraries is needed."""
+    """Return whether neither the interpreter's own finalization nor that of C libraries is needed."""
     if sys.flags.inspect or "LD_PRELOAD" in os.environ:  # a profiler that writes its results at the very end, perhaps
         return False
     if "mpi4py.MPI" in sys.modules:  # MPI is finalized by a hook below Python's
@@ -343,10 +343,10 @@ def can_end_quickly() -> bool:
 
 
 def end_quickly(status: int, shared: Collection[str]) -> None:
-    """End the process with `status`; to all others it looks like the interpreter's own end.
+    """End the process with `status`, which looks from outside like the interpreter's own end.
 
-    `shared` are the modules that were there before the script: what they hold stays as it is. This returns only if the
-    streams cannot be flushed: then the interpreter reports it in its own words, with its own exit code.
+    `shared` are the modules that were loaded before the script, which stay untouched. This returns only if the streams
+    cannot be flushed: then the interpreter reports that itself, with its own exit code.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls; it joins all but the daemons
@@ -354,8 +354,8 @@ def end_quickly(status: int, shared: Collection[str]) -> None:
         sys.excepthook(*sys.exc_info())
     atexit._run_exitfuncs()
     gc.collect()
-    # The interpreter stops daemon threads before it takes modules away from them. Here they go on, but only where this
-    # thread waits, and nobody hears what becomes of them.
+    # The interpreter stops daemon threads before it clears modules. Here they continue, but only while this thread
+    # waits, and their output is lost.
     sys.setswitchinterval(1e6)
     threading.excepthook = lambda _: None
     _let_go_of_modules(shared)
@@ -370,7 +370,7 @@ def end_quickly(status: int, shared: Collection[str]) -> None:
 
 
 def _let_go_of_modules(shared: Collection[str]) -> None:
-    """Free what the script's modules hold, the latest first: open files are written, `__del__` runs."""
+    """Free the objects of the script's modules, the latest first: open files are flushed, `__del__` runs."""
     names = [name for name in sys.modules if name not in shared or name == "__main__"]
     left: list[weakref.ref[ModuleType]] = []
     for name in reversed(names):
@@ -388,7 +388,7 @@ def _let_go_of_modules(shared: Collection[str]) -> None:
 
 
 def _clear(names: dict[str, Any]) -> None:
-    """Clear a module as the interpreter does if somebody still holds it: private names go first, builtins stay."""
+    """Clear a module as the interpreter does if it is still referenced: private names first, builtins stay."""
     for private in (True, False):
         for name in list(names):
             if name != "__builtins__" and (name.startswith("_") and not name.startswith("__")) == private:

@@ -2,20 +2,20 @@
 
     agent ──control socket──▶ zygote ──fork──▶ rank 0, 1, 2 …        (each becomes `python script.py`)
 
-It holds no CUDA context (an import that makes one has it begin again, without), starts no thread and never runs user
-code. It adopts every orphan below it, and when the
-agent's end of the socket closes, for whatever reason, it kills all that descends from it before it ends itself. When
-the zygote dies, the kernel kills the ranks (their death signal) and the agent adopts and kills what they leave.
+The zygote holds no CUDA context (if an import creates one, the zygote restarts without that import), starts no thread
+and never runs user code. It adopts every orphan below it. When the agent's end of the socket closes, for whatever
+reason, the zygote kills all its descendants before it ends itself. When the zygote dies, the kernel kills the ranks
+(their death signal), and the agent adopts and kills their children.
 
-In an elastic job it has a spare: a fork of itself, which does nothing until the zygote is killed and it takes its
-place, without an import. To the agent it is another zygote, which hears its first command then.
+In an elastic job the zygote has a spare: a fork of itself, which does nothing until the zygote is killed, and then
+replaces it without an import. To the agent the spare is another zygote, which receives its first command then.
 
 A signal may be sent to the agent alone (`docker stop`, Ctrl-C) or to every process of the job (systemd, `scancel`). The
-zygote survives it, and so can tell the two apart: nobody signals the zygote alone. It passes on what the agent has
-received, unless it receives the same signal itself, since then the ranks do, too.
+zygote survives the signal, and can distinguish the two: nobody signals the zygote alone. It relays the agent's signal,
+unless it receives the same signal itself, since then the ranks do, too.
 
-A rank is known by the number that it was started with. In an elastic job the same number is forked again when its
-process was lost, and the ranks outlive the zygote: the agent adopts them, and a new zygote forks later ones.
+A rank is identified by the number with which it was started. In an elastic job the same number is forked again after
+the loss of its process, and the ranks outlive the zygote: the agent adopts them, and a new zygote forks later ones.
 
 Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
@@ -82,9 +82,8 @@ def main(
 ) -> None:
     """Serve the agent on descriptor `control` until it ends; return only in a rank, when its script has ended.
 
-    `warm`: import more, because ranks will train, or may have to be restarted. `sessions` are those of earlier
-    zygotes, whose ranks live. `tells`: if the agent is killed, the first host is told, also while torch is being
-    imported.
+    `warm`: import more, because ranks will train, or may have to be restarted. `sessions` are those of earlier zygotes,
+    whose ranks live. `tells`: if the agent is killed, notify the first host, also while torch is being imported.
     """
     if (
         not sessions and not tells
@@ -114,7 +113,7 @@ def main(
 
 
 def _begin_again(control: int, agent: int, sessions: Sequence[int], tells: bool, *, preload: bool) -> None:
-    """Start again as a zygote that imports less: with what this one has imported its forks cannot use a GPU."""
+    """Restart as a zygote that imports less: forks of a process with these imports cannot use a GPU."""
     close_devices()
     own, room = sys.orig_argv.index("-c"), sys.orig_argv[-1]
     code = plan_zygote_code(control, agent, preload=preload, warm=False, sessions=sessions, tells=tells)
@@ -122,7 +121,7 @@ def _begin_again(control: int, agent: int, sessions: Sequence[int], tells: bool,
 
 
 def _import_torch() -> None:
-    """Import what the ranks will import: torch, and our backend."""
+    """Import torch and our backend for the ranks."""
     loading = threading.Thread(target=_load_torch_library, name="phalanx-load")
     loading.start()
     try:
@@ -150,7 +149,7 @@ def _import_for_training() -> None:
 
 
 def _load_torch_library() -> None:
-    """Load torch's largest library in a thread, while Python imports what torch's modules need first."""
+    """Load torch's largest library in a thread, while Python imports the dependencies of torch's modules."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         library = os.path.join(folder, "lib", "libtorch_cpu.so")
@@ -158,7 +157,7 @@ def _load_torch_library() -> None:
             try:
                 ctypes.CDLL(library)
             except OSError:
-                pass  # torch's own import loads it, or says what is wrong
+                pass  # torch's own import loads it, or reports the error
 
 
 def _fork() -> int:
@@ -186,9 +185,10 @@ class _Zygote:
         self._is_spare = False  # whether this process is a spare whose zygote lives
 
     def serve(self, *, tells: bool = False) -> Assignment:
-        """Serve the agent's commands; return in each rank that this forks, and nowhere else.
+        """Serve the agent's commands; return only in each forked rank.
 
-        `tells`: what the agent sent before it was killed is read, too, because it says where the first host is.
+        `tells`: messages that the agent sent before it was killed are read, too, because they have the first host's
+        address.
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the agent may have ignored it
         signals = self._caught.enter_context(caught_signals([signal.SIGCHLD, *RELAYED_SIGNALS]))
@@ -343,7 +343,7 @@ class _Zygote:
         return None
 
     def _leave(self) -> None:
-        """Undo, in the child, what made this process a zygote."""
+        """Undo, in the child, the setup that made this process a zygote."""
         self._caught.close()
         self._control.close()
 

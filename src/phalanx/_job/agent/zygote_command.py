@@ -15,5 +15,5 @@ _BOOT = (
 def plan_zygote_code(
     control: int, agent: int, *, preload: bool, warm: bool, sessions: Sequence[int], tells: bool
 ) -> str:
-    """Return what `python -c` runs; the arguments are those of `zygote.main`."""
+    """Return the code for `python -c`; the arguments are those of `zygote.main`."""
     return _BOOT.format(control=control, agent=agent, preload=preload, warm=warm, sessions=tuple(sessions), tells=tells)

@@ -58,7 +58,7 @@ class _ForkedProcess:
 
 
 class ZygoteProcess:
-    """It is this host's zygote. No call waits for it, or sends to a dead one: `control` shows its end."""
+    """`ZygoteProcess` is this host's zygote. No call waits for it, or sends to a dead one: `control` shows its end."""
 
     def __init__(
         self,
@@ -71,19 +71,20 @@ class ZygoteProcess:
         sessions: Sequence[int] = (),
         spare: Spare | None = None,
     ) -> None:
-        """Start a zygote. `warm`: it also imports what ranks import when they begin to train, once for all, because
-        they will train, or may have to be restarted.
+        """Start a zygote.
 
-        `tells`: the first host must be told if this process is killed, also while the zygote imports.
+        `warm`: it also imports, once for all ranks, the modules for training: ranks will train, or may be restarted.
 
-        `room` is the number of bytes that the ranks will need for the words that `ps` shows of them.
+        `tells`: the first host must be notified if this process is killed, also while the zygote imports.
 
-        `sessions` are those of earlier zygotes, whose ranks live. `spare`: the zygote is this spare, its own has ended.
+        `room` is the number of bytes that the ranks will need for their command lines in `ps`.
+
+        `sessions` are those of earlier zygotes, whose ranks live. `spare`: use this spare, whose zygote has ended.
         """
         self.has_forked = False  # whether it has forked, or was told to
         self._environment, self._preload, self._warm, self._room = environment, preload, warm, room
         self._tells = tells
-        self._told: list[dict[str, Any]] = []  # what a zygote that replaces this one must know, too
+        self._told: list[dict[str, Any]] = []  # messages that a replacement of this zygote needs, too
         self._spare: Spare | None = None
         self._num_spares = 0
         self._process: subprocess.Popen[bytes] | _ForkedProcess
@@ -120,9 +121,9 @@ class ZygoteProcess:
         return self._process.pid
 
     def assign(self, target: JobTarget, folder: str, local_rank_flag: str = "") -> None:
-        """Tell the zygote what the ranks will run, and the job's temporary folder; call this once, before `fork`.
+        """Send the zygote the ranks' target and the job's temporary folder; call this once, before `fork`.
 
-        `local_rank_flag` is the option, if any, by which the target is told its local rank.
+        `local_rank_flag` is the option, if any, that passes the target its local rank.
         """
         fields = {
             "kind": target.kind,
@@ -134,9 +135,9 @@ class ZygoteProcess:
         self._tell({"command": "target", "target": fields})
 
     def start_another(self, sessions: Sequence[int]) -> ZygoteProcess:
-        """Return a zygote that replaces this one and is told what this one was told; `sessions` are those of its ranks.
+        """Return a zygote that replaces this one and receives the same messages; `sessions` are those of its ranks.
 
-        It is the spare, if there is one: that has imported everything that this one had.
+        The replacement is the spare, if there is one, which has imported the same modules.
 
         Raises:
             OSError: no process could be started.
@@ -155,7 +156,7 @@ class ZygoteProcess:
         return another
 
     def start_in(self, environment: Mapping[str, str]) -> ZygoteProcess:
-        """Kill this zygote, which has forked nobody, and return one in another environment: it imports again.
+        """Kill this zygote, which has forked no ranks, and return one in another environment, which imports again.
 
         Raises:
             OSError: no process could be started.
@@ -178,7 +179,7 @@ class ZygoteProcess:
                 self.control.put({"command": "spare"}, [theirs.fileno()])
 
     def on_spare(self, pid: int) -> None:
-        """Note the process of the spare; 0 says that there is none, or that it has ended."""
+        """Record the process of the spare; 0 says that there is none, or that it has ended."""
         if pid and self._spare is not None:
             self._spare.pid = pid
         elif (spare := self._take_spare()) is not None:
@@ -189,7 +190,7 @@ class ZygoteProcess:
         spare, self._spare = self._spare, None
         if spare is None:
             return None
-        spare.control.take()  # it says nothing: its end is all that there may be to hear
+        spare.control.take()  # the spare sends nothing: only its end can arrive
         if spare.pid and not spare.control.gone:
             return spare
         spare.control.close()
@@ -209,13 +210,13 @@ class ZygoteProcess:
         self._tell({"command": "membership", "membership": membership})
 
     def warm_up(self) -> None:
-        """Have the zygote import what a rank imports when it begins to train, before a rank has to be restarted."""
+        """Import the modules for training in the zygote, before a rank has to be restarted."""
         if self._preload and not self._warm:
             self._warm = True
             self.control.put({"command": "warm"})
 
     def let_go_of_lost(self, rank: int) -> None:
-        """Tell the zygote that the job goes on if `rank` is lost: it kills what is left of the rank's process group."""
+        """Notify the zygote that the job continues if `rank` is lost: it kills the rest of the rank's process group."""
         self.control.put({"command": "elastic", "rank": rank})
 
     def guard(self, sessions: Sequence[int]) -> None:
@@ -239,7 +240,7 @@ class ZygoteProcess:
         self.control.put({"command": "sweep"})
 
     def wake(self) -> None:
-        """Continue the zygote if somebody has stopped it: what it must do now cannot wait for `kill -CONT`."""
+        """Continue the zygote if it was stopped: its work now cannot wait for `kill -CONT`."""
         self._process.send_signal(signal.SIGCONT)
 
     def was_stopped(self) -> bool:

@@ -1,4 +1,4 @@
-"""Run the coordinator as a command: print one line that says where it is, then serve until a signal."""
+"""Run the coordinator as a command: print one line with its address, then serve until a signal."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def run_coordinator(
 
 
 def advertised_host(host: str) -> str:
-    """Return what to tell others where we listen on `host`: itself, or this host's name if that is every interface."""
+    """Return the address to publish for a listener on `host`: `host`, or this host's name for every interface."""
     return host if host not in ("", "*", "::", "0.0.0.0") else socket.gethostname()

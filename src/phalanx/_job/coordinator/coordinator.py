@@ -60,7 +60,7 @@ class Coordinator(StoreRequests):
     def __init__(self, *, job: str = "", lost_after_s: float = MEMBER_TIMEOUT_S, max_bytes: int = 1 << 30) -> None:
         super().__init__(KeyValueStore(max_bytes))
         self.job = job
-        self.epoch = os.urandom(8)  # it tells this coordinator from one that was here before
+        self.epoch = os.urandom(8)  # distinguishes this coordinator from an earlier one
         self.members = Membership(lost_after_s)
         self.reports = Reports()
         self.sessions: dict[Route, ClientSession] = {}
@@ -79,7 +79,7 @@ class Coordinator(StoreRequests):
         }  # fmt: skip
 
     def handle(self, route: Route, frame: bytes, now: float) -> bool:
-        """Do what a frame asks for; return False if it is malformed, wholly or in part."""
+        """Execute the requests in a frame; return False if some part of it is malformed."""
         session = self.sessions.get(route)
         if session is None:
             if len(self.sessions) >= MAX_SESSIONS:
@@ -105,7 +105,7 @@ class Coordinator(StoreRequests):
         return fine
 
     def _handle_relay(self, relay: Route, messages: list[WireMessage], now: float) -> bool:
-        """Do what the processes of a relay's host ask for; each of them has a session of its own."""
+        """Execute the requests of the processes behind a relay, each of which has its own session."""
         if isinstance(relay, RelayedRoute):
             self.num_malformed += 1
             return False
@@ -203,8 +203,9 @@ class Coordinator(StoreRequests):
         del self.sessions[session.route]
 
     def forgive(self, pause_s: float, now: float) -> None:
-        """Note that nobody could be heard for a while because the coordinator did not listen: no member is lost by
-        that, and every session keeps what it has already done for a client that asks again.
+        """Extend all deadlines by a pause in which the coordinator did not listen.
+
+        No member is lost because of the pause, and every session keeps its results for clients that ask again.
         """
         self.members.forgive(pause_s, now)
         for session in self.sessions.values():
@@ -235,11 +236,11 @@ class Coordinator(StoreRequests):
         return []
 
     def _is_voter(self, member: Member) -> bool:
-        """Return whether hosts vote on whether they go on without this member."""
+        """Return whether hosts vote on continuing without this member."""
         return False
 
     def lose(self, member: Member, why: str) -> str:
-        """Declare a member lost, and tell the others and itself why. Return a line for a person."""
+        """Declare a member lost, and notify the others and the member of the reason. Return a line for a person."""
         self.journal.add(EntryKind.LOSE, None, member.id, why.encode())
         return self._lose(member, why)
 
@@ -256,8 +257,9 @@ class Coordinator(StoreRequests):
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
 
     def end_clients(self, sessions: Iterable[ClientSession]) -> None:
-        """Note that clients are lost with their host: nothing waits for them any more, and an item that one took from a
-        queue is there again for others, if the client has changed nothing since.
+        """Record that clients are lost with their host, and cancel their waits.
+
+        An item that a lost client took from a queue is available again, if the client has changed nothing since.
         """
         lost = list(sessions)
         for session in lost:
@@ -267,13 +269,13 @@ class Coordinator(StoreRequests):
                 self.take_back(session, number)
 
     def who(self, route: Route) -> str:
-        """Return what messages to a person call the client behind `route`."""
+        """Return the name of the client behind `route` in messages to a person."""
         session = self.sessions.get(route)
         member = session.member if session is not None else None
         return "somebody who knows the key" if member is None else f"member {member.id} ({self.name_of(member)})"
 
     def name_of(self, member: Member) -> str:
-        """Return what messages to a person call a member: by its host, if it has told one."""
+        """Return the name of a member in messages to a person: its host's, if it has reported one."""
         try:
             facts = json.loads(member.facts)
             name = str(facts.get("host") or f"member {member.id}")[:200]

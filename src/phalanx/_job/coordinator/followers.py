@@ -19,14 +19,14 @@ from phalanx._job.coordinator.journal import JournalEntry, pack_entry
 from phalanx._job.coordinator.key_value import RefusedError
 from phalanx._job.coordinator.session import Answer, ClientSession
 
-STALLED_S = 1.0  # its coordinator is told when a standby holds answers up for so long
+STALLED_S = 1.0  # a standby that delays answers for longer than this is reported to its coordinator
 _MOST_STREAMS = 16  # the most standbys that may follow; a job needs two at a time
-_PART_BYTES = 1 << 20  # entries travel together up to so many bytes, or one that is larger
+_PART_BYTES = 1 << 20  # the size limit of entries that travel together; one entry may be larger
 
 
 @dataclass
 class _Stream:
-    """One standby: `sent` messages have gone to it, and it has everything up to batch `acknowledged`."""
+    """A `_Stream` is one standby: `sent` messages were sent to it, and it has all batches up to `acknowledged`."""
 
     session: ClientSession
     sent: int = 0
@@ -34,14 +34,14 @@ class _Stream:
 
 
 class Followers:
-    """`Followers` knows the standbys, what each of them has, and which answers are held back for them.
+    """`Followers` tracks the standbys, the batches that each of them has, and the answers that wait for them.
 
     Another thread may set `required`, `leader` and `voters`.
 
-    required: tickets of the standbys without which nothing is answered.
-    leader: the member whose answers are never held back.
-    voters: the members that are lost only when a majority of them has agreed, and are no voters any more.
-    on_stalled: is called with the ticket of a required standby that holds answers up.
+    required: tickets of the standbys that must acknowledge before an answer is sent.
+    leader: the member whose answers never wait.
+    voters: the members that count as lost only after a majority of them has agreed to remove them.
+    on_stalled: called with the ticket of a required standby that delays answers.
     """
 
     def __init__(self) -> None:

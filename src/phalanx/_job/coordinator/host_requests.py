@@ -1,4 +1,4 @@
-"""Combine what the processes of a host ask of the coordinator, without sockets and without a clock.
+"""Combine the requests of a host's processes to the coordinator, without sockets and without a clock.
 
     rank ─ CHECK a ─┐
     rank ─ CHECK a ─┼──▶ CHECK a                a question of several ranks is asked once; who asks it while it is under
@@ -8,7 +8,7 @@
     rank ─ GET facts#once ──────▶ GET facts#once   and the value is kept: it never changes
     rank ─ whatever else ───────▶ the same         in the rank's own name
 
-So a start of a group, in which all ranks of a host ask the same, costs the coordinator one request a host.
+So the start of a group, in which all ranks of a host send equal requests, costs the coordinator one request per host.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Question:
 class HostRequests:
     """`HostRequests` keeps the requests of a host's processes until they are answered.
 
-    `take` and `hear` tell what has come; `take_outgoing` and `take_answers` return what is to be sent.
+    Pass received messages to `take` and `hear`; `take_outgoing` and `take_answers` return the messages to send.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class HostRequests:
         try:
             messages = unpack(frame)
         except WireError:
-            self._outgoing.append((route, frame))  # the coordinator says what it makes of it
+            self._outgoing.append((route, frame))  # the coordinator handles malformed frames
             return
         rest = [message for message in messages if message.what not in _SHARED or not self._share(route, message)]
         if len(rest) == len(messages):
@@ -189,7 +189,7 @@ class HostRequests:
         self._to_ask.append(question)
 
     def _cancel(self, route: bytes, number: bytes) -> bool:
-        """Forget a request if it is one that was shared here; return whether it was."""
+        """Cancel a request if it was shared here; return whether it was."""
         try:
             question = self._callers.pop((route, unpack_number(number)), None)
         except WireError:
@@ -271,7 +271,7 @@ class HostRequests:
         self._begin_next(question.words)
 
     def _begin_next(self, words: Words) -> None:
-        """Send the question that has waited for one with the same words, if somebody still asks it."""
+        """Send the waiting request with these words, if some client still waits for it."""
         following = self._next.pop(words, None)
         if following is not None and following.callers:
             self._begin(following)
@@ -292,7 +292,7 @@ class HostRequests:
         return answers
 
     def take_outgoing(self, now: float) -> list[bytes]:
-        """Return what is to be sent to the coordinator now, in as few messages as the limits allow."""
+        """Return the messages to send to the coordinator now, as few as the limits allow."""
         outgoing, self._outgoing = self._outgoing, []
         questions, self._to_ask = self._to_ask, []
         for question in questions:

@@ -1,10 +1,10 @@
-"""A journal has the changes of a coordinator's state, in order: a copy that replays them has the same state.
+"""A `Journal` records the changes of a coordinator's state, in order: a copy that replays them has the same state.
 
     request ──► the coordinator does it ──► entry ──► replay, on another host
 
-Only what changes something is an entry, and only what cannot be derived from the entries before it: a request that was
-granted, with all that follows from it, is one. A request is no entry if it has no effect beyond an answer, or is asked
-for again when it gets none (a `get` that waits).
+Only changes are entries, and only those that do not follow from earlier entries: a granted request, with all its
+consequences, is one entry. A request is not an entry if its only effect is an answer, or if the client repeats it when
+unanswered (a waiting `get`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from phalanx._job.coordinator.session import Direct, RelayedRoute, Route
 
 
 class EntryKind(enum.IntEnum):
-    """An `EntryKind` says what an entry tells."""
+    """An `EntryKind` is the kind of a journal entry."""
 
     # A state, part by part.
-    BEGIN = 1  # the copy forgets what it has: epoch, job, limits; `number` is that of the next member
+    BEGIN = 1  # the copy discards its state: epoch, job, limits; `number` is that of the next member
     KEYS = 2  # keys with their values
     QUEUE = 3  # the name of a queue, and items behind those that it has
     GONE = 4  # why member `number` has gone
@@ -65,14 +65,14 @@ class Journal:
         return len(self._entries)
 
     def add(self, kind: EntryKind, route: Route | None, number: int, *fields: bytes, at: int | None = None) -> None:
-        """Add a change; `at` is the position to insert it at, if entries that follow from it are there already."""
+        """Add a change; `at` is the position to insert it at, if entries that follow from it are already recorded."""
         if self.is_kept:
             self._entries.insert(
                 len(self._entries) if at is None else at, JournalEntry(kind, route, number, list(fields))
             )
 
     def stop(self) -> None:
-        """Stop keeping entries: nobody reads them any more."""
+        """Stop keeping entries, which no standby reads any more."""
         self.is_kept = False
         self._entries = []
 

@@ -23,7 +23,7 @@ class RefusedError(ValueError):
 
 @dataclass(eq=False)
 class Waiter:
-    """A `Waiter` waits until all of `missing` are there, or for the next item of `queue`."""
+    """A `Waiter` waits until all of `missing` exist, or for the next item of `queue`."""
 
     owner: Any
     keys: Sequence[bytes] = ()
@@ -56,7 +56,7 @@ class KeyValueStore:
         return value
 
     def has(self, keys: Iterable[bytes]) -> bool:
-        """Return whether all keys are there, as keys or as queues that hold something."""
+        """Return whether all keys exist, as keys or as non-empty queues."""
         return all(key in self._values or key in self._queues for key in keys)
 
     def _has_values(self, keys: Iterable[bytes]) -> bool:

@@ -1,8 +1,8 @@
-"""`Membership` knows who is in the job, who has gone and why, and what each member has yet to be told.
+"""`Membership` tracks the members of the job, the reasons why others left, and unread events of each member.
 
-Every member has an outbox: numbered events that are kept until it says that it has taken them, so that a cut of the
-network loses none. An outbox has a limit; a sender to a member whose outbox is full is told to ask again. There is no
-clock here, and no network.
+Every member has an outbox: numbered events that are kept until the member acknowledges them, so that a network
+interruption loses none. An outbox has a limit; a sender to a member with a full outbox has to try again. `Membership`
+has no clock and no network.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from phalanx._comm.control.wire import AnswerStatus, pack, pack_number, unpack, 
 MAX_FACTS_BYTES = 64 << 10
 MAX_MEMBERS = 1 << 16
 OUTBOX_BYTES = 8 << 20
-_GONE_KEPT = 4096  # members that have gone, of whom it is still known why
+_GONE_KEPT = 4096  # number of former members whose reason for leaving is kept
 _OVERHEAD_BYTES = 100
 
 
 @dataclass(eq=False)
 class Member:
-    """A `Member` is a process that has joined. `heard_at` is when it last said anything.
+    """A `Member` is a process that has joined. `heard_at` is when its last message arrived.
 
-    `watches` holds the members of which it is told that they join and go; None stands for all.
+    `watches` holds the members whose joins and leaves it is notified of; None stands for all.
     """
 
     id: int
@@ -116,7 +116,7 @@ class Membership:
         self._gone: dict[int, str] = {}
         self._next = 0
         self._told: list[Member] = []
-        self._heard: OrderedDict[int, None] = OrderedDict()  # the members; who was heard last is the last
+        self._heard: OrderedDict[int, None] = OrderedDict()  # the members, ordered by their latest message
         self._grown: set[int] = set()  # members whose outboxes have grown since they were looked at
         self._own: set[int] = set()  # members in the coordinator's own process
         self._suspects: set[int] = set()
@@ -132,11 +132,11 @@ class Membership:
         return self._members.get(member)
 
     def why_gone(self, member: int) -> str:
-        """Return why a member has gone; empty for one that never was, or that went long ago."""
+        """Return why a member has left; empty for an unknown one, or one that left long ago."""
         return self._gone.get(member, "")
 
     def join(self, owner: object, facts: bytes, watches: frozenset[int] | None, now: float) -> Member:
-        """Return a new member; the others that watch it are told its facts."""
+        """Return a new member; the members that watch it receive its facts."""
         member = Member(self._next, owner, facts, watches, now)
         self._next += 1
         self._tell(b"joined", member.id, facts)
@@ -162,12 +162,12 @@ class Membership:
         return [self._members[number] for number in sorted(self._suspects)]
 
     def restore_suspicion(self, member: Member, why: str) -> None:
-        """Suspect a member of which those that watch it know already; or, with "", do so no more."""
+        """Restore the suspicion of a member, of which its watchers know already; "" ends it."""
         member.suspicion = why
         (self._suspects.add if why else self._suspects.discard)(member.id)
 
     def remove(self, member: Member, kind: bytes, why: str) -> None:
-        """Remove a member that has `left`, or is `lost`; tell those that watch it why, unless they know."""
+        """Remove a member that has `left`, or is `lost`; notify its watchers of the reason, unless they know it."""
         self._forget_watches(member)
         del self._members[member.id]
         del self._heard[member.id]
@@ -185,7 +185,7 @@ class Membership:
 
     @property
     def gone(self) -> Mapping[int, str]:
-        """Return why members have gone, by number."""
+        """Return why members have left, by number."""
         return self._gone
 
     def restore_next(self, number: int) -> None:
@@ -234,7 +234,7 @@ class Membership:
         return [self._members[number] for number in grown if number in self._members]
 
     def forgive(self, pause_s: float, now: float) -> None:
-        """Note that nobody could be heard for a while because the coordinator did not listen."""
+        """Extend all deadlines by a pause in which the coordinator did not listen."""
         for member in self:
             member.heard_at = min(now, member.heard_at + pause_s)
 
@@ -243,7 +243,7 @@ class Membership:
         self._grown.add(to.id)
 
     def watch(self, member: Member, watches: frozenset[int] | None) -> None:
-        """Have a member told of these others from now on; None stands for all."""
+        """Notify a member of these others' changes from now on; None stands for all."""
         self._forget_watches(member)
         member.watches = watches
         self._note_watches(member)
@@ -260,7 +260,7 @@ class Membership:
                 del self._watchers[watched]
 
     def _tell(self, kind: bytes, member: int, detail: bytes) -> None:
-        """Tell those that watch a member what becomes of it; with thousands of members these are few."""
+        """Notify a member's watchers of its change; with thousands of members there are few watchers."""
         for number in sorted(self._watchers.get(None, set()) | self._watchers.get(member, set())):
             other = self._members[number]
             other.put(kind, member, detail)
@@ -268,6 +268,6 @@ class Membership:
             self._told.append(other)
 
     def take_told(self) -> list[Member]:
-        """Return the members that have been told of a change since the last call."""
+        """Return the members that were notified of a change since the last call."""
         told, self._told = self._told, []
         return told

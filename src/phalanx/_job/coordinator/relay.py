@@ -31,12 +31,12 @@ _TICK_S = 0.25
 
 
 class Relay:
-    """A relay that runs until `close`: whoever connects to `path` talks to the coordinator at `endpoint`.
+    """A `Relay` connects clients of the socket at `path` to the coordinator at `endpoint`, until `close`.
 
-    `member` returns the member that opens it, or -1: clients of the relay count as lost when that member is.
+    `member` returns the member that owns the relay, or -1: clients of the relay are lost with that member.
 
     Raises:
-        OSError: a socket of this host cannot be had.
+        OSError: a socket cannot be created.
     """
 
     def __init__(self, endpoint: str, key: Key | None, member: Callable[[], int] = lambda: -1) -> None:
@@ -84,7 +84,7 @@ class Relay:
         self._wakeup.close()
 
     def redirect(self, endpoint: str, epoch: bytes) -> None:
-        """Continue with the coordinator that has taken over, which knows the ranks and what they were granted."""
+        """Continue with the coordinator that has taken over, which has the ranks' sessions and results."""
         self._redirected = endpoint, epoch
         self._wakeup.ring()
 

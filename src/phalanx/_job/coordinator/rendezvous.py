@@ -1,6 +1,6 @@
-"""A `Rendezvous` says where the hosts of a job meet: at the coordinator that one of them runs.
+"""A `Rendezvous` is the meeting point of a job's hosts: the coordinator that one of them runs.
 
-Nothing here looks at the machine.
+This module does not inspect the machine.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from phalanx._base.loss_detection import HOST_TIMEOUT_S
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A `Rendezvous` says where the hosts of a job meet, and as which of them this one comes.
+    """A `Rendezvous` is the meeting point of a job's hosts, with this host's role.
 
-    `endpoint` is HOST:PORT of the first host; empty where this host is the first, takes a free port and prints the line
-    for the others. `leads`: whether this host starts the coordinator there; None where HOST tells: it does if that is
-    an address of its own. `node_rank` is None where hosts are numbered as they come, behind the one that leads.
-    `key` is the job's key as text; None where it is to be looked up.
+    `endpoint` is HOST:PORT of the first host; empty if this host is the first, chooses a free port and prints the
+    command for the others. `leads`: whether this host starts the coordinator there; with None it does if HOST is one of
+    its own addresses. `node_rank` is None if hosts are numbered in the order of joining, after the leader. `key` is the
+    job's key as text; None if it must be looked up.
 
-    `more_endpoints` are tried after `endpoint`: the first host takes the first that it can bind, the others the first
+    `more_endpoints` are tried after `endpoint`: the first host uses the first that it can bind, the others the first
     where this job answers. `is_local`: all agents run on one host, no port is opened and no key is needed; the others'
-    `endpoint` is the path that `announce` was called with on the first, as soon as its coordinator was there. `witness`
-    is where a vote of its own lies, for a job of two hosts that goes on without one; the first host alone needs it.
+    `endpoint` is the path that the first host passes to `announce` once its coordinator serves. `witness` is the
+    address of an additional vote, for a job of two hosts that should survive the loss of one; only the first host needs
+    it.
     """
 
     endpoint: str = ""

@@ -36,7 +36,7 @@ class ReplicatedCoordinator(Coordinator):
     # Standbys on other hosts.
 
     def take_outgoing(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
-        """Yield what may be sent, by session; answers wait until the required standbys have what they depend on."""
+        """Yield the answers that may be sent, by session; others wait until the required standbys have acknowledged."""
         datagrams, self._datagrams = self._datagrams, []
         yield from datagrams
         followers = self.followers
@@ -66,9 +66,9 @@ class ReplicatedCoordinator(Coordinator):
         return super().tick(now)
 
     def _is_voter(self, member: Member) -> bool:
-        """Return whether hosts vote on whether they go on without this member.
+        """Return whether hosts vote on continuing without this member.
 
-        A leader that hears nobody would otherwise have its standbys lose all members, and themselves.
+        Otherwise an isolated leader would make its standbys lose all members, including themselves.
         """
         return member.id in self.followers.voters and member.id != self.followers.leader
 

@@ -1,4 +1,4 @@
-"""Keep what members hand in for others to read: failures, flight records. It is bounded: the first ones are kept."""
+"""Keep reports of members for others to read: failures, flight records. The storage is bounded: the first are kept."""
 
 from __future__ import annotations
 

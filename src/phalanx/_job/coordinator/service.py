@@ -63,12 +63,11 @@ class Service:
     """A `Service` runs a coordinator until `close`. As a context manager it closes on exit.
 
     Arguments:
-        bind: where members on other hosts find it: HOST:PORT, port 0 for a free one; None: nowhere, and no port is
-            opened.
+        bind: the address for members on other hosts: HOST:PORT, port 0 for a free one; None opens no port.
         key: the job's key, which a `bind` needs.
-        job: a name by which those who come to the wrong one notice.
-        lost_after_s: a member that is not heard for so long is lost.
-        say: is told in a line what a person should know (who was refused, who is lost); in the service's thread.
+        job: a name by which clients notice that they have reached the wrong job.
+        lost_after_s: a member that is silent for this long is lost.
+        say: called in the service's thread with a line for a person (who was refused, who is lost).
         coordinator: one that has taken over (`job` and `lost_after_s` are its own); without it a new one begins.
 
     Raises:
@@ -133,7 +132,7 @@ class Service:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether its thread runs: what it does not answer in time it will answer."""
+        """Return whether the service's thread runs, so that late answers will still come."""
         return self._thread.is_alive()
 
     def keep(self, client: MemberConnection) -> None:
@@ -145,7 +144,7 @@ class Service:
         client.is_served = lambda: self.is_serving
 
     def close(self) -> None:
-        """Stop serving; members and waiting clients are not told. A second call does nothing."""
+        """Stop serving without notifying members and waiting clients. A second call does nothing."""
         if self._thread.is_alive():
             self._stopping = True
             self._wakeup.ring()
@@ -273,7 +272,7 @@ class Service:
                 time.sleep(gathering_s)
 
     def _gathering_s(self, now: float) -> float:
-        """Return for how long what comes next may wait for more; nobody waits for the answer to a heartbeat."""
+        """Return for how long incoming requests may wait for more; no client waits for the answer to a heartbeat."""
         num_members = len(self.coordinator.members)
         if num_members > _MANY_MEMBERS and now - self._asked_at > _QUIET_S:
             return _BEATS_S
@@ -307,7 +306,7 @@ class Service:
                 self._complaints.add(f"what {self.coordinator.who(route)} sends makes no sense", now)
 
     def _read_frame(self, listener: int, router: zmq.Socket[bytes], identity: bytes) -> bytes:
-        """Return what follows a route: a message is there whole, or not at all."""
+        """Return the frame after a route; messages arrive completely or not at all."""
         guard = self._guard
         if guard is not None and guard.needs_admission and listener == OTHER_HOSTS:
             first = router.recv(copy=False)
@@ -390,7 +389,7 @@ _WORTH_BYTES = 16 << 20
 
 
 class UnusedMemory:
-    """`UnusedMemory` counts what is sent; `give_back` frees the memory that this took, once it is worth it.
+    """`UnusedMemory` counts sent bytes; `give_back` returns freed memory to the system once it is worth it.
 
     Cost: `give_back` takes a hundredth of a second where hundreds of megabytes were used, and nothing otherwise.
     """
@@ -399,7 +398,7 @@ class UnusedMemory:
         self._sent_bytes = 0
 
     def note_sent(self, nbytes: int) -> None:
-        """Note that a message of so many bytes was sent."""
+        """Count a sent message of `nbytes` bytes."""
         self._sent_bytes += nbytes
 
     def give_back(self) -> None:

@@ -85,7 +85,7 @@ class ClientSession:
     _answer_bytes: int = 0
 
     def answered(self, number: int) -> bytes | None:
-        """Return the answer that this request got before; None if it is not known."""
+        """Return the earlier answer to this request; None if there is none."""
         return self._answers.get(number)
 
     def answers(self) -> Iterator[tuple[int, bytes]]:
@@ -108,7 +108,7 @@ class ClientSession:
             self.popped_bytes -= len(self.popped.popitem(last=False)[1][1])
 
     def take_popped(self, number: int) -> tuple[bytes, bytes] | None:
-        """Return, once, the queue and the item that a request has taken; None if it is not known to have taken one."""
+        """Return, once, the queue and item that a request has popped; None if it has popped none."""
         found = self.popped.pop(number, None)
         if found is not None:
             self.popped_bytes -= len(found[1])

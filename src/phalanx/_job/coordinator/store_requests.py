@@ -34,10 +34,10 @@ MAX_PARKED_KEYS = 1 << 16  # so many keys may they wait for, all together
 
 
 class PendingAnswers(ABC):
-    """`PendingAnswers` knows which requests wait for what in `store`, and which answers are to be sent.
+    """`PendingAnswers` holds the requests that wait for keys or items of `store`, and the answers to send.
 
-    `outgoing` holds the sessions for which there is something to send; the service takes it from there. A copy
-    (`is_copy`) sends nothing: it does what is in the journal of another one, which has granted it.
+    `outgoing` holds the sessions with answers to send, for the service. A copy (`is_copy`) sends nothing: it replays
+    the journal of another coordinator.
     """
 
     def __init__(self, store: KeyValueStore) -> None:
@@ -48,10 +48,10 @@ class PendingAnswers(ABC):
 
     @abstractmethod
     def _handle(self, session: ClientSession, message: WireMessage) -> bool:
-        """Do what a message asks for; return False if it is malformed."""
+        """Execute a message's request; return False if it is malformed."""
 
     def take_outgoing(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
-        """Yield what is to be sent, one session after another."""
+        """Yield the answers to send, one session after another."""
         outgoing, self.outgoing = self.outgoing, {}
         for session in outgoing:
             answers, session.outgoing, session.outgoing_bytes = session.outgoing, [], 0
@@ -61,7 +61,7 @@ class PendingAnswers(ABC):
                 yield session, answers
 
     def undelivered(self, session: ClientSession, answers: Iterable[Answer]) -> None:
-        """Undo what these answers gave to the session, since they did not reach it."""
+        """Undo the effects of answers that did not reach the session."""
         for answer in answers:
             if not isinstance(answer, SharedAnswer):  # which takes nothing away
                 for message in unpack(answer):
@@ -134,7 +134,7 @@ _LONG_BYTES = 1 << 14  # a value that is longer is not copied for each who asks:
 
 
 class StoreRequests(PendingAnswers):
-    """`StoreRequests` answers a session's requests for what is in `store`."""
+    """`StoreRequests` answers a session's requests for keys and items of `store`."""
 
     def _set(self, session: ClientSession, message: WireMessage) -> Answer:
         key, value = message.fields

@@ -1,4 +1,4 @@
-"""Run a job on several hosts: one agent on each, which meet at the coordinator of the first.
+"""Run a job on several hosts: one agent on each; they meet at the first host's coordinator.
 
     first host                                              every other host
     agent ── decides: signals, restarts, the exit code      agent ── forks its ranks, tells what becomes of them,
@@ -14,5 +14,5 @@
     succession             whom the hosts elect when the leader is lost; lead_guard asks a majority before one is lost
     successor, take_over   how the elected host comes to lead; departure: how a leader leaves; moved_job: who says so
 
-Nothing here is imported by a job on one host.
+A job on one host imports none of these modules.
 """

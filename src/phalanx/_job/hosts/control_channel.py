@@ -45,8 +45,10 @@ class ControlMessage:
 
 @dataclass(frozen=True)
 class Change:
-    """The coordinator tells that `member` has joined, left or is lost; or that this process is expelled, or has lost
-    it (unreachable), or has it back (reachable). No member can post one.
+    """A `Change` is the coordinator's notice that `member` has joined, left or is lost.
+
+    It also reports changes of this process: it is expelled, its coordinator is unreachable, or is reachable again. No
+    member can post a `Change`.
     """
 
     kind: str
@@ -59,7 +61,7 @@ class Notices(Mailbox[str]):
     """`Notices` takes lines for a person from other threads of this process."""
 
     def put_refusal(self, line: str) -> None:
-        """Do as `put`, with the coordinator's words; those on lost members come from the agent, who knows more."""
+        """Put the coordinator's line into the log, except lines on lost members, on which the agent reports more."""
         if not line.startswith("member "):
             self.put(line)
 
@@ -78,7 +80,7 @@ class ControlChannel:
         self.survives = False
         self._redirects = 0  # how often another coordinator has taken over
         self._is_held = False
-        self._own_lines: list[bytes] = []  # what was to be told the leader, as this host became it
+        self._own_lines: list[bytes] = []  # messages for the leader, when this host became the leader
         self.notices = notices or Notices()
         self._queue = SendQueue()
         self._lock = threading.Condition()
@@ -118,7 +120,7 @@ class ControlChannel:
             self._lock.notify()
 
     def put_key(self, key: str, value: bytes) -> None:
-        """Have a key set in the store, before what is put after it is sent."""
+        """Set a key in the store before messages that are put later are sent."""
         with self._lock:
             self._queue.put(KEY, key.encode() + b"\0" + value)
             self._lock.notify()
@@ -128,13 +130,13 @@ class ControlChannel:
         self._client.send_datagram(member, json.dumps(body).encode())
 
     def expel(self, member: int) -> None:
-        """Have the coordinator count `member` out, after what it was sent before."""
+        """Expel `member` from the job, after the messages put for it before."""
         with self._lock:
             self._queue.put(member, b"")
             self._lock.notify()
 
     def give_back(self, messages: Sequence[ControlMessage | Change]) -> None:
-        """Put back what was taken, and is for whoever takes next; `has_more` says so, the descriptor does not."""
+        """Put back messages for the next reader; `has_more` reports them, the descriptor does not."""
         self._given_back += messages
 
     @property
@@ -143,7 +145,7 @@ class ControlChannel:
         return bool(self._given_back)
 
     def take(self) -> list[ControlMessage | Change]:
-        """Return what has come; does not wait."""
+        """Return the messages that have arrived; does not wait."""
         messages, self._given_back = self._given_back, []
         for event in self._client.take():
             if event.kind == "datagram":
@@ -178,7 +180,7 @@ class ControlChannel:
         return at + self._offsets.get(member, 0.0)
 
     def join_again(self, facts: Mapping[str, Any], timeout_s: float, watch: Collection[int]) -> None:
-        """Be a new member, after this one was given up: what was to be sent, or was taken and given back, is dropped.
+        """Join as a new member, after this one was abandoned; unsent messages and those put back are dropped.
 
         Raises:
             PhalanxError: the coordinator does not answer within the time.
@@ -193,7 +195,7 @@ class ControlChannel:
 
     @property
     def is_counted_out(self) -> bool:
-        """Return whether the coordinator itself has said that this host is no member any more."""
+        """Return whether the coordinator itself has reported that this host is no longer a member."""
         return self._client.is_counted_out
 
     def redirect(self, first: int, address: Address, epoch: bytes, timeout_s: float) -> None:
@@ -240,7 +242,7 @@ class ControlChannel:
         return not self._queue.num_bytes
 
     def take_back(self, kind: str) -> list[dict[str, Any]]:
-        """Return the messages of a kind that were not sent, and will not be: whoever was to read them has gone."""
+        """Return and remove the unsent messages of a kind, whose reader has left."""
         with self._lock:
             waiting = [json.loads(data) for member, data in self._queue.unsent if data and member != KEY]
             self._queue.drop()
@@ -254,7 +256,7 @@ class ControlChannel:
         return [json.loads(data) for data in lines]
 
     def leave(self, timeout_s: float) -> None:
-        """Be a member no more, having said all; for so long at most."""
+        """Leave the job after all messages are sent, within `timeout_s`."""
         self.flush(timeout_s)
         self._client.timeout = timeout_s
         if self._client.member >= 0:
@@ -262,7 +264,7 @@ class ControlChannel:
                 self._client.leave()
 
     def close(self) -> None:
-        """Send nothing more, and let go of the connection."""
+        """Stop sending, and close the connection."""
         with self._lock:
             self._is_closing = True
             self._lock.notify()
@@ -292,7 +294,7 @@ class ControlChannel:
         while not self._is_closing and redirects == self._redirects:
             try:
                 return self._try_to_send(batch)
-            except ValueError:  # it has gone: nobody is there to be told
+            except ValueError:  # the member has left
                 return ()
             except PhalanxError:
                 if self._client.member < 0 and not self.survives:
@@ -313,7 +315,7 @@ class ControlChannel:
 
 
 def without_own_changes(messages: Sequence[ControlMessage | Change]) -> list[ControlMessage | Change]:
-    """Return the messages without those on what this process and its lost coordinator were to each other."""
+    """Return the messages without those on the connection between this process and its lost coordinator."""
     own = ("expelled", "unreachable", "reachable")
     return [each for each in messages if not (isinstance(each, Change) and each.kind in own)]
 
@@ -395,7 +397,7 @@ class SendQueue:
 
     @property
     def unsent(self) -> list[OutgoingEntry]:
-        """Return all that has not been sent, with what is under way."""
+        """Return all unsent entries, including the batch in progress."""
         return [*self._sending, *self._waiting]
 
     def put(self, member: int, data: bytes) -> None:
@@ -403,10 +405,10 @@ class SendQueue:
         self.num_bytes += len(data)
 
     def take_batch(self) -> list[OutgoingEntry]:
-        """Return what is to be sent next: one entry that travels alone, or one message for each of several members.
+        """Return the next batch: one entry that travels alone, or one message for each of several members.
 
-        A message has the lines that stand for its member in a row. The batch ends before a member's second message,
-        unless that member's outbox was full: then the second one stays, and those of others go past it.
+        A message has consecutive lines for its member. The batch ends before a member's second message, unless that
+        member's outbox was full: then the second message waits, and messages to others overtake it.
         """
         lines: dict[int, list[bytes]] = {}
         passed: list[OutgoingEntry] = []
@@ -429,7 +431,7 @@ class SendQueue:
         return [OutgoingEntry(member, b"\n".join(parts)) for member, parts in lines.items()]
 
     def _fits(self, entry: OutgoingEntry, lines: dict[int, list[bytes]], num_bytes: int) -> bool:
-        """Return whether the entry can be a message of this batch, or continue the one that was begun last."""
+        """Return whether the entry can be a message of this batch, or extend the last one."""
         if num_bytes + len(entry.data) > _MAX_BATCH_BYTES:
             return False
         if entry.member not in lines:
@@ -446,7 +448,7 @@ class SendQueue:
         self._full = frozenset(full)
 
     def take_back_batch(self) -> None:
-        """Put the batch back in front, as nobody knows whether it was sent."""
+        """Put the batch back in front: it is unknown whether it was sent."""
         self._waiting.extendleft(reversed(self._sending))
         self._sending = []
 

@@ -1,13 +1,13 @@
-"""Decide, on the first host, what becomes of an elastic job when hosts are lost, come, come back, or wait as spares.
+"""Decide, on the first host, how an elastic job reacts when hosts are lost, join, return, or wait as spares.
 
     comes ──▶ spare ──room──▶ arriving: its ranks start, and train nothing ──all are ready──▶ in the job
                 │                                                                             ▲
                 └── a host was lost: at once, in its place ───────────────────────────────────┘
 
-As long as the others have work, a host that comes keeps nobody waiting: it is taken in at the next step after all its
-ranks have come as far as training. In the place of a lost host one that waits is taken at once, and the others wait for
-its ranks as for a replacement. With fewer than the minimum the ranks that are left hold what they have in memory, for
-the time that they state; then they are told to save it, and to end.
+A host that joins never makes working ranks wait: it is accepted at the next step after all its ranks are ready to
+train. A spare replaces a lost host at once, and the others wait for its ranks as for a replacement. With fewer than the
+minimum, the remaining ranks keep their state in memory for the time that they state; then they are asked to save it,
+and to end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_TRIES = 2  # the first may be in vain because the new ranks took longer to 
 
 @dataclass
 class JoiningHost:
-    """`JoiningHost` is a host whose ranks start while the others train."""
+    """A `JoiningHost` is a host whose ranks start while the others train."""
 
     slots: HostSlots
     members: dict[int, ElasticRank] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class ElasticHosts(Elastic):
 
     @property
     def wait_s(self) -> float:
-        """Return for how many seconds the ranks hold what they have when too few are left."""
+        """Return for how many seconds the ranks keep their state when too few are left."""
         return min((member.wait_s for member in self.members.values() if member.joined), default=0.0)
 
     @property
@@ -131,7 +131,7 @@ class ElasticHosts(Elastic):
         return self._take_in_arrivals(now)
 
     def on_report(self, report: ExceptionReport, now: float) -> list[ElasticAction] | None:
-        """Hear of an exception that nobody caught in a rank."""
+        """Process an uncaught exception in a rank."""
         arrival = self._arrival_of(report.rank)
         if arrival is None:
             return super().on_report(report, now)
@@ -149,12 +149,12 @@ class ElasticHosts(Elastic):
         return [DropHost(arrival.slots.member, why), *self._use_spares(now)]
 
     def on_host_came(self, candidate: ArrivedHost, now: float) -> list[ElasticAction]:
-        """Hear that a host is there, with so many places for ranks."""
+        """Process a host that has joined, with its places for ranks."""
         self.spares[candidate.member] = candidate
         return self._use_spares(now)
 
     def on_host_lost(self, member: int, label: str, why: str, now: float) -> list[ElasticAction] | None:
-        """Note that nothing more will be heard of a host; None: that is an ordinary failure."""
+        """Process the loss of a host; None: it is an ordinary failure."""
         if self._forget_newcomer(member):
             return self._use_spares(now)
         host = self._find_host(member)
@@ -168,7 +168,7 @@ class ElasticHosts(Elastic):
         return self._decide(now)
 
     def on_host_leaves(self, member: int, name: str, now: float) -> list[ElasticAction] | None:
-        """Hear that a host is to leave whose ranks live; None: the job cannot go on without it."""
+        """Process a host's wish to leave while its ranks live; None: the job cannot continue without it."""
         if self._forget_newcomer(member):
             return self._use_spares(now)
         host = self._find_host(member)
@@ -190,7 +190,7 @@ class ElasticHosts(Elastic):
         return self.spares.pop(member, None) is not None or self.arrivals.pop(member, None) is not None
 
     def _take_out(self, host: HostSlots) -> None:
-        """Go on without a host; its slots are kept for whoever comes."""
+        """Remove a host; its slots are kept for a host that joins."""
         self._gone |= set(host.slots) & set(self.generation.slots)
         for slot in host.slots:
             self._forking.discard(slot)

@@ -1,4 +1,4 @@
-"""`connect` finds the first host: at one of the addresses that were named, with the key, as soon as it is there."""
+"""`connect` finds the first host at one of the given addresses, with the key, as soon as it serves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TELL_AFTER_S = 3.0
 
 @dataclass(frozen=True)
 class JoinedJob:
-    """A connection to the first host's coordinator, with the key that opened it, and what that host says of the job."""
+    """A `JoinedJob` is a connection to the first host's coordinator, with the key that opened it, and the job spec."""
 
     client: Client
     key: Key | None
@@ -50,12 +50,12 @@ def connect(
     is_over: Callable[[], bool],
     say: Callable[[str], None],
 ) -> JoinedJob:
-    """Connect to the coordinator, which may start later than we do, at the first of `endpoints` where `job` answers.
+    """Connect to the coordinator, which may start later than this host, at the first endpoint where `job` answers.
 
-    If it says there that the job has moved, it is that of the host that leads now. Its job spec follows at once.
+    If that coordinator reports that the job has moved, connect to the current leader. Its job spec follows at once.
 
     Raises:
-        LaunchError: it cannot be reached in time, has another key or another version; the message says which.
+        LaunchError: the coordinator cannot be reached in time, or has another key or version; the message says which.
     """
     deadline, told = Deadline.after(timeout_s), False
     began = time.monotonic()
@@ -106,10 +106,10 @@ def _open(endpoint: str, key: Key | None, limit_s: float, job: str) -> Client:
 
 
 def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) -> JoinedJob:
-    """Call `connect` while signals are heard.
+    """Call `connect` while handling signals.
 
     Raises:
-        LaunchError: as `connect`; there is no key; or a signal came.
+        LaunchError: as `connect`; there is no key; or a signal arrived.
     """
     over = threading.Event()
 
@@ -123,10 +123,10 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) 
 
 
 def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, timeout_s: float) -> JoinedJob:
-    """Call `connect` with the key that is known, while signals are heard.
+    """Call `connect` with the known key, while handling signals.
 
     Raises:
-        LaunchError: as `connect`; or a signal came.
+        LaunchError: as `connect`; or a signal arrived.
     """
     over = threading.Event()
     return while_listening(host, over, lambda say: connect(endpoints, key, timeout_s, is_over=over.is_set, say=say))
@@ -173,7 +173,7 @@ def while_listening(
 ) -> T:
     """Return what `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard, which came `when`.
 
-    It is given a function by which it tells the user something.
+    `work` receives a function that prints a line for the user.
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Merge what the ranks of several hosts have recorded, by group and onto one clock."""
+"""Merge the records of ranks of several hosts, by group and onto one clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def logs_to_json(logs: Sequence[GroupLog]) -> list[dict[str, Any]]:
 def logs_from_json(
     groups: Sequence[Mapping[str, Any]], ended_ns: Mapping[str, int], offset_ns: int
 ) -> tuple[list[GroupLog], dict[int, int]]:
-    """Read what another host wrote, with all times `offset_ns` later: on the clock of this host."""
+    """Read another host's records, with all times shifted by `offset_ns` to this host's clock."""
     logs = []
     for group in groups:
         ranks = []

@@ -1,6 +1,6 @@
-"""A host that is not the first reports what becomes of its ranks, and does as the first one says.
+"""A host other than the first reports its ranks' events, and executes the first host's orders.
 
-When nothing is heard of the first host any more, it stops its ranks by itself, says so, and ends.
+When the first host is lost, it stops its ranks by itself, reports that, and ends.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from phalanx._job.agent.job_report import JobReport
 
 _FULL_S = 0.02  # how soon to look again whether lines may be sent
-_WAIT = {"kind": "wait"}  # what ranks are told
+_WAIT = {"kind": "wait"}  # sent to ranks
 
 
 @dataclass
 class FollowerSupervision(Supervision):
-    """What a host that is not the first does about each thing: it tells the first, and does what that says."""
+    """`FollowerSupervision` reports each event to the first host, and executes its orders."""
 
     place: Place = field(default_factory=lambda: Place.alone(1))
     channel: ControlChannel | None = None
@@ -59,7 +59,7 @@ class FollowerSupervision(Supervision):
     asked_member: int = -1  # which one that was
     is_elastic: bool = False  # a rank of this host has said that it survives the loss of others
     abandoned_by: str = ""  # why the first host is not there any more
-    leaves: bool = False  # the others go on without this host, whose ranks finish their step and end
+    leaves: bool = False  # the job continues without this host, whose ranks finish their step and end
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class FollowerSupervision(Supervision):
 
     @property
     def finished(self) -> bool:
-        """Return whether no rank is left, and none will be: what an elastic job has lost may be started again."""
+        """Return whether no rank is left, and none will be started: an elastic job may replace lost ranks."""
         is_replaced = self.is_elastic and self.phase == "running" and not self.leaves
         awaits_orders = is_replaced and not all(end.is_orderly for end in self.exits.values())
         return not self.running and not awaits_orders
@@ -103,7 +103,7 @@ class FollowerSupervision(Supervision):
         return []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
-        """Leave it to the first host to decide what ends a job."""
+        """Leave the decision on a signal to the first host."""
         if self.abandoned_by or self.leaves or signum not in ENDING_SIGNALS:
             return super().on_signal(signum, now)
         self.times_asked += 1
@@ -120,7 +120,7 @@ class FollowerSupervision(Supervision):
         self._tell("signal", signum=signum)
 
     def ask_again(self) -> None:
-        """Ask the host that leads now what another one was asked, which may not have heard it."""
+        """Repeat to the current leader the requests that an earlier one may not have received."""
         is_undecided = self.asked_for and self.phase == "running" and not self.leaves
         if is_undecided and self.channel is not None and self.channel.first != self.asked_member:
             self._ask(self.asked_for)
@@ -140,7 +140,7 @@ class FollowerSupervision(Supervision):
         return [Kill()]
 
     def on_first_host_lost(self, why: str, now: float) -> list[Action]:
-        """End what is left, since nobody tells us any more what to do."""
+        """End the remaining ranks, since no host sends orders any more."""
         if self.abandoned_by:
             return []
         self.abandoned_by = why
@@ -162,14 +162,14 @@ def say_host_lost(message: ControlMessage, display: Display) -> None:
 
 
 class ObservedElastic(Elastic):
-    """What the ranks of this host have said of themselves; what becomes of them the first host decides."""
+    """`ObservedElastic` holds the reports of this host's ranks; the first host decides."""
 
     @property
     def active(self) -> bool:
         return False
 
     def on_message(self, slot: int, pid: int, message: Mapping[str, Any], now: float) -> list[ElasticAction]:
-        """Note what a rank says, which generation it is in for one."""
+        """Record a rank's message, such as its generation."""
         super().on_message(slot, pid, message, now)
         member = self.members.get(slot)
         if message.get("kind") == "elastic" and message.get("generation") and member is not None:
@@ -178,7 +178,7 @@ class ObservedElastic(Elastic):
 
 
 class FollowerLink(HostLink):
-    """The link to the first host, which is told what becomes of this host's ranks, and says what to do with them."""
+    """A `FollowerLink` is the link to the first host: it reports this host's ranks, and receives orders."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class FollowerLink(HostLink):
         self._attempt = attempt
 
     def make_supervision(self) -> FollowerSupervision:
-        """Return who tells the first host what becomes of the ranks: that one decides."""
+        """Return the supervision that reports to the first host, which decides."""
         return self.supervision
 
     def make_elastic(self) -> ObservedElastic:
@@ -238,7 +238,7 @@ class FollowerLink(HostLink):
         return time.monotonic() + _FULL_S if self._channel.full else None
 
     def receive(self, ready: set[int]) -> None:
-        """Read what the other hosts say."""
+        """Read messages of the other hosts."""
         if self._channel.fileno() in ready or self._channel.has_more:
             for message in self._channel.take():
                 self._read(message)
@@ -262,7 +262,7 @@ class FollowerLink(HostLink):
         self._channel.put(self._channel.first, "started", attempt=self._number, rank=rank, pid=pid)
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Tell the first host what an elastic rank says."""
+        """Forward an elastic rank's message to the first host."""
         if message.get("kind") == "elastic":
             self.supervision.is_elastic = True
             wait_s = message.get("wait_s")
@@ -274,7 +274,7 @@ class FollowerLink(HostLink):
         self._channel.put(self._channel.first, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
 
     def end(self, attempt: Attempt) -> None:
-        """Tell the first host that no process is left here, after all that it is to know of them."""
+        """Report to the first host that no process is left here, after all other reports."""
         self._forward.flush()
         if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up:
             return
@@ -287,7 +287,7 @@ class FollowerLink(HostLink):
         self.send_records()
 
     def send_records(self) -> None:
-        """Send the host that leads what the ranks of this host have recorded, which have all ended."""
+        """Send the leader the records of this host's ranks, all of which have ended."""
         for kind, body in self._records:
             self._channel.put(self._channel.first, kind, attempt=self._number, **body)
         self._channel.put(self._channel.first, "swept", attempt=self._number)
@@ -308,7 +308,7 @@ class FollowerLink(HostLink):
         self._forward.flush()
 
     def _take_report(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the messages with what the job's report says of this host; the files go, as they are sent."""
+        """Yield the messages with this host's part of the job's report; the files are removed as they are sent."""
         from phalanx._job.report.copy_speed import measure_copy_speed  # here, because most jobs leave none
         from phalanx._job.report.job_record import RANKS
         from phalanx._job.report.transfer import pack_files
@@ -378,7 +378,7 @@ class FollowerLink(HostLink):
             self._give_up(why)
 
     def _give_up(self, why: str) -> None:
-        """End the ranks of this host: nobody leads the job any more."""
+        """End the ranks of this host: no host leads the job any more."""
         running = len(self._attempt.state.running)
         self._host.display.say(
             f"phalanx run: the first host is lost: {why}. Stopping the {running} rank{'s' * (running != 1)} of this "
@@ -389,7 +389,7 @@ class FollowerLink(HostLink):
         others = [rank for rank in range(now.world_size) if rank not in now.ranks]
         self._tell_ranks(others, f"this host and the first one do not hear each other any more ({why})")
         actions = self.supervision.on_first_host_lost(why, time.monotonic())
-        # Nobody goes on from what elastic ranks hold that are cut off: the others do, or it is lost.
+        # Elastic ranks that are cut off are not resumed: the others continue, or the job is lost.
         self._attempt.do(self.supervision.sweep() if self.supervision.is_elastic else actions)
 
     def _tell_ranks(self, ranks: Sequence[int], reason: str) -> None:

@@ -40,7 +40,7 @@ class Forward:
         self._items = []
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """Do nothing where another host leads: it knows."""
+        """Do nothing: another host leads, and knows the ranks."""
         if self._display is not None:
             self._display.begin(ranks)
 
@@ -67,7 +67,7 @@ class Forward:
             self._channel.put(self._channel.first, "say", attempt=self.attempt, text=text)
 
     def show_here(self, display: Display) -> None:
-        """Show here what the first host, which is lost, has not seen."""
+        """Show here the output that the lost first host has not shown."""
         self.flush()
         for message in self._channel.take_back("lines") if self._channel is not None else ():
             for rank, stream, lines, _, _ in message["items"]:

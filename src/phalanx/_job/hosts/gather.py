@@ -42,14 +42,14 @@ _FIND_S = 10.0  # for the way to a host that has just said that it leads
 
 @dataclass(frozen=True)
 class JoinedHost:
-    """A host that has come: what it says of itself, and under which address it found us."""
+    """A `JoinedHost` is a host that has joined: its facts, and the address at which it found us."""
 
     facts: HostFacts
     reached: str
 
 
 class Gathering:
-    """Everybody who has come to the job, for all its attempts."""
+    """`Gathering` collects the hosts that have joined the job, for all its attempts."""
 
     def __init__(
         self,
@@ -86,16 +86,17 @@ class Gathering:
         )
 
     def take_over(self, link: LeaderLink) -> None:
-        """Go on from an attempt that this host leads in the place of a lost one: the others of its hosts have come."""
+        """Continue an attempt that this host leads in place of a lost leader: its other hosts have joined already."""
         self._link, self.guard, self._peers = link, link.guard, link.peers
         for member, node in link.peers.others.items():
             self._joined_hosts[member] = JoinedHost(node.facts, self._advertised[0].address)
 
     def begin(self, restart_count: int, local_store: str) -> Attempt:
-        """Return the next attempt, with all that have come; every other host has been told to start.
+        """Return the next attempt, with all hosts that have joined, after sending them the order to start.
 
         Raises:
-            LaunchError: too few came in time; two want one number; they cannot reach each other; or a signal came.
+            LaunchError: too few hosts joined in time; two want the same number; hosts cannot reach each other; or a
+                signal arrived.
             JobMovedError: this job has begun before, and another host leads it.
         """
         if self._peers is not None:
@@ -108,7 +109,7 @@ class Gathering:
             if self._rendezvous.is_local or self._try_reach(nodes):
                 break
         own = next(node for node in nodes if node.facts.member == self._channel.member)
-        if restart_count:  # nobody takes over from what was decided in the attempt before
+        if restart_count:  # no later leader may use the decisions of the previous attempt
             self._channel.put_key(LEADER_STATE, b"")
         self._peers = peers = PeerHosts(
             self._channel,
@@ -139,11 +140,11 @@ class Gathering:
 
     @property
     def has_left(self) -> bool:
-        """Return whether this host has left the job, which goes on under the lead of another one."""
+        """Return whether this host has left the job, which another host now leads."""
         return self._link is not None and self._link.has_left
 
     def end(self, code: int, why: str) -> None:
-        """Tell all that the job is over, and wait a moment until they have heard it."""
+        """Notify all hosts that the job is over, and wait briefly until they have received the message."""
         waiting = set(self._joined_hosts)
         if self._peers is not None:
             spares = self._peers.late.keys() & self._peers.spares
@@ -211,7 +212,7 @@ class Gathering:
 
     @property
     def _is_inviting(self) -> bool:
-        """Return whether others can only know from us where to come."""
+        """Return whether others can learn only from this host where to join."""
         return not self._rendezvous.endpoint or self._rendezvous.endpoint.startswith(":")
 
     def _invite(self, count: int) -> str:
@@ -291,7 +292,7 @@ class Gathering:
             gone = self._joined_hosts.pop(change.member, None)
             self._gone.add(change.member)
             if change.kind == "lost":
-                self._channel.expel(change.member)  # nobody votes on it now: it is to hear that it is lost
+                self._channel.expel(change.member)  # no vote is needed now: this member is to learn that it is lost
             if gone is not None and change.kind == "lost":
                 who = f"{gone.facts.name} ({gone.facts.address})"
                 self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
@@ -299,10 +300,10 @@ class Gathering:
             raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")
 
     def _hear_notice(self, address: str, second: str) -> None:
-        """Hear where a job is led that began here: go on there if it is the one that was asked for.
+        """Process the notice of a host that leads a job that began here: join it if it is the requested job.
 
         Raises:
-            JobMovedError: it is.
+            JobMovedError: it is the requested job.
             LaunchError: that host does not answer.
         """
         if self._peers is not None:
@@ -328,7 +329,7 @@ class Gathering:
         raise JobMovedError(address)
 
     def _send_on(self, address: str) -> None:
-        """Send the hosts that have come to the host that leads the job; those that come from now on find the key."""
+        """Redirect the hosts that have joined to the host that leads the job; later ones find the key in the store."""
         self._channel.put_key(MOVED_KEY, address.encode())
         self._channel.put(-1, "moved", address=address)
         self._channel.flush(_END_TIMEOUT_S)
@@ -347,10 +348,10 @@ class Gathering:
         self._channel.put(member, "end", code=1, why=f"phalanx run: {why}")
 
     def _try_reach(self, nodes: Sequence[Node]) -> bool:
-        """Let every host try every other one, or some of very many; False if one has gone meanwhile.
+        """Make every host try to reach every other, or some of very many; False if a host has left meanwhile.
 
         Raises:
-            LaunchError: some cannot reach some other one.
+            LaunchError: some host cannot reach another.
         """
         joined_hosts = [node for node in nodes if node.facts.member != self._channel.member]
         self._trial += 1
@@ -383,7 +384,7 @@ class Gathering:
     def _try_targets(
         self, nodes: Sequence[Node], joined_hosts: Sequence[Node], targets: Sequence[ReachTarget]
     ) -> dict[int, dict[int, str]] | None:
-        """Return what came back to each host from each target; None if a host has gone meanwhile."""
+        """Return each host's result for each target; None if a host has left meanwhile."""
         expected, trial = set(), self._trial
         by_node = {target.node: target for target in targets}
         for node in nodes:
@@ -416,7 +417,7 @@ class Gathering:
         }
 
     def _await_all(self, done: Callable[[], bool]) -> bool:
-        """Wait until all have said something, or time is up; False if one has gone."""
+        """Wait until all hosts have answered, or time is up; False if a host has left."""
         deadline = Deadline.after(2 * TRY_S)
         while not done() and not deadline.passed:
             self._loop.turn(deadline.left_s)

@@ -1,4 +1,4 @@
-"""Encode a generation of an elastic job, as the first host tells it to the others, as plain data."""
+"""Encode a generation of an elastic job as plain data, as the first host sends it to the others."""
 
 from __future__ import annotations
 

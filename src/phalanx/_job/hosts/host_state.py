@@ -1,4 +1,4 @@
-"""`HostState` is what the agent of a host tells a new leader of its ranks, and how far each has come."""
+"""`HostState` is a host's report to a new leader on its ranks and their progress."""
 
 from __future__ import annotations
 

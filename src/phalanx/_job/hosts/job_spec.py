@@ -1,4 +1,4 @@
-"""A `JobSpec` is what the first host says of the job to every host that comes: all that `phalanx join` needs."""
+"""A `JobSpec` is the first host's description of the job for hosts that join: all that `phalanx join` needs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class JobSpec:
             raise ValueError("the first host runs another version of Phalanx. Install the same one on all") from None
 
     def plan_environment(self, own: Mapping[str, str], env: Mapping[str, str | None]) -> dict[str, str]:
-        """Return what the ranks inherit on a host with the environment `own`, whose own --env is `env`."""
+        """Return the environment of the ranks on a host with the environment `own` and its own --env `env`."""
         return plan_environment(own, env, self.env, self.passed)
 
     def is_asked_for_by(self, settings: Settings) -> bool:

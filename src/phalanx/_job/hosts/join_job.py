@@ -136,7 +136,7 @@ def _stop_before_start(number: int) -> None:
 
 
 class _Followed:
-    """This host in a job: start after start, until the first host says that it is over."""
+    """`_Followed` is this host in a job: start after start, until the first host reports the end."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Followed:
         facts: dict[str, Any],
         on_moved: Callable[[str], object],
     ) -> None:
-        self._facts = facts  # what the first host is told of this one
+        self._facts = facts  # this host's description for the first host
         self._plan = plan
         self._rendezvous = rendezvous
         self._host = host
@@ -188,11 +188,11 @@ class _Followed:
                 self._raise_lost(link.supervision.abandoned_by)
 
     def _told(self) -> dict[str, Any]:
-        """Return what the host that leads now is told of this one, and under which address that was found."""
+        """Return this host's description for the current leader, with the address at which the leader was found."""
         return {**self._facts, "reached": self._joined.client.address.host}
 
     def _make_successor(self) -> Successor | None:
-        """Return this host's part in the succession, which is that of one member."""
+        """Return this host's part in the succession, for one membership."""
         if self._joined.key is None:  # all agents are on one host
             return None
         return Successor(self._channel, self._joined.key, self._own, self._joined.job_spec.host_timeout_s)
@@ -223,9 +223,9 @@ class _Followed:
         return code
 
     def _come_back(self, link: FollowerLink) -> bool:
-        """Join again after an elastic job's ranks of this host were given up, if the first host is heard in time.
+        """Rejoin an elastic job after this host's ranks were abandoned, if the first host answers in time.
 
-        The others may have gone on without this host, or wait for it; its ranks hold nothing that is of use.
+        The others may have continued without this host, or wait for it; the state of its ranks is useless.
         """
         if self._follow_election(link.supervision.abandoned_by):
             return True
@@ -274,10 +274,10 @@ class _Followed:
         return True
 
     def _follow_election(self, why: str) -> bool:
-        """Go on with the host that is elected to lead the job; return False where none is, or it can't be known.
+        """Follow the host that is elected to lead the job; return False if none is, or the result is unknown.
 
-        This host votes if its ranks have ended well. Otherwise it has no vote, and comes as a new host: it waits to be
-        taken in, or its ranks were starting.
+        This host votes if its ranks have succeeded. Otherwise it has no vote, and joins as a new host: it was waiting
+        to be accepted, or its ranks were starting.
         """
         successor = self._successor
         votes = successor is not None and self._finished is not None and successor.begin_election(stands=False)
@@ -307,7 +307,7 @@ class _Followed:
         return True
 
     def _renew_membership(self) -> None:
-        """Have all who name this host's member know the new one."""
+        """Update all objects that hold this host's member to the new one."""
         self._host.zygote.remember(describe_membership(self._joined.client))
         if self._successor is not None:
             self._successor.close()
@@ -321,7 +321,7 @@ class _Followed:
         return "" if self._relay is None else self._relay.path
 
     def close(self) -> None:
-        """Let go of what this host opened for the others and for its ranks."""
+        """Release what this host opened for the others and for its ranks."""
         self._reach_answers.close()
         if self._notice is not None:
             self._notice.close()
@@ -353,7 +353,7 @@ class _Followed:
         return int(body["code"])
 
     def _await_orders(self) -> ControlMessage:
-        """Return the next start, or the end; meanwhile it is tried whether this host reaches the others."""
+        """Return the next start, or the end; meanwhile, test whether this host reaches the others."""
         orders: list[ControlMessage] = []
 
         def hear(ready: set[int]) -> None:
@@ -434,7 +434,7 @@ class _Followed:
         return Attempt(plan, self._host, number, link), link
 
     def _move(self, elected: ElectedLeader) -> tuple[str, str, str]:
-        """Have the ranks of this host go on at another host's coordinator; return where its store is."""
+        """Move the ranks of this host to another host's coordinator; return the address of its store."""
         client = self._joined.client
         self._on_moved(elected.address)
         if elected.member == self._channel.member and self._joined.key is not None:

@@ -1,4 +1,4 @@
-"""Lead a job on several hosts to its end: attempt after attempt, and the other hosts are told how it ends."""
+"""Lead a job on several hosts to its end: run attempt after attempt, and send the other hosts the result."""
 
 from __future__ import annotations
 

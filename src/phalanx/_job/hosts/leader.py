@@ -1,4 +1,4 @@
-"""The first host, while ranks run, decides for all of them, shows what all print, and has the last word."""
+"""Lead a job while ranks run: the first host decides for all hosts, shows all output, and determines the exit code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _RECORD_S = 0.2  # ranks that start or end within this time are recorded togethe
 
 
 class LeaderLink(HostLink):
-    """The first host's link: what all hosts tell is followed here, and what was decided they are told."""
+    """`LeaderLink` is the first host's link: it processes all hosts' messages, and sends them the decisions."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class LeaderLink(HostLink):
 
         Arguments:
             store: the coordinator's address on this host, the job's key, and the path of a relay if there is one.
-            guard: sees to it that another host could lead; without one the job ends with this host.
-            elastic, begun: of a host that has taken over, what it goes on from, and the generation that was begun last.
+            guard: keeps another host ready to lead; without a guard the job ends with this host.
+            elastic, begun: on a host that has taken over, the restored state, and the generation that was begun last.
         """
         super().__init__(plan, peers.own.place, peers.own.facts.member)
         self._host = host
@@ -101,7 +101,7 @@ class LeaderLink(HostLink):
             self._host.display.prefix_of = lambda rank: self._peers.fill_prefix(template, rank)
 
     def make_elastic(self) -> ElasticHosts:
-        """Return who decides what becomes of the job when ranks or hosts are lost."""
+        """Return the object that decides how the job continues when ranks or hosts are lost."""
         return self._elastic
 
     def send_to_rank(self, rank: int, message: dict[str, Any]) -> bool:
@@ -145,7 +145,7 @@ class LeaderLink(HostLink):
         return self._peers.find_voters(self._elastic.slot_plan, self._attempt.state.exits)
 
     def _record(self, begun: BeginGeneration | None) -> None:
-        """Leave what was decided in the store, for a host that takes over."""
+        """Store the decisions for a host that takes over."""
         self._begun = begun or self._begun
         if not self._guard.is_begun:
             return
@@ -215,7 +215,7 @@ class LeaderLink(HostLink):
         return min((at for at in (self._sweep_limit, *dues, more) if at is not None), default=None)
 
     def receive(self, ready: set[int]) -> None:
-        """Read what the other hosts say."""
+        """Read messages of the other hosts."""
         lines = self._peers.channel.notices.take() if self._peers.channel.notices.fileno() in ready else []
         if self._peers.channel.fileno() in ready or self._peers.channel.has_more:
             for message in self._peers.channel.take():
@@ -239,7 +239,7 @@ class LeaderLink(HostLink):
             for node in self._peers.present:
                 if node.facts.member not in self._swept_hosts:
                     self.lose(node.facts.member, f"it was told to end its ranks, and did not within {HOST_SWEEP_S:g} s")
-                    self._peers.channel.expel(node.facts.member)  # so that it hears that nobody counts on it
+                    self._peers.channel.expel(node.facts.member)  # so that it learns that it is no longer a member
 
     def _say_standbys(self) -> None:
         standbys = self._guard.take_standbys()
@@ -266,11 +266,11 @@ class LeaderLink(HostLink):
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the others go on without this process of a rank of this host, which leaves."""
+        """Return whether the job continues without this process of a rank of this host, which leaves."""
         return self._departure.is_leaving
 
     def remind(self, rank: int, message: dict[str, Any]) -> None:
-        """Tell a rank of this host again that it leaves: it was not there to be told."""
+        """Notify a rank of this host again that it leaves: it was not connected before."""
         if message.get("kind") in ("elastic", "waiting"):
             self._attempt.links.send(rank, LEAVE)
 
@@ -296,12 +296,12 @@ class LeaderLink(HostLink):
         self._stacks_requests.ask(request)
 
     def close(self) -> None:
-        """Let go of those who wait to be told where ranks are."""
+        """Close requests that wait for stacks of ranks."""
         self._stacks_requests.close()
 
     @property
     def guard(self) -> LeadGuard:
-        """Return what sees to it that another host could lead, for the next attempt."""
+        """Return the guard that keeps another host ready to lead, for the next attempt."""
         return self._guard
 
     @property
@@ -328,7 +328,7 @@ class LeaderLink(HostLink):
         self._peers.channel.put_many(members, kind, attempt=self._number, **body)
 
     def _read(self, message: ControlMessage | Change) -> None:
-        """Follow a message of another host; what makes no sense is as if it had not come."""
+        """Process a message of another host; an invalid one is ignored."""
         if isinstance(message, Change):
             self._follow_change(message)
         elif message.kind in ("datagram", "stands by"):
@@ -356,7 +356,7 @@ class LeaderLink(HostLink):
                 self.lose(member, f"the coordinator on this host has failed: {change.why}")
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Tell the hosts that wait what they wait for, once a rank has said that the job is elastic."""
+        """Notify waiting hosts what they wait for, once a rank has reported that the job is elastic."""
         if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have come before it was known
             if not self._is_recorded:
                 self._is_recorded = True
@@ -387,7 +387,7 @@ class LeaderLink(HostLink):
             self.lose(message.member, printable(str(body["why"])))
 
     def _let_go(self, node: Node) -> bool:
-        """Let a host leave, if the others go on without it: its ranks finish their step, and nobody waits for them."""
+        """Let a host leave if the others continue without it: its ranks finish their step, without a replacement."""
         if self._attempt.state.phase != "running":
             return False
         self._attempt.hear_ranks()
@@ -457,10 +457,10 @@ class HostRecords:
         self.ended_ns: dict[int, int] = {}  # when processes ended, by process number
 
     def hear(self, message: ControlMessage, offset_s: float, attempt: Attempt) -> None:
-        """Keep what a host tells whose clock was at zero at `offset_s` of this host's.
+        """Store a message of a host whose clock was zero at `offset_s` of this host's.
 
         Raises:
-            KeyError, TypeError, ValueError: it makes no sense.
+            KeyError, TypeError, ValueError: the message is invalid.
         """
         body: Mapping[str, Any] = message.body
         if message.kind == "flight":
@@ -476,19 +476,19 @@ class HostRecords:
                 unpack_file(attempt.report_folder, str(body["name"]), str(body["text"]))
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
-        """Return `logs` with what the ranks of other hosts have recorded, group by group."""
+        """Return `logs` with the records of other hosts' ranks, group by group."""
         return merge_logs([*logs, *self._logs])
 
 
 class LateHosts:
-    """The hosts that wait; who they are stands in `PeerHosts.late`."""
+    """`LateHosts` handles the hosts that wait, which `PeerHosts.late` lists."""
 
     def __init__(self, peers: PeerHosts, display: Display) -> None:
         self._peers = peers
         self._display = display
 
     def on_joined(self, change: Change) -> ArrivedHost | None:
-        """Return what a host that has come brings; None if it cannot be in this job, which is said."""
+        """Return the facts of a host that has joined; None, with a line for the user, if it cannot be in this job."""
         problem = describe_unfit(change.facts) or describe_second_job(change.facts)
         facts = None if problem else HostFacts.from_json(change.member, change.facts)
         if facts is None:
@@ -511,7 +511,7 @@ class LateHosts:
             self._display.say(f"phalanx run: {where}, which waited to be taken in, is lost: {change.why}")
 
     def tell(self, member: int, *, is_spare: bool) -> None:
-        """Tell a host, if it waits, what it waits for: the place of a lost one, or the next start."""
+        """Notify a waiting host of what it waits for: the place of a lost host, or the next start."""
         if member not in self._peers.late:
             return
         if is_spare:
@@ -519,7 +519,7 @@ class LateHosts:
         self._peers.channel.put(member, "late", spare=is_spare)
 
     def tell_again(self, *, is_spare: bool) -> None:
-        """Tell the hosts that came before the job was known to be elastic what they wait for now."""
+        """Notify hosts that joined before the job was known to be elastic of what they wait for now."""
         for member in set(self._peers.late) - self._peers.spares:
             self.tell(member, is_spare=is_spare)
 
@@ -553,7 +553,7 @@ class RemoteRanks:
         elif message.kind == "exit":
             at = self._peers.channel.to_own_clock(message.member, float(body["at"]))
             rank, pid = _rank_of(body, node), int(body["pid"])
-            # A host that was given up, and has come again, may still tell of processes that were there before.
+            # A host that was abandoned and has rejoined may still report processes of its earlier membership.
             is_known = self._elastic.pid_of(rank) == pid
             if is_known and (attempt.state.phase == "running" or not self._elastic.is_arriving(rank)):
                 attempt.on_exit(Exit(rank, pid, int(body["status"]), at, str(body["dump"])))
@@ -592,7 +592,7 @@ _LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
 
 @dataclass
 class _Pending:
-    """One request: which hosts have yet to say, and what others said."""
+    """`_Pending` is one request: the hosts that have yet to answer, and the answers of the others."""
 
     request: ClientRequest
     waiting: set[int]
@@ -610,7 +610,7 @@ class StacksRequests:
 
     @property
     def due(self) -> float | None:
-        """Return when to call `answer` although nobody has said anything."""
+        """Return when to call `answer` even if no host has answered."""
         return min((pending.due for pending in self._pending.values()), default=None)
 
     def ask(self, request: ClientRequest) -> None:
@@ -629,7 +629,7 @@ class StacksRequests:
             pending.told[member] = text
 
     def answer(self) -> None:
-        """Answer those for whom all hosts have said something, or time is up."""
+        """Answer the requests for which all hosts have answered, or time is up."""
         channel = self._peers.channel
         for number, pending in list(self._pending.items()):
             if pending.waiting and time.monotonic() < pending.due:

@@ -1,4 +1,4 @@
-"""`LeaderState` is what the leader has decided; it lies in the job's store for a host that takes over."""
+"""`LeaderState` holds the leader's decisions, stored in the job's store for a host that takes over."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LeaderState:
         begun: BeginGeneration | None,
         exits: Iterable[Exit],
     ) -> LeaderState:
-        """Return what a leader has decided, without hosts whose ranks are starting."""
+        """Return a leader's decisions, without hosts whose ranks are starting."""
         trained = {peers.own.facts.member, *(host.member for host in elastic.slot_plan.hosts)}
         return cls(
             attempt, plan.run_id, plan.run, plan.begun,

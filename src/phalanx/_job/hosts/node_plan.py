@@ -16,10 +16,10 @@ _MAX_WORDS = 500
 
 @dataclass(frozen=True)
 class HostFacts:
-    """The facts that the agent of a host tells of it. `address` is where other hosts reach it.
+    """`HostFacts` is an agent's description of its host. `address` is where other hosts reach it.
 
-    `nnodes` is what --nnodes says there: "2" or "1:4"; it is empty where nobody was asked (`phalanx join`). What comes
-    from another host holds nothing that a terminal could take for a command or for a new line (`from_json`).
+    `nnodes` is the host's --nnodes: "2" or "1:4"; empty without that option (`phalanx join`). `from_json` removes
+    terminal commands and line breaks from other hosts' texts.
     """
 
     member: int
@@ -34,7 +34,7 @@ class HostFacts:
 
     @property
     def known_as(self) -> str:
-        """Return the name by which a host that comes back is known."""
+        """Return the name by which a returning host is recognized."""
         return f"{self.name} ({self.address})"
 
     @classmethod
@@ -62,13 +62,13 @@ class HostFacts:
 
 
 def describe_nnodes(min_nodes: int, max_nodes: int) -> str:
-    """Return what --nnodes says."""
+    """Return the value of --nnodes."""
     return f"{min_nodes}" if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A host with its ranks; `label` is what people see, and differs between hosts of one name."""
+    """A `Node` is a host with its ranks; `label` is shown to users, and differs between hosts of one name."""
 
     facts: HostFacts
     place: Place
@@ -112,9 +112,9 @@ def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
 
 
 def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
-    """Return the hosts in order, with their ranks. Those with a number stand where it says, the others fill the gaps.
+    """Return the hosts in order, with their ranks. Hosts with a number get that place, the others fill the gaps.
 
-    `hosts` is in the order of coming, the first host in front.
+    `hosts` is in the order of joining, beginning with the first host.
     """
     numbered = {host.node_rank: host for host in hosts if host.node_rank is not None}
     rest = iter([host for host in hosts if host.node_rank is None])
@@ -134,7 +134,7 @@ def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
 
 
 def name_apart(names: Sequence[str]) -> list[str]:
-    """Return names that tell hosts apart: short where that is enough, numbered where two have the same."""
+    """Return distinct names of hosts: short if that is enough, numbered if two are the same."""
     short = [name.partition(".")[0] for name in names]
     chosen = short if len(set(short)) == len(set(names)) else list(names)
     counts = Counter(chosen)

@@ -1,4 +1,4 @@
-"""`PeerHosts` knows an attempt's other hosts: which are there, lost, or have come, and how one is told to start."""
+"""`PeerHosts` tracks an attempt's other hosts: present, lost or joined; and sends the order to start."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class PeerHosts:
         self.others = {node.facts.member: node for node in nodes if node is not own}
         self.lost: dict[int, str] = {}  # member -> why
         self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
-        self.spares: set[int] = set()  # those of them that were told that they wait for the place of a lost one
+        self.spares: set[int] = set()  # late hosts that were notified that they wait for the place of a lost host
         self.taken_in: dict[int, Change] = {}  # the ones of these that an elastic job has taken in
 
     @property
     def own_and_present(self) -> list[Node]:
-        """Return this host and the others that are still there, in the order of their ranks."""
+        """Return this host and the other remaining ones, in the order of their ranks."""
         return [node for node in self.nodes if node is self.own or node.facts.member in self._present_members]
 
     @property
@@ -61,16 +61,16 @@ class PeerHosts:
         return next((node for node in self.present if rank in node.place.ranks), None)
 
     def find_voters(self, slot_plan: SlotPlan, exits: Mapping[int, Exit]) -> list[int]:
-        """Return the hosts that vote on who leads: those with slots that are there.
+        """Return the hosts that vote on the leader: the present ones with slots.
 
-        They would lead in this order. A host whose ranks have all ended well stands by last: it does not stand.
+        They would lead in this order. A host whose ranks have all succeeded is the last: it is no candidate.
         """
         there = self._present_members | {self.own.facts.member}
         members = [host.member for host in slot_plan.hosts if host.member in there]
         return sorted(members, key=lambda member: self.has_finished(member, exits))
 
     def name_host(self, ranks: Iterable[int]) -> str:
-        """Return what people call the host of these ranks; empty where they are on several."""
+        """Return the label of the host of these ranks; empty if they are on several."""
         node = find_node(self.nodes, ranks)
         return node.label if node is not None else ""
 
@@ -81,7 +81,7 @@ class PeerHosts:
         return fill(template, rank=rank, local_rank=local_rank, role=facts.role, host=facts.name)
 
     def lose(self, member: int, why: str) -> Node | None:
-        """Take out a host that has gone; None if it was none of this attempt, or is known to have."""
+        """Remove a host that has left; None if it is not in this attempt, or was removed before."""
         node = self.others.get(member)
         if node is None or member in self.lost:
             return None
@@ -93,9 +93,9 @@ class PeerHosts:
         self.channel.put(member, "end", code=2, why=f"phalanx run: {conflict}.")
 
     def plan_elastic(self, max_restarts: int | None, restart_count: int) -> ElasticHosts:
-        """Return who decides what becomes of an elastic job on these hosts, of which it has all ranks.
+        """Return the object that decides about an elastic job with all ranks of these hosts.
 
-        Restarts of the whole job count as replacements of ranks that are lost.
+        Restarts of the whole job count as replacements of lost ranks.
         """
         hosts = [
             HostSlots(
@@ -113,13 +113,13 @@ class PeerHosts:
         return ElasticHosts(SlotPlan.begin(hosts), max_replacements, self.limits, own, self.host_timeout_s)
 
     def take_in(self, slots: HostSlots, place: Place) -> Node | None:
-        """Give a host that has come these slots; None if it has gone. `place` has their numbers."""
+        """Give these slots to a host that has joined; None if it has left. `place` has their numbers."""
         change = self.late.pop(slots.member, None)
         facts = None if change is None else HostFacts.from_json(change.member, change.facts)
         if change is None or facts is None:
             return None
         self.taken_in[slots.member] = change
-        # a host that comes back is called what it was; and one that has another's name gets a number
+        # a returning host keeps its label; a host with another's name gets a number
         known = [node for node in self.nodes if node.facts.known_as == facts.known_as]
         names = {node.label for node in self.nodes}
         short = facts.name.partition(".")[0]
@@ -145,7 +145,7 @@ def tell_start(
     master: tuple[str, int],
     begun: BeginGeneration | None = None,
 ) -> None:
-    """Have another host start its ranks: those of a first generation, or of `begun`."""
+    """Order another host to start its ranks: those of a first generation, or of `begun`."""
     peers.channel.put(
         node.facts.member,
         "start",

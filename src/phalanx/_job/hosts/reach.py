@@ -1,17 +1,17 @@
-"""Try whether the hosts reach each other under the addresses that they give, before these are used.
+"""Test whether the hosts reach each other at their published addresses, before these are used.
 
 Among up to 33 hosts each tries every other one. Among more it tries some, so that each host is tried from many places.
 
-Each agent answers, at a port of that address, a client's nonce with a proof that only the job's key allows; so an
-address that leads to some other machine (two networks may use the same numbers) does not count. Nothing else can be had
-there. The port is open only while hosts try each other: the first host asks for it when all have come, and it is closed
-before this host's ranks start.
+Each agent answers, at a port of that address, a client's nonce with a proof that requires the job's key; so an address
+of some other machine (two networks may use the same numbers) does not count. The port serves nothing else. It is open
+only while hosts try each other: the first host requests it when all have joined, and it is closed before this host's
+ranks start.
 
     first host ── answer ──▶ every other one, which opens its port ── answering: port ──▶ first host
                ── reach: all ports ──▶ every other one, which tries them ── reached: what came back ──▶
                ── start (or tried, where somebody has gone meanwhile) ──▶ every other one, which closes its port
 
-Any client can have something signed. The signing key is its own (`Key.reach_secret`), and of no use elsewhere.
+Any client can obtain signatures. So the signing key (`Key.reach_secret`) is used for nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRY_S = 5.0
 
 @dataclass(frozen=True)
 class ReachTarget:
-    """`ReachTarget` is another host: its number in the job, what people call it, and where it answers."""
+    """A `ReachTarget` is another host: its number in the job, its label, and its address."""
 
     node: int
     label: str
@@ -47,7 +47,7 @@ class ReachTarget:
 
 
 class Responder:
-    """Answers at `address` until `close`; `port` is where. A client that says nothing keeps nobody waiting."""
+    """A `Responder` answers at `address` until `close`; `port` is its port. A silent client delays no other."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         listener = listen(Address(address, 0), BACKLOG)
@@ -59,7 +59,7 @@ class Responder:
         self._server = RequestServer(listener, answer, most_bytes=_NONCE_BYTES, name="phalanx-reach")
 
     def close(self) -> None:
-        """Answer nobody any more: the port is closed when this returns. A second call does nothing."""
+        """Stop answering: the port is closed when this returns. A second call does nothing."""
         self._server.close()
 
 
@@ -88,9 +88,9 @@ def check_own(address: str) -> None:
 def try_all(
     targets: Sequence[ReachTarget], secret: bytes, tell: Callable[[Mapping[int, str]], object]
 ) -> threading.Thread:
-    """Try to reach all `targets`, side by side, in a thread.
+    """Try to reach all `targets` concurrently, in a thread.
 
-    `tell` gets what came back by node, "" where all is well.
+    `tell` is called with the error of each node, "" for success.
     """
 
     def work() -> None:
@@ -140,7 +140,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 def describe(
     labels: Sequence[str], results: Mapping[int, Mapping[int, str]], targets: Sequence[ReachTarget]
 ) -> list[str]:
-    """Return a line for each host that another could not reach: who tried which address, and what came back."""
+    """Return a line for each host that another could not reach: the addresses tried, and the errors."""
     by_node = {target.node: target for target in targets}
     lines = []
     for node, answers in sorted(results.items()):  # of a thousand hosts each has tried few

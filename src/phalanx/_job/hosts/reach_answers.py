@@ -10,7 +10,7 @@ from phalanx._job.hosts.reach import ReachTarget, Responder, try_all
 
 
 class ReachAnswers:
-    """`ReachAnswers` opens a port for the others when the first host asks for it, and tries those of the others.
+    """`ReachAnswers` opens a port when the first host requests it, and tries the ports of the other hosts.
 
     Arguments:
         key: of the job; without one all agents are on one host, and nothing is tried.
@@ -24,10 +24,10 @@ class ReachAnswers:
         self._responder: Responder | None = None
 
     def hear(self, message: ControlMessage) -> None:
-        """Do what the first host says, if it is about the trial.
+        """Process the first host's messages on the trial.
 
         Raises:
-            KeyError, TypeError, ValueError: it makes no sense.
+            KeyError, TypeError, ValueError: the message is invalid.
         """
         if message.kind in ("start", "end", "tried"):
             self.close()
@@ -48,7 +48,7 @@ class ReachAnswers:
             )
 
     def _answer(self, secret: bytes, trial: Any) -> None:
-        """Open the port, and tell the first host where it is."""
+        """Open the port, and send its address to the first host."""
         port, problem = 0, ""
         try:
             self._responder = self._responder or Responder(self._own, secret)

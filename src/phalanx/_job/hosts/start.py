@@ -116,7 +116,7 @@ def _follow(
 
 
 def _endpoints(rendezvous: Rendezvous, advertised: list[OwnAddress], port: int) -> tuple[str, ...]:
-    """Return where hosts look for the job: where they were told, or where this host could be reached."""
+    """Return where hosts look for the job: at their configured endpoints, or at this host's address."""
     if rendezvous.is_local:
         return ()
     if rendezvous.endpoint and not rendezvous.endpoint.startswith(":"):
@@ -131,7 +131,7 @@ def _first_member(
     if rendezvous.announce is not None:
         rendezvous.announce(service.local)
     client = Client(service.local)
-    # In this order: others join once the job spec is there, and this agent hears only of those that join after it.
+    # In this order: others join once the job spec is stored, and this agent is notified only of later joins.
     client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
     service.keep(client)
     channel = ControlChannel(client, notices)
@@ -143,9 +143,9 @@ def _first_member(
 
 
 def _find_shortage(num_hosts: int) -> str:
-    """Return why the coordinator cannot hold the connections of so many hosts, in the words for the user, if it can't.
+    """Return why the coordinator cannot hold the connections of `num_hosts` hosts, in words for the user.
 
-    Each other host has two: that of its agent, and that of its ranks.
+    Each other host has two: its agent's and its ranks'.
     """
     needed, allowed = _CONNECTIONS_OF_HOST * (num_hosts - 1), connections_allowed()
     if needed <= allowed:
@@ -187,10 +187,10 @@ def _open_service(
 
 
 def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
-    """Return the job's key, as it was given or lies on this host; else a new one of the user's, in the usual place.
+    """Return the job's key, as passed or stored on this host; else create one in the user's usual place.
 
     Raises:
-        LaunchError: there is one that may not be used, or none can be made.
+        LaunchError: the key may not be used, or none can be created.
     """
     try:
         if rendezvous.key is not None:
