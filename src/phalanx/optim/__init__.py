@@ -1,4 +1,4 @@
-"""These are optimizers over many ranks: of parameters shared on a host, of replicas, and of remote parameters."""
+"""Optimizers over many ranks: for parameters shared on a host, for replicas, and for remote parameters."""
 
 from phalanx.optim.diloco import DiLoCo
 from phalanx.optim.distributed import DistributedOptimizer

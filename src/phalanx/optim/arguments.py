@@ -1,4 +1,4 @@
-"""Check the arguments of PyTorch's constructors: choose the group and how parameters are cut, and refuse the rest."""
+"""Check the arguments of PyTorch's constructors: choose the group and the cutting of parameters, refuse the rest."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def decide_group(process_group: dist.ProcessGroup | None, caller: str = "ZeroRed
     return dist.group.WORLD
 
 
-# Each element's update depends on that element's gradient and state alone, and on numbers that are the same for all.
-# These very classes: a subclass may do anything.
+# In these classes each element's update depends only on that element's gradient and state, and on numbers common to
+# all elements. Subclasses are excluded: they may do anything.
 _ELEMENT_WISE = frozenset(
     {
         optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
@@ -44,14 +44,14 @@ _REFUSED = {optim.LBFGS: "its direction and its line search depend on all parame
 
 
 def decide_cut(optimizer_class: type[optim.Optimizer]) -> bool:
-    """Return whether parameters may be cut anywhere for this class; if not, each goes to one rank, whole.
+    """Return whether parameters may be cut anywhere for this class; if not, each whole parameter goes to one rank.
 
-    Every class that is not known to be element-wise gets whole parameters: Adafactor and Muon look at rows, columns or
-    norms of a parameter, SparseAdam at sparse gradients, and a user's own class may look at anything.
+    Every class that is not known to be element-wise gets whole parameters: Adafactor and Muon use rows, columns or
+    norms of a parameter, SparseAdam sparse gradients, and a user's own class may use anything.
 
     Raises:
         TypeError: it is not a class of optimizers.
-        ValueError: it can't even be given whole parameters.
+        ValueError: it does not work even with whole parameters.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, optim.Optimizer)):
         raise TypeError(
@@ -65,7 +65,7 @@ def decide_cut(optimizer_class: type[optim.Optimizer]) -> bool:
 
 
 def refuse(overlap_with_ddp: bool, defaults: Mapping[str, Any]) -> None:
-    """Refuse what has no meaning where parameters are shared.
+    """Refuse arguments that have no meaning for shared parameters.
 
     Raises:
         ValueError: an argument is refused; the message says why.
@@ -85,13 +85,13 @@ def refuse(overlap_with_ddp: bool, defaults: Mapping[str, Any]) -> None:
 def check_parameters(
     parameters: Iterable[Tensor], group: dist.ProcessGroup, *, offload: bool = False, others: Iterable[Tensor] = ()
 ) -> None:
-    """Return on every rank, or raise on every rank. All ranks call it.
+    """Check that all ranks pass the same, valid parameters. All ranks call it, and all raise or none.
 
     `others` are the parameters of other groups; they may include those of this one.
 
     Raises:
-        ValueError: a parameter can't live in the host's memory, or, with `offload`, not be copied there; or two of them
-            lie in the same memory.
+        ValueError: a parameter cannot be in the host's memory, or, with `offload`, cannot be copied there; or two of
+            them share memory.
         MismatchError: ranks pass different parameters.
     """
     parameters = list(parameters)
@@ -133,7 +133,7 @@ def check_parameters(
 
 
 def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shapes of two parameters whose memory overlaps, if there are; they are dense, without gaps."""
+    """Return the shapes of two parameters whose memory overlaps, or None; all are dense, without gaps."""
     blocks = []
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
         strided = parameter.layout is torch.strided and not parameter.is_meta
@@ -148,8 +148,8 @@ def find_overlap(parameters: Iterable[Tensor]) -> tuple[tuple[int, ...], tuple[i
 
 
 def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
-    """Return an optimizer's argument, readable again even if its iterators are not, and its tensors."""
-    if isinstance(params, Tensor):  # the base class says what is wrong with it
+    """Return an optimizer's argument, with iterators replaced by lists, and its tensors."""
+    if isinstance(params, Tensor):  # the base class reports the error
         return params, []
     params = list(params)
     found: list[Any] = []

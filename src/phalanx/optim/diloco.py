@@ -1,9 +1,9 @@
-"""`DiLoCo` lets replicas train apart for many steps; then an outer optimizer steps by the mean of their movements.
+"""`DiLoCo` trains replicas separately for many steps; then an outer optimizer steps with their mean movement.
 
 t      outer parameters, the same on all ranks
 x_i    rank i's parameters after its inner steps from t
 
-gradient of the outer optimizer = mean over i of (t - x_i)           its step makes the next t, and x_i = t
+gradient of the outer optimizer = mean over i of (t - x_i)           its step computes the next t, and sets x_i = t
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.optim.rounds import Rounds, check_kinds
 
 
 class DiLoCo(Rounds):
-    """Let `outer_optimizer` take one step every `sync_every` steps of `inner_optimizer`, with the ranks' mean movement.
+    """Take one step of `outer_optimizer` every `sync_every` steps of `inner_optimizer`, with the ranks' mean movement.
 
         inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -33,23 +33,23 @@ class DiLoCo(Rounds):
     Collective calls, uneven ends and buffers are those of `LocalSGD`. With an outer SGD of lr=1 without momentum it
     computes the same as `LocalSGD`.
 
-    Cost: per round, two all_reduces, of 8 bytes a rank and of the parameters' size, and the outer step on every rank.
+    Cost: per round, two all_reduces, of 8 bytes per rank and of the parameters' size, and the outer step on every rank.
     Memory: the parameters twice more and the outer optimizer's state, on every rank.
     Numerics: bitwise equal on all ranks after each round.
 
     Arguments:
-        model: the bare module. DistributedDataParallel over other ranks (those of the host, say) may be around it.
-        inner_optimizer, outer_optimizer: both over the model's own parameters, the latter over all that it trains.
-        backup_device: where the outer parameters are kept between rounds; None is where the parameters are.
+        model: the bare module. DistributedDataParallel over other ranks (for example, those of the host) may wrap it.
+        inner_optimizer, outer_optimizer: both over the model's own parameters; the outer one over all trained ones.
+        backup_device: the device of the outer parameters between rounds; None for the parameters' device.
         process_group: the ranks that train together; the default group if None.
 
     Raises:
-        ValueError: an argument makes no sense, or gradients of the same ranks are averaged at every step already.
+        ValueError: an argument is invalid, or gradients of the same ranks are already averaged at every step.
         MismatchError: ranks construct it with different arguments or models.
-        PhalanxError: in a round, a rank died or is late: every parameter holds what it held before the round.
+        PhalanxError: in a round, a rank died or is late: every parameter has its value from before the round.
 
-    Source: Douillard et al. (2023), DiLoCo: Distributed Low-Communication Training of Language Models; the form of use
-    is torchft's.
+    Source: Douillard et al. (2023), DiLoCo: Distributed Low-Communication Training of Language Models; the interface
+    follows torchft.
     """
 
     _name = "DiLoCo"
@@ -71,7 +71,7 @@ class DiLoCo(Rounds):
         self._outer: OuterParameters = OuterParameters("DiLoCo", self._named, outer_optimizer, backup_device)
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """Return the outer parameters by name: the model to evaluate or save between rounds. They are no copies.
+        """Return the outer parameters by name, without copies: the model to evaluate or save between rounds.
 
         Shape: as the model's parameters.
         """
@@ -82,23 +82,23 @@ class DiLoCo(Rounds):
         moved = self._flat.views[: len(self._parameters)]
         self._outer.subtract(moved)
         self._flat.average(self.process_group, counting)
-        # No collective from here on: what a lost peer could interrupt is over, and no parameter has changed yet.
+        # No collective follows: a lost peer can no longer interrupt the round, and no parameter has changed yet.
         for buffer, mean in zip(self._buffers, self._flat.views[len(moved) :], strict=True):
             buffer.copy_(mean)
         self._outer.step(moved)
 
     @torch.no_grad()
     def _catch_up_without_round(self, root: int) -> None:
-        self._flat.take()  # these are of the root, which has not stepped: the outer parameters, and its buffers
+        self._flat.take()  # the root's, which has not stepped: the outer parameters, and its buffers
         self._flat.broadcast(self.process_group, root)
         self._flat.give()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer parameters and optimizer, the same on all ranks, and how far this rank is into its round."""
+        """Return the outer parameters and optimizer, the same on all ranks, and this rank's step in its round."""
         return {**super().state_dict(), **self._outer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. You load the model and the inner optimizer yourself.
+        """Continue from `state_dict`. The caller loads the model and the inner optimizer.
 
         Raises:
             ValueError: it is of another model; nothing was changed.

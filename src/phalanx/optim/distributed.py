@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` has each worker update the parameters that live on it, from the gradients of a context."""
+"""`DistributedOptimizer` updates parameters on the workers that own them, with the gradients of a context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.rpc.autograd.serve import worker
 from phalanx.rpc.wire import Frame, Order
 
 _SLOWER = "small steps of a DistributedOptimizer take longer"
-# If torch lacks one of these names, we take it that there is a hook to call, so that the whole step is called.
+# If torch lacks one of these names, we assume that there is a hook, and call the whole step.
 _GLOBAL_HOOKS = (
     find("torch.optim.optimizer._global_optimizer_pre_hooks", loses=_SLOWER, instead=True),
     find("torch.optim.optimizer._global_optimizer_post_hooks", loses=_SLOWER, instead=True),
@@ -28,22 +28,22 @@ _GLOBAL_HOOKS = (
 _profiler_enabled: Any = find("torch.autograd._profiler_enabled", loses=_SLOWER, instead=lambda: True)
 _set_grad: Any = find("torch._C._set_grad_enabled", loses=_SLOWER, instead=torch.set_grad_enabled)
 
-_ORDER = struct.Struct("<B3Q")  # an order of a step has the optimizer's number and the context's
+_ORDER = struct.Struct("<B3Q")  # the request of a step has the optimizer's number and the context's
 
-# The optimizers of this worker are kept by the number of the reference to them, and live as long as that.
+# The optimizers of this worker, by the number of the reference to them, live as long as the reference.
 _ours: weakref.WeakValueDictionary[Any, LocalOptimizer] = weakref.WeakValueDictionary()
 
 
 class DistributedOptimizer:
-    """It makes `optimizer_class(parameters, *args, **kwargs)` on each worker that owns some of `params_rref`.
+    """Create `optimizer_class(parameters, *args, **kwargs)` on each worker that owns some of `params_rref`.
 
-    Any class of torch.optim will do, or any that is made and stepped like those; and PyTorch's functional ones, whose
-    `step` takes a list of gradients. Their state lives where the parameters live.
+    It works with any class of torch.optim, or any class that is constructed and stepped like those; and with PyTorch's
+    functional ones, whose `step` takes a list of gradients. Their state is on the owners of the parameters.
 
     Raises:
         ValueError: there are no parameters.
         TypeError: `params_rref` holds something other than RRefs.
-        Exception: what a worker's constructor raised.
+        Exception: the error of a worker's constructor.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class DistributedOptimizer:
         self.remote_optimizers: list[rpc.RRef[LocalOptimizer]] = _wait_all([one.wait for one in made])
 
     def step(self, context_id: int) -> None:
-        """Take one step on all workers, from the gradients that the context has gathered. It waits for all of them.
+        """Take one step on all workers, with the context's accumulated gradients, and wait for all of them.
 
-        Parameters without a gradient stay as they are. Steps of several callers come one after the other on each
-        worker, in no order that would hold on all.
+        Parameters without a gradient do not change. Steps of several callers run one after another on each worker, in
+        an order that may differ between workers.
 
         Raises:
             RuntimeError: there is no such context.
-            Exception: what a worker's optimizer raised; others may have made their step.
+            Exception: the error of a worker's optimizer; others may have completed their step.
         """
         worker().contexts.find(context_id)
         agent = current.agent()
         waits: list[Callable[[], Any]] = []
         for one in self.remote_optimizers:
             if one.is_owner():
-                waits.insert(0, partial(_step, one._id, context_id))  # while the others make theirs
+                waits.insert(0, partial(_step, one._id, context_id))  # while the other workers step
             else:
                 order = _ORDER.pack(Order.STEP, *one._id, context_id)
                 waits.append(agent.order(one._owner, "DistributedOptimizer.step", order).wait)
@@ -94,7 +94,7 @@ class LocalOptimizer:
         self._is_functional = not isinstance(self.optim, torch.optim.Optimizer) and not hasattr(self.optim, "zero_grad")
 
     def step(self, context_id: int) -> None:
-        """Take one step. `.grad` of the parameters is as before at the end."""
+        """Take one step. The parameters' `.grad` is restored at the end."""
         gradients: list[Tensor | None] = [None] * len(self._params)
         found = worker().contexts.find_begun(context_id)
         if found is not None:
@@ -117,7 +117,7 @@ class LocalOptimizer:
 
 
 def _use_grad() -> Any:
-    """Return the code that torch wraps around its own optimizers' step, besides the profiler's and the hooks'."""
+    """Return the decorator with which torch wraps its own optimizers' step, besides profiler and hooks."""
     wrap: Any = find("torch.optim.optimizer._use_grad_for_differentiable", loses=_SLOWER, instead=None)
     return None if wrap is None else wrap(_use_grad).__code__
 
@@ -126,7 +126,7 @@ _USE_GRAD = _use_grad()
 
 
 def _step_of(optim: Any) -> Callable[[], Any]:
-    """Return the optimizer's step, without the profiler's event and hooks if there are none: they take longer."""
+    """Return the optimizer's step, without the profiler's event and hooks if unused, since they cost time."""
     if (
         isinstance(optim, torch.optim.Optimizer)
         and type(optim).__module__.startswith("torch.optim.")
@@ -183,7 +183,7 @@ def _hear_step(agent: Agent, connection: Any, frame: Frame) -> None:
 
 
 def _wait_all(waits: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return all results; after all have ended, raise the first error."""
+    """Wait for all results and return them; raise the first error after all have ended."""
     results: list[Any] = []
     errors: list[BaseException] = []
     for wait in waits:

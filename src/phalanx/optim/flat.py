@@ -1,4 +1,4 @@
-"""`Flat` copies many tensors into few blocks, which collectives take whole."""
+"""`Flat` copies many tensors into few blocks for collectives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from phalanx._comm.backend.shared import shares_memory
 class Flat:
     """A `Flat` has room for a copy of each of `tensors`, in one block per dtype and device.
 
-        blocks   the memory; with a group whose ranks share memory, in symmetric memory: reduced without another copy
+        blocks   the memory; symmetric memory if the group's ranks share memory: reduced without another copy
         views    for each tensor, its copy, with the tensor's shape
 
-    All ranks of such a group make it together. `tensors` may be a function that finds them, each time of the same
-    forms: buffers are bound anew by some modules. `device` is where the copies lie, if not with the tensors.
+    All ranks of such a group create it together. `tensors` may be a function that returns tensors of the same shapes
+    each time, since some modules replace their buffers. `device` is the device of the copies, if not the tensors'.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Flat:
         _copy(self.views, self._find())
 
     def give(self) -> None:
-        """Copy back out into the tensors."""
+        """Copy the blocks back into the tensors."""
         _copy(self._find(), self.views)
 
     @property
     def numbers(self) -> list[Tensor]:
-        """Return the blocks, complex ones as pairs of real numbers: this is what collectives take."""
+        """Return the blocks for collectives, complex ones as pairs of real numbers."""
         return [torch.view_as_real(block) if block.is_complex() else block for block in self.blocks]
 
     def average(self, group: dist.ProcessGroup, counting: Sequence[int]) -> None:
-        """Make every block the mean over those ranks that count. All ranks call it; the tensors are not touched.
+        """Average every block over the ranks that count. All ranks call it; the tensors do not change.
 
-        Numerics: the sum over ranks divided by how many count; bitwise equal on all ranks.
+        Numerics: the sum over ranks divided by the number that count; bitwise equal on all ranks.
         """
         for numbers in self.numbers:
             if group.rank() not in counting:
@@ -68,7 +68,7 @@ class Flat:
             numbers /= len(counting)
 
     def broadcast(self, group: dist.ProcessGroup, root: int = 0) -> None:
-        """Overwrite every block with that of rank `root`. All ranks call it."""
+        """Overwrite every block with the block of rank `root`. All ranks call it."""
         for numbers in self.numbers:
             dist.broadcast(numbers, group=group, group_src=root)
 

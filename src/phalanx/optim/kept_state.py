@@ -1,8 +1,8 @@
-"""Keep the state of each rank where it outlives the rank: two copies in memory that all ranks of its host map.
+"""Keep the state of each rank beyond the rank's end: two copies in memory that all ranks of the host map.
 
-update of step k    this rank's state changes, in memory of its own
+update of step k    this rank's state changes, in its own memory
 then                slot k%2: number -1; the state; number k
-sync B              a rank that passes it knows that all have written slot k; any other still finds slot k-1
+sync B              after it, all ranks have written slot k; before it, slot k-1 is intact
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from phalanx._comm.transport.memory_order import Strides, find_strides, lay_out
 from phalanx._comm.transport.tensors import copy_all
 
 _logger = get_logger(__name__)
-_HEAD = struct.Struct("qQ")  # the number of the step, and how long the pickled structure is
+_HEAD = struct.Struct("qQ")  # the number of the step, and the length of the pickled structure
 _ALIGN = 64
-_TIMES = 8  # there is room for so many times four bytes for each element: Adam has two, in the parameter's own type
+_TIMES = 8  # room for so many values of four bytes per element: Adam has two, in the parameter's own type
 
 
 class KeptState:
-    """It has room for the state of `num_elements` elements in `num_parameters` parameters a rank. All ranks make it.
+    """A `KeptState` has room for each rank's state of `num_elements` elements in `num_parameters` parameters.
 
-    Without memory that the ranks share, a rank keeps its own state in memory of its own.
+    All ranks create it together. If the ranks do not share memory, each keeps its state in its own memory.
     """
 
     def __init__(self, group: Any, num_elements: int, num_parameters: int) -> None:
@@ -48,10 +48,10 @@ class KeptState:
         for slot in range(2):
             _HEAD.pack_into(_array(self._memory), slot * self.slot_bytes, -1, 0)
         if group.size() > 1:
-            dist.barrier(group=group)  # a number that nobody wrote must not be read
+            dist.barrier(group=group)  # an uninitialised number must not be read
 
     def save(self, number: int, state: Any) -> None:
-        """Write what this rank's state is after step `number`."""
+        """Write this rank's state after step `number`."""
         slot = number % 2
         start = slot * self.slot_bytes
         tensors: list[Tensor] = []
@@ -69,7 +69,7 @@ class KeptState:
         if tensors:
             copy_all(places, tensors)
         _HEAD.pack_into(self._bytes, start, -1, len(pickled))
-        # it comes last, since it vouches for the rest
+        # The number is written last, since it marks the rest as valid.
         self._bytes[start : start + 8] = number.to_bytes(8, "little", signed=True)
 
     @staticmethod
@@ -77,22 +77,22 @@ class KeptState:
         return [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(offsets, tensors, strict=False)]
 
     def read(self, number: int) -> list[Any] | None:
-        """Return a copy of what every rank left of step `number`; None if one left nothing of it."""
+        """Return a copy of every rank's state after step `number`; None if some rank's is missing."""
         if not self.holds_all(number):
             return None
         return [self.read_of(rank, number) for rank in self._by_rank]
 
     def holds_all(self, number: int) -> bool:
-        """Return whether every rank holds its state after step `number` (see `holds`)."""
+        """Return whether every rank's state after step `number` is kept (see `holds`)."""
         return all(self.holds(rank, number) for rank in self._by_rank)
 
     def holds(self, rank: int, number: int) -> bool:
-        """Return whether `rank` has left, where this one can read it, its state after step `number`."""
+        """Return whether the state of `rank` after step `number` is kept where this rank can read it."""
         found: int = _HEAD.unpack_from(_array(self._slot(rank, number)))[0]
         return found == number
 
     def read_of(self, rank: int, number: int) -> Any:
-        """Return a copy of what `rank` left of step `number`; `holds` must be true of it."""
+        """Return a copy of the state of `rank` after step `number`; `holds` must be true for it."""
         slot = self._slot(rank, number)
         _, length = _HEAD.unpack_from(_array(slot))
         leaves: list[Any] = []

@@ -18,26 +18,27 @@ from phalanx.optim.shared_parameters import SharedBlock
 from phalanx.optim.staging import HostStaging, lock
 
 _HALF = {torch.float16, torch.bfloat16}
-_NOTED_BYTES = 64 << 20  # so many bytes of parameters are noted together, by a dozen kernels and a copy of them
+_NOTED_BYTES = 64 << 20  # the most bytes of parameters in one note, which costs a dozen kernels and a copy of them
 
 
 @dataclass(frozen=True, eq=False)
 class _Note:
-    """A note holds what slices of some parameters held, as a `HostStaging` notes it of all together."""
+    """A `_Note` has the bits of slices of some parameters, as `HostStaging` recorded them together."""
 
     numbers: tuple[int, ...]
     bits: Any
 
 
 class MasterParameters(SharedBlock):
-    """It keeps masters of `parameters` in a block of host memory, once for all ranks; parameters stay where they are.
+    """`MasterParameters` keep masters of `parameters` in a block of host memory, once for all ranks of the host.
 
-    Masters of float16 and bfloat16 are float32, all others of the parameter's own dtype. All ranks' parameters take the
-    values of rank `source`; they take them from `previous`, in its precision, if the parameter has not been written
-    since. A frozen parameter has no master before one is needed: its room is not touched. All ranks make it together.
+    The parameters stay on their devices. Masters of float16 and bfloat16 are float32, all others have the parameter's
+    dtype. All ranks' parameters get the values of rank `source`, taken from the masters `previous`, in their precision,
+    for parameters that have not been written since. A frozen parameter gets a master when one is needed: until then its
+    memory is untouched. All ranks create it together.
 
-        rounded   the masters as the parameters' own dtype, where that is another and ranks share them: each rank rounds
-                  its slices, and all copy half the bytes; the device of a rank that is alone rounds what it gets
+        rounded   the masters in the parameters' own dtype, if that differs and several ranks share them: each rank
+                  rounds its slices, and all copy half the bytes; the device of a single rank rounds by itself
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class MasterParameters(SharedBlock):
             self._rounded = SharedBlock(parameters, [p.dtype for p in parameters], group, in_pages=True)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
         self._parts: dict[int, Slice] = {}  # this rank's slices
-        # the notes on slices whose master said what the parameter did when it was noted
+        # Notes on slices whose master equalled the parameter when the note was made.
         self._notes: dict[int, _Note] = {}
-        self._pushed: list[int] = []  # those of them that were copied to their devices and are yet to be noted
-        # whether what the master has beyond the parameter's precision is to be kept
+        self._pushed: list[int] = []  # the parameters that were copied to their devices and have no note yet
+        # Whether to keep the master's bits beyond the parameter's precision.
         self._keep = [True] * len(self.parameters)
         self._live = [p.requires_grad for p in parameters]
         frozen = None if all(self._live) else SharedBlock(parameters, [p.dtype for p in parameters], group)
@@ -77,12 +78,12 @@ class MasterParameters(SharedBlock):
                 parameter.detach().copy_(frozen.shaped(number))
         self._lock()
         self.push_exact()
-        dist.barrier(group=group)  # nobody updates what another still reads
+        dist.barrier(group=group)  # no rank updates a master that another still reads
         if group.size() > 1:
             note_shared_update(self.parameters, self)
 
     def leave(self, memory: Tensor) -> None:
-        """Take over the values of `memory`, laid out as the block and this rank's own; the devices do so, too."""
+        """Switch to `memory`, this rank's own, which is laid out as the block; copy its values to the devices."""
         self.settle()
         super().leave(memory)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
@@ -91,7 +92,7 @@ class MasterParameters(SharedBlock):
                 parameter.detach().copy_(self._masters[number])
 
     def watch(self, parts: Iterable[Slice]) -> None:
-        """From now on notice any write into these slices, this rank's, of the parameters on their devices."""
+        """From now on detect writes into this rank's slices of the parameters on their devices."""
         self._parts = {part.index: part for part in parts}
         self._pushed = [number for number in self._parts if self._live[number]]
         self.note_pushed()
@@ -122,9 +123,9 @@ class MasterParameters(SharedBlock):
         return torch.where(master.to(now.dtype) == now, master, now.to(master.dtype))
 
     def take(self) -> None:
-        """Make this rank's slices of masters agree with the parameters, whatever code has written these.
+        """Update this rank's slices of masters from parameters that any code has written.
 
-        Cost: on a device a checksum of the slices, and a wait for it; on the CPU they are compared with the copy.
+        Cost: on a device a checksum of the slices, and a wait for it; on the CPU a comparison with the copy.
         """
         for device, staging in self._stagings.items():
             here = [n for n in self._parts if self._live[n] and self.parameters[n].device == device]
@@ -151,12 +152,14 @@ class MasterParameters(SharedBlock):
         self.round(part)
 
     def load(self, part: Slice, values: Tensor | None) -> None:
-        """Set this rank's slice of a master to `values`, or if None to the parameter's, which has the last word."""
+        """Set this rank's slice of a master to `values`; with None, or where they do not match, to the parameter's."""
         self._keep[part.index] = values is not None
         self._notes.pop(part.index, None)
         if values is not None:
             like = self.parameters[part.index]
-            flat = in_memory_order(values, like) if values.shape == like.shape else values  # else it is of a slice
+            flat = (
+                in_memory_order(values, like) if values.shape == like.shape else values
+            )  # otherwise they are of a slice
             self.flats[part.index][part.start : part.stop].copy_(flat)
 
     def has_more(self, number: int) -> bool:
@@ -164,29 +167,29 @@ class MasterParameters(SharedBlock):
         return self._is_half[number]
 
     def round(self, part: Slice) -> None:
-        """Round this rank's slice, ready for the devices."""
+        """Round this rank's slice for the devices."""
         if self._is_half[part.index] and self._rounded is not None:
             master = self.flats[part.index][part.start : part.stop]
             self._rounded.flats[part.index][part.start : part.stop].copy_(master)
 
     def settle(self) -> None:
-        """Wait until this rank reads no master any more."""
+        """Wait until this rank no longer reads masters."""
         for staging in self._stagings.values():
             staging.settle()
 
     def revive(self) -> None:
-        """Note which parameters are frozen no longer."""
+        """Record which parameters are no longer frozen."""
         for number, parameter in enumerate(self.parameters):
             if parameter.requires_grad and not self._live[number]:
                 self._live[number], self._keep[number] = True, False
 
     def push(self, numbers: Set[int] | None = None) -> None:
-        """Begin to copy to the devices what has been rounded, and the masters of all others; `note_pushed` follows."""
+        """Begin to copy the rounded values, or else the masters, to the devices; `note_pushed` must follow."""
         chosen = range(len(self.parameters)) if numbers is None else sorted(numbers)
         self._copy([(number, self._sent(number).shaped(number)) for number in chosen])
 
     def push_exact(self) -> None:
-        """Copy the masters to the devices, whatever has been rounded so far."""
+        """Copy the masters to the devices, whether rounded values exist or not."""
         self._copy(list(enumerate(self._masters)))
         self.note_pushed()
         self.settle()
@@ -201,15 +204,15 @@ class MasterParameters(SharedBlock):
             self._pushed += [number for number, _ in here if number in self._parts]
 
     def note_pushed(self) -> None:
-        """Note what the devices will hold of all that was pushed, to notice any write into it."""
-        pushed, self._pushed = list(dict.fromkeys(self._pushed)), []  # an interrupted update may have pushed some, too
+        """Record the new bits of the copied parameters, to detect later writes."""
+        pushed, self._pushed = list(dict.fromkeys(self._pushed)), []  # an interrupted update may also have copied some
         for device, staging in self._stagings.items():
             here = [number for number in pushed if self.parameters[number].device == device]
             if here:
                 staging.follow_copies(functools.partial(self._note, here))
 
     def _note(self, numbers: Sequence[int]) -> None:
-        """Note the bits of this rank's slices, which have been queued to be what was rounded."""
+        """Record the bits of this rank's slices, for which a copy of the rounded values is queued."""
         counts = [self._parts[number].stop - self._parts[number].start for number in numbers]
         sizes = [count * self.parameters[n].element_size() for n, count in zip(numbers, counts, strict=True)]
         for together in plan_waves(sizes, _NOTED_BYTES) if numbers else ():
@@ -222,7 +225,7 @@ class MasterParameters(SharedBlock):
         return self._sent(number).flats[number].detach()[self._parts[number].start : self._parts[number].stop]
 
     def find_moved(self) -> int | None:
-        """Return the first parameter that changed its device or dtype, if there is one."""
+        """Return the first parameter that changed its device or dtype, or None."""
         for number, parameter in enumerate(self.parameters):
             if parameter.device not in self._stagings or master_dtype(parameter.dtype) != self.dtypes[number]:
                 return number

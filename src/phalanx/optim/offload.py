@@ -1,15 +1,15 @@
-"""`ZeroRedundancyOptimizer(offload=True)` leaves parameters on their devices, and updates masters in host memory.
+"""`ZeroRedundancyOptimizer(offload=True)` keeps parameters on their devices, and updates masters in host memory.
 
               device                                host, each rank its slices
-------------- sync: nobody reads masters any more ---------------
+------------- sync: no rank reads masters any more ---------------
 step          gradients ──────────────────────────▶ copies of them, wave by wave
                                                     masters and state: the user's optimizer, a wave behind
-------------- sync: everybody has written -----------------------
-then          parameters ◀───────────────────────── all masters, rounded (by the device, if the rank is alone)
+------------- sync: all ranks have written ----------------------
+then          parameters ◀───────────────────────── all masters, rounded (by the device, for a single rank)
 
-Gradients are not copied while backward runs: whether one is written again before the update (by a collective, a
-GradScaler, or other code) can only be told by its bits, and looking at these twice takes longer than the copies, which
-all but those of the first wave lie behind the update.
+Gradients are not copied during backward: other code (a collective, a GradScaler) may write them before the update,
+which shows only in their bits, and checking these twice takes longer than the copies, all of which but those of the
+first wave are hidden behind the update.
 
 Source: Ren et al. (2021), ZeRO-Offload; masters and state once per host, in memory that its ranks share, are ours.
 """
@@ -36,15 +36,15 @@ _foreach_mul_: Any = find(
     "torch._foreach_mul_", loses="clipping gradients of an offloaded optimizer takes longer", instead=None
 )
 
-# While a wave is updated the gradients of the next come in, and the parameters of the one before go out. A wave costs
-# one call of the optimizer.
+# While one wave is updated, the gradients of the next are copied to the host and the parameters of the previous one to
+# the device. A wave costs one call of the optimizer.
 WAVE_BYTES = 32 << 20
 
 _FUSED = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad})
 
 
 def may_fuse(optimizer_class: type[Optimizer], options: Mapping[str, Any], parameters: Sequence[Tensor]) -> bool:
-    """Return whether to update by one fused kernel of the processor's if the user has said nothing about it."""
+    """Return whether to use a fused kernel on the CPU if the user has not chosen."""
     return (
         optimizer_class in _FUSED
         and options.get("fused") is None
@@ -55,9 +55,9 @@ def may_fuse(optimizer_class: type[Optimizer], options: Mapping[str, Any], param
 
 
 class Offload:
-    """It has the masters of all groups of parameters, and this rank's slices of them.
+    """An `Offload` has the masters of all groups of parameters, and this rank's slices of them.
 
-    With `cut` parameters may be cut, and updated in waves; else the optimizer sees all of them in each call.
+    With `cut` parameters may be cut, and updated in waves; otherwise each call of the optimizer updates all of them.
     """
 
     def __init__(
@@ -71,7 +71,9 @@ class Offload:
         self._shards: list[list[OffloadedShard]] = []
         self._states: list[SharedState] = []
         self._num_with_state = 0
-        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # of gradients, in the masters' precision
+        self._copies: dict[
+            tuple[torch.device, torch.dtype], Tensor
+        ] = {}  # copies of gradients, in the masters' precision
 
     def share(
         self,
@@ -80,7 +82,7 @@ class Offload:
         source: int,
         previous: MasterParameters | None,
     ) -> tuple[MasterParameters, Plan, list[OffloadedShard]]:
-        """Make masters for one more group of parameters, with the values of rank `source`. All ranks call it."""
+        """Create masters for one more group of parameters, with the values of rank `source`. All ranks call it."""
         for device in {parameter.device for parameter in parameters}:
             if device not in self._stagings:
                 self._stagings[device] = self._make_staging(device)
@@ -115,7 +117,7 @@ class Offload:
             staging.follow()
 
     def _rooms(self, shards: Sequence[OffloadedShard]) -> Iterator[Tensor]:
-        """Yield memory of the host for the gradient of each shard; all of one dtype lie in one piece."""
+        """Yield host memory for the gradient of each shard; all of one dtype are in one block."""
         used: dict[tuple[torch.device, torch.dtype], int] = {}
         for shard in shards:
             key = shard.staging.device, shard.tensor.dtype
@@ -128,7 +130,7 @@ class Offload:
             used[key] += shard.count
 
     def update(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
-        """Update this rank's slices of the masters; a process that is alone sends them to their devices at once."""
+        """Update this rank's slices of the masters; a single rank also copies them to their devices at once."""
         for masters in self._masters:
             masters.take()
         with_gradient = [pair for pair in self._all() if pair[1].parameter.grad is not None]
@@ -158,7 +160,7 @@ class Offload:
                 masters.push({shard.part.index for owner, shard in wave if owner is masters})
 
     def keep_state_here(self, optimizer: Optimizer, *, anew: bool = False) -> None:
-        """Move state that the optimizer has made to the host's shared memory; look only if there is more, or `anew`."""
+        """Move new optimizer state to the host's shared memory; check only if there is more, or `anew`."""
         if len(optimizer.state) == self._num_with_state and not anew:
             return
         self._num_with_state = len(optimizer.state)
@@ -174,7 +176,7 @@ class Offload:
             masters.note_pushed()
 
     def push_exact(self) -> None:
-        """Do what `push` does, where not every rank may have rounded its part; it is done on return."""
+        """Copy as `push` does if some ranks may not have rounded their part, and wait for the copies."""
         for masters in self._masters:
             masters.push_exact()
 
@@ -204,9 +206,9 @@ class Offload:
 def _split_by_momentum(
     pairs: Sequence[tuple[MasterParameters, OffloadedShard]], optimizer: Optimizer
 ) -> list[list[tuple[MasterParameters, OffloadedShard]]]:
-    """Return the shards that have a momentum buffer apart from the others: torch's fused SGD takes no mixture of them.
+    """Separate shards with a momentum buffer from the others, since torch's fused SGD accepts no mixture.
 
-    There is at least one list, which may be empty.
+    Return at least one list, which may be empty.
     """
     kinds: dict[bool, list[tuple[MasterParameters, OffloadedShard]]] = {}
     for pair in pairs:
@@ -215,12 +217,14 @@ def _split_by_momentum(
     return list(kinds.values()) or [[]]
 
 
-# The hungriest optimizers in torch.optim (centered RMSprop, Adam with amsgrad) keep three numbers an element.
+# The largest states in torch.optim (centered RMSprop, Adam with amsgrad) have three numbers per element.
 _STATES = 4
 
 
 class SharedState:
-    """It has room for four numbers per element that a rank updates; unused room costs no memory. All ranks make it."""
+    """A `SharedState` has room for four numbers per element that a rank updates; unused room costs no memory. All
+    ranks create it together.
+    """
 
     def __init__(self, extents: Sequence[ParameterExtent], plan: Plan, group: dist.ProcessGroup) -> None:
         from phalanx._comm.backend.shared import shared_empty  # needs the C core, which a group that shares memory has
@@ -234,7 +238,7 @@ class SharedState:
         self._places: dict[tuple[int, str], Tensor] = {}
 
     def adopt(self, number: int, state: dict[str, Any]) -> None:
-        """Move here what the state of parameter `number` has for each element; what finds no room stays."""
+        """Move the per-element state of parameter `number` here, as far as there is room."""
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.is_cpu and is_dense(value):
                 place = self._place(number, key, value)

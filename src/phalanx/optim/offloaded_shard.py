@@ -14,7 +14,7 @@ from phalanx.optim.staging import HostStaging
 
 
 class OffloadedShard:
-    """It is a `ParameterShard` of a master. The gradient is copied when the update begins."""
+    """An `OffloadedShard` is a `ParameterShard` of a master. The gradient is copied when the update begins."""
 
     def __init__(self, parameter: Tensor, masters: MasterParameters, part: Slice, staging: HostStaging) -> None:
         self.parameter = parameter
@@ -27,14 +27,14 @@ class OffloadedShard:
         self.tensor = whole if self.is_whole else flat[part.start : part.stop]
         self.tensor.requires_grad_(self.tensor.is_floating_point() or self.tensor.is_complex())
         self._copy: Tensor | None = None
-        self._wait: Callable[[], object] | None = None  # for the copy that is under way
+        self._wait: Callable[[], object] | None = None  # waits for the current copy
 
     @property
     def count(self) -> int:
         return self.part.stop - self.part.start
 
     def copy_gradient(self, host: Tensor) -> None:
-        """Begin to copy the gradient's slice to `host`, in the master's precision, inside of the staging's `beside`.
+        """Begin to copy the gradient's slice to `host`, in the master's precision, inside the staging's `beside`.
 
         Raises:
             RuntimeError: the gradient is sparse.
@@ -51,7 +51,7 @@ class OffloadedShard:
         self._wait = self.staging.to_host(host, flat)
 
     def take_gradient(self) -> None:
-        """Wait for the copy, and show it to the optimizer."""
+        """Wait for the copy, and set it as the gradient for the optimizer."""
         self.tensor.grad = None
         if self._copy is None or self._wait is None:
             return
@@ -59,11 +59,11 @@ class OffloadedShard:
         self.tensor.grad = self._copy.as_strided(self.tensor.shape, self.tensor.stride())
 
     def drop_gradient(self) -> None:
-        """Let go of what the optimizer saw, and of the copy."""
+        """Release the optimizer's gradient and the copy."""
         self.tensor.grad = self._copy = self._wait = None
 
     def load_master(self, values: Tensor | None) -> None:
-        """Set the slice of the master to what was saved with the state; else to the parameter's own values."""
+        """Set the slice of the master to its saved values; otherwise to the parameter's values."""
         self._masters.load(self.part, values)
 
     def gradient_slice(self) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Keep outer parameters, which all ranks have alike, and move them by the ranks' mean movement with an optimizer.
+"""Keep outer parameters, the same on all ranks, and move them with an optimizer by the ranks' mean movement.
 
 t      outer parameters
 x_i    rank i's parameters after its inner steps from t
@@ -21,7 +21,7 @@ from phalanx.optim.flat import Flat
 
 
 def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optimizer) -> None:
-    """Refuse optimizers that are one, or an outer one that cannot step, leaves parameters out or has others.
+    """Refuse optimizers that are identical, or an outer one that cannot step, or has not exactly the parameters.
 
     Raises:
         ValueError: an optimizer is refused; the message says why.
@@ -53,7 +53,7 @@ def check_optimizers(name: str, model: nn.Module, inner: Optimizer, outer: Optim
 def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
     if isinstance(outer, torch.optim.SparseAdam):
         return "it takes sparse gradients only, and how far ranks have moved is a dense one"
-    # It is asked of the class, since a scheduler puts a function in the instance.
+    # The class is checked, since a scheduler replaces the instance's function.
     _, *arguments = inspect.signature(type(outer).step).parameters.values()
     if any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in arguments):
         return "its step computes the loss again by a closure, and how far ranks have moved is no gradient of a loss"
@@ -61,7 +61,7 @@ def _find_why_it_cannot_step(outer: Optimizer) -> str | None:
 
 
 class OuterParameters:
-    """Copies of the model's parameters, the same on all ranks, that `optimizer` moves.
+    """`OuterParameters` are copies of the model's parameters, the same on all ranks, that `optimizer` moves.
 
     The optimizer is over the model's own parameters.
     """
@@ -84,12 +84,12 @@ class OuterParameters:
         return dict(zip(self._names, self._flat.views, strict=True))
 
     def subtract(self, views: Sequence[Tensor]) -> None:
-        """Replace `views`, copies of the parameters, by how far they have moved: t - x."""
+        """Replace `views`, copies of the parameters, by the distance that they have moved: t - x."""
         for outer, view in zip(self._flat.views, views, strict=True):
             torch.sub(outer.to(view.device), view, out=view)
 
     def step(self, means: Sequence[Tensor]) -> None:
-        """Take one step with the ranks' mean movement; then the model has the outer parameters, too."""
+        """Take one step with the ranks' mean movement; then set the model to the outer parameters."""
         gradients = [parameter.grad for parameter in self._parameters]
         self._flat.give()
         try:

@@ -1,4 +1,4 @@
-"""A `ParameterShard` is the slice of one parameter that a rank updates, as a parameter that an optimizer takes."""
+"""A `ParameterShard` is the slice of one parameter that a rank updates, as a parameter for an optimizer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from phalanx.optim.plan import Slice
 
 
 class ParameterShard:
-    """It is a slice of `parameter`, whose elements in the order of memory are `flat`.
+    """A `ParameterShard` is a slice of `parameter`, whose elements in memory order are `flat`.
 
-    `tensor` is what the optimizer sees: the parameter itself when the slice is all of it, else one dimension of it.
+    `tensor` is the optimizer's parameter: the parameter itself if the slice is all of it, else a one-dimensional view.
     """
 
     def __init__(self, parameter: Tensor, flat: Tensor, part: Slice) -> None:
@@ -25,10 +25,10 @@ class ParameterShard:
             self.tensor.requires_grad_(flat.is_floating_point() or flat.is_complex())
 
     def take_gradient(self) -> None:
-        """Show the optimizer this slice of the gradient; copied only if its strides are not the parameter's.
+        """Set this slice of the gradient for the optimizer, copied only if its strides are not the parameter's.
 
         Raises:
-            RuntimeError: the gradient is sparse and can't be cut.
+            RuntimeError: the gradient is sparse and cannot be cut.
         """
         if self.is_whole:
             return
@@ -48,12 +48,12 @@ class ParameterShard:
             self._rearranged = flat.as_strided(self.parameter.shape, self.parameter.stride())
 
     def write_gradient(self) -> None:
-        """Write what has been done to the slice into the parameter's gradient, if the slice is a copy."""
+        """Write changes of the slice into the parameter's gradient, if the slice is a copy."""
         if self._rearranged is not None and self.parameter.grad is not None:
             self.parameter.grad.detach().copy_(self._rearranged)
 
     def drop_gradient(self) -> None:
-        """Let go of the slice of the gradient, so that zero_grad frees its memory."""
+        """Release the slice of the gradient, so that zero_grad frees its memory."""
         self._rearranged = None
         if not self.is_whole:
             self.tensor.grad = None

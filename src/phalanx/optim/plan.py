@@ -1,4 +1,4 @@
-"""Plan which rank updates which elements of the parameters. The functions are pure.
+"""Plan which rank updates which elements of the parameters. All functions are pure.
 
              w1                        b1     w2
 memory   [ . . . . . . . . . . . . ][ . .  ][ . . . . . . . . ]     each parameter starts on a line of 128 bytes
@@ -13,16 +13,15 @@ from dataclasses import dataclass
 
 from phalanx._comm.backend.gradient_shards import LARGE_BYTES
 
-# A cut lies at a multiple of this from the parameter's start. torch's kernels take two vector registers, at most 128
-# bytes, at a time, and what is left at the end one by one; the two ways may round differently (fused SGD's do). On
-# such a boundary every element goes the way that it would go in an uncut parameter, so it gets the same bits. And no
-# two ranks write into one cache line.
+# Cuts are at multiples of this from the parameter's start. torch's kernels process two vector registers, at most 128
+# bytes, at a time, and the rest one by one; the two ways may round differently (fused SGD's do). With such cuts every
+# element is processed as in an uncut parameter, so it gets the same bits. And no two ranks write into one cache line.
 LINE = 128
 
 
 @dataclass(frozen=True)
 class ParameterExtent:
-    """An extent is a parameter as far as planning needs it: `numel` elements of `itemsize` bytes."""
+    """A `ParameterExtent` has the size of a parameter: `numel` elements of `itemsize` bytes."""
 
     numel: int
     itemsize: int
@@ -33,13 +32,13 @@ class ParameterExtent:
 
     @property
     def num_lines(self) -> int:
-        """Return the lines of memory that it takes."""
+        """Return the parameter's size in lines of memory."""
         return -(-self.nbytes // LINE)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice is the elements `start` to `stop`, in the order of memory, of parameter number `index` of a group."""
+    """A `Slice` is the elements `start` to `stop`, in memory order, of parameter number `index` of a group."""
 
     index: int
     start: int
@@ -51,7 +50,7 @@ Plan = tuple[tuple[Slice, ...], ...]
 
 
 def plan_offsets(extents: Sequence[ParameterExtent]) -> tuple[list[int], int]:
-    """Return where each parameter starts in the memory of its group, and how long that is, in bytes."""
+    """Return the offset of each parameter in the memory of its group, and the total size, in bytes."""
     offsets, at = [], 0
     for extent in extents:
         offsets.append(at)
@@ -60,9 +59,9 @@ def plan_offsets(extents: Sequence[ParameterExtent]) -> tuple[list[int], int]:
 
 
 def plan_cut(extents: Sequence[ParameterExtent], world_size: int) -> Plan:
-    """Cut each large parameter into equal ranges of lines, and so the small ones, one after the other, together.
+    """Cut each large parameter into equal ranges of lines, and the small ones, laid end to end, as if they were one.
 
-    So every rank averages and updates its share of each large gradient, as it comes. Empty parameters are rank 0's.
+    So every rank averages and updates its share of each large gradient as it arrives. Empty parameters go to rank 0.
     """
     small = [index for index, extent in enumerate(extents) if extent.nbytes < LARGE_BYTES]
     rows = [[index] for index, extent in enumerate(extents) if extent.nbytes >= LARGE_BYTES] + [small]
@@ -90,7 +89,7 @@ def _cut(extents: Sequence[ParameterExtent], row: Sequence[int], rank: int, worl
 
 
 def plan_waves(sizes: Sequence[int], most: int) -> list[range]:
-    """Return neighbours of `sizes` in runs of at most `most` bytes, or of one; at least one run, perhaps empty."""
+    """Group consecutive `sizes` into runs of at most `most` bytes, or of one size; at least one run, perhaps empty."""
     waves, start, nbytes = [], 0, 0
     for position, size in enumerate(sizes):
         if position > start and nbytes + size > most:
@@ -101,7 +100,7 @@ def plan_waves(sizes: Sequence[int], most: int) -> list[range]:
 
 
 def plan_whole(extents: Sequence[ParameterExtent], world_size: int) -> Plan:
-    """Give each parameter to one rank: the largest first, to the rank that has the least so far."""
+    """Assign each parameter to one rank: the largest first, to the rank with the least so far."""
     loads = [0] * world_size
     ranks: list[list[Slice]] = [[] for _ in range(world_size)]
     for index in sorted(range(len(extents)), key=lambda i: -extents[i].num_lines):

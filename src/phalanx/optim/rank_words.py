@@ -1,4 +1,4 @@
-"""`RankWords` are numbers that each rank of a host writes for itself, and that all read without a message."""
+"""`RankWords` are numbers in shared memory, one per rank of a host, that all ranks read without a message."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _WORDS_APART = 16  # in 64-bit words: each rank's word has cache lines of its ow
 
 
 class RankWords:
-    """It has a word for each rank of `group`, and one for all, which are 0 at first. All ranks make it together.
+    """`RankWords` has a word for each rank of `group`, and one for all, initially 0. All ranks create it together.
 
-    Whoever reads a word sees all that was written before it (csrc/word.h): stores of a tensor's elements keep that
-    order on x86 and need not on ARM.
+    A rank that reads a word sees everything written before the word (csrc/word.h); plain stores of a tensor's elements
+    keep that order on x86, but not necessarily on ARM.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -27,7 +27,7 @@ class RankWords:
         dist.barrier(group=group)
 
     def store(self, word: int) -> None:
-        from phalanx import _core  # without it no memory is shared
+        from phalanx import _core  # without the core no memory is shared
 
         _core.store_word(self._address(self._rank), word)
 
@@ -40,7 +40,7 @@ class RankWords:
         return self.load(self._world_size)
 
     def exchange_common(self, before: int, word: int) -> None:
-        """Write the word for all, if it still is `before`."""
+        """Write the common word if it still is `before`."""
         from phalanx import _core
 
         _core.compare_exchange_word(self._address(self._world_size), before, word)

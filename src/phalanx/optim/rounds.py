@@ -1,10 +1,10 @@
-"""Let replicas that train apart come together in planned rounds, after steps of the optimizer and at the end.
+"""Combine replicas that train separately in planned rounds, after steps of the optimizer and at the end.
 
     rank 0   step step step step | round | step step (no more data) | round |          . . .          | round |
     rank 1   step step step step | round | step step step step      | round | step (no more data)     | round |
 
-A round begins by saying who has stepped since the last one, and who has no more data; only those who have stepped
-count. A rank that has finished takes part until all have, so nobody hangs, and all end with the same values.
+A round begins with an exchange of who has stepped since the last one, and who has no more data; only ranks that have
+stepped count. A rank without more data joins all rounds until the end, so no rank hangs, and all end with equal values.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from phalanx.optim.outer import OuterParameters
 
 
 class Rounds(ABC):
-    """It counts the steps of `optimizer`, and holds a round every `sync_every` of them. All ranks make it together.
+    """`Rounds` count `optimizer`'s steps, and run a round every `sync_every` of them. All ranks create it together.
 
-    It begins to count at once. As a context manager it ends with `finish`, unless an exception ended the block.
+    Counting starts at once. As a context manager it ends with `finish`, unless an exception ended the block.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Rounds(ABC):
 
     _name: str
     ranks_differ = True
-    """Whether ranks hold different values, so that no checkpoint may mix those of several ranks."""
+    """Whether ranks have different values, so that a checkpoint must not mix those of several ranks."""
 
     _outer: OuterParameters | None = None
-    """The parameters that are the same on all ranks between rounds, if there are any."""
+    """The parameters that are equal on all ranks between rounds, if any."""
 
     @property
     def _buffers(self) -> list[Tensor]:
-        """Return the buffers of now: a module that writes `self.mean = 0.9 * self.mean + ...` binds its buffer anew."""
+        """Return the current buffers: a module that writes `self.mean = 0.9 * self.mean + ...` replaces its buffer."""
         return [module.get_buffer(name) for module, name in self._places]
 
     def _find_tensors(self) -> list[Tensor]:
@@ -86,7 +86,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def _combine(self, *, counting: tuple[int, ...]) -> None:
-        """Make the model of this round from those of the ranks that count, one or more. All ranks call it."""
+        """Combine the models of the ranks that count, one or more, into this round's model. All ranks call it."""
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _options: Any) -> None:
         self.local_steps += 1
@@ -95,7 +95,7 @@ class Rounds(ABC):
 
     @torch.no_grad()
     def _hold(self, *, finished: bool, counts: bool) -> bool:
-        """Hold one round; return whether all ranks have finished."""
+        """Run one round; return whether all ranks have finished."""
         self._refuse_newcomers()
         group = self.process_group
         said = torch.zeros(group.size() + 1, dtype=torch.int64, device=self._parameters[0].device)
@@ -110,7 +110,7 @@ class Rounds(ABC):
         return bool(num_finished == group.size())
 
     def _refuse_newcomers(self) -> None:
-        """Refuse parameters that were added or unfrozen since construction: no round would ever combine them.
+        """Refuse parameters that were added or unfrozen since construction: no round would combine them.
 
         Raises:
             RuntimeError: there is one; the message names the first.
@@ -125,16 +125,16 @@ class Rounds(ABC):
                 )
 
     def regroup(self, process_group: dist.ProcessGroup) -> None:
-        """Go on in another group, after ranks were lost or came. All its ranks call it; `catch_up` comes next."""
+        """Continue in another group, after ranks were lost or joined. All its ranks call it; `catch_up` comes next."""
         self.process_group = process_group
         self._flat = Flat(self._find_tensors, group=process_group)
 
     def catch_up(self, *, is_new: bool) -> None:
-        """Carry out a round out of turn, without new ranks' say: then all go on from the same round. All ranks call it.
+        """Run an extra round in which new ranks do not count, so that all continue from it. All ranks call it.
 
-        A lost rank has missed it, with the steps since the round before. A rank that heard of the loss where others had
-        the round done already has missed that one: it gets from them what all have alike. With an outer optimizer only
-        steps count: a round of ranks that have just had one would move it again.
+        The steps of a lost rank since the last round are lost. A rank that learned of the loss after others had
+        completed a round has missed that round, and gets the common values from them. With an outer optimizer only
+        ranks with steps count: a round of ranks that have just had one would move the outer parameters again.
         """
         newest, root, is_torn = self._find_newest(is_new=is_new)
         is_behind = is_new or self.num_rounds < newest
@@ -147,11 +147,11 @@ class Rounds(ABC):
             self._catch_up_without_round(root)
 
     def _catch_up_without_round(self, root: int) -> None:
-        """Make up for the latest round, which some missed and `root` did; no rank has stepped since. Collective."""
+        """Make up for the latest round, which `root` completed and others missed, if no rank stepped. Collective."""
         return None
 
     def _find_newest(self, *, is_new: bool) -> tuple[int, int, bool]:
-        """Return the latest round that a rank has done, the first such rank, and whether others lack it. Collective."""
+        """Return the latest completed round, the first rank that has it, and whether others missed it. Collective."""
         group = self.process_group
         done = torch.zeros(group.size(), dtype=torch.int64, device=self._parameters[0].device)
         done[group.rank()] = -1 if is_new else self.num_rounds
@@ -162,17 +162,17 @@ class Rounds(ABC):
         return max(newest, 0), by_rank.index(newest), min(old, default=0) < newest
 
     def finish(self) -> None:
-        """Stop counting, and hold rounds until every rank is here; all then have the same model. All ranks call it."""
+        """Stop counting, and run rounds until every rank has finished, with the same model. All ranks call it."""
         self._hook.remove()
         while not self._hold(finished=True, counts=self.local_steps > 0):
             pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far this rank is into its round, and how many were held. Models differ in between: save each."""
+        """Return this rank's step in its round, and the number of rounds. Models differ between rounds: save each."""
         return {"local_steps": self.local_steps, "num_rounds": self.num_rounds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on in the middle of a round; the caller loads the model and the optimizer."""
+        """Continue in the middle of a round; the caller loads the model and the optimizer."""
         self.local_steps = state_dict["local_steps"]
         self.num_rounds = state_dict["num_rounds"]
 
@@ -189,7 +189,7 @@ class Rounds(ABC):
 
 
 def check_kinds(name: str, model: Any, *optimizers: Any) -> None:
-    """Refuse what is no model and what is no optimizer.
+    """Check that `model` is a module, and `optimizers` are optimizers.
 
     Raises:
         TypeError: an argument is refused; the message says what it is.
@@ -202,7 +202,7 @@ def check_kinds(name: str, model: Any, *optimizers: Any) -> None:
 
 
 def _find_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return module and name of each buffer that is averaged along: of floating or complex type, shared ones once."""
+    """Return the module and name of each buffer that is averaged: of floating or complex dtype, shared ones once."""
     places: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -212,7 +212,7 @@ def _find_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _find_others(model: nn.Module, combined: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return by name what no round changes: the frozen parameters and the buffers of whole numbers."""
+    """Return by name the tensors that no round changes: frozen parameters and integer buffers."""
     known = {id(tensor) for tensor in combined}
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return [(name, one) for name, one in named if id(one) not in known and one.layout is torch.strided]
@@ -224,12 +224,12 @@ def _broadcast_once(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
     flat = Flat(tensors)
     flat.take()
     for block in flat.blocks:
-        dist.broadcast(block.view(torch.uint8), group=group, group_src=0)  # the bytes may be of any dtype
+        dist.broadcast(block.view(torch.uint8), group=group, group_src=0)  # bytes of any dtype
     flat.give()
 
 
 def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
-    """Refuse what is averaged or shared by the same ranks at every step already.
+    """Refuse a model or optimizer that the same ranks already average or share at every step.
 
     Raises:
         ValueError: the model or the optimizer is refused; the message says why.
@@ -249,7 +249,7 @@ def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: d
 
 
 def _verify_same(name: str, named: Sequence[tuple[str, Tensor]], settings: str, group: dist.ProcessGroup) -> None:
-    """Return on every rank, or raise on every rank. All ranks call it."""
+    """Check that all ranks have the same tensors and settings. All ranks call it, and all raise or none."""
     mine = settings, [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)

@@ -1,4 +1,4 @@
-"""`ShardedState` saves and loads the state of a sharded optimizer: a rank's own part, or the whole."""
+"""`ShardedState` saves and loads the state of a sharded optimizer: a rank's own part, or the whole state."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from phalanx.optim.parameter_shard import ParameterShard
 from phalanx.optim.shared_parameters import SharedParameters
 from phalanx.optim.state import StateDict, cut_state, layout_of, merge_state_dicts, refuse_loose
 
-_MASTER = "master"  # a parameter in the precision of its update, in its state
+_MASTER = "master"  # the key of a parameter's master in its state
 
 
 class ShardedState(Optimizer):
-    """It is the state of an optimizer of which this rank has shards.
+    """A `ShardedState` is the state of an optimizer of which this rank has shards.
 
-    `ZeroRedundancyOptimizer` sets what is declared here.
+    `ZeroRedundancyOptimizer` sets the declared attributes.
     """
 
     process_group: dist.ProcessGroup
-    _all_hosts: dist.ProcessGroup  # the group that was given, of which `process_group` has the ranks of this host
+    _all_hosts: dist.ProcessGroup  # the user's group, of which `process_group` has the ranks of this host
     rank: int
     world_size: int
     _optimizer_class: type[Optimizer]
@@ -42,7 +42,7 @@ class ShardedState(Optimizer):
 
     @property
     def is_on_hosts(self) -> bool:
-        """Return whether the group that was given is on several hosts, each of which updates all parameters."""
+        """Return whether the user's group is on several hosts, each of which updates all parameters."""
         return self._all_hosts is not self.process_group
 
     @property
@@ -54,7 +54,7 @@ class ShardedState(Optimizer):
         raise NotImplementedError
 
     def shard_state_dict(self) -> StateDict:
-        """Return this rank's part of the state, for this rank to save; `merge_state_dicts` makes the whole of all.
+        """Return this rank's part of the state, for this rank to save; `merge_state_dicts` merges all parts.
 
         A rank may call it alone. The tensors are the optimizer's own: save or copy them before the next step. State
         that belongs to no parameter is refused (ValueError).
@@ -96,7 +96,7 @@ class ShardedState(Optimizer):
             )
         number = dist.get_global_rank(self._all_hosts, to)
         on_host = dist.get_process_group_ranks(self.process_group)
-        if number not in on_host:  # that rank's host has all that it needs
+        if number not in on_host:  # that rank's host has all parts
             return
         shards: list[Any] | None = [None] * self.world_size if self._all_hosts.rank() == to else None
         dist.gather_object(self.shard_state_dict(), shards, group=self.process_group, group_dst=on_host.index(number))
@@ -108,10 +108,10 @@ class ShardedState(Optimizer):
 
     @untraced
     def state_dict(self) -> StateDict:
-        """Return the whole state, in the form of the plain optimizer's `state_dict`; any number of ranks can load it.
+        """Return the whole state, in the plain optimizer's `state_dict` form; any number of ranks can load it.
 
         Raises:
-            RuntimeError: the present state was not consolidated on this rank.
+            RuntimeError: the current state was not consolidated on this rank.
         """
         if not self._consolidated:
             rank = self._all_hosts.rank()
@@ -125,15 +125,15 @@ class ShardedState(Optimizer):
 
     @untraced
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take this rank's part of a whole state: of the plain optimizer, or consolidated on any number of ranks.
+        """Load this rank's part of a whole state: of the plain optimizer, or consolidated on any number of ranks.
 
-        Ranks need not call it together, but every rank must load the same. Join shards with `merge_state_dicts` first.
+        Ranks need not call it together, but every rank must load the same. Merge shards with `merge_state_dicts` first.
 
         Raises:
             ValueError: it is the state of other groups or parameters.
         """
-        with self._as_masters() as parameter_of:  # the state takes their dtype and device
-            # Checks, converts dtypes, calls the user's hooks; the state is all there.
+        with self._as_masters() as parameter_of:  # the state gets the masters' dtype and device
+            # Checks, converts dtypes and calls the user's hooks; at this point the state is whole.
             undecorated(Optimizer.load_state_dict)(self, state_dict)
         self._consolidated = False
         whole, self.state = self.state, defaultdict(dict)
@@ -141,7 +141,7 @@ class ShardedState(Optimizer):
 
     @contextlib.contextmanager
     def _as_masters(self) -> Iterator[dict[Any, Tensor]]:
-        """Put masters in place of the parameters, with offload; yield the parameter of each."""
+        """Replace the parameters by their masters, with offload; yield the parameter of each master."""
         parameter_of: dict[Any, Tensor] = {}
         given = [group["params"] for group in self.param_groups]
         try:
@@ -155,7 +155,7 @@ class ShardedState(Optimizer):
                 group["params"] = parameters
 
     def _take_state(self, whole: Mapping[Tensor, Any]) -> None:
-        """Load this rank's part of the whole state, which is by parameter; and the options of now."""
+        """Load this rank's part of the whole state, by parameter, with the current options."""
         self.optim.state.clear()
         for shard in (shard for group in self._shards for shard in group):
             if state := whole.get(shard.parameter):
@@ -171,13 +171,13 @@ class ShardedState(Optimizer):
             self.optim.state[shard.tensor] = state
 
     def load_kept_state(self, whole: dict[int, Any]) -> None:
-        """Take this rank's part of a whole state that `kept_state` gave."""
+        """Load this rank's part of a whole state that `kept_state` returned."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._take_state({parameters[number]: state for number, state in whole.items()})
 
 
 def _master_of(shard: ParameterShard | OffloadedShard) -> dict[str, Tensor]:
-    """Return what is to be saved with a state that was made of more precise parameters than the model's."""
+    """Return the master to save with the state of a parameter that has a more precise master."""
     if isinstance(shard, OffloadedShard) and shard.tensor.dtype != shard.parameter.dtype:
         return {_MASTER: shard.tensor.detach()}
     return {}

@@ -1,4 +1,4 @@
-"""Allocate the memory in which the parameters of a group live, once for all ranks of the host."""
+"""Allocate the memory of a group's parameters, once for all ranks of the host."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ PAGE = 4096
 
 
 def whole_pages(nbytes: int) -> int:
-    """Return the bytes of the pages that so many bytes fill."""
+    """Round bytes up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 class SharedBlock:
-    """It has room in the host's memory for each of `parameters`, as `dtypes`. All ranks make it together.
+    """A `SharedBlock` has room in host memory for each of `parameters`, as `dtypes`. All ranks create it together.
 
-    With `in_pages` no other block has a part of its pages.
+    With `in_pages` it shares no page with another block.
 
     memory   the block, as bytes
-    flats    each parameter's elements in the order of memory; a storage of its own, so that saving one saves no other
+    flats    each parameter's elements in memory order; in its own storage, so that saving one does not save others
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SharedBlock:
         room = whole_pages(nbytes) + PAGE if in_pages else max(nbytes, 1)
         self.memory = shared_empty(room, dtype=torch.uint8, group=group, owner=0)
         if in_pages:
-            start = -self.memory.data_ptr() % PAGE  # the same on every rank: heaps begin with a page
+            start = -self.memory.data_ptr() % PAGE  # the same on every rank, since heaps begin at a page
             self.memory = self.memory[start : start + max(nbytes, 1)]
         self.flats = [self._flat(number) for number in range(len(self.parameters))]
 
@@ -66,23 +66,25 @@ class SharedBlock:
         return torch.frombuffer(self.memory.numpy(), dtype=dtype, count=extent.numel, offset=self.offsets[number])
 
     def shaped(self, number: int) -> Tensor:
-        """Return a parameter's elements with its shape, and its strides where they fill one block."""
+        """Return a parameter's elements with its shape, and its strides if they fill one block."""
         flat, like = self.flats[number], self.parameters[number]
         return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
 
     def leave(self, memory: Tensor) -> None:
-        """Use `memory` from now on, which is laid out as the block, and is this rank's own."""
+        """Switch to `memory`, which is laid out as the block, and is this rank's own."""
         self.memory = memory
         self.flats = [self._flat(number) for number in range(len(self.parameters))]
 
     def byte_range(self, part: Slice) -> tuple[int, int]:
-        """Return where in the block a slice lies."""
+        """Return a slice's range of bytes in the block."""
         at, itemsize = self.offsets[part.index], self.extents[part.index].itemsize
         return at + part.start * itemsize, at + part.stop * itemsize
 
 
 class SharedParameters(SharedBlock):
-    """It moves `parameters` into one block of host memory, with `source`'s values. All ranks make it together."""
+    """`SharedParameters` moves `parameters` into one block of host memory, with `source`'s values. All ranks create it
+    together.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
         super().__init__(parameters, [p.dtype for p in parameters], group)
@@ -106,14 +108,14 @@ class SharedParameters(SharedBlock):
             parameter.data = self.shaped(number)
 
     def find_moved(self) -> int | None:
-        """Return the first parameter that does not live here any more, if there is one."""
+        """Return the first parameter that is no longer in the block, or None."""
         for number, (parameter, flat) in enumerate(zip(self.parameters, self.flats, strict=True)):
             if parameter.data_ptr() != flat.data_ptr() or parameter.dtype != flat.dtype:
                 return number
         return None
 
 
-_LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus the loads since
+_LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus its loads since
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 20e-6, 1e-3
 _PATIENCE_S = 10.0
 
@@ -121,11 +123,11 @@ _logger = get_logger(__name__)
 
 
 class Readers:
-    """`Readers` are the ranks of `group`, which may read parameters that all of them share. All ranks make it together.
+    """`Readers` are the ranks of `group`, which may read parameters that they share. All ranks create it together.
 
-    A rank says in a word how many loads it has begun. It reads nothing any more once it has begun the same load, or
-    while it waits in a collective that this rank has not called yet: where one rank loads, and the others meet it in a
-    barrier.
+    A rank publishes in a word how many loads it has begun. It no longer reads once it has begun the same load, or while
+    it waits in a collective that this rank has not called yet: this happens if one rank loads while the others wait in
+    a barrier.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -134,7 +136,7 @@ class Readers:
         self._last = 0
 
     def await_others(self) -> None:
-        """Wait until no other rank reads what this rank is about to overwrite, for ten seconds at most."""
+        """Wait, at most ten seconds, until no other rank reads the memory that this rank is about to overwrite."""
         ours = sharing_group(self._group)
         if ours is None or ours.symm_mem.closed:
             return

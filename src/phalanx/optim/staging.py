@@ -1,12 +1,12 @@
-"""Copy tensors between a device and the host's memory, while the processor updates others.
+"""Copy tensors between a device and host memory, while the CPU updates other tensors.
 
     copy stream      gradients of wave 0, to the host | wave 1 | wave 2 | ...
-    processor                                           update 0 | update 1 | ...
+    CPU                                                 update 0 | update 1 | ...
     compute stream                                                 parameters of wave 0, to the device | ...
 
-Memory of the host that copies read or write is page-locked on CUDA devices, since only then a copy runs beside
-anything. On the CPU a copy is a copy, done when the call returns. Where the two sides differ in precision, the device
-converts: it does so beside the processor, which has the update to compute, and in less time than the copy takes.
+Host memory of the copies is page-locked for CUDA devices, since only then a copy is asynchronous. On the CPU a copy is
+complete when the call returns. If the two sides differ in precision, the device converts: this runs in parallel to the
+CPU's update, and takes less time than the copy.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from phalanx.optim.shared_parameters import PAGE, whole_pages
 
 _logger = get_logger(__name__)
 
-# A tensor is converted in pieces of so many elements, so that the device needs little memory for it.
+# Tensors are converted in pieces of so many elements, so that the device needs little memory for it.
 _CONVERTED_AT_ONCE = 8 << 20
 
 
 class HostStaging:
-    """It copies tensors on `device` to the host and back.
+    """A `HostStaging` copies tensors on `device` to the host and back.
 
-    takes_checksums   whether writes to tensors are noticed by checksums, where they lie, and not by reading them here
+    takes_checksums   detect writes to tensors by checksums on the device, instead of reading them on the host
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.takes_checksums = device.type != "cpu"
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-        self._sent: Any = None  # an event after the latest copy to the device
+        self._sent: Any = None  # the event of the latest copy to the device
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Run what is queued in here after all that is queued so far, and beside what is queued after it."""
+        """Run work queued inside after all work queued so far, and in parallel to work queued later."""
         if self._stream is None:
             yield
             return
@@ -53,7 +53,7 @@ class HostStaging:
             yield
 
     def to_host(self, host: Tensor, tensor: Tensor) -> Callable[[], object]:
-        """Begin to copy `tensor` to `host`, inside `beside`; return a function that waits until it is there.
+        """Begin to copy `tensor` to `host`, inside `beside`; return a function that waits for the copy.
 
         The tensor may be freed at once, and changed by code that waits or queues after the copy. Both are flat.
         """
@@ -62,18 +62,18 @@ class HostStaging:
             return _nothing
         for there, here in _in_pieces(host, tensor):
             there.copy_(here.to(there.dtype), non_blocking=True)
-        tensor.record_stream(self._stream)  # its memory is not used anew before the copy is done
+        tensor.record_stream(self._stream)  # its memory is not reused before the copy is complete
         event: Any = self._stream.record_event()
         wait: Callable[[], object] = event.synchronize
         return wait
 
     def follow(self) -> None:
-        """Let what is queued on the device from now on come after the copies to the host that have begun."""
+        """Order later work on the device after the copies to the host that have begun."""
         if self._stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
     def to_device(self, tensors: Iterable[Tensor], host: Iterable[Tensor]) -> None:
-        """Begin to copy to the device; what is queued there later sees it. The host's memory is read until `settle`."""
+        """Begin to copy to the device, before work queued there later. The host memory is read until `settle`."""
         for tensor, source in zip(tensors, host, strict=True):
             if self._stream is None or tensor.dtype == source.dtype:
                 tensor.copy_(source, non_blocking=True)
@@ -83,29 +83,29 @@ class HostStaging:
         self.follow_copies(_nothing)
 
     def follow_copies(self, then: Callable[[], object]) -> None:
-        """Call `then`, which queues what is to be done after the copies to the device, and by `settle`."""
+        """Call `then`, which queues work after the copies to the device, at the latest in `settle`."""
         then()
         if self._stream is not None:
             self._sent = torch.accelerator.current_stream(self.device).record_event()
 
     def settle(self) -> None:
-        """Wait until all copies to the device have been made, and what was to follow: the host may write."""
+        """Wait for all copies to the device, and the work after them: then the host memory may be written."""
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None
 
     def note(self, flats: Sequence[Tensor], host: Sequence[Tensor]) -> Any:
-        """Return what `differ` needs to find whether one of `flats`, of one dimension, was written, by any code.
+        """Return a note for `differ`, which detects writes to `flats`, one-dimensional tensors, by any code.
 
-        On the CPU that is `host`, of the same values or more precise ones, which stays as it is until then. Else it is
-        a checksum, queued on the device; what is queued later does not count.
+        On the CPU the note is `host`, with the same or more precise values, which must not change until then. Otherwise
+        it is a checksum, queued on the device before any later work.
         """
         return checksum(flats) if self.takes_checksums else host
 
     def differ(self, noted: Sequence[tuple[Sequence[Tensor], Any]]) -> list[bool]:
-        """Return which of these groups of tensors no longer hold the bits that were noted of them.
+        """Return which of these groups of tensors no longer have the bits of their notes.
 
-        It waits for the device, once; nothing is queued any more on another stream for the notes.
+        This waits for the device, once; other streams must have no queued work for the notes.
         """
         if not self.takes_checksums:
             return [not all(map(_same_bits, flats, note)) for flats, note in noted]
@@ -114,11 +114,11 @@ class HostStaging:
 
     @property
     def locks(self) -> bool:
-        """Return whether memory of the host is to be page-locked for this device."""
+        """Return whether host memory must be page-locked for this device."""
         return self.device.type == "cuda"
 
     def empty_host(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return memory of the host to copy to: page-locked where that counts, so in pages of its own."""
+        """Return host memory to copy to: page-locked if needed, in pages of its own."""
         nbytes = count * dtype.itemsize
         if not self.locks or nbytes == 0:
             return torch.empty(count, dtype=dtype)
@@ -139,7 +139,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _in_pieces(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same elements of both; all at once if they agree in precision."""
+    """Yield matching pieces of both tensors; all at once if they have the same precision."""
     if one.dtype == other.dtype:
         yield one, other
     else:
@@ -149,10 +149,10 @@ def _in_pieces(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def lock(memory: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
-    """Page-lock these ranges of bytes of `memory`, until it is let go. Without the right to lock, copies are slower.
+    """Page-lock these ranges of bytes of `memory` until it is released. Without permission to lock, copies are slower.
 
-    A page is locked once: call it once for all ranges of a block of memory, which shares no page with another.
-    Cost: the pages exist from now on.
+    A page is locked once: call this once for all ranges of a block, which must share no page with another block.
+    Cost: the pages become resident.
     """
     for start, stop in plan_pages(memory.data_ptr(), ranges):
         if error := lock_pages(start, stop - start, FOR_ALL_DEVICES):
@@ -160,7 +160,7 @@ def lock(memory: Tensor, ranges: Iterable[tuple[int, int]]) -> None:
                 _logger, f"offload: memory of the host can't be page-locked (CUDA error {error}): copies take longer"
             )
             return
-        weakref.finalize(memory, unlock_pages, start).atexit = False  # CUDA may be gone by then
+        weakref.finalize(memory, unlock_pages, start).atexit = False  # CUDA may have ended by then
 
 
 def _nothing() -> None:
@@ -168,9 +168,9 @@ def _nothing() -> None:
 
 
 def plan_pages(address: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the addresses of the whole pages around byte ranges from `address` on, neighbours merged. It is pure.
+    """Return the addresses of the whole pages around byte ranges from `address`, with neighbours merged. It is pure.
 
-    A page can be locked once, and two ranges may touch the same.
+    A page can be locked only once, and two ranges may touch the same page.
     """
     pages: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
@@ -185,28 +185,28 @@ def plan_pages(address: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[in
     return pages
 
 
-# Compute a checksum of tensors' bits on their own device, to notice a write that nothing has reported.
+# Compute a checksum of tensors' bits on their own device, to detect unreported writes.
 #
 # PyTorch counts the writes that autograd should know of (`_version`). Collectives, the unscaling of a GradScaler,
-# writes through `.data` and kernels of extensions change memory and count nothing.
+# writes through `.data` and kernels of extensions change memory without counting.
 
 _BLOCK = 1 << 16
-_BLOCKS_AT_ONCE = 64  # so the products take 32 MB
-# They are read as integers. In the exact sum none has 8 bytes: scaling by a power of two adds the same to each, and
-# could be lost above 64 bits.
+_BLOCKS_AT_ONCE = 64  # so that the products take 32 MB
+# Elements are read as integers. In the exact sum no element has 8 bytes: scaling by a power of two adds the same to
+# each, and could be lost above 64 bits.
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 
 def checksum(flats: Sequence[Tensor]) -> Tensor:
     """Return sums of the bits of `flats`, contiguous tensors of one dimension, as int64 on their device.
 
-    There are two sums of the tensors of each width of element, taken one after the other. The first is exact, so that
-    scaling by a power of two changes it, as long as a sign is left. The second is of all bytes in words of 8, with an
-    odd factor for each place: a change of one word always changes it, and a change of sign or of order does, except by
-    chance.
+    There are two sums for each width of element, over the concatenated tensors of that width. The first is exact, so
+    that scaling by a power of two changes it, as long as a sign is left. The second is of all bytes in words of 8, with
+    an odd factor for each position: a change of one word always changes it, and a change of sign or of order does,
+    except by chance.
 
     Shape: (two for each width).
-    Cost: a dozen kernels, which read the tensors twice, and a copy of them where they are several; 32 MB on the device.
+    Cost: a dozen kernels, which read the tensors twice, and a copy if there are several tensors; 32 MB on the device.
     """
     sums: list[Tensor] = []
     for width in sorted({flat.element_size() for flat in flats}):
@@ -217,10 +217,9 @@ def checksum(flats: Sequence[Tensor]) -> Tensor:
 
 
 def _placed(words: Tensor) -> Tensor:
-    """Return the sum with a factor for each place, of words of 8 bytes, because few products take less time than many
-    and these need no conversion.
+    """Return the sum of words of 8 bytes, each times a factor for its position: few products, and no conversion.
 
-    What begins between two words of 8 bytes in memory, as the slice of a parameter may, is read as it is.
+    Data that begin between two words in memory, as the slice of a parameter may, are read unaligned.
     """
     placed = torch.zeros((), dtype=torch.int64, device=words.device)
     width = words.element_size()

@@ -1,9 +1,9 @@
-"""Cut optimizer state into shards, and merge shards into the whole state. The functions are pure.
+"""Cut optimizer state into shards, and merge shards into the whole state. All functions are pure.
 
-A whole state is a plain optimizer's `state_dict`. A shard is a part of it, in plain data that `torch.save` takes:
+A whole state is a plain optimizer's `state_dict`. A shard is a part of it, as plain data for `torch.save`:
 
-    param_groups   as in the whole
-    state          parameter number -> start and stop, in elements in the order of memory, and the state of that slice
+    param_groups   as in the whole state
+    state          parameter number -> start and stop, in elements in memory order, and the state of that slice
     layout         parameter number -> its shape and strides
 """
 
@@ -24,11 +24,12 @@ StateDict = dict[str, Any]
 
 
 def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
-    """Return the whole state from the shards of all ranks, in any order: what the plain optimizer's `state_dict` would
-    be. Those of the ranks of one host are enough.
+    """Merge the shards of all ranks, in any order, into the whole state: the plain optimizer's `state_dict`.
+
+    The shards of the ranks of one host are enough.
 
     Raises:
-        ValueError: the shards don't fit together, or some are missing; the message says for which parameter.
+        ValueError: the shards do not fit together, or some are missing; the message says for which parameter.
     """
     if not shards:
         raise ValueError("merge_state_dicts needs the shard of every rank, got none")
@@ -38,7 +39,7 @@ def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
     state = {}
     for number, (shape, stride) in layout.items():
         slices = {(part["start"], part["stop"]): part for s in shards if (part := s["state"].get(number)) is not None}
-        parts = [slices[bounds] for bounds in sorted(slices)]  # of several hosts each has all of them
+        parts = [slices[bounds] for bounds in sorted(slices)]  # each of several hosts has all of them
         if parts:
             state[number] = _merge(number, parts, tuple(shape), tuple(stride))
     groups = [{key: value for key, value in group.items()} for group in shards[0]["param_groups"]]
@@ -46,12 +47,12 @@ def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> StateDict:
 
 
 def layout_of(parameters: Iterable[Tensor]) -> dict[int, Any]:
-    """Return the form of each parameter, by number, as shards have it."""
+    """Return the form of each parameter, by number, for shards."""
     return {number: (tuple(p.shape), tuple(p.stride())) for number, p in enumerate(parameters)}
 
 
 def merge_states(states: Sequence[Mapping[int, Any]], parameters: Iterable[Tensor]) -> dict[int, Any]:
-    """Return the whole state from that of the shards of all ranks."""
+    """Merge the states of the shards of all ranks into the whole state."""
     layout = layout_of(parameters)
     merged = merge_state_dicts([{"layout": layout, "state": state, "param_groups": []} for state in states])
     return dict(merged["state"])
@@ -66,9 +67,9 @@ def _orders(layout: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def refuse_loose(state: Mapping[Any, Any], optimizer_class: type[Optimizer], known: int) -> None:
-    """Refuse state that belongs to no parameter: each rank has its own, and there is no way to put it together.
+    """Refuse state that belongs to no parameter: each rank has its own, and it cannot be merged.
 
-    `known` says how many parameters have state.
+    `known` is the number of parameters with state.
 
     Raises:
         ValueError: there is such state.
@@ -112,12 +113,12 @@ def _merge(number: int, parts: Sequence[Mapping[str, Any]], shape: tuple[int, ..
 
 
 def _is_per_element(value: object, part: Mapping[str, Any]) -> bool:
-    """Return whether a value is a slice's own state, which is one-dimensional, and not a counter."""
+    """Return whether a value is a slice's one-dimensional state, and not a counter."""
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == part["stop"] - part["start"]
 
 
 def cut_state(whole: State, parameter: Tensor, start: int, stop: int) -> State:
-    """Return the state of one slice of a parameter, in memory of its own."""
+    """Return the state of one slice of a parameter, in its own memory."""
     state: State = {}
     for key, value in whole.items():
         if not isinstance(value, Tensor):
@@ -125,7 +126,7 @@ def cut_state(whole: State, parameter: Tensor, start: int, stop: int) -> State:
         elif stop - start < parameter.numel() and value.shape == parameter.shape:
             state[key] = in_memory_order(value, parameter)[start:stop].clone()
         elif value.shape == parameter.shape and not same_order(value, parameter):
-            # Fused optimizers do not look at strides.
+            # Fused optimizers ignore strides.
             state[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
         else:
             state[key] = value.clone()

@@ -1,27 +1,27 @@
-"""`Undo` puts parameters back that a dead rank left half updated: survivors hold the old step or the new one, whole.
+"""`Undo` restores parameters that a dead rank left half updated: survivors have the old step or the new one, whole.
 
-    rank r      arrived   sync A   copy its slices aside   saved   update them   done   sync B
-    word[r]     4s                                         4s+1                  4s+2              s: the step's number
+    rank r      arrived   sync A   copy its slices to a backup   saved   update them   done   sync B
+    word[r]     4s                                               4s+1                  4s+2        s: the step's number
 
-A rank that fails anywhere writes 4s+3, given up, with its slices as they were. When a sync fails, each survivor waits
-until every rank has got to `done`, has given up, is dead or has had its time, and looks at the words:
+A rank that fails anywhere writes 4s+3 (gave up), with its slices unchanged. When a sync fails, each survivor waits
+until every rank is done, gave up, is dead or has had its time, and reads the words:
 
     all are done, or further      the new step is whole: nothing to do
-    else                          the old step: whoever is `saved` or `done` may have changed its slices, and what was
-                                  copied aside is written back; by every survivor, the same bytes
+    else                          the old step: a rank that is `saved` or `done` may have changed its slices, so every
+                                  survivor restores them from the backup, with the same bytes
 
-Ranks that look at different times can see different words: one that was stopped between `saved` and `done` may go on
-when the others have put everything back. So there is one decision for each step, a word in which the first to decide
-writes old or new, with a compare-and-exchange; ranks that come later, through the sync or not, do as it says.
-Parameters are of one step when the last rank has done so: one that wakes in its update still writes, and then puts
-back.
+Ranks that read at different times can see different words: a rank that was stopped between `saved` and `done` may
+continue when the others have restored everything. So there is one decision for each step, a word in which the first
+rank to decide writes old or new by compare-and-exchange; later ranks, after the sync or not, obey it. The parameters
+are of one step when the last rank has obeyed: a rank that wakes in its update still writes, and then restores.
 
-No rank overwrites what lies aside before sync A of the next step, which a survivor in trouble never reaches. So it can
-still have what was before a step that counts (`before`), in memory of its own: others may go on from the new step.
+No rank overwrites the backup before sync A of the next step, which a survivor of a failure never reaches. So a survivor
+can also copy the old step to its own memory (`before`) when the new step counts, but others continue from the old one.
 
-A survivor reads words without having passed a sync since, so a word itself must say that what was written before it can
-be seen: `saved` the bytes aside, `done` the new parameters; and that nothing written after `saved` was seen before it.
-Stores of a tensor's elements keep that order on x86 and need not on ARM: words go through the C core (csrc/word.h).
+A survivor reads words without a sync since they were written, so the order must be guaranteed: after reading `saved` it
+must see the backup, after reading `done` the new parameters, and no write after `saved` may be visible before `saved`.
+Plain stores of a tensor's elements keep that order on x86, but not necessarily on ARM: words go through the C core
+(csrc/word.h).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from phalanx.optim.shared_parameters import SharedBlock
 _ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
 _OLD, _NEW = range(2)  # the two decisions
 _LOOK_S = 0.001
-# A survivor that is still updating needs as long as an update takes; one that let the timeout pass has had its time.
+# A survivor in its update needs as long as an update takes; a rank that let the timeout pass has had its time.
 _PATIENCE_S = 30.0
 
 
 class _Region:
-    """It is a block of shared parameters, its copy, and the byte ranges that each rank writes."""
+    """A `_Region` is a block of shared parameters, its backup, and the byte ranges that each rank writes."""
 
     def __init__(self, shared: SharedBlock, plan: Plan) -> None:
         self.memory = shared.memory
@@ -79,7 +79,7 @@ def _shared(count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges, ascending, with neighbours made one: what lies between two parameters may go along."""
+    """Return the ranges, ascending, with near neighbours merged: the bytes between two parameters may be included."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start - joined[-1][1] < 128:
@@ -90,8 +90,9 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Undo:
-    """It surrounds an update with two syncs, and resolves what happens when one fails. All ranks build theirs together.
+    """An `Undo` surrounds an update with two syncs, and restores one step on all ranks if a sync fails.
 
+    All ranks create it together.
     Cost: each rank reads and writes its slices once more per step, and the host holds the parameters twice.
     """
 
@@ -99,12 +100,12 @@ class Undo:
         self._group = group
         self._rank, self._world_size = group.rank(), group.size()
         self._number = 0
-        self._failed_at = 0  # the step that did not end well, or is under way
+        self._failed_at = 0  # the step that failed or is in progress
         self._regions: list[_Region] = []
-        self._words = RankWords(group)  # the word for all is the decision
+        self._words = RankWords(group)  # the common word is the decision
 
     def cover(self, shared: SharedBlock, plan: Plan) -> None:
-        """Watch over the updates of one more group of parameters."""
+        """Include the updates of one more group of parameters."""
         self._regions.append(_Region(shared, plan))
 
     @contextlib.contextmanager
@@ -112,7 +113,7 @@ class Undo:
         """Begin and end the update of this rank's slices, inside the block, together with all ranks.
 
         Raises:
-            PhalanxError: a rank died, left or is late; all parameters are those of one step, the old or the new.
+            PhalanxError: a rank died, left or is late; all parameters are of one step, the old or the new.
             ClosedError: this process left the group, or is a fork of a rank.
         """
         ours = sharing_group(self._group)
@@ -137,7 +138,7 @@ class Undo:
             raise
         try:
             self._save()
-            self._refuse_if_undone()  # a rank that was stopped in the meantime need not write what is put back at once
+            self._refuse_if_undone()  # a rank that was stopped meanwhile need not write slices that are then restored
             yield
         except BaseException:
             self._restore(self._rank)
@@ -156,7 +157,7 @@ class Undo:
 
     @property
     def number(self) -> int:
-        """Return the step that the parameters are of, on every rank that has heard how the latest ended."""
+        """Return the step of the parameters, the same on every rank that has learned how the latest step ended."""
         decided = self._decision()
         if self._failed_at and not (decided is not None and decided[0] == _NEW):
             return self._number - 1
@@ -168,11 +169,11 @@ class Undo:
         return self._number
 
     def before(self) -> list[Tensor]:
-        """Return a copy of each block's memory from before the latest update, until this rank goes on from that."""
+        """Return a copy of each block's memory from before the latest update, while the backup has it."""
         return [region.before() for region in self._regions]
 
     def start_from(self, number: int) -> None:
-        """Count on from that step. All ranks call it, before the first step."""
+        """Continue the numbering after that step. All ranks call it, before the first step."""
         self._number = number
         self._words.store(4 * number)
         if self._rank == 0:
@@ -196,7 +197,7 @@ class Undo:
                 region.restore(rank)
 
     def _refuse_if_one_gave_up(self) -> None:
-        """Refuse to go on where a rank failed in this step, and came to a later sync as if it had done its part."""
+        """Refuse to continue if a rank failed in this step, and came to a later sync as if it had completed it."""
         gone = [rank for rank in range(self._world_size) if self._word(rank) == 4 * self._number + _GAVE_UP]
         if gone:
             raise PeerLostError(
@@ -215,22 +216,22 @@ class Undo:
             )
 
     def _decision(self) -> tuple[int, int] | None:
-        """Return what was decided on this step, and by which rank; None as long as nothing was."""
+        """Return the decision on this step, and the rank that made it; None as long as there is none."""
         number, decided = divmod(self._words.load_common(), 2 * self._world_size)
         return divmod(decided, self._world_size) if number == self._number else None
 
     def _decide(self, decision: int) -> int:
-        """Decide on this step, or learn what another rank has decided; return the decision, which holds for all."""
+        """Decide on this step, unless another rank has decided; return the decision, which holds for all."""
         before = self._words.load_common()
         if before < 2 * self._world_size * self._number:  # a rank that loses this race finds the winner's decision
             word = 2 * self._world_size * self._number + decision * self._world_size + self._rank
             self._words.exchange_common(before, word)
         decided = self._decision()
-        assert decided is not None  # nobody gets to the next step without this rank
+        assert decided is not None  # no rank begins the next step without this rank
         return decided[0]
 
     def _resolve(self, error: BaseException) -> None:
-        """Make all parameters those of one step, together with the other survivors, after `error` at a sync."""
+        """Set all parameters to one step, together with the other survivors, after `error` at a sync."""
         words = [self._word(rank) for rank in range(self._world_size)]
         if min(words) < 4 * self._number:
             return  # some rank never arrived, so none passed sync A
@@ -243,7 +244,7 @@ class Undo:
 
     def _await_others(self, late: Collection[int]) -> None:
         deadline, ours = Deadline.after(_PATIENCE_S), sharing_group(self._group)
-        assert ours is not None  # the words lie in it
+        assert ours is not None  # its memory has the words
         for rank in range(self._world_size):
             if rank != self._rank and rank not in late:
                 deadline.wait_until(partial(self._is_done_or_lost, ours.symm_mem.core, rank), _LOOK_S)

@@ -2,9 +2,9 @@
 
               rank 0                        rank 1
 backward      mean of all gradients         mean of all gradients        DDP
-------------- sync: nobody reads the parameters any more ---------------
+------------- sync: no rank reads the parameters any more ---------------
 step          its slices, its state         its slices, its state        the user's optimizer, on views
-------------- sync: everybody has written ------------------------------
+------------- sync: all ranks have written -----------------------------
 forward       reads all parameters          reads all parameters         the same memory
 """
 
@@ -44,12 +44,12 @@ _OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not option
 class ZeroRedundancyOptimizer(ShardedState):
     """Shard `optimizer_class` over the ranks of `process_group`, with the name and arguments of PyTorch's class.
 
-    On backend `phalanx`, with all ranks on one host, every parameter moves into memory that the ranks share, and takes
-    rank 0's values. Each rank updates its part of it, and nothing is sent. On several hosts with equally many ranks, at
-    least two on each, each host does so for itself, from the same gradients: parameters and state exist once per host.
-    On any other group the call returns PyTorch's own class, which gives whole parameters to ranks and broadcasts them.
+    On backend `phalanx`, with all ranks on one host, every parameter moves into memory that the ranks share, with rank
+    0's values. Each rank updates its part, and nothing is sent. On several hosts with equally many ranks, at least two
+    on each, each host does so by itself, from the same gradients: parameters and state exist once per host. On any
+    other group the call returns PyTorch's own class, which assigns whole parameters to ranks and broadcasts them.
 
-    Collective: construction, `step`, `add_param_group` and `consolidate_state_dict` are called by all ranks.
+    Collective: all ranks call the constructor, `step`, `add_param_group` and `consolidate_state_dict`.
 
     Numerics: parameters are bitwise those of `optimizer_class` itself on every rank with the same gradients, given one
     intra-op thread per rank. With element-wise optimizers of torch.optim, parameters are cut between ranks; with all
@@ -57,31 +57,31 @@ class ZeroRedundancyOptimizer(ShardedState):
     Cost: two synchronizations of the ranks per step, and one copy of each slice, with which survivors undo the update
     of a rank that dies.
 
-    Code that writes into a parameter outside of `step` writes for all ranks, also for one that still reads it: call a
-    barrier, let one rank write, and call a barrier. A module's `load_state_dict` waits for the other ranks by itself. A
-    process that you fork sees every later step: clone before it what the child should read. `all_reduce` is refused.
+    Code that writes into a parameter outside of `step` writes for all ranks, also for a rank that still reads it: call
+    a barrier, let one rank write, and call a barrier. A module's `load_state_dict` waits for the other ranks by itself.
+    A forked process sees every later step: before the fork, clone the parameters that the child reads. `all_reduce` of
+    a parameter is an error.
 
     Arguments:
-        params: parameters, named parameters, or groups, as any optimizer takes them; the same on every rank.
+        params: parameters, named parameters, or groups, as for any optimizer; the same on every rank.
         optimizer_class: a class of optimizers; LBFGS is refused.
         process_group: the default group if None. The attribute of this name is the group of this host's ranks.
         parameters_as_bucket_view: has no effect; parameters are always views of shared memory.
-        overlap_with_ddp: refused, because there is no broadcast whose time it could hide.
+        overlap_with_ddp: refused, because there is no broadcast to overlap.
         gather_gradients: an addition of Phalanx. With False, `DistributedDataParallel` writes the mean of a large
             gradient (256 KiB or more) only into the slices that this rank updates, and leaves the rank's own gradient
             in the rest. Clip with this class's `clip_grad_norm_`, and let `zero_grad` set gradients to None; calls that
-            would use wrong values are refused. On several hosts and other groups it changes nothing.
+            would use wrong values are refused. It has no effect on several hosts or other groups.
         offload: an addition of Phalanx. With True, parameters stay on their device, usually a GPU, and each rank has
             its own. Their masters (float32 copies of float16 and bfloat16 parameters; else of the parameter's dtype)
-            and the optimizer's state lie in the host's memory, once for all its ranks. `step` copies this rank's slices
-            of the gradients there and updates its slices of the masters on the CPU, by torch's fused kernels if `fused`
-            and `foreach` are left out; then all new parameters are copied to every device. `step` uses the parameters
-            and gradients that it finds, whichever code has changed them. It is not there in PyTorch's own class.
+            and the optimizer's state are in the host's memory, once for all its ranks. `step` copies this rank's slices
+            of the gradients there and updates its slices of the masters on the CPU, by torch's fused kernels unless
+            `fused` or `foreach` is given; then all new parameters are copied to every device. `step` uses the current
+            parameters and gradients, whichever code has changed them. PyTorch's own class does not have it.
         defaults: options of `optimizer_class`.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense, or is refused with the reason; two parameters lie in the
-            same memory.
+        ValueError, TypeError: an argument is invalid, or is refused with the reason; two parameters share memory.
         MismatchError: ranks pass different parameters.
 
     Source: Rajbhandari et al. (2020), ZeRO stage 1; parameters that exist once per host are an addition of Phalanx.
@@ -98,7 +98,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         offload: bool = False,
         **defaults: Any,
     ) -> Any:
-        """Return an instance of this class where ranks share memory; of PyTorch's where they don't."""
+        """Return an instance of this class if ranks share memory, otherwise of PyTorch's class."""
         group = decide_group(process_group)
         if shares_memory(group) or rehearses(group) or divide_by_host(group):
             return super().__new__(cls)
@@ -137,17 +137,19 @@ class ZeroRedundancyOptimizer(ShardedState):
         self.gather_gradients = gather_gradients
         self.offload = offload
         self._optimizer_class = optimizer_class
-        self._given = dict(defaults)  # AdamW's own have one that its constructor does not take
+        self._given = dict(defaults)  # AdamW's own have an option that its constructor does not accept
         self._undo = Undo(self.process_group) if self.world_size > 1 else None
         self._offload = self._new_offload()
-        self._fuses: list[bool] = []  # for each group, whether we have chosen to
+        self._fuses: list[bool] = []  # for each group, whether we have chosen fused kernels
         self._shared: list[SharedParameters | MasterParameters] = []
         self._shards: list[list[ParameterShard] | list[OffloadedShard]] = []  # this rank's shards of each group
         self._local: Optimizer | None = None
         self._kept: KeptState | None = None
-        self._moving: tuple[int, dict[int, Any] | None] | None = None  # updates and state, on the way to another group
+        self._moving: tuple[int, dict[int, Any] | None] | None = (
+            None  # updates and state during a move to another group
+        )
         self._consolidated = False
-        params, self._given_parameters = list_parameters(params)  # these are of all groups, before any has moved
+        params, self._given_parameters = list_parameters(params)  # the parameters of all groups, before any has moved
         super().__init__(params, defaults)  # adds the groups
         self._given_parameters = []
 
@@ -155,7 +157,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Move one more group of parameters into shared memory, and share their update. All ranks call it."""
+        """Move one more group of parameters into shared memory, and divide its update. All ranks call it."""
         undecorated(Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
@@ -172,7 +174,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         return Offload(self.process_group, cut=self._cut, make_staging=HostStaging) if self.offload else None
 
     def _share(self, group: dict[str, Any], source: int, previous: MasterParameters | None = None) -> None:
-        """Move a group's parameters, with the values of rank `source`, and build what updates this rank's slices."""
+        """Move a group's parameters, with the values of rank `source`, and build this rank's optimizer."""
         make_plan = plan_cut if self._cut else plan_whole
         shared: SharedParameters | MasterParameters
         shards: list[ParameterShard] | list[OffloadedShard]
@@ -198,10 +200,12 @@ class ZeroRedundancyOptimizer(ShardedState):
             local_group["fused"] = True
         if self._local is None:
             self._local = build_local(self._optimizer_class, local_group, self._given, cuts=self._cut)
-            self.defaults = self._local.defaults  # with those that nobody gave: schedulers look for momentum and betas
+            self.defaults = (
+                self._local.defaults
+            )  # including the class's own defaults: schedulers look for momentum and betas
         else:
             self._local.add_param_group(local_group)
-        self._show_options(len(self._fuses) - 1)  # the user may have set some of the others since the last step
+        self._show_options(len(self._fuses) - 1)  # the user may have changed the others since the last step
 
     def _refuse_moved(self) -> None:
         for number, shared in enumerate(self._shared):
@@ -232,11 +236,12 @@ class ZeroRedundancyOptimizer(ShardedState):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, **kwargs: Any
     ) -> float | None:
-        """Update this rank's slices; when it returns, all ranks have done so, and parameters may be read. All call it.
-        The optimizer inside gets `kwargs`; the closure runs once before its step.
+        """Update this rank's slices, and wait until all ranks have updated theirs. All ranks call it.
+
+        The inner optimizer gets `kwargs`; the closure runs once before its step.
 
         Raises:
-            PhalanxError: a rank died, left or is late: parameters are whole, of the step before or of this one.
+            PhalanxError: a rank died, left or is late: all parameters are of one step, the one before or this one.
             RuntimeError: parameters were moved elsewhere, or a gradient is sparse and would have to be cut.
         """
         loss = None
@@ -268,7 +273,7 @@ class ZeroRedundancyOptimizer(ShardedState):
                 offload.update(self.optim, kwargs)
                 self._keep()
         except BaseException:
-            if self.has_updated and self._undo.under_way:  # a rank was lost when all had done their part
+            if self.has_updated and self._undo.under_way:  # a rank was lost after all had completed their part
                 offload.push_exact()
             raise
         offload.push()
@@ -294,24 +299,24 @@ class ZeroRedundancyOptimizer(ShardedState):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """Scale the gradients that the next step uses, so that their norm over all parameters is at most `max_norm`.
+        """Scale the gradients for the next step so that their norm over all parameters is at most `max_norm`.
 
-        It is `torch.nn.utils.clip_grad_norm_`, but each rank reads and scales only what it updates, so it is right with
-        `gather_gradients=False` as well. All ranks call it. It returns the norm before, the same bits on every rank.
+        It is `torch.nn.utils.clip_grad_norm_`, but each rank reads and scales only its own slices, so it is correct
+        with `gather_gradients=False` as well. All ranks call it. Return the norm before, the same bits on every rank.
 
-        Shape: the norm has none, ().
+        Shape: the norm is a scalar, ().
         Cost: reads and scales this rank's slices of the gradients; one all_reduce of one number.
 
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
-            ValueError: `norm_type` is not above zero: what is not zero can't be counted in slices.
+            ValueError: `norm_type` is not above zero: the number of nonzero values cannot be counted in slices.
         """
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be above zero, or infinity, got {norm_type}")
         if self._offload is not None:
             norm = self._norm(self._offload.gradient_slices(), norm_type, error_if_nonfinite, foreach)
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # clip_grads_with_norm_ computes it so
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as clip_grads_with_norm_ computes it
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             self._offload.scale_gradients(factor, parameters, foreach)
         else:
@@ -346,24 +351,24 @@ class ZeroRedundancyOptimizer(ShardedState):
                     yield parameter, needed
 
     def _pass_options(self) -> None:
-        """Give what users and schedulers have set to this rank's optimizer."""
+        """Copy the options that users and schedulers have set to this rank's optimizer."""
         for mine, local, fuses in zip(self.param_groups, self.optim.param_groups, self._fuses, strict=True):
             local.update(_options(mine))
             if fuses and may_fuse(self._optimizer_class, mine, mine["params"]):
                 local["fused"] = True
 
     def _show_options(self, first: int = 0) -> None:
-        """Give what this rank's optimizer has set, its defaults above all, to the users, for groups from `first` on."""
+        """Copy the options of this rank's optimizer, mainly its defaults, to the groups from `first` on."""
         for mine, local, fuses in [*zip(self.param_groups, self.optim.param_groups, self._fuses, strict=False)][first:]:
-            chosen = {"fused": mine.get("fused")} if fuses else {}  # what we have chosen is not what the user has
+            chosen = {"fused": mine.get("fused")} if fuses else {}  # our choice is not the user's
             mine.update({**_options(local), **chosen})
 
     # -- when ranks are lost -------------------------------------------------------------------------------------
 
     def keep_state(self) -> None:
-        """Keep each rank's state in memory that the others map, so that it outlives the rank. All ranks call it.
+        """Keep each rank's state in memory that the others map, so that it survives the rank. All ranks call it.
 
-        Cost: one more copy of this rank's state in each step, and, while ranks move to another group, of all state.
+        Cost: one more copy of this rank's state in each step, and of all state during a move to another group.
         """
         self._moving = None if self._undo is None else self._moving
         if self._undo is None:
@@ -378,18 +383,18 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @property
     def num_updates(self) -> int:
-        """Return how many steps the parameters have seen; of one that failed all ranks know whether it counts."""
+        """Return the number of updates of the parameters; all ranks know whether a failed step counts."""
         if self._moving is not None:
             return self._moving[0]
         return 0 if self._undo is None else self._undo.number
 
     @property
     def has_updated(self) -> bool:
-        """Return whether the latest step that was begun counts, even if it failed; else parameters are as before."""
+        """Return whether the latest step counts, even if it failed; otherwise parameters are as before."""
         return self._moving is not None or self._undo is None or self._undo.number == self._undo.under_way
 
     def can_take_back(self, num_updates: int) -> bool:
-        """Return whether `take_back` can go there: no update came since, or one, and the state before it is kept."""
+        """Return whether `take_back` can return to there: by no update, or by one whose previous state is kept."""
         undo, kept = None if self._moving is not None else self._undo, self._kept
         if self.num_updates == num_updates or undo is None or kept is None:
             return self.num_updates == num_updates
@@ -397,9 +402,9 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @torch.no_grad()
     def take_back(self, num_updates: int) -> None:
-        """Restore the parameters and the state as they were after this many updates, though the next one counts.
+        """Restore the parameters and the state after this many updates, although the next update counts.
 
-        A rank may call it alone: from now on they lie in its own memory, as others may go on from the next update.
+        A rank may call it alone: afterwards they are in its own memory, as others may continue from the next update.
         """
         if self._undo is not None and self.num_updates > num_updates:
             self._moving = num_updates, self._state_after(num_updates)
@@ -409,22 +414,22 @@ class ZeroRedundancyOptimizer(ShardedState):
     def kept_state(self) -> dict[int, Any] | None:
         """Return the whole state of the parameters' step, by number, of all ranks of the group, even lost ones.
 
-        It is None if it was not kept.
+        Return None if it was not kept.
         """
         return self._moving[1] if self._moving is not None else self._state_after(self.num_updates)
 
     def _state_after(self, num_updates: int) -> dict[int, Any] | None:
         kept = None if self._kept is None else self._kept.read(num_updates)
-        shards = [self.shard_state_dict()["state"]] if self._undo is None else kept  # the first where it is alone
+        shards = [self.shard_state_dict()["state"]] if self._undo is None else kept  # the first for a single rank
         parameters = [p for group in self.param_groups for p in group["params"]]
         return None if shards is None else merge_states(shards, parameters)
 
     def regroup(self, process_group: dist.ProcessGroup, source: int, num_updates: int) -> None:
-        """Go on in another group, with the parameters of its rank `source`, and no state yet. All its ranks call it.
+        """Continue in another group, with the parameters of its rank `source`, and no state yet. All its ranks call it.
 
-        `num_updates` is that rank's.
+        `num_updates` is that rank's number of updates.
         """
-        if self._moving is None:  # else the last attempt was interrupted
+        if self._moving is None:  # otherwise the last attempt was interrupted
             self._moving = self.num_updates, self.kept_state()
         self._all_hosts = self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
@@ -450,9 +455,9 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def divide_by_host(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of `group` on this host, if they share an update inside of each host.
+    """Return the ranks of `group` on this host, if each host of the group updates all parameters by itself.
 
-    They do if they are on several hosts with equally many, at least two on each. Nothing is returned for other groups.
+    This is so if the group has several hosts with equally many ranks, at least two on each. Otherwise return ().
     """
     hosts = ranks_by_host(group)
     sizes = {len(ranks) for ranks in hosts}
@@ -462,7 +467,7 @@ def divide_by_host(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def make_host_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of `ranks`, which `group` has on this host. They call it together."""
+    """Return a group of `ranks`, the ranks of `group` on this host. They call it together."""
     numbers = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = dist.new_group(
         [numbers[rank] for rank in ranks], backend="phalanx", use_local_synchronization=True
@@ -479,30 +484,30 @@ def take_first_ranks_values(parameters: Iterable[Tensor], group: dist.ProcessGro
 def build_local(
     optimizer_class: type[Optimizer], group: dict[str, Any], defaults: dict[str, Any], *, cuts: bool
 ) -> Optimizer:
-    """Return this rank's optimizer. One of torch's own, which `cuts`, skips its decorators: they import Dynamo."""
+    """Return this rank's optimizer. If `cuts`, it is one of torch's, and skips its decorators, which import Dynamo."""
     if not cuts:
         return optimizer_class([group], **defaults)
     local = optimizer_class.__new__(optimizer_class)
     vars(local)["add_param_group"] = types.MethodType(undecorated(Optimizer.add_param_group), local)
     local.__init__([group], **defaults)  # type: ignore[misc]
     step = undecorated(optimizer_class.step)
-    if not hasattr(step, "__wrapped__"):  # else somebody else has put something around it
+    if not hasattr(step, "__wrapped__"):  # otherwise some other code has wrapped it
         vars(local)["step"] = types.MethodType(Optimizer.profile_hook_step(step), local)
     return local
 
 
 def ask_for_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | None, group: dist.ProcessGroup) -> None:
-    """From now on give this rank these slices of the parameters' gradients; all of them if None."""
+    """Request these slices of the parameters' gradients for this rank from now on; all of them if None."""
     for index, parameter in enumerate(parameters):
         if mine is None:
-            need_all(parameter)  # an optimizer before this one may have needed less
+            need_all(parameter)  # an earlier optimizer may have needed less
         else:
             part = mine.get(index, Slice(index, 0, 0))
             need_slice(parameter, part.start, part.stop, group)
 
 
 def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> None:
-    """Refuse gradients that code has changed though it sees only a slice of them: it sees wrong values in the rest.
+    """Refuse gradients that other code has changed: outside of this rank's slices it has used wrong values.
 
     Raises:
         RuntimeError: a gradient was changed.
@@ -520,13 +525,13 @@ def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> N
 def total_norm(
     gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup, *, foreach: bool | None
 ) -> Tensor:
-    """Return the norm of all ranks' `gradients`, the same bits on every rank. All ranks call it, even with none.
+    """Return the norm of all ranks' `gradients`, the same bits on every rank. All ranks call it, even without any.
 
     Shape: ().
     Cost: one all_reduce of one number.
     """
     norm = get_total_norm(gradients, norm_type, foreach=foreach)
-    norm = norm.to("cpu", dtype)  # the same on all ranks, also on one that has no gradient
+    norm = norm.to("cpu", dtype)  # the same on all ranks, also on one without gradients
     if norm_type == math.inf:
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         return norm
