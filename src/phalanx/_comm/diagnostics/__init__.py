@@ -1,7 +1,7 @@
-"""Find out what each rank did last, and word a failure: who, where, why, and what to do.
+"""Find out what each rank did last, and describe a failure: ranks, places, reason, and advice.
 
-flight_recorder, call_sites, observer   what each rank called, and where it is
-failure_report, divergence, rank_list   how a failure is worded, the same for every transport: mismatch, lost, late
+flight_recorder, call_sites, observer   each rank's calls, and its current place
+failure_report, divergence, rank_list   the text of a failure, the same for every transport: mismatch, lost, late
 failures, whereabouts                   a report made from shared memory, for a status of the C core
-failure_store                           how a report reaches ranks on other hosts
+failure_store                           sends a report to ranks on other hosts
 """

@@ -1,4 +1,4 @@
-"""Find the line of the user's program that called a collective: the first frame outside torch, Python and ours."""
+"""Find the user's line that called a collective: the first frame outside torch, Python's library and Phalanx."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = tuple(os.path.join(_PYTHON, name) + os.sep for name in ("site-packag
 # Decorators of torch's public functions: a deprecated one is called through the first.
 _PASS_ON = ("typing_extensions.py", "contextlib.py")
 
-# Code that only passes the call on. Files of phalanx's own examples or tests lie elsewhere and count as the user's.
+# Modules that only forward the call. Files of phalanx's own examples or tests count as the user's.
 _library: dict[str, bool] = {}
 
 
@@ -32,23 +32,23 @@ def _is_library(filename: str) -> bool:
 
 
 IN_THREAD = "a thread of "
-"""How the place of a call begins that a library's own thread has made, beside the user's program."""
+"""The prefix of the place of a call that a library's own thread has made."""
 
-# Collective calls of ours that do not look it: a rank that is alone in one shall see by which name it came there.
+# Our calls that are collective without looking so: a rank alone in one should see the name by which it called it.
 _NAMED = frozenset({"save_checkpoint", "consolidate_state_dict"})
 
 
 def calling_site() -> tuple[str, int]:
     """Return (file, line) of the user's call.
 
-    Where only libraries are on the stack it is torch's first line in this thread, if torch has started the thread in
-    Python, as `dcp.async_save` does; else ("", 0), as in autograd's own threads.
+    If only libraries are on the stack, return torch's first line in this thread, provided that torch has started the
+    thread in Python, as `dcp.async_save` does; otherwise ("", 0), as in autograd's own threads.
     """
     frame: FrameType | None = sys._getframe(1)
     named = ""
     while frame is not None:
         code = frame.f_code
-        is_library = _library.get(code.co_filename)  # spelt out: each call pays for it once per frame of ours
+        is_library = _library.get(code.co_filename)  # inlined, since each call pays for it once per frame of ours
         if not (_is_library(code.co_filename) if is_library is None else is_library):
             return (f"{named} in {short(code.co_filename)}" if named else code.co_filename), frame.f_lineno
         if code.co_name in _NAMED:
@@ -58,7 +58,7 @@ def calling_site() -> tuple[str, int]:
 
 
 def _site_of_thread(frame: FrameType) -> tuple[str, int]:
-    """Return the outermost line of torch's on this stack, if a thread of Python's runs it."""
+    """Return torch's outermost line on this stack, if it runs in a Python thread."""
     torchs: FrameType | None = None
     outermost = frame
     while True:
@@ -73,6 +73,6 @@ def _site_of_thread(frame: FrameType) -> tuple[str, int]:
 
 
 def short(filename: str) -> str:
-    """Return the file as people name it: relative to the working directory when it lies below it."""
+    """Return the file name relative to the working directory if the file is below it."""
     here = os.getcwd() + os.sep
     return filename[len(here) :] if filename.startswith(here) else filename

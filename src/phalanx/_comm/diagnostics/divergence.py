@@ -1,4 +1,4 @@
-"""Describe ranks that are not where the others are: in another line of the program, or out of data."""
+"""Describe ranks that are in different lines of the program, or have run out of data."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ DIVERGENCE_ADVICE = (
 )
 
 EVEN_ADVICE = "Give every rank the same number of batches: phalanx.DistributedSampler does, and drop_last=True"
-"""The advice where ranks run out of data and the others can't go on without them."""
+"""The advice if ranks run out of data and the others cannot continue without them."""
 
 JOIN_ADVICE = f"{EVEN_ADVICE}; or train inside `with torch.distributed.algorithms.Join([model]):`."
-"""The advice where ranks run out of data and the others can go on without them, if they are asked to."""
+"""The advice if ranks run out of data and the others could continue without them."""
 
 
 def describe_divergence(operations: Mapping[int, str]) -> str:
-    """Return the sentence on ranks that are in different lines of the program; it is empty when they are in the same.
+    """Return a sentence on ranks that are in different lines of the program; "" if all are in the same.
 
-    `operations` says of each rank what it called as its operation of one number, 'all_reduce #42 (train.py:88)', or
-    nothing. Ranks that are in one operation and one line, and differ in a size or an option, do not diverge.
+    `operations` has each rank's operation of one number, 'all_reduce #42 (train.py:88)', or "". Ranks in one operation
+    and line that differ in a size or an option do not diverge.
     """
     places: dict[str, list[int]] = {}
     for rank, operation in operations.items():
         places.setdefault(operation, []).append(rank)
     if len(places) < 2:
         return ""
-    # The few who went astray come first; of two ranks the lower, since it is rank 0 that does extra work.
+    # The smaller group comes first; of two ranks the lower, since usually rank 0 does extra work.
     (place, who), *others = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
     if not place:
         (place, who), others = others[0], [(place, who), *others[1:]]
@@ -46,19 +46,19 @@ def describe_divergence(operations: Mapping[int, str]) -> str:
 
 
 def describe_left_alone(operation: str, here: Sequence[int], gone: Sequence[int], behind: Mapping[int, str]) -> str:
-    """Return the sentence on an operation whose missing ranks have ended in good order: they can never come.
+    """Return a sentence on an operation whose missing ranks have finished their program, so that they never join.
 
-    `here` are the ranks that have come to it, `gone` those that have left; `behind` says where the rest is.
+    `here` are the ranks in the operation, `gone` those that have left; `behind` has the places of the others.
     """
     rest = "".join(f"; rank {rank} {position}" for rank, position in behind.items())
     return f"{name_ranks(here).capitalize()} {_are(here, operation)}, which {name_ranks(gone)} can never reach{rest}."
 
 
 def describe_earlier_divergence(records: Sequence[Sequence[Record]], before: int) -> str:
-    """Return the sentence on the latest operation before `before` that ranks called from different lines, if any.
+    """Return a sentence on the latest operation before `before` that ranks called from different lines, or "".
 
-    Calls that are alike are no disagreement, but one that is answered by another line's is how ranks fall out of step:
-    the operation that fails is then the next but one.
+    Matching calls are no mismatch, but matching calls from different lines are how ranks fall out of step: the
+    operation that fails comes later.
     """
     by_rank = [{r.seq: r for r in of_rank if r.is_numbered_call and r.seq < before} for of_rank in records]
     for number in sorted(set.intersection(*map(set, by_rank)), reverse=True):

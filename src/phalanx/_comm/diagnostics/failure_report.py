@@ -1,7 +1,7 @@
-"""A `FailureReport` says as facts why a group is over; only this module puts these facts into words.
+"""A `FailureReport` has the facts of a group's failure; only this module turns them into text.
 
-Shared memory, hosts and MPI find out in ways of their own what went wrong. They all end in a `FailureReport`, so that
-the same mistake is told in the same words whatever carries the group.
+Shared memory, hosts and MPI detect failures in their own ways. All of them make a `FailureReport`, so that the same
+mistake has the same text on every transport.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SILENT = "does not answer: it hangs, is stopped, or is cut off"
 LEFT = "it left the group (destroy_process_group)"
 LEFT_IN_FLIGHT = "it left the group while its operations were in flight (destroy_process_group)"
 QUIET_END = "it ended without destroy_process_group"
-"""The words for a process that ended by itself, well or with an exit code of its own choice."""
+"""The text for a process that exited by itself, with any exit code."""
 KILLED = "it ended without a word (killed, or crashed)"
 
 Kind = Literal["mismatch", "lost", "interrupted", "late", "no memory", "broken", "internal"]
@@ -38,7 +38,7 @@ Kind = Literal["mismatch", "lost", "interrupted", "late", "no memory", "broken",
 
 @dataclass(frozen=True)
 class FailedOperation:
-    """It is the operation that failed, as messages begin with it: 'all_reduce #42 in group 'dp' on rank 3'."""
+    """A `FailedOperation` is the operation that failed, as messages begin: 'all_reduce #42 in group 'dp' on rank 3'."""
 
     label: str  # 'all_reduce #42', 'send to rank 1'
     group: str
@@ -59,7 +59,7 @@ class FailedOperation:
 class RankCall:
     """A rank's call, 'all_reduce(SUM) of float32 (3, 4) at train.py:88'; `operation` is as in `RankPosition`.
 
-    Without `operation` it is not known which line of the program the rank is in.
+    Without `operation` the rank's line is not known.
     """
 
     text: str
@@ -68,23 +68,23 @@ class RankCall:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """It says why the group is over, in the group's numbering. Fields that a kind of failure does not use are empty."""
+    """A `FailureReport` has the facts of a failure, with the group's rank numbers. Unused fields are empty."""
 
     kind: Kind
-    ranks: tuple[int, ...] = ()  # the ranks whose doing it is
-    # the words by which people know the processes: 'pid 17 on node3'
+    ranks: tuple[int, ...] = ()  # the ranks at fault
+    # descriptions of processes for users: 'pid 17 on node3'
     processes: Mapping[int, str] = field(default_factory=dict)
-    positions: Mapping[int, RankPosition] = field(default_factory=dict)  # where they are; silent ones are not in it
-    calls: Mapping[int, RankCall] = field(default_factory=dict)  # of a mismatch: what each rank called
-    reason: str = ""  # how the rank ended, what interrupted it, or what failed
-    timeout_s: float = 0.0  # the timeout of the rank that gave up waiting; 0 if it is not known
+    positions: Mapping[int, RankPosition] = field(default_factory=dict)  # where the ranks are; silent ranks are missing
+    calls: Mapping[int, RankCall] = field(default_factory=dict)  # of a mismatch: each rank's call
+    reason: str = ""  # how the rank ended, what interrupted it, or the error
+    timeout_s: float = 0.0  # the timeout of the rank that gave up waiting; 0 if unknown
     waiter: int = -1  # the number of that rank
-    is_collective: bool = True  # else the operation is a message
+    is_collective: bool = True  # otherwise the operation is a message
     earlier: str = ""  # where the ranks began to be in different lines of the program
     remarks: tuple[str, ...] = ()  # further sentences
 
     def message(self, operation: FailedOperation | str) -> str:
-        """Return all that a user reads on the rank that was in `operation`."""
+        """Return the user's message for the rank that was in `operation`."""
         sentences: dict[Kind, Callable[[], Sequence[str]]] = {
             "mismatch": self._mismatch if self.is_collective else self._message_mismatch,
             "lost": lambda: self._lost(operation),
@@ -122,9 +122,9 @@ class FailureReport:
         return "\n".join(f"  rank {rank}: {call.text}" for rank, call in self.calls.items())
 
     def _mismatch(self) -> list[str]:
-        # A round of gradients has no check at its beginning: buckets that all ranks had are averaged already.
+        # A round of gradients is not checked at its beginning: buckets that all ranks had are already averaged.
         in_round = any(call.text.startswith("gradients") for call in self.calls.values())
-        # A rank that finds the root's call the same as its own copies, and does not wait for what the others call.
+        # A rank whose call matches the root's copies its data, and does not wait for the others' calls.
         is_early = any(call.text.startswith("broadcast_buffers") for call in self.calls.values())
         changed = "no tensor was changed"
         if in_round:
@@ -176,7 +176,7 @@ class FailureReport:
         return [f"{self._who()} is gone: {self.reason}.", f"{last}Read its log first.", *alone]
 
     def _was_in_same_line(self, position: RankPosition, operation: FailedOperation) -> bool:
-        """Return whether the rank ended well, and its last operation came from the line that this rank is in."""
+        """Return whether the rank exited normally, and its last operation came from this rank's line."""
         finished = not (position.inside or position.failed or position.elsewhere)
         same_line = bool(operation.call_site) and position.operation.endswith(f"({operation.call_site})")
         return ended_well(self.reason) and finished and same_line
@@ -201,7 +201,7 @@ class FailureReport:
     # -- between processes -----------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Return the report as text, for ranks of other hosts."""
+        """Return the report as JSON, for ranks of other hosts."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -218,12 +218,12 @@ NOTHING_CALLED = RankCall("nothing yet")
 
 
 def ended_well(reason: str) -> bool:
-    """Return whether a rank that says this of its end ended because its program was over."""
+    """Return whether `reason`, a rank's own text on its end, means that its program had finished."""
     return reason in (LEFT, QUIET_END)
 
 
 def describe_wait(operation: str, group: str, rank: int, missing: Sequence[int], waited_s: float, where: str) -> str:
-    """Return the warning of a rank that waits for long. Without `missing` ranks it says `where` it waits."""
+    """Return the warning of a rank that waits for long: for the `missing` ranks, or without any, at `where`."""
     whom = name_ranks(missing) if missing else where
     positions = f" ({where})" if missing and where else ""
     return f"{operation} in group {group!r} on rank {rank}: waiting for {whom} for {waited_s:.0f} s{positions}"
@@ -235,9 +235,9 @@ def describe_interruption(
     processes: Mapping[int, str],
     positions: Mapping[int, RankPosition] | None,
 ) -> str:
-    """Return what the exception says that interrupted `operation`: which ranks were waited for, and where they were.
+    """Return the text of an interruption of `operation`: the ranks that were waited for, and their places.
 
-    `processes` are those of the missing ranks; `positions` is None if none was asked.
+    `processes` are the missing ranks' processes; `positions` is None if their places were not requested.
     """
     awaited = f"waiting for {name_ranks(list(processes))}" if processes else "under way"
     lines = [f"{operation}: interrupted ({type(error).__name__}); it was {awaited}."]
@@ -247,7 +247,7 @@ def describe_interruption(
 
 
 def nested(what: str) -> PhalanxError:
-    """Return the error for a call in a signal handler that interrupted an operation of the same group."""
+    """Return the error of a call in a signal handler that interrupted an operation of the same group."""
     return PhalanxError(
         f"{what}: called in a signal handler that interrupted an operation of the same group, which cannot finish "
         "before the handler returns.\nLet the handler set a flag, and check the flag between two steps, on every rank."
@@ -255,7 +255,7 @@ def nested(what: str) -> PhalanxError:
 
 
 def occupied(group: str, rank: int, timeout_s: float) -> DeadlineError:
-    """Return the error for a collective that another thread's collective has kept from beginning in time."""
+    """Return the error of a collective that could not begin in time because of another thread's collective."""
     return DeadlineError(
         f"group {group!r} on rank {rank}: another thread's collective was still under way after {timeout_s:.1f} s, so "
         "this one could not begin.\nLet one thread call the collectives of a group, or give each thread a group of its "
@@ -273,9 +273,9 @@ def late(
     is_collective: bool,
     remarks: tuple[str, ...] = (),
 ) -> FailureReport:
-    """Return the report of rank `waiter`, which gave up after `timeout_s`: `missing` have not come.
+    """Return the report of rank `waiter`, which gave up after `timeout_s` because of the `missing` ranks.
 
-    `names` are those of all ranks' processes; `answers` says where the ranks are that still answer.
+    `names` describe all ranks' processes; `answers` has the places of the ranks that still answer.
     """
     return FailureReport(
         "late",
@@ -290,7 +290,7 @@ def late(
 
 
 def closed(group: str) -> ClosedError:
-    """Return the error for a group that this process has left."""
+    """Return the error of a group that this process has left."""
     return ClosedError(
         f"group {group!r}: it was destroyed in this process, or this process was forked from a rank.\n"
         "Create the group again, or start processes that communicate with spawn."

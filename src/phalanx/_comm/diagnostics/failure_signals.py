@@ -1,10 +1,10 @@
-"""Signals tell ranks of a posted failure, or of a rank that asks where all are: one key at a time, for all groups.
+"""Signals notify ranks of a published failure, or of a rank that requests all ranks' places, for all groups at once.
 
-    phalanx/signal/<n>    the n-th signal: the key of the group in whose part of the store there is something to read
-    phalanx/signals       a number from which to look for the next one
+    phalanx/signal/<n>    the n-th signal: the key of the group whose part of the store must be read
+    phalanx/signals       the number from which to search for the next signal
 
-A rank with many groups waits for one key, and where the store can wait (the coordinator of `phalanx run` on several
-hosts) nothing is sent until something has happened; the ranks of a host wait together, in their agent's relay.
+A rank with many groups waits for one key. If the store can notify (the coordinator of `phalanx run` on several hosts),
+nothing is sent until there is a signal; the ranks of a host share one wait, in their agent's relay.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ _ANSWER_S = 2.0
 
 
 class AwaitedValue(Protocol):
-    """A store was asked for this key, and tells when it has come."""
+    """An `AwaitedValue` is a pending request for a key, which the store answers when the key is set."""
 
     def look(self) -> bytes | None:
-        """Return the value; None if it has not come. Nothing is sent.
+        """Return the value, or None if it has not arrived. Nothing is sent.
 
         Raises:
-            RuntimeError: the connection is gone.
+            RuntimeError: the connection is lost.
         """
 
     def cancel(self) -> None:
-        """Wait for the key no more."""
+        """Cancel the request."""
 
 
 @runtime_checkable
 class NotifyingStore(Protocol):
-    """It is a store that tells when a key has come, so that it need not be asked again and again."""
+    """A `NotifyingStore` answers when a key has been set, so that it need not be polled."""
 
     def begin_get(self, key: str) -> AwaitedValue:
-        """Ask for a key that may come later."""
+        """Request a key that may be set later."""
 
 
 class FailureSignals:
-    """These are the signals in `store`, which all groups of the job share; their keys end with `suffix`.
+    """`FailureSignals` are the signals in `store`, shared by all groups of the job; their keys end with `suffix`.
 
-    All of it is best effort: a store that does not answer (its host was cut off: torch's client would wait for a
+    All of it is best effort: a store that does not answer (its host was cut off, and torch's client would wait for a
     quarter of an hour) is not asked again.
     """
 
     def __init__(self, store: Any, suffix: str = "") -> None:
-        self.store = store  # the groups know the store by this object
+        self.store = store  # groups compare stores by this object
         self._suffix = suffix
-        self.connection = store.clone()  # a call that waits in one keeps those of the other waiting
+        self.connection = store.clone()  # a blocking call on a connection delays the others on it
         self._next: int | None = None
         self._waiting: AwaitedValue | None = None
         self.is_store_gone = False
 
     def ask(self, question: Callable[[], T], default: T) -> T:
-        """Return what the store answers to `question`; `default` if it takes over two seconds, or has before."""
+        """Return the store's answer to `question`; `default` if it takes over two seconds, or did before."""
         if self.is_store_gone:
             return default
         answers: list[T] = []
@@ -70,7 +70,7 @@ class FailureSignals:
         return answers[0] if answers else default
 
     def send(self, group_key: str) -> None:
-        """Let all ranks look into the store for what is there for this group."""
+        """Signal all ranks to read this group's part of the store."""
         self.ask(lambda: self._send(group_key), None)
 
     def _send(self, group_key: str) -> None:
@@ -110,7 +110,7 @@ class FailureSignals:
         return self.ask(take, set())
 
     def _take_arrived(self, number: int, store: NotifyingStore) -> set[str]:
-        """Return what `_take_all` returns, where the store itself waits for the next key and tells."""
+        """Return the result of `_take_all` from a store that notifies."""
         keys: set[str] = set()
         try:
             while not self.is_store_gone:
@@ -123,12 +123,12 @@ class FailureSignals:
                 self._waiting = None
                 keys.add(_group_key(value))
                 number = self._next = number + 1
-        except (RuntimeError, ValueError):  # the connection is gone, or the store refuses
+        except (RuntimeError, ValueError):  # the connection is lost, or the store refuses
             self.is_store_gone = True
         return keys
 
     def close(self) -> None:
-        """Wait for no key any more."""
+        """Stop waiting for a key."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             with contextlib.suppress(RuntimeError):

@@ -1,13 +1,13 @@
-"""Through the failure store a group's ranks tell each other, in the job's store, when something goes wrong.
+"""The failure store publishes failures among a group's ranks, in the job's store.
 
-    failure/<group>           the report of the first failure; the first to post it wins, and all tell the same
-    positions/<group>         some rank ran out of time and asks where all ranks are
-    position/<group>/<rank>   its answer
-    known/<group>/<rank>      it knows the report: the process that keeps the store may end
-    exit/<group>/<rank>       how a rank ended and where it was, left by itself on its way out
+    failure/<group>           the report of the first failure; the first rank to publish wins, and all report the same
+    positions/<group>         a rank ran out of time, and requests all ranks' places
+    position/<group>/<rank>   the rank's answer
+    known/<group>/<rank>      the rank has read the report: the process that serves the store may end
+    exit/<group>/<rank>       how a rank ended and where it was, written by itself when it exits
 
-All of it is best effort: a store that has gone, or does not answer (its host was cut off: torch's client would wait for
-a quarter of an hour), does not hide what a rank saw itself.
+All of it is best effort: if the store is gone, or does not answer (its host was cut off, and torch's client would wait
+for a quarter of an hour), a rank still reports its own error.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from phalanx._comm.diagnostics.flight_recorder import RankPosition
 Fate = Literal["ended", "hangs"]
 
 _COLLECT_S = 0.8
-_ANSWERS_PER_S = 2048  # so many answers a second a store takes from ranks which are all asked at once
-_POLL_S, _LONGEST_POLL_S = 0.02, 0.2  # asked again and again: torch's own wait prints warnings when it times out
-_WAIT_S = 0.1  # in a store that can wait without a word
+_ANSWERS_PER_S = 2048  # answers per second that a store accepts from ranks that are all asked at once
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.2  # polling, since torch's own wait prints warnings on a timeout
+_WAIT_S = 0.1  # in a store that can wait silently
 _ANSWER_S = 2.0
 _LINGER_S = 5.0
 
 
 class FailureStore:
-    """One group's ranks tell each other this in `store`, under keys that end in `group_key`, which only they know.
+    """A `FailureStore` publishes one group's failures in `store`, under keys that end in the secret `group_key`.
 
-    `server_rank` is the rank whose process serves the store, -1 where it is none of this group; `address` is where.
-    `find_lost_host` asks the process on this host that knows of lost hosts; it does not wait. Nor does `told_here`,
-    which a transport with shared memory sets: it returns what a rank of this host has told, also when the store can't
-    be reached.
+    `server_rank` is the rank whose process serves the store, -1 if it is not in this group; `address` is the store's
+    address. `find_lost_host` asks the process on this host that knows of lost hosts; it does not wait. Nor does
+    `told_here`, which a transport with shared memory sets: it returns the report of a rank of this host, even if the
+    store cannot be reached.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class FailureStore:
         return self.signals.is_store_gone
 
     def server_fate(self) -> tuple[int, Fate] | None:
-        """Return the rank that kept the store, and what became of it, if the store's silence says that; else None.
+        """Return the rank that served the store, and how it ended, if the store's silence shows that; else None.
 
-        A process that has ended leaves its port closed. One that is stopped leaves it open: the kernel takes
-        connections for it. Only if the host does not answer either may it be the network.
+        The port of a process that has ended is closed. The port of a stopped process is open: the kernel accepts its
+        connections. Only if the host does not answer either may the network be at fault.
         """
         if not self.is_gone or self._server_rank in (-1, self._rank) or self._address is None:
             return None
@@ -95,11 +95,11 @@ class FailureStore:
     # -- the report -----------------------------------------------------------------------------------------------
 
     def report(self) -> FailureReport | None:
-        """Return the report, if some rank has posted one, or a host is lost, which explains all that follows."""
+        """Return the report, if a rank has published one, or if a host is lost, which explains later failures."""
         return self.report_here() or self.signals.ask(self._read, None)
 
     def report_here(self) -> FailureReport | None:
-        """Return the report as far as this host knows it without the store."""
+        """Return the report that this host knows without the store."""
         return self.find_lost_host() or self.told_here()
 
     def _read(self) -> FailureReport | None:
@@ -113,7 +113,7 @@ class FailureStore:
         return f"position/{self.group_key}/{rank}"
 
     def post(self, report: FailureReport) -> FailureReport:
-        """Post `report` unless there is one; return the report that stands."""
+        """Publish `report` unless there is one; return the published report."""
         report = self.find_lost_host() or report
         key = f"failure/{self.group_key}"
         mine = report.to_json()
@@ -130,7 +130,7 @@ class FailureStore:
         return report
 
     def _pause(self, keys: list[str], longest_s: float) -> None:
-        """Wait a little: until the keys are there, in a store that can wait for them without a word."""
+        """Wait a short time; in a store that can wait silently, until the keys are set."""
         if self._waits_in_store and not self.is_gone:
             with contextlib.suppress(RuntimeError):
                 self._store.wait(keys, timedelta(seconds=max(longest_s, 0.001)))
@@ -138,15 +138,15 @@ class FailureStore:
             time.sleep(_POLL_S)
 
     def acknowledge(self) -> None:
-        """Say that this rank knows the report, if the process that keeps the store waits for that."""
+        """Confirm that this rank has read the report, if the process that serves the store waits for that."""
         if self._server_rank == -1:
             return
         self.signals.ask(lambda: self._store.set(self._known(self._rank), ""), None)
 
     def linger(self, report: FailureReport) -> None:
-        """Let the other ranks read the report, for five seconds at most, before the process goes that keeps the store.
+        """Wait, at most five seconds, until the other ranks have read the report, if this process serves the store.
 
-        Without the store they could only say that this rank is gone.
+        Without the store they could only report that this rank is gone.
         """
         if self._server_rank != self._rank:
             return
@@ -162,12 +162,12 @@ class FailureStore:
     # -- how a rank ended ----------------------------------------------------------------------------------------
 
     def leave_exit_reason(self, reason: str, position: RankPosition) -> None:
-        """Say how this rank ends, and where it was."""
+        """Publish how this rank ends, and where it was."""
         text = json.dumps({"reason": reason, "position": asdict(position)})
         self.signals.ask(lambda: self._store.set(f"exit/{self.group_key}/{self._rank}", text), None)
 
     def exit_reason(self, rank: int) -> tuple[str, RankPosition | None]:
-        """Return what `rank` said about its end; it is empty if the rank said nothing."""
+        """Return how `rank` ended, in its own words; "" if it published nothing."""
         text = self.signals.ask(lambda: self._get(f"exit/{self.group_key}/{rank}"), "")
         if not text:
             return "", None
@@ -177,10 +177,10 @@ class FailureStore:
     # -- who is where -------------------------------------------------------------------------------------------
 
     def collect_positions(self) -> dict[int, RankPosition]:
-        """Ask all ranks where they are, and give them a moment; a rank that does not answer is not in the result.
+        """Request all ranks' places, and wait a moment; ranks that do not answer are not in the result.
 
         If ranks run out of time together, the first to ask collects the answers, and the others wait for its report,
-        which stands; they read the answers if none comes.
+        which then holds for all; if none comes, they read the answers.
         """
         mine, key = str(self._rank), f"positions/{self.group_key}"
         asked: bytes = self.signals.ask(lambda: self._store.compare_set(key, "", mine), b"")
@@ -202,7 +202,7 @@ class FailureStore:
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
     def _read_positions(self, ranks: list[int]) -> dict[int, RankPosition]:
-        """Return what these ranks have answered, read at once, or in halves where some have not."""
+        """Return these ranks' answers, read at once, or in halves if some are missing."""
         keys = [self._position_key(r) for r in ranks]
         if keys and self._store.check(keys):
             found = zip(ranks, self._store.multi_get(keys), strict=True)
@@ -213,11 +213,11 @@ class FailureStore:
         return self._read_positions(ranks[:middle]) | self._read_positions(ranks[middle:])
 
     def wants_positions(self) -> bool:
-        """Return whether some rank ran out of time, and is about to tell."""
+        """Return whether a rank ran out of time, and is about to publish a report."""
         return self.signals.ask(lambda: self._store.check([f"positions/{self.group_key}"]), False)
 
     def report_position(self, position: RankPosition) -> None:
-        """Say where this rank is, if some rank asks that and this one has not yet said so."""
+        """Publish this rank's place, if some rank requests it and this one has not answered yet."""
         if not self._answered and self.wants_positions():
             self._answered = True
             self.signals.ask(

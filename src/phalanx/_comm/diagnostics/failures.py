@@ -1,4 +1,4 @@
-"""Make a failure report for a status of the C core, from what the shared memory says of every rank."""
+"""Make a failure report from a status of the C core and the shared memory of all ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from phalanx.errors import ClosedError, DeadlineError, MismatchError, PeerLostEr
 def failure(
     status: int, symm_mem: SymmetricMemory, group: str, timeout_s: float, *, kind: int = 0, peer: int = -1
 ) -> PhalanxError:
-    """Return the error for `status`, told from what the shared memory says of every rank.
+    """Return the error for `status`, with the details of every rank in shared memory.
 
     The operation is this rank's latest collective, or with `kind` its latest message of that kind with `peer`: other
-    threads may have begun something else meanwhile.
+    threads may have begun another operation meanwhile.
     """
     if status == CLOSED:
         return closed(group)
@@ -40,7 +40,7 @@ def failure(
 
 
 def status_of(error: PhalanxError) -> int:
-    """Return what the flight recorder says of an operation that ended with `error`: the opposite of `failure`."""
+    """Return the flight recorder's status of an operation that ended with `error`: the inverse of `failure`."""
     kinds = ((MismatchError, MISMATCH), (PeerLostError, PEER_LOST), (DeadlineError, DEADLINE), (ClosedError, CLOSED))
     return next((status for kind, status in kinds if isinstance(error, kind)), INVALID)
 
@@ -51,7 +51,7 @@ def _own(records: list[Record], kind: int, peer: int) -> Record | None:
 
 
 def _forgotten(kind: int, peer: int) -> str:
-    """Name a receive that was posted for so long that the recorder's line for it is another's by now."""
+    """Describe a receive that was posted for so long that the recorder has overwritten its line."""
     who = f"rank {peer}" if peer >= 0 else "any rank"
     return {SEND: f"send to {who}", RECV: f"recv from {who}"}.get(kind, "operation")
 
@@ -80,7 +80,7 @@ def _processes(symm_mem: SymmetricMemory, *ranks: int) -> dict[int, str]:
 def _mismatch(symm_mem: SymmetricMemory, mine: Record | None) -> FailureReport:
     core = symm_mem.core
     records = [read(core, r) for r in range(symm_mem.world_size)]
-    # A call on a group that is over repeats what ended it.
+    # A call on a group that has failed repeats the failure.
     mine = next((r for r in records[symm_mem.rank] if r.status == MISMATCH), mine)
     if mine is None:
         return FailureReport("mismatch")
@@ -101,9 +101,9 @@ def _called(record: Record | None) -> RankCall:
 
 
 def _counterpart(records: list[Record], mine: Record) -> Record | None:
-    """Return what a rank called when we called `mine`: perhaps not its latest, as it may go on after the error."""
+    """Return a rank's call that matches our call `mine`: perhaps not its latest, as it may continue after the error."""
     collectives = [r for r in reversed(records) if r.is_collective]
-    for r in collectives:  # rounds of gradients are counted apart
+    for r in collectives:  # rounds of gradients are numbered separately
         if r.seq == mine.seq and r.is_numbered_call == mine.is_numbered_call:
             return r
     stopped = (r for r in collectives if r.status == MISMATCH or r.leave_ns == 0)
@@ -115,7 +115,7 @@ def _lost(symm_mem: SymmetricMemory, who: int, mine: Record | None) -> FailureRe
     alone = ""
     if mine is not None and mine.is_collective and has_finished(symm_mem, who):
         missing = late_ranks(core, symm_mem.rank, symm_mem.world_size)
-        if who in missing:  # else it came to this operation, and left in the middle of it
+        if who in missing:  # otherwise it joined this operation, and left during it
             gone = [r for r in missing if has_finished(symm_mem, r)]
             behind = {r: str(find_position(symm_mem, r)) for r in missing if r not in gone}
             came = [r for r in range(symm_mem.world_size) if r not in missing]

@@ -1,4 +1,4 @@
-"""Read the flight recorder: what each rank did last, and what it is doing now. This needs no torch."""
+"""Read the flight recorder: each rank's last operations, and its current one. This does not need torch."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _TO_ROOT = (REDUCE, GATHER)
 
 @dataclass(frozen=True)
 class RankPosition:
-    """A position says where a rank is: in its `seq`-th collective, `operation`, for `seconds`, or past it."""
+    """A `RankPosition` is where a rank is: in its `seq`-th collective, `operation`, for `seconds`, or past it."""
 
     seq: int = 0
-    operation: str = ""  # 'all_reduce #42 (train.py:88)'; empty: it has called nothing
+    operation: str = ""  # 'all_reduce #42 (train.py:88)'; empty if it has called nothing
     inside: bool = False
     seconds: float = 0.0
     failed: bool = False
-    elsewhere: str = ""  # the operation of another group in which it waits meanwhile
+    elsewhere: str = ""  # the operation of another group in which it now waits
 
     def __str__(self) -> str:
         """Return one clause: 'is in all_reduce #42 (train.py:88) for 3.1 s'."""
@@ -59,7 +59,7 @@ class RankPosition:
 
 @dataclass(frozen=True)
 class Record:
-    """A record is one operation of one rank. Times are CLOCK_MONOTONIC nanoseconds; `leave_ns` is 0 while it runs."""
+    """A `Record` is one operation of one rank. Times are CLOCK_MONOTONIC nanoseconds; `leave_ns` is 0 while it runs."""
 
     seq: int
     kind: int
@@ -85,7 +85,7 @@ class Record:
 
     @property
     def reduction(self) -> str:
-        """Return how elements are combined; it is empty if they are only moved."""
+        """Return how elements are combined; "" if they are only moved."""
         return REDUCTION_NAMES.get(self.redop, f"reduction {self.redop}") if self.kind in _REDUCES else ""
 
     @property
@@ -100,7 +100,7 @@ class Record:
 
     @property
     def is_numbered_call(self) -> bool:
-        """Return whether it is a collective that every rank counts alike; rounds of gradients are counted apart."""
+        """Return whether this is a collective that every rank counts; rounds of gradients are numbered separately."""
         return self.is_collective and self.kind != GRADIENTS
 
     @property
@@ -118,7 +118,7 @@ class Record:
         return f"{self.label} ({self.call_site})" if self.call_site else self.label
 
     def call(self) -> str:
-        """Return the call as its rank made it: 'all_reduce(SUM) of float32 (3, 4) at train.py:88'."""
+        """Return the call with its arguments: 'all_reduce(SUM) of float32 (3, 4) at train.py:88'."""
         options = []
         if self.kind in _REDUCES:
             options.append(self.reduction)
@@ -136,7 +136,7 @@ def read(core: _core.Group, rank: int) -> list[Record]:
 
 
 def position_of(records: Sequence[Record], now_ns: int) -> RankPosition:
-    """Return where a rank is whose operations are `records`, and since when."""
+    """Return the position of a rank with the operations `records`, and since when."""
     if not records:
         return RankPosition()
     last = records[-1]

@@ -1,4 +1,4 @@
-"""Tell an exception of the program's signal handler, which comes up anywhere in our code, from an error of ours."""
+"""Distinguish an exception of the user's signal handler, which may occur anywhere in our code, from our own errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from types import TracebackType
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return whether the error came from outside, and only met the code that it came up in, which has to let it pass.
+    """Return whether an error came from outside our code, so that it must be passed on.
 
-    That is any error that is no `Exception`, like KeyboardInterrupt; and one that a signal's handler, or a debugger's
-    trace function, raised: a function that was given the frame that it interrupts.
+    This is any error that is not an `Exception`, like KeyboardInterrupt; and one that a signal handler, or a debugger's
+    trace function, raised: a function that was called with the frame that it interrupts.
     """
     if not isinstance(error, Exception):
         return True
@@ -24,7 +24,7 @@ def is_interruption(error: BaseException) -> bool:
 
 
 class Quiet:
-    """It suppresses errors inside, but no interruption. `tell` is called with the error."""
+    """A `Quiet` context suppresses errors, but not interruptions. `tell` is called with the error."""
 
     def __init__(self, tell: Callable[[Exception], None] = lambda error: None) -> None:
         self._tell = tell

@@ -1,8 +1,8 @@
-"""Show a group's memory to the agent of `phalanx run`, which reads it while ranks hang or are dead.
+"""Give the agent of `phalanx run` a group's memory, which it can read while ranks hang or are dead.
 
-    first rank of the host ──a message: who the group is, and the descriptor of its control memory──▶ agent
+    first rank of the host ──a message: the group, and the descriptor of its control memory──▶ agent
 
-No process waits: if no agent answers, the group is simply not observed.
+No process waits: if no agent answers, the group is not observed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """It has a group's name, its world size, and the ranks of this host: their numbers in the job, and processes."""
+    """A `GroupInfo` has a group's name, its world size, and this host's ranks: their job numbers, and processes."""
 
     name: str
     world_size: int
@@ -33,7 +33,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class RankLog:
-    """It is what one rank did in a group. `came`, `left`: it has joined, and left; `exit_reason` is why, if known."""
+    """A `RankLog` has one rank's operations in a group. `came`, `left`: it has joined, and left, for `exit_reason`."""
 
     rank: int
     pid: int
@@ -45,7 +45,7 @@ class RankLog:
 
 @dataclass(frozen=True)
 class GroupLog:
-    """It is what the ranks of this host did in a group; at most the last 128 operations of each."""
+    """A `GroupLog` has the operations of this host's ranks in a group, at most the last 128 of each."""
 
     name: str
     world_size: int
@@ -53,15 +53,15 @@ class GroupLog:
 
 
 def show(agent: str, group_info: GroupInfo, control: int) -> bool:
-    """Give the agent with address `agent` ("name:token") the control memory's descriptor; return False if that fails.
+    """Send the control memory's descriptor to the agent at `agent` ("name:token"); return False if that fails.
 
-    It costs a connection and a message, about 20 µs, and never waits.
+    This costs a connection and a message, about 20 µs, and never waits.
     """
     return tell(agent, "group", fds=[control], **asdict(group_info))
 
 
 def fetch_store(agent: str, timeout_s: float = 5.0) -> int | None:
-    """Return the descriptor of the job's store from the agent with address `agent`, or None; the caller owns it.
+    """Return the descriptor of the job's store from the agent at `agent`, or None; the caller owns it.
 
     It is for ranks that do not see the agent's process in their /proc.
     """
@@ -69,11 +69,11 @@ def fetch_store(agent: str, timeout_s: float = 5.0) -> int | None:
 
 
 class Observer:
-    """It is the agent's view of one group. It owns the descriptor `control`; it reads, and never writes.
+    """An `Observer` is the agent's read-only view of one group. It owns the descriptor `control`.
 
     Raises:
-        ValueError: the memory was not written by this version, or not for as many ranks.
-        OSError: it cannot be mapped.
+        ValueError: the memory is of another version, or of another number of ranks.
+        OSError: the memory cannot be mapped.
     """
 
     def __init__(self, group_info: GroupInfo, control: int) -> None:
@@ -82,7 +82,7 @@ class Observer:
         self.read()
 
     def read(self) -> GroupLog:
-        """Return everything that the ranks have recorded, as it is now."""
+        """Return everything that the ranks have recorded so far."""
         group_info = self.group_info
         with self._mapped() as core:
             return GroupLog(
@@ -90,13 +90,13 @@ class Observer:
             )
 
     def is_over(self) -> bool:
-        """Return whether every rank has left: nothing will be added."""
+        """Return whether every rank has left: then nothing will be added."""
         with self._mapped() as core:
             return all(core.state(i)[0] == LEFT for i in range(len(self.group_info.ranks)))
 
     @contextmanager
     def _mapped(self) -> Iterator[_core.Group]:
-        from phalanx import _core  # here, because the agent starts before it needs this
+        from phalanx import _core  # imported here, because the agent starts before it needs the core
 
         nbytes = os.fstat(self.control).st_size
         address = _core.map(self.control, nbytes)
@@ -106,7 +106,7 @@ class Observer:
             try:
                 yield core
             finally:
-                core.abandon()  # not `close`: that would say that rank 0 has left
+                core.abandon()  # not `close`, which would record that rank 0 has left
         finally:
             _core.unmap(address, nbytes)
 
@@ -114,7 +114,7 @@ class Observer:
         life, _, _, _, _, reason = core.state(index)
         records = read(core, index)
         ranks = self.group_info.ranks
-        if len(ranks) == self.group_info.world_size:  # peers are numbered in the group; people know the job's numbers
+        if len(ranks) == self.group_info.world_size:  # peers have group numbers; users know the job's numbers
             records = [
                 replace(
                     record,
@@ -128,5 +128,5 @@ class Observer:
         return RankLog(ranks[index], self.group_info.pids[index], life != ABSENT, life == LEFT, reason, tuple(records))
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         os.close(self.control)

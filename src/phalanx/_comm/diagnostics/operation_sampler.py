@@ -1,4 +1,4 @@
-"""Read the flight recorders' lines of this process now and then, in the process itself."""
+"""Read the flight recorders' lines of this process from time to time, in the process itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from phalanx._base.core_numbers import DTYPE_NAMES, GRADIENTS, RECV, SEND
 from phalanx._comm.diagnostics import whereabouts
 from phalanx._comm.diagnostics.step_file import StepFile
 
-_READ_AT_ONCE = 96  # so many lines are read at once, of the 128 that a recorder keeps
-_MAX_STEPS = 64  # there are at most so many steps between two readings
+_READ_AT_ONCE = 96  # lines read at once, of the 128 that a recorder keeps
+_MAX_STEPS = 64  # the most steps between two readings
 _SIZES = {
     1: ("bytes", "bool", "uint8", "int8"),
     2: ("uint16", "int16", "float16", "bfloat16"),
@@ -30,14 +30,14 @@ _gradient_bytes: dict[str, int] = {}  # by group: the bytes of a round of its re
 
 
 def note_gradients(group: str, num_bytes: int) -> None:
-    """Note how many bytes a round of gradients of this group has; the recorder's line does not say."""
+    """Record the size of a gradient round of this group, which the recorder's line does not have."""
     _gradient_bytes[group] = num_bytes
 
 
 class OperationSampler:
-    """It reads what is new every so many steps, and when a group is left.
+    """An `OperationSampler` reads new lines every few steps, and when a group is left.
 
-    Cost: 0.4 µs for each line that is read, and a microsecond for each that is new.
+    Cost: 0.4 µs for each line read, and a microsecond for each new line.
     """
 
     def __init__(self, file: StepFile, tell_groups: Callable[[list[dict[str, object]]], None]) -> None:
@@ -46,22 +46,22 @@ class OperationSampler:
         # the numbers of groups, by their memory
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._groups: list[dict[str, object]] = []
-        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # when its last line was entered
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the time of the last line read
         self._read_step = 0
         self.steps_between = 1
-        """How many steps may pass until the next reading, before the recorder writes over what was not read."""
+        """The number of steps until the next reading, before the recorder overwrites unread lines."""
         self.num_seen = 0
         self.generation = 0
 
     def read(self, marks: Sequence[tuple[int, int]], step: int) -> None:
-        """Take the new operations of all groups; `step` is the one that has ended."""
+        """Take the new operations of all groups; `step` is the step that has ended."""
         most = max((self.read_group(group, marks, step) for group in whereabouts.groups()), default=0)
         per_step = most / max(1, step - self._read_step)
         self.steps_between = max(1, min(_MAX_STEPS, int(_READ_AT_ONCE / per_step) if per_step else _MAX_STEPS))
         self._read_step = step
 
     def read_group(self, group: whereabouts.ObservedGroup, marks: Sequence[tuple[int, int]], step: int) -> int:
-        """Take the new operations of one group; return how many there were. `marks` say when each phase began."""
+        """Take the new operations of one group, and return their number. `marks` are the begins of the phases."""
         symm_mem = group.symm_mem
         if symm_mem.closed:
             return 0
@@ -84,7 +84,7 @@ class OperationSampler:
         return new
 
     def _number_of(self, group: whereabouts.ObservedGroup) -> int:
-        """Return a group's number among those of its name, which follow each other when ranks form theirs anew."""
+        """Return a group's number among groups of its name, which succeed each other when ranks form groups again."""
         number = self._numbers.get(group.symm_mem)
         if number is None:
             number = len(self._groups)

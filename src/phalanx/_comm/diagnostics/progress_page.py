@@ -1,12 +1,12 @@
-"""A rank writes its progress into a page of memory that others read: no rank is asked, and none sends anything.
+"""A rank writes its progress into a page of shared memory that other processes read, without messages.
 
     rank ──a message, once: the descriptor of its page──▶ agent ──▶ any reader
     word 0   magic and version          word 4...   track `loop`: steps of a loop, as `phalanx.progress` counts them
          1   generation                 word 4+T…   track `state`: steps that `phalanx.elastic.State` has committed
          2   the loop that counts
 
-A track is: steps done, steps in all (0: unknown), samples so far, and for the last 64 steps when each was done and how
-many samples there were by then. There is one writer; each word is written at once, the number of steps last.
+A track is: steps done, steps in all (0: unknown), samples so far, and for each of the last 64 steps its time and the
+samples until then. There is one writer; each word is written atomically, the number of steps last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx._base.ipc.agent import tell
 from phalanx.errors import PhalanxError
 
 PAGE_BYTES = 4096
-KIND = "progress page"  # the kind of the message that shows it
+KIND = "progress page"  # the kind of the message with its descriptor
 
 _MAGIC = 0x3145_4741_5058_4C50  # "PLXPAGE1", little endian
 _HEADER = 4
@@ -34,9 +34,9 @@ _WORDS = struct.Struct(f"={PAGE_BYTES // 8}Q")
 
 @dataclass(frozen=True)
 class Track:
-    """A track is a count of steps.
+    """A `Track` is a count of steps.
 
-    `recent` has the last of them, oldest first: when (CLOCK_MONOTONIC, ns), and samples by then.
+    `recent` has the last steps, oldest first: the time (CLOCK_MONOTONIC, ns), and the samples until then.
     """
 
     steps: int
@@ -47,7 +47,7 @@ class Track:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """It is what a rank's page says; a track is None if nothing counts on it."""
+    """A `RankProgress` is the content of a rank's page; a track is None if nothing counts on it."""
 
     generation: int
     loop: Track | None
@@ -55,7 +55,7 @@ class RankProgress:
 
 
 class ProgressPage:
-    """It is a rank's own page. Every method is a few stores, about half a microsecond; nothing is sent."""
+    """A `ProgressPage` is a rank's own page. Every method is a few stores, about half a microsecond."""
 
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
         self._memory = memory
@@ -64,7 +64,7 @@ class ProgressPage:
         self._num_loops = 0
 
     def begin_loop(self, total_steps: int | None) -> int:
-        """Begin a loop, and return the number to count it with. Of nested loops the innermost counts."""
+        """Begin a loop, and return its number for counting. Of nested loops the innermost counts."""
         self._num_loops += 1
         words = self._words
         words[_LOOP] = 0
@@ -76,13 +76,13 @@ class ProgressPage:
         return self._num_loops
 
     def count(self, loop: int, samples: int) -> None:
-        """Count one more step of the loop with this number, and as many samples of this rank."""
+        """Count one more step of the loop with this number, and this rank's samples."""
         words = self._words
         if words[2] == loop:
             _advance(words, _LOOP, words[_LOOP] + 1, words[_LOOP + 2] + samples)
 
     def commit(self, step: int, samples: int = 0) -> None:
-        """Note that the step with this number is done, with so many samples of this rank, where that is known."""
+        """Record that the step with this number is done, with this rank's samples, if known."""
         words = self._words
         _advance(words, _STATE, step, words[_STATE + 2] + samples)
 
@@ -95,7 +95,7 @@ class ProgressPage:
         return self._words[_STATE]
 
     def set_generation(self, generation: int) -> None:
-        """Note how many times the ranks have formed their group anew."""
+        """Record how many times the ranks have formed their group again."""
         for listener in list(_listeners):
             listener()
         self._words[1] = generation
@@ -110,7 +110,7 @@ def _advance(words: memoryview, track: int, step: int, samples: int) -> None:
 
 
 def read_page(fd: int) -> RankProgress | None:
-    """Return what the page with descriptor `fd` says now; None if it is no page, or another version's."""
+    """Read the page with descriptor `fd`; return None if it is not a page of this version."""
     try:
         data = os.pread(fd, PAGE_BYTES, 0)
     except OSError:
@@ -119,7 +119,7 @@ def read_page(fd: int) -> RankProgress | None:
 
 
 def parse_page(data: bytes) -> RankProgress | None:
-    """Return what a page with these bytes says; its writer may have been in the middle of a step."""
+    """Parse the bytes of a page, whose writer may have been interrupted in a step."""
     if len(data) != PAGE_BYTES:
         return None
     words = _WORDS.unpack(data)
@@ -131,7 +131,7 @@ def parse_page(data: bytes) -> RankProgress | None:
 def _track(words: tuple[int, ...], at: int) -> Track | None:
     steps, total, samples = words[at], words[at + 1], words[at + 2]
     recent = []
-    for step in range(max(0, steps - _RECENT + 2), steps + 1):  # the oldest may be being written over
+    for step in range(max(0, steps - _RECENT + 2), steps + 1):  # the oldest may be overwritten concurrently
         slot = at + 4 + 2 * (step % _RECENT)
         if words[slot]:
             recent.append((words[slot], words[slot + 1]))
@@ -145,12 +145,12 @@ _listeners: list[Callable[[], None]] = []
 
 
 def listen_for_generations(listener: Callable[[], None]) -> None:
-    """Call `listener` before a page of this process says another generation."""
+    """Call `listener` before a page of this process changes its generation."""
     _listeners.append(listener)
 
 
 def stop_listening(listener: Callable[[], None]) -> None:
-    """Call `listener` no more."""
+    """Stop calling `listener`."""
     if listener in _listeners:
         _listeners.remove(listener)
 
@@ -159,9 +159,9 @@ _own: ProgressPage | None = None
 
 
 def open_page(agent: str) -> ProgressPage:
-    """Return this process's page, shown to the agent with address `agent` ("name:token") when it is first asked for.
+    """Return this process's page, which the agent at `agent` ("name:token") gets on the first call.
 
-    Without an agent, or without shared memory, it is a page that no process reads.
+    Without an agent, or without shared memory, no process reads the page.
     """
     global _own
     if _own is None:
@@ -171,7 +171,7 @@ def open_page(agent: str) -> ProgressPage:
 
 
 def own_generation() -> int:
-    """Return how often the ranks of this process's job have formed their group anew, as far as it has said so."""
+    """Return how often the ranks of this process's job have formed their group again, as recorded on its page."""
     return 0 if _own is None else _own.generation
 
 
@@ -181,7 +181,7 @@ def own_step() -> int:
 
 
 def _forget() -> None:
-    """Give a child of a rank, which is no rank, a page of its own to count on."""
+    """Give a forked child of a rank, which is not a rank, its own page."""
     global _own
     _own = ProgressPage(bytearray(PAGE_BYTES))
 
@@ -191,7 +191,7 @@ def _show(agent: str) -> ProgressPage | None:
 
     try:
         with memory("phalanx-progress", PAGE_BYTES) as fd:
-            page = ProgressPage(mmap.mmap(fd, PAGE_BYTES))  # before it is shown: it says what it is
+            page = ProgressPage(mmap.mmap(fd, PAGE_BYTES))  # written before the agent gets it
             return page if tell(agent, KIND, fds=[fd]) else None
-    except (OSError, PhalanxError):  # no memory that can be shared
+    except (OSError, PhalanxError):  # no shared memory
         return None

@@ -1,4 +1,4 @@
-"""Write ranks in words: '0-3, 7', 'rank 3', 'ranks 0-3, 7'."""
+"""Format ranks as text: '0-3, 7', 'rank 3', 'ranks 0-3, 7'."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 
 def format_ranks(ranks: Iterable[int], *, separator: str = ",", shortest_run: int = 2) -> str:
-    """Return `0-3,7` for 0, 1, 2, 3, 7. Fewer than `shortest_run` ranks in a row are written one by one."""
+    """Return `0-3,7` for 0, 1, 2, 3, 7. Runs shorter than `shortest_run` are written one by one."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:

@@ -1,4 +1,4 @@
-"""A rank asks the agent for a report of the run, since the agent lives longer and sees how the others end."""
+"""A rank requests a report of the run from the agent, which lives longer and sees how the others end."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ KIND = "report"  # the kind of the message
 
 
 def ask_for_report(agent: str, folder: str) -> bool:
-    """Have the agent at `agent` ("name:token") write a report into `folder` at its end; return False if none hears."""
+    """Make the agent at `agent` ("name:token") write a report into `folder` at its end; False if it is gone."""
     return tell(agent, KIND, folder=folder)

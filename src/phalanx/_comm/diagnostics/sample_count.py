@@ -1,4 +1,4 @@
-"""Guess how many samples a batch has by looking at it, as nobody tells."""
+"""Estimate the number of samples in a batch from its structure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from phalanx._comm.diagnostics.interruptions import Quiet
 
-_NUM_LOOKED_AT = 16  # so many parts of a list are looked at: the first of them tell what it holds
+_NUM_LOOKED_AT = 16  # elements of a list that are examined: the first ones show its kind
 _DEEPEST = 8
 
 
 def count_samples(batch: Any) -> float | None:
-    """Return the first dimension of the first tensor (or array) in it, else the first list's length, or None.
+    """Return the first dimension of the first tensor (or array) in the batch, or else the first list's length, or None.
 
-    It runs within a program's own loader, so it raises nothing of its own, whatever the batch is.
+    It runs inside a user's loader, so it raises nothing of its own, whatever the batch is.
     """
     with Quiet():
         for part in _parts(batch, 0):
@@ -42,7 +42,7 @@ def _parts(batch: Any, depth: int) -> Iterator[Any]:
 
 
 def _first_dimension(part: Any) -> float | None:
-    if getattr(part, "is_nested", False) is True:  # its shape cannot be asked for
+    if getattr(part, "is_nested", False) is True:  # its shape cannot be read
         return float(part.size(0))
     shape = getattr(part, "shape", None)
     if isinstance(shape, tuple) and shape and isinstance(shape[0], int):

@@ -1,15 +1,15 @@
-"""A rank writes its steps into a mapped file of fixed size, which is whole at any moment, whatever ends the rank.
+"""A rank writes its steps into a mapped file of fixed size, which is valid at any moment, however the rank ends.
 
-    words 0-63       what the file is, and what is told of the process now and then
-    facts            JSON: who the rank is, what runs there, the names of its groups
-    steps      x 2   1,024 records of `stride` steps each; when they are full, pairs of them are merged into the other
+    words 0-63       the file's format, and measurements of the process
+    facts            JSON: the rank, its program, the names of its groups
+    steps      x 2   1,024 records of `stride` steps each; a full table is merged in pairs into the other one
     operations x 2   4,096 operations, likewise: every second window of them is kept
-    state      x 2   JSON: what the rank knew when it last turned events into records
-    events           the newest 1,024, each as it came: those after that are not in the records yet
+    state      x 2   JSON: the rank's state when it last turned events into records
+    events           the newest 1,024, as they came: later ones are not in the records yet
 
 An event is a few stores into the page cache: no system call, no thread, and nothing is lost when the process is killed:
-`step_reader` turns the last events into records itself. There is one writer. A table is written first and counted then;
-a full one is thinned into its twin before that takes its place; so is the state.
+`step_reader` turns the last events into records. There is one writer. A table is written first, and its count updated
+then; a full table is thinned into its twin, which then replaces it, as does the twin of the state.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _OPERATION_FIELDS, _NUM_OPERATIONS = 9, 4096
 _STEPS_BYTES, _OPERATIONS_BYTES = 8 * _STEP_FIELDS * _NUM_STEPS, 8 * _OPERATION_FIELDS * _NUM_OPERATIONS
 _STATES_AT, _STATE_BYTES = _TABLES_AT + 2 * (_STEPS_BYTES + _OPERATIONS_BYTES), 8192
 _EVENTS_AT, NUM_EVENTS = _STATES_AT + 2 * _STATE_BYTES, 1024
-_EVENT_FIELDS, _EVENTS_BEGIN = 3, 64  # a word that counts them, and what keeps its cache line
+_EVENT_FIELDS, _EVENTS_BEGIN = 3, 64  # the word that counts them, and padding for its cache line
 FILE_BYTES = -(-(_EVENTS_AT + _EVENTS_BEGIN + 8 * _EVENT_FIELDS * NUM_EVENTS) // 4096) * 4096
-WINDOW = 32  # so many operations are kept or left out together, so that all ranks keep the same
+WINDOW = 32  # operations kept or dropped together, so that all ranks keep the same
 
-# The header: each name is one word of eight bytes, a double but for the first.
+# The header: each name is one word of eight bytes, all doubles except the first.
 (_MAGIC_AT, _ENDED, _PEAK_BYTES, _STEP_TABLE, _STEP_COUNT, _STEP_STRIDE, _OPERATION_TABLE, _OPERATION_COUNT,
  _OPERATION_STRIDE, _FACTS_LENGTH, _BEGUN, _UNIX_OFFSET, _OPERATIONS_SEEN, _COST, _STATE, _FIRST_STATE_LENGTH,
  _SECOND_STATE_LENGTH) = range(17)  # fmt: skip
@@ -44,9 +44,9 @@ _STATE_LENGTHS = (_FIRST_STATE_LENGTH, _SECOND_STATE_LENGTH)
 
 
 class StepRecord(NamedTuple):
-    """It is a record of so many steps; `first` is the number of the first.
+    """A `StepRecord` is the sum of several steps; `first` is the number of the first one.
 
-    That number is the run's if it is known. Times are seconds of CLOCK_MONOTONIC; parts are sums over the steps.
+    The number is the run's if known. Times are seconds of CLOCK_MONOTONIC; parts are sums over the steps.
     """
 
     first: float
@@ -59,21 +59,21 @@ class StepRecord(NamedTuple):
     backward: float
     update: float
     samples: float
-    loss: float  # sum over the steps that have one
+    loss: float  # sum over the steps that have a loss
     num_losses: float
     longest: float  # the longest step
     resident_bytes: float
-    shared_bytes: float  # how much of these bytes is shared
-    cpu_s: float  # of the process so far, in all
-    preemptions: float  # how many there were so far
+    shared_bytes: float  # the shared part of these bytes
+    cpu_s: float  # of the process, so far
+    preemptions: float  # so far
     device_bytes: float
-    rank: float  # it may get another one when others are lost
+    rank: float  # it may change when others are lost
     generation: float
-    waited: float = 0.0  # seconds of waiting for other ranks, outside of collectives; they are in none of the phases
+    waited: float = 0.0  # seconds of waiting for other ranks outside of collectives, not in any phase
 
 
 class OperationRecord(NamedTuple):
-    """It is a collective as this rank saw it: times are nanoseconds of CLOCK_MONOTONIC."""
+    """An `OperationRecord` is a collective as this rank saw it: times are nanoseconds of CLOCK_MONOTONIC."""
 
     group: float
     kind: float
@@ -87,7 +87,7 @@ class OperationRecord(NamedTuple):
 
 
 def _allocate(fd: int) -> None:
-    """Give the file its size in blocks of the disk: a store into a page of which there is none is a SIGBUS."""
+    """Allocate the file's blocks on the disk: a store into a page without a block is a SIGBUS."""
     os.ftruncate(fd, 0)
     if hasattr(os, "posix_fallocate"):
         try:
@@ -101,16 +101,16 @@ def _allocate(fd: int) -> None:
 
 
 class StepFile:
-    """It is the writer, and makes the file at `path`; every method but `set_facts` and `set_state` is a few stores.
+    """A `StepFile` creates and writes the file at `path`; all methods but `set_facts` and `set_state` are a few stores.
 
-    An exception that comes up in between, of a signal's handler, leaves a file that `settle` makes whole.
+    After an exception in between, from a signal handler, `settle` makes the file valid.
 
     Raises:
-        OSError: the file can't be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike[str], begun: float, unix_offset: float) -> None:
-        from phalanx import _core  # here, because those who only read need none
+        from phalanx import _core  # imported here, because readers do not need it
 
         self._unmap = _core.unmap
         with open(path, "wb+") as file:
@@ -120,13 +120,13 @@ class StepFile:
                 os.unlink(path)
                 raise
             self._memory = mmap.mmap(file.fileno(), FILE_BYTES)
-            self._mapped = _core.map(file.fileno(), FILE_BYTES)  # again: the core wants an address
+            self._mapped = _core.map(file.fileno(), FILE_BYTES)  # a second mapping, since the core needs an address
         whole = memoryview(self._memory)
         self._words = whole[: _WORDS * 8].cast("d")
         self._tables = whole[_TABLES_AT:_STATES_AT].cast("d")
         self._num_events = whole[_EVENTS_AT : _EVENTS_AT + 8].cast("Q")
         self._events = whole[_EVENTS_AT + _EVENTS_BEGIN :].cast("d")
-        self._steps = 0  # where the table in use begins, in words
+        self._steps = 0  # the offset of the current table, in words
         self._operations = 2 * _STEPS_BYTES // 8
         self._num_steps = self._num_operations = 0
         self.step_stride = self.operation_stride = 1
@@ -136,7 +136,7 @@ class StepFile:
         struct.pack_into("<Q", self._memory, 0, _MAGIC)
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write the facts of this rank; if room is short cut lists short, the longest first, then leave out facts."""
+        """Write the facts of this rank; if room is short, shorten lists, the longest first, then leave out facts."""
         left = dict(facts)
         while len(data := json.dumps(left).encode()) > _FACTS_BYTES:
             lists = [name for name, value in left.items() if isinstance(value, list) and value]
@@ -150,22 +150,22 @@ class StepFile:
         self._words[_FACTS_LENGTH] = len(data)
 
     def set_peak(self, num_bytes: int) -> None:
-        """Write the most memory that the process has had."""
+        """Write the peak memory of the process."""
         self._words[_PEAK_BYTES] = num_bytes
 
     def set_ended(self) -> None:
-        """Note that the rank has come to its end in order."""
+        """Record that the rank has ended normally."""
         self._words[_ENDED] = 1
 
     def set_cost(self, seconds: float, operations_seen: int) -> None:
-        """Write what recording has taken, where it was measured, and how many operations there were in all."""
+        """Write the cost of recording, if measured, and the total number of operations."""
         self._words[_COST] = seconds
         self._words[_OPERATIONS_SEEN] = operations_seen
 
     def set_state(self, state: str) -> None:
-        """Write what a reader needs to turn the events after these records into more, as JSON.
+        """Write the state with which a reader can process the events after these records, as JSON.
 
-        If it does not fit, the state before stays, and the reader turns the events after that.
+        If it does not fit, the previous state stays, and the reader processes the events after that one.
         """
         data = state.encode()
         if len(data) > _STATE_BYTES:
@@ -177,12 +177,12 @@ class StepFile:
         self._words[_STATE] = twin
 
     def events_since(self, number: int) -> tuple[list[float], int]:
-        """Return the fields of all events after the first `number` that remain, and how many there ever were."""
+        """Return the fields of all remaining events after the first `number`, and the total number of events."""
         num = self._num_events[0]
         return read_events(self._events, number, num), num
 
     def add_step(self, record: array[float]) -> None:
-        """Add one more record, of `step_stride` steps, in the order of `StepRecord`."""
+        """Add one more record, of `step_stride` steps, with the fields of `StepRecord`."""
         if self._num_steps == _NUM_STEPS:
             self._thin_steps()
         at = self._steps + self._num_steps * _STEP_FIELDS
@@ -191,14 +191,14 @@ class StepFile:
         self._words[_STEP_COUNT] = self._num_steps
 
     def settle(self) -> int:
-        """Finish what an exception has broken off; return how many steps are in the records."""
+        """Complete work that an exception has interrupted; return the number of steps in the records."""
         self._turn_steps()
         self._turn_operations()
         records = _records(self._tables, self._steps, self._num_steps, _STEP_FIELDS)
         return int(sum(record[1] for record in records))
 
     def add_operation(self, record: array[float], seq: int) -> None:
-        """Add one more operation, if its window is one that is kept."""
+        """Add one more operation, if its window is kept."""
         if (seq // WINDOW) % self.operation_stride:
             return
         if self._num_operations == _NUM_OPERATIONS:
@@ -212,11 +212,11 @@ class StepFile:
 
     @property
     def events_address(self) -> int:
-        """Return where the events lie: a word that counts them, and their ring from byte 64 on."""
+        """Return the memory of the events: a word that counts them, and their ring from byte 64 on."""
         return self._mapped + _EVENTS_AT
 
     def close(self) -> None:
-        """Let go of the memory; the file stays."""
+        """Release the memory; the file stays."""
         for view in (self._words, self._tables, self._num_events, self._events):
             view.release()
         self._memory.close()
@@ -244,7 +244,7 @@ class StepFile:
         self._turn_operations()
 
     def _turn_steps(self) -> None:
-        """Let the other table take over: a reader in between sees few records of it, never those of the wrong one."""
+        """Switch to the other table: a concurrent reader sees a few of its records, never those of the wrong table."""
         words = self._words
         words[_STEP_COUNT] = 0
         words[_STEP_TABLE] = self._steps * 8 // _STEPS_BYTES
@@ -260,7 +260,7 @@ class StepFile:
 
 
 def merge(a: StepRecord, b: StepRecord) -> StepRecord:
-    """Return two records, one after the other, as one."""
+    """Merge two consecutive records into one."""
     names = ("num_steps", "other", "data", "forward", "backward", "update", "waited", "samples", "loss", "num_losses")
     sums = {name: getattr(a, name) + getattr(b, name) for name in names}
     return b._replace(
@@ -275,7 +275,7 @@ def merge(a: StepRecord, b: StepRecord) -> StepRecord:
 
 
 class StepFileContents(NamedTuple):
-    """It says what lies where in a file, as it was written."""
+    """`StepFileContents` are the parts of a file, as written."""
 
     facts: Mapping[str, Any]
     ended: bool
@@ -294,10 +294,10 @@ class StepFileContents(NamedTuple):
 
 
 def read_contents(data: bytes) -> StepFileContents | None:
-    """Return what a file with these bytes holds, or None if it is no such file. Its writer may have died at any store.
+    """Parse the bytes of a file; return None if it is no such file. Its writer may have died at any store.
 
     Raises:
-        ValueError, OverflowError, IndexError: something has been written over it.
+        ValueError, OverflowError, IndexError: the file has been overwritten.
     """
     if len(data) != FILE_BYTES or struct.unpack_from("<Q", data)[0] != _MAGIC:
         return None

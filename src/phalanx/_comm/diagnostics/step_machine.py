@@ -1,16 +1,16 @@
-"""Turn events into finished steps, and say where their time goes. It is pure: a killed rank's events give the same.
+"""Turn events into finished steps with the time of each phase. It is pure, so a killed rank's events give the same.
 
     data ─▶ forward and loss ─▶ backward ─▶ update ─▶ other ─▶ data ...
          │                   │           │         │
          the DataLoader      autograd    autograd  the optimizer's step
          has a batch         is called   is done   is done
 
-The time between two events belongs to what the later one ends: that from a batch to the backward is the forward's, that
-from the backward to the end of the optimizer's step the update's (clipping, too). A batch that no backward follows was
-one for evaluation: it is `other`, like what lies outside of all these. What a feature has waited for other ranks
-(`step_notes`) is in none of them. A step ends with its last update, which the next
-batch tells; where there is no DataLoader, with the update before the next backward. An update without a batch or a
-backward before it is none of a step: some try out an optimizer before the loop.
+The time between two events belongs to the phase that the later one ends: from a batch to the backward to forward, from
+the backward to the end of the optimizer's step to update (clipping, too). A batch without a backward was for
+evaluation: it is `other`, like all time outside of these phases. Waits for other ranks inside a feature (`step_notes`)
+are in no phase. A step ends with its last update, which the next batch shows; without a DataLoader, with the update
+before the next backward. An update without a batch or a backward before it is not part of a step: some programs try out
+an optimizer before the loop.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any, NamedTuple
 
 OTHER, DATA, FORWARD, BACKWARD, UPDATE = range(5)
 PHASES = ("other", "data", "forward", "backward", "update")
-_WAITED = len(PHASES)  # its place among the parts: it is not a phase, but lies in one
+_WAITED = len(PHASES)  # its index among the parts: it is not a phase, but is inside one
 
-# Events; what each has as its value.
+# Events, with their values.
 (BEGIN_DATA, END_DATA, NO_DATA,  # nothing; samples; nothing
- BEGIN_BACKWARD, END_BACKWARD, END_BACKWARD_WITH_LOSS,  # nothing; nothing; what it began from
+ BEGIN_BACKWARD, END_BACKWARD, END_BACKWARD_WITH_LOSS,  # nothing; nothing; the tensor that it began from
  BEGIN_UPDATE, END_UPDATE,  # which optimizer; nothing
  END_PHASE, SAMPLES, OWN_LOSS, NO_LOSS, STEP,  # phase; samples; loss; nothing; nothing
  END_WAIT) = range(14)  # how long it was  # fmt: skip
-WORKERS = 16  # the kind of END_DATA has the DataLoader's number of workers, times this, besides
+WORKERS = 16  # in the kind of END_DATA, the DataLoader's number of workers is multiplied by this
 
-_NUM_MARKS = 1024  # so many marks of phases are kept: an operation of an earlier time is assigned to none
+_NUM_MARKS = 1024  # marks of phases kept: an earlier operation is assigned to no phase
 # so many optimizers of a step are told apart in a state that is kept; some have one for each parameter
 _MOST_OPTIMIZERS = 64
 
 
 class FinishedStep(NamedTuple):
-    """It has seconds of CLOCK_MONOTONIC, of each phase, and after these the seconds of waiting for other ranks."""
+    """A `FinishedStep` has seconds of CLOCK_MONOTONIC, of each phase, and of waiting for other ranks."""
 
     begin: float
     end: float
@@ -47,10 +47,10 @@ class FinishedStep(NamedTuple):
 
 
 class StepMachine:
-    """There is one for a process. `now` is the time when it is made.
+    """A `StepMachine` processes the events of one process. `now` is the time of its creation.
 
     Arguments:
-        on_step: called with each step once it is known to be over, in the event that tells.
+        on_step: called with each step, in the event that shows that the step is over.
     """
 
     def __init__(self, now: float, on_step: Callable[[FinishedStep], None]) -> None:
@@ -60,17 +60,17 @@ class StepMachine:
         self.marks: deque[tuple[int, int]] = deque([(0, OTHER)], maxlen=_NUM_MARKS)
         self._parts = [0.0] * (len(PHASES) + 1)
         self.since = self._begin = self._updated_at = now
-        self._batch_s = 0.0  # a batch of which nobody knows yet whether it is for training
+        self._batch_s = 0.0  # a batch that may be for training or for evaluation
         self._batch_samples = 0.0
         self._has_batch = self._has_update = self._has_loader = self._has_begun = False
         self._has_backward = self._has_ended_one = False
         self._stepped: set[float] = set()  # the optimizers that have stepped in this step
-        # The step as it was at its latest update, which may have been its last: parts, samples, loss, when.
+        # The step at its latest update, which may have been its last: parts, samples, loss, time.
         self._split: tuple[list[float], float, float | None, float] | None = None
         self._samples = 0.0
         self._loss: float | None = None
         self._is_own_loss = False
-        self._open: list[int] = []  # the phases that are open, each inside of the one before
+        self._open: list[int] = []  # the open phases, each inside the previous one
         self._updating = 0.0  # the outermost optimizer of these
         self._events: tuple[Callable[[float, float], None], ...] = (
             self._begin_data, self._end_data, self._no_data,
@@ -91,10 +91,10 @@ class StepMachine:
         if self._has_update:
             self._end_step()
 
-    # -- what a reader needs to go on from here ------------------------------------------------------------------------
+    # -- the state for a reader ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return all that `resume` needs, for JSON."""
+        """Return the state for `resume`, for JSON."""
         state = {name: value for name, value in vars(self).items() if name not in ("_on_step", "_events", "marks")}
         state["_stepped"] = list(self._stepped)[:_MOST_OPTIMIZERS]
         state["_open"] = self._open[:_MOST_OPTIMIZERS]
@@ -110,13 +110,13 @@ class StepMachine:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _begin_data(self, now: float, _: float) -> None:
-        if UPDATE in self._open:  # an optimizer that raised has not told of its end
+        if UPDATE in self._open:  # an optimizer that raised has not recorded its end
             self._open.clear()
         if not self._enters(DATA):
             return
         if self._has_update:
             self._end_step()
-        if self._batch_s:  # what ran since then was no forward of a step
+        if self._batch_s:  # the time since then was not a step's forward
             at = int(now * 1e9)
             while self.marks and self.marks[-1][1] in (FORWARD, DATA):
                 at, _ = self.marks.pop()
@@ -142,7 +142,7 @@ class StepMachine:
         if self._has_update and not (self._has_batch or self._batch_s):
             self._has_loader = False
             self._end_step()
-        elif self._has_update:  # it is the update of another optimizer, or of the next step, with the same batch
+        elif self._has_update:  # the update of another optimizer, or of the next step with the same batch
             self._split = (list(self._parts), self._samples, self._loss, self._updated_at)
         self._has_backward = True
         self._take_batch()
@@ -162,9 +162,9 @@ class StepMachine:
                 self._loss = loss + (self._loss or 0.0)
 
     def _begin_update(self, now: float, optimizer: float) -> None:
-        """Begin an update; if this optimizer has stepped before, that was another step."""
+        """Begin an update; if this optimizer has already stepped, that was another step."""
         if self._open and self._open[0] == UPDATE and self._updating == optimizer:
-            self._open.clear()  # it has raised the last time
+            self._open.clear()  # it raised in its last step
         if not self._enters(UPDATE):
             return
         self._updating = optimizer
@@ -186,7 +186,7 @@ class StepMachine:
                 self._has_begun = False
 
     def _end_phase(self, now: float, phase: float) -> None:
-        """Count the time since the last event as this phase's."""
+        """Count the time since the last event for this phase."""
         self._parts[int(phase)] += now - self.since
         self._turn_to(OTHER, now)
 
@@ -194,21 +194,21 @@ class StepMachine:
         self._samples, self._batch_samples = samples, 0.0
 
     def _own_loss(self, _: float, loss: float) -> None:
-        """Take the step's loss in place of what the backward began from."""
+        """Set the step's loss, which replaces the tensor that the backward began from."""
         self._loss, self._is_own_loss = loss, True
 
     def _no_loss(self, _: float, __: float) -> None:
         self._loss, self._is_own_loss = None, True
 
     def _step(self, now: float, _: float) -> None:
-        """End a step here, whatever was seen of it."""
+        """End a step here, whatever events it had."""
         self._take_batch()
         self._end_phase(now, OTHER)
         self._updated_at = now
         self._end_step()
 
     def _end_wait(self, now: float, seconds: float) -> None:
-        """Note that so much of the time until now is not the phase's, whichever it will be."""
+        """Exclude a time until now from the current phase, whichever it is."""
         waited = min(max(0.0, seconds), max(0.0, now - self.since))
         self._parts[_WAITED] += waited
         self.since += waited
@@ -216,7 +216,7 @@ class StepMachine:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _enters(self, phase: int) -> bool:
-        """Return whether this begins a phase: what another phase does inside of itself does not."""
+        """Return whether a phase begins: phases inside another phase do not count."""
         self._open.append(phase)
         return len(self._open) == 1
 
@@ -227,13 +227,13 @@ class StepMachine:
         return not self._open
 
     def _turn_to(self, phase: int, now: float) -> None:
-        if not self._has_begun:  # what came before was the program's start
+        if not self._has_begun:  # earlier time was the program's start
             self._has_begun, self._begin, self._parts = True, now, [0.0] * (len(PHASES) + 1)
         self.since, self.phase = now, phase
         self.marks.append((int(now * 1e9), phase))
 
     def _take_batch(self) -> None:
-        """Count the batch, if there is one, as one for training."""
+        """Count the batch, if there is one, as a training batch."""
         if self._batch_s:
             self._has_batch = self._has_loader = True
             self._parts[DATA] += self._batch_s
@@ -253,7 +253,7 @@ class StepMachine:
         self._split = None
 
     def _end_step_before(self, parts: list[float], samples: float, loss: float | None, updated_at: float) -> None:
-        """End the step, which ended with an earlier update; what came since is of the next one."""
+        """End the step, which ended with an earlier update; later time belongs to the next step."""
         since = [now - then for now, then in zip(self._parts, parts, strict=True)]
         loss_since = None if self._loss is None else self._loss - (loss or 0.0)
         self._parts, self._samples, self._loss = parts, samples, loss

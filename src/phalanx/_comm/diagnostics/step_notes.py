@@ -1,6 +1,6 @@
-"""A feature that takes part in a step notes here what nobody else sees: what it waited for, what the loss is.
+"""A feature records here what only it knows of a step: its waits for other ranks, and the loss.
 
-The step recorder listens; if nothing listens, nothing is done.
+The step recorder listens; without a listener nothing is done.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class _Listener(Protocol):
     def note_loss(self, loss: float | None) -> None: ...
 
 
-_listeners: list[_Listener] = []  # there is one, or none
+_listeners: list[_Listener] = []  # one or none
 _told: set[str] = set()
 
 
 def listen(listener: _Listener) -> None:
-    """Listen in place of the listener before."""
+    """Set the listener, replacing the previous one."""
     _listeners[:] = [listener]
     _told.clear()
 
 
 def stop_listening() -> None:
-    """Let nothing listen any more."""
+    """Remove the listener."""
     _listeners.clear()
 
 
 def note_wait(seconds: float, on: Literal["stages", "servers"]) -> None:
-    """Note that this rank has waited so long, until now, for other stages of its pipeline, or for parameter servers."""
+    """Record a wait of this rank, until now, for other stages of its pipeline, or for parameter servers."""
     for listener in _listeners:
         if on not in _told:
             _told.add(on)
@@ -49,7 +49,7 @@ def note_wait(seconds: float, on: Literal["stages", "servers"]) -> None:
 
 @contextmanager
 def waiting_for(on: Literal["stages", "servers"]) -> Iterator[None]:
-    """Count what runs inside as a wait."""
+    """Count the time of the block as a wait."""
     began = time.monotonic()
     try:
         yield
@@ -58,7 +58,7 @@ def waiting_for(on: Literal["stages", "servers"]) -> Iterator[None]:
 
 
 def note_loss(loss: Any) -> None:
-    """Note the step's loss, a tensor, where it is not what `backward` is called on."""
+    """Record the step's loss, a tensor, if `backward` is not called on it."""
     for listener in _listeners:
         if (value := listener.read_loss(loss)) is not None:
             listener.note_loss(value)

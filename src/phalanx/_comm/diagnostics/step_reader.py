@@ -1,4 +1,4 @@
-"""Read the file of a rank, up to the rank's last event, whatever has ended the rank."""
+"""Read a rank's file, up to the rank's last event, however the rank ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx._comm.diagnostics.step_tally import StepTally
 
 @dataclass(frozen=True)
 class RankFile:
-    """It is what the file of a rank says."""
+    """A `RankFile` is the content of a rank's file."""
 
     facts: Mapping[str, Any]
     steps_done: int
@@ -38,24 +38,24 @@ class RankFile:
     operation_stride: int
     operations: tuple[OperationRecord, ...]
     reached: int | None = None
-    """The last step's number in the run, which others may have begun; None where nobody has told."""
+    """The last step's number in the run, which others may have begun; None if unknown."""
     first_broken: int | None = None
-    """The first step whose loss was no finite number."""
+    """The first step whose loss was not finite."""
     last_finite: int = 0
-    """The last step whose loss was a finite number."""
+    """The last step whose loss was finite."""
 
 
 def read_rank_file(data: bytes) -> RankFile | None:
-    """Return what a file with these bytes says; None if it is no rank's file. Its writer may have died at any store."""
+    """Parse the bytes of a file; return None if it is no rank's file. Its writer may have died at any store."""
     try:
         contents = read_contents(data)
         return None if contents is None else _catch_up(contents)
-    except (ValueError, OverflowError, IndexError, KeyError, TypeError, AttributeError):  # something wrote over it
+    except (ValueError, OverflowError, IndexError, KeyError, TypeError, AttributeError):  # the file was overwritten
         return None
 
 
 def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
-    """Return the files in `folder` that ranks have written, in the order of their names."""
+    """Return the rank files in `folder`, in the order of their names."""
     found = []
     for path in sorted(Path(folder).glob("*.steps")):
         try:
@@ -68,7 +68,7 @@ def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
 
 
 def put_in_order(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """Return the records with times that never go back; if the clock did (a restored snapshot), it stands still."""
+    """Return the records with increasing times; if the clock was set back (a restored snapshot), it stands still."""
     ordered: list[StepRecord] = []
     for record in records:
         begin = max(record.begin, ordered[-1].end) if ordered else record.begin
@@ -79,7 +79,7 @@ def put_in_order(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
 
 
 def _catch_up(contents: StepFileContents) -> RankFile:
-    """Return the file with the steps that the rank had not made into records yet."""
+    """Return the file with the steps that the rank had not yet turned into records."""
     state = contents.state
     tally = StepTally(**state.get("tally", {"rank": contents.facts.get("rank", 0)}))
     pending = state.get("pending")
@@ -92,7 +92,7 @@ def _catch_up(contents: StepFileContents) -> RankFile:
     flat = read_events(contents.events, int(state.get("taken", 0)), contents.num_events)
     for at in range(0, len(flat), 3):
         machine.feed(*flat[at : at + 3])
-    # It may have died between its records and its state: of such steps both tell.
+    # The rank may have died between its records and its state: both have such steps.
     twice = sum(record.num_steps for record in contents.steps) - state.get("in_records", 0)
     while late and twice > 0:
         twice -= late.pop(0).num_steps

@@ -1,13 +1,13 @@
-"""Record a rank's steps into its file: events are noted as they come, and made into records many at a time.
+"""Record a rank's steps in its file: events are recorded at once, and turned into records many at a time.
 
-    DataLoader, autograd, optimizers ─▶ event log ┄ now and then ┄▶ step machine ─▶ records, operations, state
+    DataLoader, autograd, optimizers ─▶ event log ┄ periodically ┄▶ step machine ─▶ records, operations, state
                                         (stores)                    (what the events mean)
 
-A signal's handler may raise anywhere in the second half, and the program may go on: what was broken off there begins
-again from the state before, as a reader does after a kill. No event is lost, and none counts twice.
+A signal handler may raise anywhere in the second half, and the program may continue: interrupted work starts again
+from the previous state, as in a reader after a kill. No event is lost, and none counts twice.
 
-The second half runs after half a second, or after as many steps as the flight recorder has lines for: beside a step
-that streams its parameters through the caches a line of Python costs ten times what it does in a loop of its own.
+The second half runs after half a second, or after as many steps as the flight recorder has lines for: next to a step
+that streams its parameters through the caches, a line of Python costs ten times as much as in a loop of its own.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ from phalanx._comm.diagnostics.step_machine import (
 from phalanx._comm.diagnostics.step_tally import StepTally
 from phalanx._comm.diagnostics.whereabouts import ObservedGroup, listen_for_ends, stop_listening
 
-_LOOK_S = 0.5  # between two looks at the process's memory, and the longest that events wait
-_LOSS_S = 1.0  # between two losses that have to be waited for
+_LOOK_S = 0.5  # between two measurements of the process's memory, and the longest delay of events
+_LOSS_S = 1.0  # between two losses that must be waited for
 _MOST_EVENTS = NUM_EVENTS // 2
-_NUM_EAGER = 1000  # after so many events without a step some are waited for
+_NUM_EAGER = 1000  # after so many events without a step, some are waited for
 _PAGE = resource.getpagesize()
 _BEGIN_OF = {"data": BEGIN_DATA, "backward": BEGIN_BACKWARD, "update": BEGIN_UPDATE}
 _END_OF = {"data": END_DATA, "backward": END_BACKWARD, "update": END_UPDATE}
 
 
 class StepRecorder:
-    """There is one for a process, and only the thread that makes it tells it anything.
+    """A `StepRecorder` records the steps of one process; only the thread that creates it may call it.
 
-    Cost: an event is a few stores; what makes records of them takes some 10 µs a step.
+    Cost: an event is a few stores; turning events into records takes some 10 µs per step.
 
     Arguments:
-        path: of the file that is made.
-        facts: what is known of the rank; more may be told later.
-        clock: in place of CLOCK_MONOTONIC.
+        path: the file to create.
+        facts: known facts of the rank; more may be added later.
+        clock: replaces CLOCK_MONOTONIC.
 
     Raises:
-        OSError: the file can't be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: str, facts: Mapping[str, Any], clock: Callable[[], float] | None = None) -> None:
@@ -88,20 +88,20 @@ class StepRecorder:
         self.log = _core.EventLog(
             self._file.events_address, NUM_EVENTS, float(BEGIN_UPDATE), float(END_UPDATE), self._take_safely
         )
-        """The log of events, written by `mark(kind, value)` with the kinds of `step_machine`."""
+        """The event log, written by `mark(kind, value)` with the kinds of `step_machine`."""
         self.device_memory: Callable[[], float] = float
         self.rank_now: Callable[[], int] = lambda: self.rank
         """A function that returns this rank's number. It is called when the ranks have formed their group again,
-        because the number may be another one.
+        because the number may have changed.
         """
         self.on_first_step: Callable[[StepRecorder], None] = lambda recorder: None
-        self._taken = 0  # the number of events that were taken
+        self._taken = 0  # the number of events taken
         self._events_per_step = 6.0
         self._pending: StepRecord | None = None
-        self._in_records = 0  # the number of steps that are in records
-        self._in_records_already = 0  # so many of the next steps are there: they come again
-        self._is_whole = True  # nothing was broken off
-        self._is_learning = False  # whether it is learning its place in a new generation
+        self._in_records = 0  # the number of steps in records
+        self._in_records_already = 0  # so many of the next steps are already in records: they come again
+        self._is_whole = True  # nothing was interrupted
+        self._is_learning = False  # whether it must learn its place in a new generation
         self._loss_due = 0.0
         self._looked = self._cost_s = 0.0
         self._kept = ""  # the state, as JSON
@@ -112,7 +112,7 @@ class StepRecorder:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def mark(self, kind: float, value: float = 0.0) -> None:
-        """Note an event of `step_machine`'s. Code that must be fast calls the log itself."""
+        """Record an event of `step_machine`. Code that must be fast calls the log itself."""
         if self._given_clock is None:
             self.log.mark(kind, value)
         else:
@@ -120,7 +120,7 @@ class StepRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what a loop does by itself under one of the names in `PHASES`."""
+        """Count the block as one of the `PHASES`, in a loop that times its own phases."""
         if name not in PHASES:
             raise ValueError(f"phase: {name!r} is none of {', '.join(PHASES)}")
         if name in _BEGIN_OF:
@@ -136,7 +136,7 @@ class StepRecorder:
                 self.mark(END_PHASE, PHASES.index(name))
 
     def step(self, samples: float | None = None, loss: float | None = None) -> None:
-        """End a step here, whatever was seen of it."""
+        """End a step here, whatever events it had."""
         if samples is not None:
             self.mark(SAMPLES, samples)
         if loss is not None:
@@ -144,10 +144,10 @@ class StepRecorder:
         self.mark(STEP)
 
     def end_backward(self, loss: Any) -> None:
-        """Note that autograd is done; `loss` is the tensor that it began from, None if that is no loss."""
+        """Record that autograd is done; `loss` is the tensor that it began from, None if that is not a loss."""
         try:
             value = None if loss is None else self.read_loss(loss)
-        except BaseException:  # a signal's handler raised it
+        except BaseException:  # a signal handler raised it
             self.mark(END_BACKWARD)
             raise
         if value is None:
@@ -156,9 +156,9 @@ class StepRecorder:
             self.mark(END_BACKWARD_WITH_LOSS, value)
 
     def read_loss(self, loss: Any) -> float | None:
-        """Return the value of a tensor of one element. On an accelerator that waits for it: once a second is enough.
+        """Return the value of a tensor of one element. On an accelerator this waits, so at most once a second.
 
-        It is None while a CUDA graph is captured, which a wait would end: nothing runs there, so there is no value.
+        Return None during the capture of a CUDA graph, which a wait would end: nothing runs, so there is no value.
         """
         if loss.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
             return None
@@ -174,7 +174,7 @@ class StepRecorder:
         return float(value) if isinstance(value, (float, int)) else None
 
     def note_loss(self, loss: float | None) -> None:
-        """Note what the step's loss is, in place of what the backward began from; None if it is not known."""
+        """Set the step's loss, which replaces the tensor that the backward began from; None if it is unknown."""
         if loss is None:
             self.mark(NO_LOSS)
         else:
@@ -183,7 +183,7 @@ class StepRecorder:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     def tell(self, **facts: Any) -> None:
-        """Write what else is known of this rank, or of the run."""
+        """Write more facts of this rank, or of the run."""
         if self._thread == -1:
             return
         self._facts.update(facts)
@@ -202,12 +202,12 @@ class StepRecorder:
 
     @property
     def rank(self) -> int:
-        """Return the rank in the job, as it is now."""
+        """Return the current rank in the job."""
         return self._tally.rank
 
     @property
     def sample_share(self) -> float:
-        """Return what a sample counts on this rank, where several ranks hold parts of one model and see the same."""
+        """Return the weight of a sample on this rank: several ranks with parts of one model see the same samples."""
         return self._tally.sample_share
 
     @sample_share.setter
@@ -219,17 +219,17 @@ class StepRecorder:
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps are done."""
+        """Return the number of steps done."""
         self.log.take()
         return self._tally.num_steps
 
     def forget(self) -> None:
-        """Write nothing any more: this process is a fork of the one that records."""
+        """Stop writing: this process is a fork of the recorded one."""
         self._thread = -1
         self.log.close()
 
     def close(self, *, ended: bool) -> None:
-        """Write what there is; with `ended` the process comes to its end in order."""
+        """Write all records; with `ended`, record that the process ends normally."""
         if self._thread == -1:
             return
         try:
@@ -247,9 +247,9 @@ class StepRecorder:
             self._file.close()
 
     def _finish(self) -> None:
-        if self._is_whole:  # else a reader has the events
+        if self._is_whole:  # otherwise a reader processes the events
             self._machine.end()
-            if not self._tally.num_steps:  # else nobody would know how long it was there
+            if not self._tally.num_steps:  # otherwise its lifetime would be unknown
                 self._machine.since = self._clock()
             if self._pending is not None:
                 self._keep(self._pending)
@@ -257,16 +257,16 @@ class StepRecorder:
             self._look(self._clock())
             self._read_operations()
             self._keep_state()
-        if not self._tally.num_steps:  # no training, but something was done
+        if not self._tally.num_steps:  # no training, but some activity
             with Quiet():
                 self.on_first_step(self)
 
-    # -- now and then --------------------------------------------------------------------------------------------------
+    # -- periodic work -------------------------------------------------------------------------------------------------
 
     def _take_safely(self) -> None:
-        """Take what has happened, within a program's own calls: an error here is said, and recording ends.
+        """Process new events, inside the user's calls: an error of ours is logged, and ends the recording.
 
-        Only an exception of the program's own, from a signal's handler, passes: what it has broken off is done again.
+        Only an exception of the user's own signal handler is raised; the interrupted work is repeated later.
         """
         try:
             self._take()
@@ -282,7 +282,7 @@ class StepRecorder:
             print(f"phalanx: the run's report will lack what could not be recorded: {why}", file=sys.stderr)
 
     def _take(self) -> None:
-        """Make records of the events that are new."""
+        """Turn new events into records."""
         if not self._is_whole:
             self._go_back()
         self._is_whole = False
@@ -302,7 +302,7 @@ class StepRecorder:
         self.log.took(num, self._limit(), now + _LOOK_S)
 
     def _go_back(self) -> None:
-        """Go back to the state before what an exception has broken off. What is in the file stays there."""
+        """Return to the state before work that an exception has interrupted. The file keeps its content."""
         state = json.loads(self._kept)
         began = int(state["machine"]["since"] * 1e9)
         marks = [mark for mark in self._machine.marks if mark[0] <= began]
@@ -319,7 +319,7 @@ class StepRecorder:
             self._pending = None
 
     def _limit(self) -> int:
-        """Return for how many events to wait: for few while there is a place in the run to learn, known only then."""
+        """Return the number of events to wait for: few while the place in the run must be learned."""
         if self._is_learning or not self._tally.num_steps:
             return 1 if self._taken < _NUM_EAGER else 6
         return max(1, min(_MOST_EVENTS, int(self._events_per_step * self._operations.steps_between)))
@@ -329,8 +329,8 @@ class StepRecorder:
         if tally.num_steps == 0:
             with Quiet():
                 self.on_first_step(self)
-            tally.generation = self._operations.generation = own_generation()  # the rank may have come later
-            if committed := own_step():  # later it could not be told: a loop may commit more seldom
+            tally.generation = self._operations.generation = own_generation()  # the rank may have joined later
+            if committed := own_step():  # later it would not be known: a loop may commit less often
                 tally.ahead = committed - 1
         if step.end >= self._looked + _LOOK_S:
             self._look(step.end)
@@ -360,15 +360,15 @@ class StepRecorder:
         self._file.set_state(self._kept)
 
     def _await_place(self) -> None:
-        """Write what came before the ranks go on in another generation."""
+        """Write the earlier steps before the ranks continue in another generation."""
         if threading.get_ident() == self._thread:
             self._is_learning = True
             self.log.take()
-            self._is_learning = True  # the steps before it have learned theirs
+            self._is_learning = True  # earlier steps know theirs
             self.log.took(self._taken, 1, 0.0)
 
     def _learn_place(self) -> None:
-        """Learn the place in the run: after a loss the ranks go on after the last commit, some renumbered."""
+        """Learn the place in the run: after a loss the ranks continue from the last commit, with new rank numbers."""
         tally = self._tally
         self._is_learning = False
         generation = own_generation()
@@ -381,14 +381,14 @@ class StepRecorder:
             tally.ahead = own_step() - tally.num_steps
 
     def _look(self, now: float) -> None:
-        """Look at the process: its memory, its time on processors, how often it was thrown off one."""
+        """Measure the process: its memory, its CPU time, its preemptions."""
         self._looked = now
         usage = resource.getrusage(resource.RUSAGE_SELF)
         try:
             with open("/proc/self/statm", "rb") as file:
                 fields = file.read().split()
             resident, shared = float(fields[1]) * _PAGE, float(fields[2]) * _PAGE
-        except (OSError, IndexError):  # no Linux: the peak is all that is known
+        except (OSError, IndexError):  # no Linux: only the peak is known
             resident, shared = float(usage.ru_maxrss), 0.0
         self._file.set_peak(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
         cpu_s, on_device = usage.ru_utime + usage.ru_stime, 0.0

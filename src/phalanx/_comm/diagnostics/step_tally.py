@@ -1,4 +1,4 @@
-"""Keep the numbers of a rank's steps, and what makes a finished step a record."""
+"""Keep the sums over a rank's steps, and turn a finished step into a record."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from phalanx._comm.diagnostics.step_machine import FinishedStep
 
 @dataclass
 class StepTally:
-    """It is the state so far. All of it can be written as JSON."""
+    """A `StepTally` is the state so far. All of it can be written as JSON."""
 
     rank: int
     num_steps: int = 0
     ahead: int | None = None
-    """How much higher the run's number of a step is than this process's number; None if it is not known."""
+    """The difference between the run's number of a step and this process's number; None if unknown."""
     generation: int = 0
     sample_share: float = 1.0
     process: Sequence[float] = (0.0, 0.0, 0.0, 0.0, 0.0)
-    """The process's numbers at the last look: resident and shared memory, processor time, preemptions, device memory.
-    """
+    """The last measurements of the process: resident and shared memory, CPU time, preemptions, device memory."""
     first_broken: int = 0
     last_finite: int = 0
-    """The last step whose loss was a finite number. This and `first_broken` are counted here, because a merged record
-    no longer says in which of its steps the loss ceased to be one.
+    """The last step whose loss was finite. This and `first_broken` are kept here, because a merged record does not
+    show which of its steps was the first with a loss that is not finite.
     """
 
     def add(self, step: FinishedStep) -> StepRecord:
@@ -49,5 +48,5 @@ class StepTally:
 
     @property
     def reached(self) -> int | None:
-        """Return the number that the last step has in the run; None if nothing has told it."""
+        """Return the run's number of the last step; None if unknown."""
         return self.num_steps + self.ahead if self.ahead is not None and self.num_steps else None

@@ -1,6 +1,6 @@
-"""Say where the ranks of this host are, and how they ended, from the shared memory of their groups.
+"""Find out where the ranks of this host are, and how they ended, from the shared memory of their groups.
 
-A missing rank may be in another group that this process and that rank are both in: those are looked at, too.
+A missing rank may be in another group that this process and that rank share: those are searched, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ObservedGroup(Protocol):
-    """It is a group of this process whose memory can be read."""
+    """An `ObservedGroup` is a group of this process whose memory can be read."""
 
     group: str
     symm_mem: SymmetricMemory
@@ -32,7 +32,7 @@ _groups: weakref.WeakSet[ObservedGroup] = weakref.WeakSet()
 
 
 def remember(group: ObservedGroup) -> None:
-    """Look for missing ranks in this group, too, as long as it lives."""
+    """Search this group for missing ranks, too, as long as it exists."""
     _groups.add(group)
 
 
@@ -45,24 +45,24 @@ def listen_for_ends(listener: Callable[[ObservedGroup], None]) -> None:
 
 
 def stop_listening(listener: Callable[[ObservedGroup], None]) -> None:
-    """Call `listener` no more."""
+    """Stop calling `listener`."""
     if listener in _listeners:
         _listeners.remove(listener)
 
 
 def tell_end(group: ObservedGroup) -> None:
-    """Tell the listeners that this process is about to leave the group."""
+    """Notify the listeners that this process is about to leave the group."""
     for listener in list(_listeners):
         listener(group)
 
 
 def groups() -> list[ObservedGroup]:
-    """Return the groups that live."""
+    """Return the groups that exist."""
     return list(_groups)
 
 
 def find_position(symm_mem: SymmetricMemory, rank: int) -> RankPosition:
-    """Return where `rank` is in this group, and in which other group it is waiting now, if it is in one."""
+    """Return the position of `rank` in this group, with the other group in which it now waits, if any."""
     here = read_position(symm_mem.core, rank)
     return replace(here, elsewhere=_waits_in_another(symm_mem, rank))
 
@@ -80,19 +80,19 @@ def _waits_in_another(symm_mem: SymmetricMemory, rank: int) -> str:
 
 
 def late_ranks(core: _core.Group, rank: int, world_size: int) -> list[int]:
-    """Return the ranks that have not come as far as `rank` has."""
+    """Return the ranks that have not reached the operation of `rank`."""
     mine = core.state(rank)[3]
     return [r for r in range(world_size) if core.state(r)[3] < mine]
 
 
 def name_process(symm_mem: SymmetricMemory, rank: int) -> str:
-    """Return what people know the process of `rank` by: 'pid 17'."""
+    """Return a description of the process of `rank` for users: 'pid 17'."""
     theirs, ours = symm_mem.process_of(rank), symm_mem.process_of(symm_mem.rank)
     return f"pid {theirs.pid}" + (" in another pid namespace" if theirs.namespace != ours.namespace else "")
 
 
 def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
-    """Return how a rank's process ended, from the best source that there is."""
+    """Return how a rank's process ended, from the best source available."""
     life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
     if exit_reason:
         return exit_reason
@@ -109,7 +109,7 @@ def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
 
 
 def has_finished(symm_mem: SymmetricMemory, rank: int) -> bool:
-    """Return whether a rank has left, or its process has ended, because its program was over."""
+    """Return whether a rank has left, or its process has ended, because its program had finished."""
     life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
     if exit_reason or life == core_numbers.LEFT:
         return not exit_reason or ended_well(exit_reason)
