@@ -1,1 +1,1 @@
-"""Hold what every other package uses: deadlines, processes, descriptors, numbers of the core, torch's names."""
+"""Tools for every other package: deadlines, processes, descriptors, numbers of the core, torch's names."""

@@ -1,4 +1,4 @@
-"""Read the limits of the control groups that this process is in, of version 1 and version 2 alike."""
+"""Read the limits of this process's control groups, of version 1 and version 2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def find_groups(root: str = "/") -> list[str]:
-    """Return the folders of the control groups that bound this process, its own first, then those above it."""
+    """Return the folders of the control groups that limit this process, its own first, then the parents."""
     mount = os.path.join(root, "sys/fs/cgroup")
     groups: list[str] = []
     for line in (_read(os.path.join(root, "proc/self/cgroup")) or "").splitlines():
@@ -15,7 +15,7 @@ def find_groups(root: str = "/") -> list[str]:
         # Version 2 is mounted alone, or beside version 1. Version 1 has a folder, or a link, for each controller.
         names = ["", "unified"] if not controllers else [controllers, *controllers.split(",")]
         for base in dict.fromkeys(os.path.join(mount, name) if name else mount for name in names):
-            # Inside a container the path is often that of the host, and the group itself is mounted at the base.
+            # In a container the path is often the host's, and the group itself is mounted at the base.
             parts = [part for part in path.split("/") if part not in ("", "..")]
             own = [os.path.join(base, *parts[:depth]) for depth in range(len(parts), -1, -1)]
             groups += [group for group in own if group not in groups and os.path.isdir(group)]
@@ -23,25 +23,25 @@ def find_groups(root: str = "/") -> list[str]:
 
 
 def read_cpu_quota(groups: Iterable[str]) -> float | None:
-    """Return the cores' worth of time that `groups` grant, the smallest of them; None without a limit."""
+    """Return the smallest CPU quota of `groups`, in cores; None without a limit."""
     quotas = []
     for group in groups:
         if words := (_read(os.path.join(group, "cpu.max")) or "").split():  # version 2: "max 100000", "150000 100000"
             quotas += [int(words[0]) / int(words[1])] if words[0] != "max" else []
         quota, period = read_number(group, "cpu.cfs_quota_us"), read_number(group, "cpu.cfs_period_us")
-        if quota and period and quota > 0:  # version 1 says -1 for no limit
+        if quota and period and quota > 0:  # in version 1, -1 means no limit
             quotas.append(quota / period)
     return min(quotas, default=None)
 
 
 def count_cores(cores: int) -> int:
-    """Return how many ranks or threads compute at full speed on `cores` cores under the CPU quota; at least one."""
+    """Return how many ranks or threads run at full speed on `cores` cores under the CPU quota; at least one."""
     quota = read_cpu_quota(find_groups())
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def read_number(group: str, name: str) -> int | None:
-    """Return the number in the file `name` of `group`; None if there is no such file, or no number in it."""
+    """Return the number in the file `name` of `group`; None if there is none."""
     text = _read(os.path.join(group, name))
     return int(text) if text is not None and text.lstrip("-").isdigit() else None
 

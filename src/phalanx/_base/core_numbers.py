@@ -1,7 +1,7 @@
-"""Python shares these numbers with the C core; this module has them as the core says them, and their names.
+"""The numbers that Python shares with the C core, as the core defines them, and their names.
 
-Where the core is not built (no compiler, no futex) nobody but Python reads these numbers. There a number is its place
-in its list here, so that what is written in terms of them imports and runs.
+Where the core is not built (no compiler, no futex) only Python reads these numbers. A number is then its position in
+its list here, so that modules that use the numbers can be imported and run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _read(*names: str) -> list[int]:
 
 
 # fmt: off
-# What an operation is.
+# Operations.
 _KINDS = (
     "BARRIER", "BROADCAST", "ALL_REDUCE", "REDUCE", "ALL_GATHER", "GATHER", "SCATTER", "REDUCE_SCATTER", "ALL_TO_ALL",
     "SEND", "RECV", "GRADIENTS", "BROADCAST_BUFFERS",
@@ -34,7 +34,7 @@ _KINDS = (
 ) = _read(*_KINDS)
 KIND_NAMES = dict(zip(_read(*_KINDS), map(str.lower, _KINDS), strict=True))
 
-# These are the types of its elements. The core's names are short; torch's are those that people know.
+# Types of elements. The core's names are short; users know torch's.
 _DTYPES = {
     "BYTES": "bytes", "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
     "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32",
@@ -44,17 +44,17 @@ DTYPE_NAMES = dict(zip(_read(*_DTYPES), _DTYPES.values(), strict=True))
 DTYPE_NUMBERS = {name: number for number, name in DTYPE_NAMES.items()}
 BYTES = DTYPE_NUMBERS["bytes"]
 
-# How elements are combined.
+# Reductions.
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = _read(*_REDUCTIONS)
 REDUCTION_NAMES = dict(zip(_read(*_REDUCTIONS), _REDUCTIONS, strict=True))
 
-# This is how it ended.
+# Outcomes of operations.
 _STATUSES = (
     "OK", "MISMATCH", "PEER_LOST", "DEADLINE", "INTERRUPTED", "INVALID", "NO_MEMORY", "CLOSED",
 )
 OK, MISMATCH, PEER_LOST, DEADLINE, INTERRUPTED, INVALID, NO_MEMORY, CLOSED = _read(*_STATUSES)
 STATUS_NAMES = dict(zip(_read(*_STATUSES), (name.lower().replace("_", " ") for name in _STATUSES), strict=True))
 
-# Whether a rank has taken its place in a group, and left it.
+# Whether a rank has joined a group, and left it.
 ABSENT, JOINED, LEFT = _read("ABSENT", "JOINED", "LEFT")

@@ -1,4 +1,4 @@
-"""A `Deadline` is a point in time by which something must have happened, on a clock that a test can turn."""
+"""A `Deadline` is a point in time until which to wait, on a clock that a test can replace."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Deadline:
-    """It is a point on a monotonic clock; a span is given at the door and becomes a deadline inside.
+    """A `Deadline` is a point on a monotonic clock; public functions take a span and convert it to a deadline.
 
-    `timeout_s` is kept for messages: people recognise the span that they set.
+    `timeout_s` is kept for messages: users recognise the span that they set.
     """
 
     at: float
@@ -25,7 +25,7 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout: float | timedelta | None, clock: Clock = time.monotonic) -> Deadline:
-        """Return the deadline `timeout` (seconds or a timedelta) from now; None never comes."""
+        """Return the deadline `timeout` (seconds or a timedelta) from now; None means never."""
         if timeout is None:
             return cls(math.inf, math.inf, clock)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -35,7 +35,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds that are left, never below zero."""
+        """Return the seconds left, at least zero."""
         return max(0.0, self.at - self.clock())
 
     @property
@@ -50,10 +50,10 @@ class Deadline:
         *,
         look_around: Callable[[], object] = lambda: None,
     ) -> bool:
-        """Ask `is_so` again and again, with pauses; return True once it is so, and False if the time has come first.
+        """Poll `is_so`; return True once it is true, or False if the deadline has passed.
 
-        It is asked at least once, and once more after the time has come. Each pause is `pause_s`, or twice the one
-        before, up to `longest_pause_s`. Before each pause `look_around` is called, which may raise to end the waiting.
+        It is called at least once, and once more after the deadline. Each pause is `pause_s`, or twice the previous
+        one, up to `longest_pause_s`. Before each pause `look_around` is called, which may raise to end the wait.
         """
         while not is_so():
             left_s = self.left_s
@@ -66,7 +66,7 @@ class Deadline:
 
 
 def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> None:
-    """Wait for threads to end, but not for the one that calls, for so long in all."""
+    """Wait up to `timeout_s` in all for threads, except the calling one, to end."""
     deadline = Deadline.after(timeout_s)
     for thread in threads:
         if thread is not threading.current_thread():
@@ -74,5 +74,5 @@ def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> None:
 
 
 def timeout_ns(timeout_s: float) -> int:
-    """Return seconds as the core counts them; "for ever" is 292 years."""
+    """Convert seconds to the core's nanoseconds; an infinite timeout is 292 years."""
     return int(timeout_s * 1e9) if timeout_s < 9e9 else (1 << 63) - 1

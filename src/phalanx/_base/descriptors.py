@@ -1,4 +1,4 @@
-"""Ask how many file descriptors this process may have open, and wait until one of some can be read."""
+"""Query and raise the limit of open files, and wait until a descriptor is readable."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ T = TypeVar("T", bound="int | _HasDescriptor")
 
 
 def raise_limit(wanted: int) -> int:
-    """Let this process have `wanted` open files, or as many of them as the hard limit allows; return how many it may.
+    """Raise this process's limit of open files to `wanted`, or to the hard limit; return the limit.
 
-    Processes that run already keep their limit. A sandbox may refuse to raise it; then it stays as it is.
+    Running child processes keep their limit. A sandbox may refuse to raise it; then it does not change.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -33,16 +33,16 @@ def raise_limit(wanted: int) -> int:
 
 
 def describe_limit() -> str:
-    """Return how many open files this process may have, and what to do where these are too few."""
+    """Return the limit of open files, and advice for raising it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"This process may have {soft} open files: raise the limit (ulimit -n)."
 
 
 def find_shortage(needed: int) -> str:
-    """Raise the limit so that `needed` more files can be opened; where that can't be, return the words for the user."""
+    """Raise the limit so that `needed` more files can be opened; if that fails, return a message for the user."""
     try:
         num_open = len(os.listdir("/proc/self/fd"))
-    except OSError:  # there is no /proc
+    except OSError:  # no /proc
         num_open = 0
     allowed = raise_limit(num_open + needed)
     if num_open + needed <= allowed:
@@ -55,9 +55,9 @@ def find_shortage(needed: int) -> str:
 
 
 def wait_readable(sources: Iterable[T], timeout_s: float | None = None) -> list[T]:
-    """Wait until some of `sources` can be read or have ended, and return those; none where time is up first.
+    """Wait until some of `sources` can be read or have ended, and return those; none after `timeout_s`.
 
-    Unlike `select.select` this takes descriptors from 1024 on, which a process of a large job has.
+    Unlike `select.select` this accepts descriptors from 1024 on, which a process of a large job has.
     """
     poll = select.poll()
     by_fd = {source if isinstance(source, int) else source.fileno(): source for source in sources}

@@ -1,4 +1,4 @@
-"""This table says what PyTorch, the C core and our messages call each element type and each reduction."""
+"""The names of each element type and each reduction in PyTorch, in the C core and in our messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from phalanx._base.core_numbers import (
 
 @dataclass(frozen=True)
 class DType:
-    """It is an element type: its number in the core, its size in bytes, and its name."""
+    """A `DType` is an element type: its number in the core, its size in bytes, and its name."""
 
     code: int
     size: int
@@ -60,7 +60,7 @@ DTYPES: Mapping[torch.dtype, DType] = {
     dtype: DType(DTYPE_NUMBERS[_name(dtype)], dtype.itemsize, _name(dtype)) for dtype in _REDUCIBLE
 }
 
-# The numbers of the types whose elements are what memory says: no conjugate or negated views.
+# The numbers of the types whose memory is their value: no conjugate or negated views.
 REAL_CODES: Mapping[torch.dtype, int] = {d: row.code for d, row in DTYPES.items() if not d.is_complex}
 
 REDUCTIONS: Mapping[ReduceOp.RedOpType, int] = {
@@ -75,7 +75,7 @@ REDUCTIONS: Mapping[ReduceOp.RedOpType, int] = {
 }
 
 _BITWISE = {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}
-# Bits of floats mean nothing together, complex numbers have no order, a bool no mean.
+# Bitwise reductions of floats are meaningless, complex numbers have no order, a bool has no mean.
 _LACKS = {
     torch.bool: {ReduceOp.AVG},
     **{dtype: _BITWISE for dtype in DTYPES if dtype.is_floating_point},
@@ -85,21 +85,21 @@ _REDUCED = frozenset((d, code) for d in DTYPES for op, code in REDUCTIONS.items(
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """Return the table's row for `dtype`; a type that is not in it is moved as bytes and cannot be combined."""
+    """Return the row of `dtype`; an unlisted type is moved as bytes and cannot be reduced."""
     row = DTYPES.get(dtype)
     return row if row is not None else DType(BYTES, dtype.itemsize, _name(dtype))
 
 
 def dtype_name(code: int) -> str:
-    """Return what people call the type with this number."""
+    """Return the user's name of the type with this number."""
     return DTYPE_NAMES.get(code, f"dtype {code}")
 
 
 def reduction_name(code: int) -> str:
-    """Return what people call the reduction with this number."""
+    """Return the user's name of the reduction with this number."""
     return REDUCTION_NAMES.get(code, f"reduction {code}")
 
 
 def can_reduce(dtype: torch.dtype, redop: int) -> bool:
-    """Return whether tensors of the type can be combined by the reduction with this number."""
+    """Return whether the reduction with this number works for tensors of the type."""
     return (dtype, redop) in _REDUCED

@@ -1,4 +1,4 @@
-"""Import packages that `import phalanx` does not need when they are used, or raise an error that names the extra."""
+"""Import optional packages when they are used, or raise an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def require(module: str, *, extra: str, what: str) -> Any:
-    """Return the module of that name, which `what` needs.
+    """Import a module that the feature `what` needs.
 
     Raises:
-        ModuleNotFoundError: its package is not installed; with the command that installs it.
+        ModuleNotFoundError: its package is not installed; the message has the command that installs it.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
-            raise  # it is there, and lacks something itself
+            raise  # the module exists, but lacks a dependency
         package = module.partition(".")[0]
         raise ModuleNotFoundError(
             f"{what} needs {package}, which is not installed: pip install 'phalanx[{extra}]' (or {package} itself).",

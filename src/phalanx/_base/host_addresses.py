@@ -1,4 +1,4 @@
-"""Find the addresses of this host, and whether a name is one of them."""
+"""Find the addresses of this host, and check whether a name is one of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OwnAddress:
-    """It is an address of this host and the interface that has it."""
+    """An `OwnAddress` is an address of this host and its interface."""
 
     address: str
     interface: str
 
     @property
     def is_global(self) -> bool:
-        """Return whether it means the same to every host: it is no loopback's, and not only valid on one link."""
+        """Return whether other hosts can use it: it is neither a loopback address nor link-local."""
         ip = ipaddress.ip_address(self.address.partition("%")[0])
         return not (ip.is_loopback or (ip.is_link_local and ip.version == 6))
 
@@ -47,7 +47,7 @@ _IFF_UP = 1
 
 
 def own_addresses() -> list[OwnAddress]:
-    """Return this host's addresses: those that lead far first, IPv4 before IPv6, link-local ones and loopback last."""
+    """Return this host's addresses: routable ones first, IPv4 before IPv6, link-local ones and loopback last."""
     found = []
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -82,7 +82,7 @@ def _distance(own: OwnAddress) -> int:
 
 
 def _routed_address() -> str:
-    """Return the address from which this host reaches the rest of the world, if it does; nothing is sent."""
+    """Return this host's address on its default route, or ""; nothing is sent."""
     # no host has these: RFC 5737
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -92,7 +92,7 @@ def _routed_address() -> str:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses that a name leads to; none if it leads nowhere."""
+    """Return the addresses of a name; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -101,7 +101,7 @@ def resolve(host: str) -> list[str]:
 
 
 def is_own(host: str) -> bool:
-    """Return whether `host` is this one: its name, or one of its addresses. The kernel is asked: they can be bound."""
+    """Return whether `host` is a name or address of this host: whether the kernel can bind it."""
     if host in ("localhost", socket.gethostname()):
         return True
     for address in resolve(host):
@@ -114,6 +114,6 @@ def is_own(host: str) -> bool:
 
 
 def find_interface(address: str) -> str:
-    """Return the interface that has this address of ours; it is empty if that is unknown."""
+    """Return the interface of this address of ours; "" if unknown."""
     plain = address.partition("%")[0]
     return next((own.interface for own in own_addresses() if own.address.partition("%")[0] == plain), "")

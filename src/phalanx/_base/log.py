@@ -1,4 +1,4 @@
-"""`get_logger` returns a logger whose lines say which rank speaks."""
+"""`get_logger` returns a logger whose lines name the rank."""
 
 from __future__ import annotations
 

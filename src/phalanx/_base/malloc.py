@@ -1,4 +1,4 @@
-"""Decide what glibc's malloc keeps of freed memory: what a training step frees for the next step, and no more."""
+"""Set how much freed memory glibc's malloc keeps: the memory that a training step frees for the next step."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import functools
 import os
 from collections.abc import Callable
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the numbers are those of malloc.h
-_LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024  # that glibc takes
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the numbers of malloc.h
+_LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024  # the largest that glibc accepts
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Set the limits up to which glibc keeps freed memory to where they end in a process that frees large blocks.
+    """Set glibc's limits of kept memory to the values that they reach in a process that frees large blocks.
 
-    It moves them by itself, with the largest block that it has seen freed, up to 32 MiB for a block and 64 MiB at the
-    end of the heap. A model of small tensors stays far below: it gives the memory of its activations back in each step
-    and takes zeroed pages for them in the next, 3 of 26 ms of a small ResNet's step. Nothing is changed where malloc
-    was set up by its variables, as by `phalanx run`, or is not glibc's.
+    glibc raises them by itself, to the largest block that was freed: up to 32 MiB for a block and 64 MiB at the end of
+    the heap. A model of small tensors stays far below: it returns the memory of its activations in each step and gets
+    zeroed pages for them in the next, which takes 3 of 26 ms of a small ResNet's step. Nothing is changed if malloc was
+    configured by its variables, as by `phalanx run`, or is not glibc's.
     """
     if "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -31,10 +31,10 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Give freed memory back to the system, which malloc would keep for good: by `keep_freed_memory`, as `phalanx run`
-    sets it up, or because what was freed lies between blocks that are in use.
+    """Return freed memory to the system that malloc would keep: because of `keep_freed_memory` or `phalanx run`, or
+    because the freed memory is between blocks in use.
 
-    It does nothing where malloc is not glibc's. Cost: a hundredth of a second where hundreds of megabytes were freed.
+    It does nothing if malloc is not glibc's. Cost: a hundredth of a second for hundreds of megabytes.
     """
     if (trim := _find_trim()) is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Ask the system about processes, and set what becomes of them: descendants, orphans, and who dies with its parent."""
+"""Query processes, and set their fate: descendants, orphans, and death with the parent."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from phalanx._base.deadline import Deadline
 
-SUPPORTED = sys.platform == "linux"  # elsewhere there is no death signal, no adoption of orphans and no /proc
+SUPPORTED = sys.platform == "linux"  # other systems have no death signal, no adoption of orphans and no /proc
 
-# Makes a rank write its Python stacks. It is ignored by whoever does not handle it, so that it can never end a process
-# by mistake, and scripts hardly ever use it: it tells of urgent data on a socket.
+# Makes a rank write its Python stacks. A process that does not handle this signal ignores it, so that it can never end
+# a process by mistake, and scripts rarely use it: it reports urgent data on a socket.
 STACKS_SIGNAL = signal.SIGURG
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)  # they end a job
-# The agent passes these on to the ranks. The zygote survives them: a scheduler may signal every process of a job.
+# The agent forwards these to the ranks. The zygote survives them: a scheduler may signal every process of a job.
 RELAYED_SIGNALS = frozenset(
     (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 )
 
-_AUTOGRAD = b"pt_autograd"  # torch calls the threads that run backward for devices so
+_AUTOGRAD = b"pt_autograd"  # torch's name of the threads that run backward for devices
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -44,7 +44,7 @@ _MEANINGS = {
 
 
 def name_signal(number: int) -> str:
-    """Return `SIGSEGV (segmentation fault)`; only the name if there is nothing to add, the number if it has no name."""
+    """Return `SIGSEGV (segmentation fault)`; only the name without a description, only the number without a name."""
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -53,7 +53,7 @@ def name_signal(number: int) -> str:
 
 
 def has_working_directory() -> bool:
-    """Return whether the folder in which this process runs is still there."""
+    """Return whether this process's working directory still exists."""
     try:
         os.getcwd()
     except OSError:
@@ -62,13 +62,13 @@ def has_working_directory() -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent dies, daemons included."""
+    """Make this process the parent of every descendant whose parent dies, including daemons."""
     if SUPPORTED:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send `signum` to this process when `parent`, its parent, dies; exit if it is dead already."""
+    """Make the kernel send `signum` to this process when its parent `parent` dies; exit if it is already dead."""
     if SUPPORTED:
         _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
@@ -76,14 +76,14 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent`. If the parent dies while this process is stopped, it goes on, and can see it."""
+    """Undo `die_with_parent`. A process that is stopped when its parent dies then continues, and can detect it."""
     if SUPPORTED:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 @contextlib.contextmanager
 def blocked_signals(numbers: Iterable[int]) -> Iterator[None]:
-    """Keep signals pending in this thread, and in what it forks or starts, where they stay blocked until unblocked."""
+    """Block signals in this thread and its child processes, where they stay blocked until unblocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -92,9 +92,9 @@ def blocked_signals(numbers: Iterable[int]) -> Iterator[None]:
 
 
 def read_stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the command's name, the state first; none if there is no such process.
+    """Return the fields of /proc/PID/stat after the command's name, the state first; none if there is no such process.
 
-    What proc(5) counts as field N has the index N - 3.
+    Field N of proc(5) has the index N - 3.
     """
     try:
         return _split_stat(f"/proc/{pid}/stat")[1]
@@ -106,11 +106,11 @@ _EXITING = 0x4  # PF_EXITING of Linux's include/linux/sched.h
 
 
 def find_exit_status(stat: Sequence[str]) -> int | None:
-    """Return how a process has ended, or is being ended by a signal or with an exit code, as `waitpid` would say it,
-    from what `read_stat` returns; None while it runs, or once it was waited for.
+    """Return how a process has ended, or is being ended, as a wait status, from the result of `read_stat`; None
+    while it runs, or after it was reaped.
 
-    One that is being ended runs no more. Its end is told once the kernel has freed its memory, which takes a tenth of a
-    second and more for a gigabyte.
+    A process that is being ended no longer runs. The kernel reports its end after freeing its memory, which takes a
+    tenth of a second or more per gigabyte.
     """
     if len(stat) < 50:
         return None
@@ -119,29 +119,29 @@ def find_exit_status(stat: Sequence[str]) -> int | None:
 
 
 def _split_stat(path: str) -> tuple[bytes, list[str]]:
-    """Return the command's name, which may hold any character, and the fields after it."""
+    """Return the command's name, which may have any characters, and the fields after it."""
     with open(path, "rb") as file:
         name, _, fields = file.read().partition(b"(")[2].rpartition(b")")
     return name, fields.decode().split()
 
 
 def read_start_ticks(pid: int | str) -> int | None:
-    """Return when a process started, in clock ticks after the system did; None if there is none."""
+    """Return when a process started, in clock ticks since the system started; None if there is no such process."""
     fields = read_stat(pid)
     return int(fields[19]) if fields else None
 
 
 def read_state(pid: int) -> str:
-    """Return the letter of /proc/PID/stat: R running, S sleeping, D in a system call that can't be interrupted, T
-    stopped by a signal, t by a debugger, Z ended; it is empty if it can't be known.
+    """Return the state letter of /proc/PID/stat: R running, S sleeping, D in an uninterruptible system call, T stopped
+    by a signal, t by a debugger, Z ended; "" if unknown.
     """
     return "".join(read_stat(pid)[:1])
 
 
 def read_processor_ns(pid: int) -> int | None:
-    """Return how long a processor has worked for a process's main thread, and for its threads of autograd.
+    """Return the CPU time of a process's main thread and its autograd threads.
 
-    It comes in steps of the system's clock (10 ms, as a rule); None if it can't be known.
+    The resolution is the system's clock (usually 10 ms); None if unknown.
     """
     ticks = 0
     try:
@@ -149,7 +149,7 @@ def read_processor_ns(pid: int) -> int | None:
             name, fields = _split_stat(f"/proc/{pid}/task/{thread}/stat")
             if int(thread) == pid or name.startswith(_AUTOGRAD):
                 ticks += sum(map(int, fields[11:13]))
-    except OSError:  # a thread or all of it has ended
+    except OSError:  # a thread or the process has ended
         return None
     return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
@@ -163,12 +163,12 @@ def find_session(session: int) -> list[int]:
                 if os.getsid(int(entry)) == session:
                     found.append(int(entry))
             except OSError:
-                continue  # it ended while we looked
+                continue  # it ended during the scan
     return found
 
 
 def kill_sessions(sessions: Iterable[int]) -> None:
-    """Kill every process of these sessions, none of which is ours, by SIGKILL; repeat while a live one is found."""
+    """Kill every process of these sessions (not our own) by SIGKILL; repeat while a live one is found."""
     for session in sessions:
         for _ in range(1000):
             living = [pid for pid in find_session(session) if read_state(pid) not in ("Z", "")]
@@ -185,14 +185,14 @@ def kill_sessions(sessions: Iterable[int]) -> None:
 def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
     """Return every process below `ancestor`, zombies included, parents before children. Cost: one scan of /proc.
 
-    `spared`, one of its children, and all that is below that, are left out.
+    `spared`, one of its children, and all of that child's descendants are left out.
     """
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if SUPPORTED else ():
         if not entry.isdigit():
             continue
         fields = read_stat(entry)
-        if fields and int(entry) != spared:  # without any it ended while we looked
+        if fields and int(entry) != spared:  # without fields it ended during the scan
             children.setdefault(int(fields[1]), []).append(int(entry))
     found = []
     level = [ancestor]
@@ -203,13 +203,13 @@ def find_descendants(ancestor: int, spared: int | None = None) -> list[int]:
 
 
 def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared: int | None = None) -> dict[int, int]:
-    """Kill by SIGKILL, and reap, every descendant of this process; return the wait status of each that it reaped.
+    """Kill by SIGKILL, and reap, every descendant of this process; return the wait status of each reaped one.
 
-    `spared`, a child, lives on, and all that is below it.
+    `spared`, a child, and its descendants are not killed.
 
-    It repeats until none is left, because a process can fork between the scan and its death; for that to find orphans
-    this process must have called `adopt_orphans`. It gives up after `limit_s` on processes that the kernel doesn't let
-    die (a hung disk). Where /proc cannot be read, for want of one or of a free descriptor, only the process groups
+    It repeats until none is left, because a process can fork between the scan and its death; to find orphans, this
+    process must have called `adopt_orphans`. It gives up after `limit_s` on processes that the kernel cannot end (a
+    hung disk). If /proc cannot be read, because it is missing or no descriptor is free, only the process groups
     `groups`, led by children of this process, are killed.
     """
     reaped: dict[int, int] = {}
@@ -217,13 +217,13 @@ def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared
     while True:
         doomed, kill = groups, os.killpg
         if SUPPORTED:
-            with contextlib.suppress(OSError):  # strangers may hold every descriptor; the next scan may find one free
+            with contextlib.suppress(OSError):  # strangers may use every descriptor; the next scan may find one free
                 doomed, kill = find_descendants(os.getpid(), spared), os.kill
         for pid in doomed:
             try:
                 kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                pass  # gone already, or a set-uid program that only root may kill
+                pass  # already gone, or a set-uid program that only root may kill
         try:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 reaped[found[0]] = found[1]
@@ -235,10 +235,10 @@ def kill_descendants(groups: Iterable[int] = (), limit_s: float = 5.0, *, spared
 
 
 def signal_children(pids: Iterable[int], signum: int, *, group: bool) -> None:
-    """Send `signum` to children of this process, or to the process groups of which they are the first.
+    """Send `signum` to children of this process, or to the process groups that they lead.
 
-    Only the parent can do it safely: no other process has the number of a child that was not reaped. A child that is
-    stopped is continued if the signal is to end it, or it would hear of its end only when it is killed.
+    Only the parent can do it safely: an unreaped child's number is not reused. A stopped child is continued if the
+    signal should end it; otherwise it would not receive the signal.
     """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -250,9 +250,8 @@ def signal_children(pids: Iterable[int], signum: int, *, group: bool) -> None:
 def reap_children(spared: int | None = None) -> Iterator[tuple[int, int]]:
     """Yield the process number and exit code (minus the signal) of each child that has ended.
 
-    A child is reaped only when the caller asks for the next one, so that its number, and that of its process group,
-    belong to no other process meanwhile (on Linux). `spared` is a child whose end other code waits for; it ends the
-    list.
+    A child is reaped only when the caller requests the next one, so that until then its number, and that of its process
+    group, are not reused (on Linux). `spared` is a child that other code waits for; it ends the list.
     """
     while True:
         try:
@@ -279,7 +278,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def describe_address_space() -> str:
-    """Return the limit on this process's address space, and what to do where it is too small; empty without a limit."""
+    """Return the limit of this process's address space, with advice; "" without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return ""

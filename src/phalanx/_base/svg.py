@@ -1,4 +1,4 @@
-"""Write SVG: shapes in, one self-contained file out, readable on a light and on a dark page."""
+"""Write SVG: one self-contained file of shapes, readable on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _HUES = (211, 12, 145, 276, 38, 186, 330, 95, 245, 60, 165, 300)
 
 
 def colour(index: int, lightness: int = 42) -> str:
-    """Return one of twelve hues that stay apart on paper; it is lighter with a higher `lightness` (0 to 100)."""
+    """Return one of twelve distinct hues; it is lighter with a higher `lightness` (0 to 100)."""
     return f"hsl({_HUES[index % len(_HUES)]}, 62%, {lightness}%)"
 
 
 class Drawing:
-    """It is a page of `width` by `height` pixels; later shapes lie above earlier ones."""
+    """A `Drawing` is a page of `width` by `height` pixels; later shapes cover earlier ones."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self._size = (width, height)
@@ -52,7 +52,7 @@ class Drawing:
         self, points: list[tuple[float, float]], *, stroke: str, width: float = 1, dashed: bool = False,
         name: str | None = None,
     ) -> None:  # fmt: skip
-        """Draw a line through all points; a script of the page finds one with a `name` as `data-name`."""
+        """Draw a line through all points; the page's script finds a line with a `name` by `data-name`."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         dash += "" if name is None else f' data-name="{escape(name)}"'
         path = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
@@ -62,7 +62,7 @@ class Drawing:
         )
 
     def circle(self, x: float, y: float, radius: float, *, fill: str, stroke: str = "none", told: str = "") -> None:
-        """Draw a dot; `told` is what the pointer above it shows."""
+        """Draw a dot; `told` is its tooltip."""
         title = f"<title>{escape(told)}</title>" if told else ""
         edge = "" if stroke == "none" else f' stroke="{stroke}" stroke-width="2"'
         self._shapes.append(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"{edge}>{title}</circle>')
@@ -70,7 +70,7 @@ class Drawing:
     def arrow(
         self, start: tuple[float, float], end: tuple[float, float], *, stroke: str, width: float, dashed: bool
     ) -> None:
-        """Draw a curve that leaves downwards and arrives from above, with a head of its colour."""
+        """Draw a curve that leaves downwards and arrives from above, with an arrowhead of its colour."""
         (x0, y0), (x1, y1) = start, end
         bend = (y1 - y0) * 0.55
         head = self._arrowheads.setdefault(stroke, f"head{len(self._arrowheads)}")
@@ -81,9 +81,9 @@ class Drawing:
         )
 
     def inline(self, scale: str = "") -> str:
-        """Return the picture as a part of a page, on the page's paper, as wide as there is room.
+        """Return the picture as an element of a page, on the page's background, as wide as possible.
 
-        `scale` is what a script of the page needs to know of its axes, as `data-scale`.
+        `scale` is the data of its axes for the page's script, as `data-scale`.
         """
         width, height = self._size
         data = f' data-scale="{escape(scale)}"' if scale else ""
@@ -111,5 +111,5 @@ class Drawing:
 
 
 def _n(value: float) -> str:
-    """Return a number with at most one decimal: that is a tenth of a pixel, and half the file."""
+    """Return a number with at most one decimal: a tenth of a pixel, at half the file size."""
     return f"{value:.1f}".removesuffix(".0")

@@ -1,4 +1,4 @@
-"""Look up names of torch that are not documented where they are used, and report what is lost where one is missing."""
+"""Look up undocumented names of torch at one place, and report the lost features if a name is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _logger = get_logger(__name__)
 
 
 class Missing:
-    """It stands for a name that torch lacks: any use of it, as a function, class or module, raises an error."""
+    """A `Missing` replaces a name that torch lacks: any use, as a function, class or module, raises an error."""
 
     def __init__(self, sentence: str) -> None:
         self.__dict__["_sentence"] = sentence
@@ -26,7 +26,7 @@ class Missing:
     __call__ = __instancecheck__ = __mro_entries__ = _fail
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python asks for these itself, as `inspect` does
+        if name.startswith("__"):  # Python itself looks these up, for example in `inspect`
             raise AttributeError(self.__dict__["_sentence"])
         self._fail()
 
@@ -35,15 +35,15 @@ _ERROR = object()
 
 
 def find(path: str, *, loses: str, instead: Any = _ERROR) -> Any:
-    """Return what torch has under `path`; if nothing, return `instead`, and say once that this `loses` something.
+    """Return torch's object at `path`; if it is missing, return `instead`, and log once that this `loses` a feature.
 
-    Without `instead` what is returned then is a `Missing`, which says it in an error when it is used.
+    Without `instead` the result is then a `Missing`, which raises an error when it is used.
 
     Arguments:
-        path: the dotted name from "torch" on; "torch.a.function(x, y)" also asks for parameters of these names, in
-            this order, with others between them or not.
-        loses: what does not work without it, as a sentence for the user.
-        instead: what to go on with.
+        path: the dotted name from "torch" on; "torch.a.function(x, y)" also requires parameters of these names, in
+            this order, possibly with others between them.
+        loses: the lost feature, as a sentence for the user.
+        instead: the replacement.
     """
     problem = describe_missing(path)
     if not problem:
@@ -55,7 +55,7 @@ def find(path: str, *, loses: str, instead: Any = _ERROR) -> Any:
 
 
 def report_loss(problem: str, loses: str) -> None:
-    """Log, once in this process, what this torch lacks and what does not work for want of it."""
+    """Log, once per process, what this torch lacks and which feature is lost."""
     warn_once(_logger, _sentence(problem, loses))
 
 
@@ -65,7 +65,7 @@ def _sentence(problem: str, loses: str) -> str:
 
 
 def describe_missing(path: str) -> str:
-    """Return what is wrong with a path as `find` takes it, as the end of a sentence about torch; or ""."""
+    """Return the problem with a path for `find`, as the end of a sentence about torch; or ""."""
     name, _, parameters = path.partition("(")
     try:
         found = resolve(name)
@@ -77,14 +77,14 @@ def describe_missing(path: str) -> str:
     try:
         there = list(inspect.signature(found).parameters)
     except (TypeError, ValueError):
-        return ""  # a function in C that does not tell
+        return ""  # a function in C without a signature
     if [parameter for parameter in there if parameter in wanted] == wanted:
         return ""
     return f"has a {name} without the parameters {', '.join(wanted)}"
 
 
 def resolve(name: str) -> Any:
-    """Return the module, class, function or attribute under a dotted name.
+    """Return the module, class, function or attribute of a dotted name.
 
     Raises:
         AttributeError, ImportError: there is none.
@@ -93,7 +93,7 @@ def resolve(name: str) -> Any:
     found: Any = importlib.import_module(parts[0])
     for number in range(1, len(parts)):
         prefix = ".".join(parts[: number + 1])
-        if prefix in sys.modules:  # first: a package may show a function under its module's name
+        if prefix in sys.modules:  # first: a package may export a function under its module's name
             found = sys.modules[prefix]
         elif hasattr(found, parts[number]):
             found = getattr(found, parts[number])

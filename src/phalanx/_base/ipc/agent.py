@@ -1,8 +1,8 @@
-"""The processes of a host reach the agent of `phalanx run` by a socket with a name and without a file.
+"""The processes of a host reach the agent of `phalanx run` at a socket with a name and without a file.
 
-The address `name:token` is what a rank has in PHALANX_AGENT. The name can be read by everybody (in /proc/net/unix), the
-token only by processes of the job. The socket is in Linux's abstract namespace, so that no file is left behind; other
-systems have none.
+A rank has the address `name:token` in PHALANX_AGENT. Every user can read the name (in /proc/net/unix), only processes
+of the job the token. The socket is in Linux's abstract namespace, so that no file is left behind; other systems have
+no agent socket.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SECONDS = struct.Struct("@ll")
 
 
 def listen(name: str, backlog: int) -> socket.socket:
-    """Return a socket that listens at `name`, and does not block.
+    """Return a non-blocking socket that listens at `name`.
 
     Raises:
-        OSError: there are no Unix sockets here, or the name is taken.
+        OSError: this system has no Unix sockets, or the name is taken.
     """
     listener = _new_socket()
     try:
@@ -37,10 +37,10 @@ def listen(name: str, backlog: int) -> socket.socket:
 
 
 def connect(name: str, timeout_s: float = 0.0, *, max_fds: int = 1) -> Channel:
-    """Return a connection to the process that listens at `name`; `timeout_s` is how long to wait if many others do.
+    """Return a connection to the process that listens at `name`; wait up to `timeout_s` if its queue is full.
 
     Raises:
-        OSError: no process listens there, or time is up.
+        OSError: no process listens at `name`, or the time is up.
     """
     sock = _new_socket()
     try:
@@ -56,28 +56,28 @@ def connect(name: str, timeout_s: float = 0.0, *, max_fds: int = 1) -> Channel:
 
 
 def connect_within(sock: socket.socket, address: str, timeout_s: float) -> None:
-    """Connect `sock`, and wait for `timeout_s` where the listener's queue is full.
+    """Connect `sock`, waiting up to `timeout_s` while the listener's queue is full.
 
-    Python's own timeout ends at once there.
+    Python's own timeout fails at once in that case.
     """
-    timeout_s = max(timeout_s, 0.001)  # zero would mean for ever
+    timeout_s = max(timeout_s, 0.001)  # zero would mean no timeout
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(int(timeout_s), int(timeout_s % 1 * 1e6)))
     sock.connect(address)
-    sock.getpeername()  # OSError: `connect` also returns where a signal has come, and there is no connection
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(0, 0))  # what is sent later waits for ever
+    sock.getpeername()  # raises OSError if a signal ended `connect` without a connection
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SECONDS.pack(0, 0))  # later sends have no timeout
 
 
 def split(agent: str) -> tuple[str, str]:
-    """Return name and token of the address `agent`."""
+    """Split the address `agent` into name and token."""
     name, _, token = agent.rpartition(":")
     return name, token
 
 
 def tell(agent: str, kind: str, *, fds: Sequence[int] = (), **fields: Any) -> bool:
-    """Send one message to the agent with address `agent`, with the job's token; return whether one takes it.
+    """Send one message, with the job's token, to the agent at `agent`; return whether the agent received it.
 
-    It costs a connection, about 20 µs, and never waits. It returns False if there is no agent any more, or it is in
-    another network namespace, or has more connections than it can accept.
+    This costs a connection, about 20 µs, and never waits. It returns False if the agent has ended, is in another
+    network namespace, or has more connections than it can accept.
     """
     name, token = split(agent)
     with contextlib.suppress(OSError), contextlib.closing(connect(name)) as channel:
@@ -87,8 +87,8 @@ def tell(agent: str, kind: str, *, fds: Sequence[int] = (), **fields: Any) -> bo
 
 
 def ask(agent: str, kind: str, timeout_s: float) -> tuple[int, ...]:
-    """Send one message to the agent with address `agent` and return the descriptors of its answer; the caller owns
-    them. There are none if it does not answer.
+    """Send one message to the agent at `agent`, and return the descriptors of its answer, which the caller owns. There
+    are none if it does not answer.
     """
     name, token = split(agent)
     deadline = Deadline.after(timeout_s)

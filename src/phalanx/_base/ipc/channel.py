@@ -1,12 +1,12 @@
-"""A `Channel` sends messages between processes of one host over a Unix socket: JSON, with descriptors alongside.
+"""A `Channel` sends messages between processes of one host over a Unix socket: JSON and file descriptors.
 
-Each message has its length in front.
+Each message begins with its length.
 
     4 bytes   the number of bytes that follow (big-endian); the message's file descriptors come with them
     n bytes   a JSON object
 
-The agent speaks so with its zygote, its ranks, and the commands that look at a job. No call of a channel waits for the
-other end, except `send` and `receive`, which say so: the agent would otherwise hear neither it nor the user's signals.
+The agent uses channels to its zygote, its ranks, and the commands that inspect a job. No method waits for the other
+end, except `send` and `receive`: otherwise one peer could block the agent.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from phalanx._base.ipc.peer import Peer, peer_of
 _LENGTH = struct.Struct("!I")
 _MAX_FDS = 8
 _MAX_BYTES = 1 << 30
-_AT_ONCE = 64  # messages: one that floods us must not keep us from the others
+_AT_ONCE = 64  # messages read in a row: a peer that floods us must not delay the others
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class ChannelMessage(NamedTuple):
-    """A message is what has come: a JSON object, and file descriptors that the receiver owns (close-on-exec)."""
+    """A `ChannelMessage` is a received JSON object, with file descriptors that the receiver owns (close-on-exec)."""
 
     content: dict[str, Any]
     fds: tuple[int, ...] = ()
@@ -45,10 +45,10 @@ class ChannelMessage(NamedTuple):
 
 
 class Channel:
-    """It is one end of a connection. It owns the socket, whose other end may be stopped, stranger or gone.
+    """A `Channel` is one end of a connection. It owns the socket, whose other end may be stopped, hostile or gone.
 
-    `max_bytes` and `max_fds` limit what one message from the other end may have; a longer one ends the channel.
-    `max_queued` limits how many messages wait for an end that takes none; further ones are dropped.
+    `max_bytes` and `max_fds` limit a received message; a longer one ends the channel. `max_queued` limits the messages
+    that wait for a peer that does not receive; further ones are dropped.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Channel:
         self._received = bytearray()
         self._received_fds: list[int] = []
         self._expected = _LENGTH.size
-        self.broken = False  # the other end takes nothing any more; what it said before can still be read
+        self.broken = False  # the other end no longer receives; earlier messages of its can still be read
         self.gone = False  # nothing more will come
-        self.is_garbled = False  # something came that is no message
-        self.has_lost_fds = False  # the kernel dropped descriptors: this process may have no more
+        self.is_garbled = False  # something arrived that is not a message
+        self.has_lost_fds = False  # the kernel dropped descriptors: this process is at its limit
 
     def fileno(self) -> int:
-        """Return what to wait on: for messages, and while `waiting` for room."""
+        """Return the events to poll for: reading, and while `waiting` also writing."""
         return self._sock.fileno()
 
     @property
@@ -82,18 +82,18 @@ class Channel:
 
     @property
     def waiting(self) -> bool:
-        """Return whether something is still to be sent."""
+        """Return whether unsent messages are queued."""
         return bool(self._queue)
 
     # -- sending -------------------------------------------------------------------------------------------------
 
     def put(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send one message with `fds`, or queue what the other does not take now, with copies of them.
+        """Send one message with `fds`, or queue the unsent rest, with copies of the descriptors.
 
-        Nothing happens if the other is gone.
+        Do nothing if the other end is gone.
 
         Raises:
-            OSError: this process may have no more descriptors for the copies; nothing was sent.
+            OSError: this process has no free descriptors for the copies; nothing was sent.
         """
         if self.broken or len(self._queue) == self._max_queued:
             return
@@ -105,7 +105,7 @@ class Channel:
             self._queue.append((data, []))
 
     def send(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Do what `put` does, and wait until the system has taken the message.
+        """Send one message, and wait until the system has accepted it.
 
         Raises:
             BrokenPipeError: the other end is gone.
@@ -120,7 +120,7 @@ class Channel:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     def send_some(self) -> None:
-        """Send what the other takes without our waiting."""
+        """Send queued messages as far as possible without waiting."""
         while self._queue:
             data, fds = self._queue[0]
             if not self._send_part(data, fds):
@@ -131,8 +131,8 @@ class Channel:
                 self._queue.popleft()
 
     def _send_part(self, data: bytearray, fds: Sequence[int]) -> bool:
-        """Send what there is room for, and take it from `data`; return whether that was something: `fds` go with its
-        first byte. What cannot be sent to an end that has gone counts as sent.
+        """Send as much of `data` as possible, and remove it from `data`; return whether anything was sent: `fds` go
+        with the first byte. Data to an end that has gone count as sent.
         """
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
@@ -140,7 +140,9 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:  # so many descriptors on their way that the system wants a pause
+            if (
+                error.errno == errno.ETOOMANYREFS
+            ):  # so many descriptors are in transit that the kernel refuses more for now
                 return False
             data.clear()
             self.broken = True
@@ -156,17 +158,17 @@ class Channel:
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def take(self, limit: int = _AT_ONCE) -> list[ChannelMessage]:
-        """Return the messages that have come, at most `limit`; set `gone` when there will be no more."""
+        """Return the received messages, at most `limit`; set `gone` if there will be no more."""
         messages: list[ChannelMessage] = []
         while len(messages) < limit and (message := self._take_one()) is not None:
             messages.append(message)
         return messages
 
     def receive(self, deadline: Deadline | None = None) -> ChannelMessage | None:
-        """Wait for the next message and return it; None when the other end has gone.
+        """Wait for the next message and return it, or None if the other end is gone.
 
         Raises:
-            TimeoutError: none has come until the deadline.
+            TimeoutError: there was none until the deadline.
         """
         while (message := self._take_one()) is None and not self.gone:
             if deadline is not None and deadline.passed:
@@ -175,7 +177,7 @@ class Channel:
         return message
 
     def _take_one(self) -> ChannelMessage | None:
-        """Return the next message if all of it has come. Nothing of the one after it is read."""
+        """Return the next message if it is complete. Nothing of the following one is read."""
         while not self.gone:
             try:
                 data, fds = self._read(self._expected - len(self._received))
@@ -196,7 +198,7 @@ class Channel:
         return None
 
     def _is_whole(self) -> bool:
-        """Return whether the body has come, too; if only its length has, the body is expected from now on."""
+        """Return whether the body is complete; if only its length is, expect the body from now on."""
         if self._expected > _LENGTH.size:
             return True
         length = int(_LENGTH.unpack(self._received)[0])
@@ -208,7 +210,7 @@ class Channel:
         return length == 0
 
     def _parse(self, body: bytes, fds: tuple[int, ...]) -> ChannelMessage | None:
-        """Return the message; None if it is no message, which is passed over."""
+        """Parse the message; return None if it is invalid, and skip it."""
         try:
             content = json.loads(body)
         except (ValueError, RecursionError):
@@ -240,7 +242,7 @@ class Channel:
             os.close(self._received_fds.pop())
 
     def close(self) -> None:
-        """Close the socket, and drop what was not sent."""
+        """Close the socket, and drop unsent messages."""
         self._end()
         self._sock.close()
 

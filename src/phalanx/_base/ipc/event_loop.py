@@ -1,4 +1,4 @@
-"""An `EventLoop` waits for several things at once: each source says what it waits for, and is asked in turn."""
+"""An `EventLoop` waits for several sources at once, and calls each in turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-_LONGEST_WAIT_S = 3600.0  # poll takes milliseconds, in an int
+_LONGEST_WAIT_S = 3600.0  # poll takes milliseconds as an int
 
 
 def _never() -> float | None:
@@ -16,13 +16,13 @@ def _never() -> float | None:
 
 @dataclass(frozen=True)
 class Source:
-    """A loop waits for it. Everything but `handle` is asked anew before each wait.
+    """A `Source` is what an event loop waits for. All but `handle` are evaluated before each wait.
 
     Arguments:
-        handle: is called after each wait, with all descriptors that are ready; those of other sources are among them.
+        handle: called after each wait, with all ready descriptors, including those of other sources.
         readable: descriptors to read from.
-        writable: descriptors that something is to be written to once they take it.
-        due: when to go on although no descriptor is ready, in seconds of `time.monotonic`; None for no such time.
+        writable: descriptors to write to as soon as they accept data.
+        due: when to continue without a ready descriptor, in seconds of `time.monotonic`; None for never.
     """
 
     handle: Callable[[set[int]], object]
@@ -32,13 +32,13 @@ class Source:
 
 
 class EventLoop:
-    """It waits until one of its sources has something to do, and calls all of them, in the order in which they came."""
+    """An `EventLoop` waits until one of its sources is ready, and then calls all of them, in the order of addition."""
 
     def __init__(self, *sources: Source) -> None:
         self._sources = list(sources)
 
     def add(self, source: Source) -> None:
-        """Wait for this one, too, and call it after the others."""
+        """Add a source, which is called after the others."""
         self._sources.append(source)
 
     def turn(self, limit_s: float = _LONGEST_WAIT_S) -> None:

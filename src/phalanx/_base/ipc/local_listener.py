@@ -1,10 +1,10 @@
-"""A process listens on a Unix socket that has no name, for the processes of its job on its host.
+"""A process listens on an unnamed Unix socket for the processes of its job on its host.
 
-The socket's file is gone as soon as it listens; the others reach it through /proc/<pid>/fd of the process that listens,
-which the kernel opens to the same user only. They begin with a token, 128 random bits that only the job's store knows,
-and the kernel vouches for the user on either side (`SO_PEERCRED`). Where processes do not see each other (containers)
-there is a socket in Linux's abstract namespace as well, which every user of the machine can connect to: a connection of
-another user is closed before anything is read from it.
+The socket's file is removed as soon as the process listens; the others connect through /proc/<pid>/fd of the listening
+process, which the kernel opens only for the same user. They first send a token, 128 random bits that only the job's
+store knows, and the kernel identifies the user on either side (`SO_PEERCRED`). For processes that do not see each other
+(containers) there is also a socket in Linux's abstract namespace, to which every user of the machine can connect: a
+connection of another user is closed before anything is read from it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from phalanx._base.ipc.agent import connect_within
 from phalanx._base.ipc.peer import peer_of
 from phalanx.errors import PhalanxError
 
-MOST_PENDING = 256  # accepted and without a token yet; beyond that the oldest is closed
-_AT_ONCE = 64  # accepted in a row: other users may connect as fast as they can; read from the others in between
+MOST_PENDING = 256  # accepted connections without a token; beyond that the oldest is closed
+_AT_ONCE = 64  # accepted in a row: other users may connect very fast, so read from the others in between
 _BACKLOG = 1024
 _SLICE_S = 0.5
 _PAUSE_S = 0.01
 _NOT_YET = (errno.ECONNREFUSED, errno.ENOENT)
-_QUEUE_FULL = (errno.EAGAIN, errno.EINTR, errno.ENOTCONN)  # or a signal came
+_QUEUE_FULL = (errno.EAGAIN, errno.EINTR, errno.ENOTCONN)  # or interrupted by a signal
 
 
 def new_token() -> str:
@@ -40,7 +40,7 @@ def new_token() -> str:
 
 @dataclass(frozen=True)
 class LocalAddress:
-    """It says where a process listens, with its token. Without a `path` it is in the abstract namespace."""
+    """A `LocalAddress` is where a process listens, with its token. Without a `path` it is in the abstract namespace."""
 
     token: str
     path: str = ""
@@ -55,22 +55,22 @@ class LocalAddress:
 
     @property
     def socket_address(self) -> str:
-        """Return the address as `connect` and `bind` take it."""
+        """Return the address for `connect` and `bind`."""
         return self.path or f"\0phalanx-{self.token}"
 
     @property
     def for_containers(self) -> LocalAddress:
-        """Return where the process listens for those that do not see it in their /proc."""
+        """Return the address for processes that do not see the listening process in their /proc."""
         return LocalAddress(self.token)
 
 
 class LocalListener:
-    """It listens from construction on, so that no process of the job connects too early.
+    """A `LocalListener` listens from construction on, so that no process of the job connects too early.
 
-    `at` is a path in `private.folder()`, for processes that learn the address in no other way.
+    `at` is a path in `private.folder()`, for processes that cannot learn the address otherwise.
 
     Raises:
-        OSError: there are no Unix sockets here.
+        OSError: this system has no Unix sockets.
     """
 
     def __init__(self, token: str, *, at: str = "") -> None:
@@ -87,21 +87,21 @@ class LocalListener:
         self.address = LocalAddress(token, path)
 
     def remove(self) -> None:
-        """Close the sockets, and remove their file, if there is one."""
+        """Close the sockets, and remove their file, if any."""
         if self._at:
             with contextlib.suppress(OSError):
                 os.unlink(self._at)
         self.close()
 
     def close(self) -> None:
-        """Close the sockets of this process; a fork may do so, too, for itself."""
+        """Close the sockets in this process only; a fork may call this, too."""
         self._open.close()
 
     def open_to_containers(self) -> socket.socket | None:
         """Open an address for processes that do not see this one in their /proc. Return its socket if it is new.
 
         Raises:
-            OSError: another process has the name.
+            OSError: another process uses the name.
         """
         if self._at or len(self.sockets) > 1:
             return None
@@ -113,11 +113,10 @@ class LocalListener:
 
     @staticmethod
     def accept(listener: socket.socket) -> Iterator[socket.socket]:
-        """Yield the connections of this user that wait at one of `sockets`, non-blocking; close those of others.
+        """Yield the pending connections of this user, non-blocking; close those of other users.
 
         Raises:
-            OSError: this process may have no more descriptors. The kernel allocates one before it looks whether there
-                is a connection.
+            OSError: this process has no free descriptors. The kernel allocates one before it checks for a connection.
         """
         for _ in range(_AT_ONCE):
             try:
@@ -141,13 +140,13 @@ def connect(
 ) -> socket.socket:
     """Return a connection to the process that listens at `address`; errors call it `whose`.
 
-    It waits where the listener's queue is full, inside of the system's `connect`: retries would overtake others. With
+    If the listener's queue is full, this waits inside the system's `connect`: retries would overtake others. With
     `keep_trying` the process may not listen yet. `look_around` is called between two attempts, and may raise.
 
     Raises:
-        OSError: no process listens there.
+        OSError: no process listens at `address`.
         TimeoutError: the deadline has passed.
-        PhalanxError: another user listens there.
+        PhalanxError: another user listens at `address`.
     """
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

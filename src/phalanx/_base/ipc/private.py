@@ -1,7 +1,7 @@
-"""Listen on Unix sockets that no other user of the machine can reach, or keep us from making.
+"""Listen on Unix sockets that no other user of the machine can reach or block.
 
-A name in the abstract namespace stands in /proc/net/unix for all to see, and any process may connect to it: one that
-fills its queue keeps the others out. A socket's file can be reached only by users who may enter its folder.
+A name in the abstract namespace is visible to all in /proc/net/unix, and any process may connect to it: a process that
+fills its queue blocks the others. A socket's file can be reached only by users who may enter its folder.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from phalanx.errors import PhalanxError
 
-# The same for all processes of a user, whatever their TMPDIR: they look for each other here.
+# The same for all processes of a user, whatever their TMPDIR: they find each other here.
 _PLACES = ("/tmp", "/dev/shm", "/var/tmp")
 
 _first_place: str | None = None
 
 
 def use_place(folder: str) -> None:
-    """Make the files of listeners in `folder` from now on; the caller removes it with all that is in it."""
+    """Create the files of listeners in `folder` from now on; the caller removes it with its content."""
     global _first_place
     _first_place = folder or None
 
@@ -31,15 +31,15 @@ def use_place(folder: str) -> None:
 def new_listener(backlog: int) -> tuple[socket.socket, int]:
     """Return a listening socket, and a descriptor by which our processes find it: connect to /proc/<pid>/fd/<it>.
 
-    Its file is gone before this returns, so that nothing is left when we are killed later; when we are killed in it,
-    the file lies where `use_place` has said. The caller closes both.
+    Its file is removed before this returns, so that a later kill leaves nothing behind; after a kill during the call,
+    the file is in the folder of `use_place`. The caller closes both.
 
     Raises:
-        OSError: Unix sockets, or folders for temporary files, cannot be had.
+        OSError: this system has no Unix sockets, or no folder for temporary files.
     """
     problem: OSError | None = None
     own = (_first_place,) if _first_place else ()
-    for place in (*own, None, *_PLACES):  # a TMPDIR may be read-only, or of a kind that takes no sockets
+    for place in (*own, None, *_PLACES):  # a TMPDIR may be read-only, or not support sockets
         try:
             return _listen_in(tempfile.mkdtemp(prefix="phalanx-", dir=place), backlog)  # its mode is 0700
         except OSError as error:
@@ -68,10 +68,10 @@ def _listen_in(folder: str, backlog: int) -> tuple[socket.socket, int]:
 
 
 def listen_at(path: str, backlog: int) -> socket.socket:
-    """Return a listening socket at `path` in `folder()`; it replaces what a process that was killed has left there.
+    """Return a listening socket at `path` in `folder()`; it replaces the file of a killed process.
 
     Raises:
-        OSError: it cannot be made; EADDRINUSE: a process that lives listens there.
+        OSError: it cannot be created; EADDRINUSE: a running process listens there.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
@@ -99,10 +99,10 @@ def _is_listening(path: str) -> bool:
 
 
 def folder() -> Path:
-    """Return this user's own folder on this machine, where its processes find each other by names that others may know.
+    """Return this user's own folder on this machine, where the user's processes find each other by public names.
 
     Raises:
-        PhalanxError: other users have taken every place where it could be.
+        PhalanxError: other users occupy every possible place.
     """
     problems = []
     for place in _PLACES:
@@ -124,7 +124,7 @@ def folder() -> Path:
 
 
 def _in_folder(path: str, bind: Callable[[str], None]) -> None:
-    """Bind a socket whose path may be longer than the 107 bytes that the kernel takes."""
+    """Bind a socket whose path may be longer than the kernel's limit of 107 bytes."""
     if len(os.fsencode(path)) < 100:
         bind(path)
         return

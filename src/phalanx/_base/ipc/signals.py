@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def caught_signals(numbers: Iterable[int]) -> Iterator[int]:
-    """Yield a descriptor on which each signal that arrives is a byte, its number; dispositions are restored afterwards.
+    """Yield a descriptor on which each arriving signal is a byte, its number; restore the dispositions afterwards.
 
-    A signal that our parent ignored (nohup, a background job) stays ignored. Only the main thread may call this.
+    A signal that the parent process ignored (nohup, a background job) stays ignored. Call this in the main thread only.
     """
     read, write = os.pipe()
     for end in (read, write):

@@ -1,4 +1,4 @@
-"""Wake a thread that sleeps in poll() from another one, and leave it something to take."""
+"""Wake a thread that sleeps in poll() from another thread, and pass it messages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_ONE = (1).to_bytes(8, sys.byteorder)  # what an eventfd takes; to a pipe it is eight bytes like any others
+_ONE = (1).to_bytes(8, sys.byteorder)  # the value for an eventfd; for a pipe any eight bytes
 _READ_BYTES = 4096
 
 
 class Wakeup:
-    """It is a descriptor that is readable once a thread has called `ring`. No call waits, nor takes a Python lock.
+    """A `Wakeup` is a descriptor that is readable after a call of `ring`. No call waits or takes a Python lock.
 
     After `close` a call of `ring` does nothing.
     """
@@ -28,14 +28,14 @@ class Wakeup:
             os.set_blocking(end, False)
 
     def fileno(self) -> int:
-        """Return what to wait on; -1 once this is closed."""
+        """Return the descriptor to poll; -1 once this is closed."""
         return self._read
 
     def ring(self) -> None:
         """Make the descriptor readable."""
         try:
             os.write(self._write, _ONE)
-        except OSError:  # it has been rung so often that no more fits, or nobody waits any more
+        except OSError:  # the pipe is full, or closed
             pass
 
     def drain(self) -> None:
@@ -55,26 +55,26 @@ class Wakeup:
 
 
 class Mailbox(Generic[T]):
-    """Other threads leave messages here for a thread that waits on `fileno` besides other things."""
+    """A `Mailbox` passes messages from other threads to a thread that polls `fileno`."""
 
     def __init__(self) -> None:
         self._letters: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._wakeup = Wakeup()
 
     def fileno(self) -> int:
-        """Return a descriptor that can be read when `take` has something."""
+        """Return a descriptor that is readable when `take` has messages."""
         return self._wakeup.fileno()
 
     def put(self, letter: T) -> None:
-        """Leave something; any thread may call it."""
+        """Add a message; any thread may call this."""
         self._letters.put(letter)
         self._wakeup.ring()
 
     def take(self) -> list[T]:
-        """Return what was left, in order."""
-        self._wakeup.drain()  # first, or what comes in between is not told
+        """Return the messages, in order."""
+        self._wakeup.drain()  # first, so that a message added meanwhile rings again
         return [self._letters.get_nowait() for _ in range(self._letters.qsize())]
 
     def close(self) -> None:
-        """Let go of the descriptor."""
+        """Close the descriptor."""
         self._wakeup.close()

@@ -1,7 +1,7 @@
-"""Cut a list of costs so that the dearest part is as cheap as can be. This is pure arithmetic.
+"""Divide a list of costs into parts so that the most expensive part is as cheap as possible. This is pure arithmetic.
 
-A pipeline of p parts needs sum + (m - 1) max for m micro-batches, and the sum is given: so the maximum decides. Among
-cuts with the same maximum the one whose parts are most alike (least sum of squares) is taken: it leaves most room.
+A pipeline of p parts needs sum + (m - 1) max for m micro-batches, and the sum is fixed, so the maximum decides. Among
+divisions with the same maximum, the one with the most equal parts (least sum of squares) is chosen.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from itertools import accumulate
 
 
 def balance(costs: Sequence[float] | Sequence[Sequence[float]], parts: int) -> list[int]:
-    """Return how many layers each of `parts` parts gets: at least one, in order, with the dearest as cheap as possible.
+    """Return how many layers each of `parts` parts gets: at least one, in order, with the lowest maximal cost.
 
     Arguments:
-        costs: of each layer; or one such list for each part, where a layer costs more in one part than in another.
+        costs: one cost per layer; or one such list per part, if a layer's cost depends on the part.
 
-    Cost: parts * layers² additions. It is the best of all cuts, not a heuristic.
+    Cost: parts * layers² additions. The result is optimal, not a heuristic.
 
     Raises:
         ValueError: there are fewer layers than parts.
@@ -29,7 +29,7 @@ def balance(costs: Sequence[float] | Sequence[Sequence[float]], parts: int) -> l
         raise ValueError(
             f"{count} layer{'s' * (count != 1)} cannot be cut into {parts} parts of at least one layer each"
         )
-    # best[k]: of the first k layers in so many parts, (dearest, sum of squares, where the last part begins)
+    # best[k]: of the first k layers in so many parts, (maximal cost, sum of squares, begin of the last part)
     none = (float("inf"), float("inf"), 0)
     best: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] + [none] * count
     tables = []

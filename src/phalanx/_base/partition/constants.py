@@ -1,4 +1,4 @@
-"""Watch the plain attributes that forward read while it was traced: in the graph they are constants."""
+"""Watch the plain attributes that forward read while it was traced, since they are constants in the graph."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _UNKNOWN = object()
 
 
 class TracedConstants:
-    """`TracedConstants` has the numbers, strings and containers of them that forward read from modules, unchanged."""
+    """`TracedConstants` are the numbers, strings and containers of them that forward read from modules."""
 
     def __init__(self) -> None:
         self._read: dict[tuple[nn.Module, str], Any] = {}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Note what is read from a module during the block, by a method of nn.Module, as torch.fx notes calls."""
+        """Record what is read from a module during the block, by a method of nn.Module, as torch.fx records calls."""
         read = self._read
         before = vars(nn.Module).get("__getattribute__")
 
@@ -43,7 +43,7 @@ class TracedConstants:
                 nn.Module.__getattribute__ = before  # type: ignore[method-assign]
 
     def warn_of_changes(self, root: nn.Module) -> None:
-        """Warn of each attribute that has changed since, once. `root` is the model."""
+        """Warn once of each attribute that has changed since. `root` is the model."""
         for (module, name), was in list(self._read.items()):
             now = _UNKNOWN if was is _UNKNOWN else _copy_plain(vars(module).get(name, _UNKNOWN))
             if was is _UNKNOWN or (now is not _UNKNOWN and _is_same(was, now)):
@@ -60,7 +60,7 @@ class TracedConstants:
 
 
 def _copy_plain(value: Any, depth: int = 3) -> Any:
-    """Return a value as it is now, if it is plain data, and not much: it is compared in every step."""
+    """Copy a small value of plain data, which is compared in every step."""
     if type(value) in _PLAIN:
         return value
     if type(value) not in (list, tuple, dict) or len(value) > _MOST_ITEMS or not depth:

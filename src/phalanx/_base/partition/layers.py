@@ -1,8 +1,8 @@
-"""List a model's layers, between any two of which it may be cut, and the values that go from one to another.
+"""List a model's layers, between which it may be cut, and the values that are passed between layers.
 
-An `nn.Sequential` is the list of its layers, and so are those inside it. The `forward` of another module is traced with
-torch.fx: each call of a child is a layer, with the operations after it up to the next. So every value that crosses a
-cut is known, those that skip layers, too. Nothing is known of what a layer does inside, and nothing need be.
+An `nn.Sequential` is the list of its layers, and so are those inside it. Another module's `forward` is traced with
+torch.fx: each call of a child is a layer, with the operations after it up to the next call. So every value that crosses
+a cut is known, including those that skip layers. The inside of a layer is not examined.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx._base.partition.constants import TracedConstants
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer is a piece of a model that is never cut. `name` is that of the module it calls: 'encoder.3'."""
+    """A `Layer` is a piece of a model that is never cut. `name` is the name of its module: 'encoder.3'."""
 
     name: str
     nodes: tuple[fx.Node, ...]
@@ -30,7 +30,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerList:
-    """It is a model's layers in the order in which they run; all values are nodes of `graph`."""
+    """A `LayerList` has a model's layers in the order in which they run; all values are nodes of `graph`."""
 
     root: nn.Module
     graph: fx.Graph
@@ -47,26 +47,26 @@ class LayerList:
 
     @property
     def output(self) -> fx.Node:
-        """Return the node whose argument is what forward returns."""
+        """Return the node whose argument is forward's result."""
         last: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
         return last
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the layers; that of a layer that is called twice occurs twice."""
+        """Return the names of the layers; the name of a layer that is called twice occurs twice."""
         return [layer.name for layer in self.layers]
 
 
 def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: Sequence[str] = ()) -> LayerList:
-    """Return the layers of `module`. A child that contains one of `split_points` is opened, as an nn.Sequential is.
+    """List the layers of `module`. A child that contains one of `split_points` is opened, as an nn.Sequential is.
 
     Arguments:
         split_points: dotted names of modules at which the caller wants to cut.
         given: names of arguments of forward that will be given, though they have a default value.
 
     Raises:
-        ValueError: there is no module of such a name, or forward can't be traced: what it does depends on its values.
-        TypeError: `module` is no module.
+        ValueError: no module has such a name, or forward cannot be traced, because it depends on its values.
+        TypeError: `module` is not a module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"a model to be cut must be an nn.Module, got a {type(module).__name__}")
@@ -84,7 +84,7 @@ def list_layers(module: nn.Module, split_points: Sequence[str] = (), *, given: S
 
 
 def given_arguments(module: nn.Module, example: Any) -> list[str]:
-    """Return the names of forward's arguments that an example has: a tuple of them, a dict, or the first one alone."""
+    """Return the names of forward's arguments in an example: a tuple of them, a dict, or the first one alone."""
     if example is None:
         return []
     if isinstance(example, Mapping):
@@ -94,7 +94,7 @@ def given_arguments(module: nn.Module, example: Any) -> list[str]:
 
 
 def _defaults(module: nn.Module, given: Sequence[str]) -> dict[str, Any]:
-    """Return the defaults of the arguments that will not be given: they are traced as constants."""
+    """Return the defaults of the arguments that will not be given, which are traced as constants."""
     return {
         name: parameter.default
         for name, parameter in inspect.signature(module.forward).parameters.items()
@@ -103,7 +103,7 @@ def _defaults(module: nn.Module, given: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_plain_sequential(module: nn.Module) -> bool:
-    """Return whether running its children one by one does what calling it does."""
+    """Return whether calling the module only runs its children one by one."""
     return type(module).forward is nn.Sequential.forward and not _hooks(module)
 
 
@@ -125,7 +125,7 @@ def _chain(module: nn.Module) -> fx.Graph:
 
 
 def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
-    for name, child in module._modules.items():  # named_children would give a layer that is there twice only once
+    for name, child in module._modules.items():  # named_children would list a repeated layer only once
         if child is None:
             continue
         if _is_plain_sequential(child):
@@ -135,9 +135,9 @@ def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 class _Tracer(fx.Tracer):
-    """It looks into the modules that it is told to, and into every plain nn.Sequential; all others are leaves.
+    """A `_Tracer` opens the given modules, and every plain nn.Sequential; all other modules are leaves.
 
-    Buffers are values, too: as constants they would stay what they are now.
+    Buffers are values, too: constants would keep their current content.
     """
 
     proxy_buffer_attributes = True
@@ -148,7 +148,7 @@ class _Tracer(fx.Tracer):
         self._switches = _switches()
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Create a node as torch.fx does, and note the switches that it was made under, which a graph does not know."""
+        """Create a node as torch.fx does, and record the current switches, which a graph does not have."""
         if _switches() != self._switches:
             raise RuntimeError("it switches gradients or autocast, which is not seen in its values")
         return super().create_node(*args, **kwargs)
@@ -158,7 +158,7 @@ class _Tracer(fx.Tracer):
 
 
 def _switches() -> tuple[Any, ...]:
-    """Return what `torch.no_grad` and its like have set."""
+    """Return the state of `torch.no_grad` and similar switches."""
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
@@ -175,11 +175,11 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
         before = set(vars(module))
         with _mode(module, training), _refused_changes(module), read.recorded():
             graphs.append(_trace_once(module, entered, defaults))
-        made = [name for name in vars(module) if name not in before]  # tensors that forward makes from nothing
+        made = [name for name in vars(module) if name not in before]  # tensors that forward creates
         texts.append(_without_names(graphs[-1], made))
         constants.append([getattr(module, name) for name in made])
     for name in made:
-        delattr(module, name)  # these are of the second graph, which is not used
+        delattr(module, name)  # of the second graph, which is not used
     train = graphs[0]
     if any(not _same(one, other) for one, other in zip(*constants, strict=False)):
         raise ValueError(
@@ -196,10 +196,10 @@ def _trace(module: nn.Module, split_points: Sequence[str], defaults: dict[str, A
 
 @contextlib.contextmanager
 def _refused_changes(module: nn.Module) -> Iterator[None]:
-    """Take back what forward sets on its module while it is traced.
+    """Undo what forward sets on its module while it is traced.
 
     Raises:
-        ValueError: it sets something; that is undone.
+        ValueError: forward sets an attribute; that is undone.
     """
     places = [
         (name, values)
@@ -222,7 +222,7 @@ def _refused_changes(module: nn.Module) -> Iterator[None]:
 
 
 def _without_names(graph: fx.Graph, constants: Sequence[str]) -> str:
-    """Return the graph as text, with constants under the same names in every trace."""
+    """Return the graph as text, with the same names of constants in every trace."""
     text = str(graph)
     for number, name in enumerate(constants):
         text = re.sub(rf"\b{re.escape(name)}\b", f"constant {number}", text)
@@ -237,7 +237,7 @@ def _trace_once(module: nn.Module, entered: set[str], defaults: dict[str, Any]) 
     tracer = _Tracer(entered)
     try:
         return tracer.trace(module, defaults)
-    except Exception as error:  # torch.fx's own, and whatever the forward raises when it meets no tensor
+    except Exception as error:  # torch.fx's own, or any error of forward without a real tensor
         raise ValueError(
             f"{type(module).__name__} cannot be cut: torch.fx could not follow its forward "
             f"({type(error).__name__}: {_first_line(error)}). Values may not decide what runs there: move such code "
@@ -246,7 +246,7 @@ def _trace_once(module: nn.Module, entered: set[str], defaults: dict[str, Any]) 
 
 
 class _mode:
-    """It sets every module of `module` to training mode, or to evaluation; afterwards each is as it was."""
+    """A `_mode` context sets every module of `module` to training or evaluation mode, and restores the modes."""
 
     def __init__(self, module: nn.Module, training: bool) -> None:
         self._was = [(m, m.training) for m in module.modules()]

@@ -1,4 +1,4 @@
-"""Measure what each layer of a model costs by running it: time forward and backward, and memory."""
+"""Measure the cost of each layer of a model by running it: time of forward and backward, and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ tree_map: Any = find("torch.utils._pytree.tree_map", loses="layers are not measu
 
 @dataclass(frozen=True)
 class LayerCost:
-    """It is one layer's cost for one micro-batch. `saved_bytes` is what autograd keeps from forward to backward."""
+    """A `LayerCost` is one layer's cost for one micro-batch. `saved_bytes` are kept from forward to backward."""
 
     name: str
     forward_s: float
@@ -39,15 +39,15 @@ class LayerCost:
 def measure_layers(
     layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, rounds: int = 3
 ) -> list[LayerCost]:
-    """Run every layer on what the layers before it make of the given arguments, and take the shortest of `rounds`.
+    """Run every layer on the results of the layers before it, and return the shortest times of `rounds`.
 
-    A layer whose parameters are on the meta device gets memory of its own while it is measured; nothing else changes:
-    not the parameters' gradients, buffers, or the random state.
+    A layer with parameters on the meta device gets its own memory for the measurement. Nothing else changes: not the
+    parameters' gradients, buffers, or the random state.
 
     Cost: `rounds` + 1 times forward and backward of the model, in this thread; the values between layers are kept.
 
     Raises:
-        ValueError: the arguments are not those of forward.
+        ValueError: the arguments do not match forward's.
     """
     values = bind(layers, args, kwargs or {})
     costs = []
@@ -60,14 +60,14 @@ def measure_layers(
 
 
 def bind(layers: LayerList, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
-    """Return which argument of forward has which value.
+    """Bind values to forward's arguments.
 
     Raises:
-        ValueError: there are too many, one is missing, has no such name, or has its default in the graph and another
-            value here.
+        ValueError: there are too many, one is missing or unknown, or differs from the default that the graph has as a
+            constant.
     """
     names = [str(node.target) for node in layers.inputs]
-    if layers.defaults:  # torch.fx gives these other names
+    if layers.defaults:  # torch.fx renames these
         names = list(inspect.signature(layers.root.forward).parameters)[: len(names)]
     if len(args) > len(names):
         raise ValueError(
@@ -115,12 +115,14 @@ def _measure(
     forward, backward, saved, results = [], [], 0, {}
     for turn in range(rounds + 1):
         given = {node: tree_map(_leaf, values[node]) for node in reads}
-        inputs = {node: tree_map(_copy, value) for node, value in given.items()}  # a layer may change it in place
+        inputs = {
+            node: tree_map(_copy, value) for node, value in given.items()
+        }  # a layer may change its input in place
         saved_bytes: dict[int, int] = {}
         began = _clock(used)
         if turn:
             results = program.run(inputs)
-        else:  # the first round warms up, and looks at memory
+        else:  # the first round warms up, and measures memory
             held = {p.untyped_storage().data_ptr() for p in module.parameters()}
             with torch.autograd.graph.saved_tensors_hooks(_note(saved_bytes, held), lambda tensor: tensor):
                 results = program.run(inputs)
@@ -145,7 +147,7 @@ def _measure(
 
 
 def _clock(devices: Iterable[torch.device]) -> float:
-    """Return the time once the devices have done what they were given: accelerators do it later."""
+    """Return the time after synchronising the devices, which run asynchronously."""
     for device in devices:
         if device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)
@@ -153,9 +155,9 @@ def _clock(devices: Iterable[torch.device]) -> float:
 
 
 class _Own(nn.Module):
-    """It is a copy of what one layer uses, so that measuring leaves the model alone.
+    """An `_Own` module is a copy of the modules and tensors of one layer, so that measuring does not change the model.
 
-    It is real where the model is on meta.
+    It has real memory even if the model is on meta.
     """
 
     def __init__(self, root: nn.Module, layer: Layer) -> None:

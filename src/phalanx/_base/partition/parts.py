@@ -1,4 +1,4 @@
-"""Cut a model into parts, and say what each part runs, owns, and exchanges with the others."""
+"""Divide a model into parts, with the layers, tensors and exchanged values of each part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx._base.partition.layers import Layer, LayerList
 
 @dataclass(frozen=True)
 class LayerRange:
-    """A part is a run of layers. Values are graph nodes; `receives` and `sends` name the part at the other end."""
+    """A `LayerRange` is a run of layers. Values are graph nodes; `receives` and `sends` name the other part."""
 
     index: int
     layers: tuple[Layer, ...]
@@ -26,18 +26,18 @@ class LayerRange:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """Return the nodes that it runs, in this order."""
+        """Return the part's nodes, in execution order."""
         return [node for layer in self.layers for node in layer.nodes]
 
 
 def split(layers: LayerList, counts: Sequence[int]) -> list[LayerRange]:
-    """Cut `layers` into parts of so many layers each. The first part has the model's arguments, the last its result.
+    """Divide `layers` into parts of these sizes. The first part has the model's arguments, the last its result.
 
-    A value that is needed in several parts, or after the next one, goes straight to each of them.
+    A value that several parts need, or a part after the next, is sent directly to each of them.
 
     Raises:
-        ValueError: the counts are not those of all layers, or a part would have none; or a layer with buffers that
-            are written in forward is called in two parts.
+        ValueError: the counts do not add up to all layers, or a part would be empty; or a layer with buffers that
+            forward writes is called in two parts.
     """
     if sum(counts) != len(layers.layers) or any(count < 1 for count in counts):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Run some layers of a model node by node, and forget every value after its last use."""
+"""Run some layers of a model node by node, and free every value after its last use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _NOTHING = nullcontext()
 
 
 class LayerProgram:
-    """It has layers made ready to be run again and again. `at` is the layer that runs, or ran last."""
+    """A `LayerProgram` runs prepared layers repeatedly. `at` is the layer that runs, or ran last."""
 
     def __init__(
         self, root: nn.Module, layers: Iterable[Layer], results: Iterable[fx.Node], marked: Collection[fx.Node] = ()
     ) -> None:
-        """Take the layers, and the values wanted afterwards as `results`. `root` has the modules and tensors by name.
+        """Prepare the layers, with the wanted values as `results`. `root` has the modules and tensors by name.
 
-        `marked` has the nodes that run inside of the context that `run` is given.
+        `marked` has the nodes that run inside the context given to `run`.
         """
         self._root = root
         self._results = tuple(results)
@@ -44,12 +44,12 @@ class LayerProgram:
         ]
         self.at = steps[0][0] if steps else ""
         self.running = False
-        """Whether it is in a layer, which is where an error comes from."""
+        """Whether a layer is running, which is then the source of an error."""
 
     def run(
         self, values: Mapping[fx.Node, Any], inside: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> dict[fx.Node, Any]:
-        """Return the results, from the values that come from elsewhere. Marked nodes run in a context of `inside()`."""
+        """Compute the results from the input values. Marked nodes run in a context of `inside()`."""
         env = dict(values)
         self.running = True  # and stays so if a layer raises
         for name, node, function, arguments, done, simple, is_marked in self._steps:
@@ -73,13 +73,13 @@ class LayerProgram:
         )
 
     def _read(self, node: fx.Node) -> Any:
-        """Return a parameter or buffer that forward uses itself."""
+        """Return a parameter or buffer that forward itself uses."""
         assert node.op == "get_attr", f"{node} has no value yet"
         return operator.attrgetter(str(node.target))(self._root)
 
 
 def _is_simple(node: fx.Node) -> bool:
-    """Return whether the node's arguments are values, each once, and nothing else: then they need no looking for."""
+    """Return whether the node's arguments are distinct values and nothing else: then no search is needed."""
     plain = all(isinstance(argument, fx.Node) and argument.op != "get_attr" for argument in node.args)
     return plain and not node.kwargs and len(node.args) == len(node.all_input_nodes)
 

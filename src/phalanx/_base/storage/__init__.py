@@ -1,4 +1,4 @@
-"""Read and write files on this machine, or at any address that fsspec knows."""
+"""Read and write files on this machine, or at any fsspec address."""
 
 from phalanx._base.storage.address import is_address, open_for_reading, place_of, split_address
 from phalanx._base.storage.remote_folder import RemoteFolder

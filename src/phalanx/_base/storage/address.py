@@ -1,4 +1,4 @@
-"""Tell whether a name is that of a file here, or an address such as `s3://bucket/key`."""
+"""Distinguish the name of a local file from an address such as `s3://bucket/key`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, BinaryIO, cast
 
 from phalanx._base.extras import require
 
-# The packages behind the schemes for which fsspec has no reader of its own.
+# The packages of schemes for which fsspec has no reader of its own.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".snappy")
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
 
 def is_address(name: object) -> bool:
-    """Return whether `name` is an address that is none of this machine's files: `s3://...`, `memory://...`."""
+    """Return whether `name` is an address, not a local file: `s3://...`, `memory://...`."""
     scheme, mark, _ = str(name).partition("://")
     return bool(mark) and scheme not in ("file", "local") and scheme.replace("+", "").replace("::", "").isalnum()
 
 
 def place_of(name: str | os.PathLike[str]) -> Path | str:
-    """Return an address, without a slash behind it, or the path of a file of this machine (`file:///a`, too)."""
+    """Return an address, without a trailing slash, or the path of a local file (`file:///a`, too)."""
     text = os.fspath(name)
     if is_address(text):
         return text.rstrip("/")
@@ -30,11 +30,11 @@ def place_of(name: str | os.PathLike[str]) -> Path | str:
 
 
 def split_address(address: str, options: dict[str, Any] | None = None) -> tuple[Any, str]:
-    """Return the file system of fsspec that an address is of, and the path in it.
+    """Return fsspec's file system of an address, and the path in it.
 
     Raises:
-        ModuleNotFoundError: the package that reads this kind of address is not installed; it names the extra.
-        ValueError: fsspec knows no such kind.
+        ModuleNotFoundError: the package for this scheme is not installed; the message names the extra.
+        ValueError: fsspec does not know the scheme.
     """
     import fsspec
 
@@ -52,14 +52,14 @@ def _require_package(address: str) -> None:
 def open_for_reading(
     name: str | os.PathLike[str], options: dict[str, Any] | None = None, *, compression: str | None = None
 ) -> BinaryIO:
-    """Return a file of this machine, or at an address, opened for reading bytes.
+    """Open a local file, or an address, for reading bytes.
 
     Arguments:
-        options: of the file system of fsspec.
-        compression: what it is unpacked from; "infer" goes by the end of its name.
+        options: for fsspec's file system.
+        compression: the format to unpack; "infer" decides by the name's ending.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
     """
     path = os.fspath(name)
     packed = compression is not None and path.endswith(_PACKED)

@@ -15,23 +15,23 @@ from phalanx._base.storage.retry import is_transient, retry
 
 T = TypeVar("T")
 
-# Waiting does not fix these; they are none of the operating system's errors.
+# Errors that a retry cannot fix, besides those of the operating system.
 LASTING = (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, ImportError, AssertionError)
 _OF_CREDENTIALS = frozenset(("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"))
 
 
 @dataclass(frozen=True)
 class RemoteObject:
-    """It is an object below a folder: its size, and when it was put there, where the file system says it (seconds)."""
+    """A `RemoteObject` is an object in a folder: its size, and its time (seconds), if the file system reports it."""
 
     nbytes: int
     modified_s: float | None
 
 
 class RemoteFolder:
-    """It has the objects below `address`; `options` are those of fsspec's file system.
+    """A `RemoteFolder` has the objects below `address`; `options` are for fsspec's file system.
 
-    Each operation that fails as networks do is tried again for `retry_s` seconds, with a warning.
+    Each operation with a network error is retried for `retry_s` seconds, with a warning.
     """
 
     def __init__(self, address: str, retry_s: float, options: dict[str, Any] | None = None) -> None:
@@ -45,7 +45,7 @@ class RemoteFolder:
         return f"{self.address}/{name}" if name else self.address
 
     def list(self, below: str = "") -> dict[str, RemoteObject]:
-        """Return all objects, by their names in this folder; none if there is no such folder."""
+        """Return all objects by their names in this folder; none if the folder does not exist."""
 
         def find() -> Any:
             self._files.invalidate_cache()
@@ -68,18 +68,18 @@ class RemoteFolder:
         return self._retry(ask, f"looking for {self.shown(name)}")
 
     def put(self, source: Path, name: str) -> None:
-        """Put a file there; the object appears whole."""
+        """Put a file as an object, atomically."""
         self._retry(lambda: self._files.put_file(os.fspath(source), self._path(name)), f"writing {self.shown(name)}")
 
     def put_bytes(self, content: bytes, name: str) -> None:
-        """Put a small object there, at once."""
+        """Put a small object, atomically."""
         self._retry(lambda: self._files.pipe_file(self._path(name), content), f"writing {self.shown(name)}")
 
     def get(self, name: str, target: Path) -> None:
-        """Write an object into a file of this machine.
+        """Download an object into a local file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such object.
         """
         self._retry(lambda: self._files.get_file(self._path(name), os.fspath(target)), f"reading {self.shown(name)}")
 
@@ -87,12 +87,12 @@ class RemoteFolder:
         """Return a small object.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such object.
         """
         return bytes(self._retry(lambda: self._files.cat_file(self._path(name)), f"reading {self.shown(name)}"))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Remove objects; missing ones are not an error."""
 
         def remove() -> None:
             try:
@@ -113,7 +113,7 @@ class RemoteFolder:
 
 
 def fails_for_now(error: BaseException) -> bool:
-    """Return whether an operation on a remote file system may succeed later: its libraries raise many kinds."""
+    """Return whether an operation on a remote file system may succeed later, for the many errors of its libraries."""
     if isinstance(error, OSError):
         return is_transient(error)
     return not isinstance(error, LASTING) and type(error).__name__ not in _OF_CREDENTIALS

@@ -1,4 +1,4 @@
-"""Retry operations that may fail because of a network, within a stated time."""
+"""Retry operations after network errors, for a limited time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _logger = get_logger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
-# Waiting does not mend these.
+# Errors that a retry cannot fix.
 _LASTING = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _LASTING_NUMBERS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG))
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the operation may succeed if it is done again: the error is one of a network or a device."""
+    """Return whether a retry may succeed: the error is one of a network or a device."""
     return isinstance(error, OSError) and not isinstance(error, _LASTING) and error.errno not in _LASTING_NUMBERS
 
 
@@ -33,12 +33,12 @@ def retry(
     fails_for_now: Callable[[BaseException], bool] = is_transient,
     pause: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Return what `function` returns, which is called again, after a pause that doubles, while it fails for now.
+    """Call `function` until it succeeds, with doubling pauses after transient errors, and return its result.
 
-    The first failure is told as a warning, with how long it will be tried; so is how it ended.
+    The first failure logs a warning with the time limit; the outcome is logged as well.
 
     Raises:
-        What `function` raises last, when the time is over, or what will not go away.
+        The last error of `function` when the time is up, or an error that is not transient.
     """
     pause_s, failures = FIRST_PAUSE_S, 0
     while True:
