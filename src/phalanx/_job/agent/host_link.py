@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HostLink:
-    """A `HostLink` leads nowhere: it is the link of a job on one host. Links of a job on several derive from it.
+    """A `HostLink` is the link of a job on one host. The links of a job on several hosts derive from it.
 
     An attempt gets its deciders from its link, reports the events of this host's ranks to it, and lets the link act on
     the ranks of other hosts as the attempt acts on its own.

@@ -126,7 +126,7 @@ class Supervision:
         self.abandoned.add(rank)
 
     def on_lost(self, rank: int) -> None:
-        """Note that `rank`'s process has ended and an elastic job goes on; its earlier report counts as no failure."""
+        """Record that `rank`'s process has ended in an elastic job that goes on; its earlier report is no failure."""
         self.reports.pop(rank, None)
 
     def on_retired(self, rank: int) -> None:

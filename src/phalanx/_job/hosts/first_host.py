@@ -171,7 +171,7 @@ def while_listening(
     work: Callable[[Callable[[str], None]], T],
     when: str = "before the job began",
 ) -> T:
-    """Return what `work`, which blocks, returns; it runs in a thread, so that Ctrl-C is heard, which came `when`.
+    """Return the result of the blocking `work`, run in a thread, so that Ctrl-C is handled, which came `when`.
 
     `work` receives a function that prints a line for the user.
     """

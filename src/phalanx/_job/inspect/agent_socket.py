@@ -1,8 +1,8 @@
-"""The agent listens at this socket, for ranks that show it their memory, and for `phalanx stacks`.
+"""`AgentSocket` is the socket at which the agent serves ranks that share memory with it, and `phalanx stacks`.
 
-It is a socket without a file, named after this process and some random digits, so that nobody can take the name first.
-The kernel vouches for the user on the other side; a connection of another user is closed before anything is read from
-it. A client sends one message (`phalanx._base.ipc.channel`). The agent never waits for one.
+The socket has no file, and is named after this process and random digits, so that no other process can claim the name
+first. The kernel identifies the user on the other side; a connection of another user is closed unread. A client sends
+one message (`phalanx._base.ipc.channel`). The agent never waits for a message.
 
     another user                       closed unread
     no whole message yet               may wait, with 63 others; the oldest makes room
@@ -34,7 +34,7 @@ _MAX_PENDING = 64  # accepted and without a whole message yet; beyond that the o
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """It is a client's message and descriptors; `channel` is for the answer. The receiver closes all."""
+    """A `ClientRequest` is a client's message and descriptors; `channel` is for the answer. The receiver closes all."""
 
     message: dict[str, Any]
     fds: tuple[int, ...]
@@ -48,7 +48,7 @@ class ClientRequest:
 
 
 class AgentSocket:
-    """It listens from construction on; on other systems than Linux it never does, and `address` is empty."""
+    """An `AgentSocket` listens from construction on; on other systems than Linux never, and `address` is empty."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -72,9 +72,9 @@ class AgentSocket:
         return () if self._listener is None else (self._listener.fileno(), *self._connections)
 
     def read(self, fd: int) -> ClientRequest | None:
-        """Take what arrived on `fd`: new connections, or a request. Return None if it is no valid request.
+        """Accept new connections or read a request on `fd`. Return None if there is no valid request.
 
-        `fd` was one of `fds`; meanwhile that connection may have been closed, and another have its number.
+        `fd` was one of `fds`; meanwhile that connection may have been closed, and its number reused.
         """
         assert self._listener is not None
         if fd == self._listener.fileno():
@@ -91,7 +91,7 @@ class AgentSocket:
         return False
 
     def notice(self, kind: str, text: str) -> None:
-        """Note that a client was not heard, for the user to know; once for each kind, however often it happens."""
+        """Record for the user that a client was refused; once for each kind, however often it happens."""
         if kind not in self._told:
             self._told.add(kind)
             self._notices.append(text)
@@ -101,7 +101,7 @@ class AgentSocket:
         self.notice(kind, f"{who} {what}. It is not heard, and the job goes on; no more is said of such")
 
     def take_notices(self) -> list[str]:
-        """Return what the user is to know and was not told yet."""
+        """Return new lines for the user."""
         notices, self._notices = self._notices, []
         return notices
 

@@ -28,7 +28,7 @@ _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class Page(NamedTuple):
-    """A page is what is sent: the type of the content, and its bytes."""
+    """A `Page` is the content to send: its type and its bytes."""
 
     content_type: str
     content: bytes
@@ -38,14 +38,14 @@ Pages = Mapping[str, Callable[[], Page]]
 
 
 class HTTPServer:
-    """It serves `pages`, by their paths, in threads of its own until `close`; pages are made one after the other.
+    """`HTTPServer` serves `pages` by path, in its own threads, until `close`; pages are made one at a time.
 
-    A request must bring `token`, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`; an empty token asks for none.
-    Each connection has one answer. However many clients come, and whatever they say, it has two threads and a bounded
-    number of connections (`RequestServer`).
+    A request must have `token`, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`, unless `token` is empty. Each
+    connection gets one answer. The server has two threads and a limited number of connections (`RequestServer`),
+    whatever clients do.
 
     Raises:
-        ValueError: the address is not that of this machine alone, and there is no token.
+        ValueError: the address is reachable from other machines, and there is no token.
         OSError: the port is taken, or the address is not this machine's.
     """
 
@@ -67,7 +67,7 @@ class HTTPServer:
         self._server.close()
 
     def _answer(self, received: bytes) -> Answer | None:
-        """Return what answers a request, once all of its head has been received."""
+        """Return the answer to a request, once its complete head has been received."""
         head, end, _ = received.partition(b"\r\n\r\n")
         if not end:
             return None
@@ -94,7 +94,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Request(NamedTuple):
-    """A request is what its first line says, and its fields, by their names in small letters."""
+    """A `_Request` is a request's first line, and its fields by their lower-case names."""
 
     method: str
     path: str

@@ -1,4 +1,4 @@
-"""Complete the settings of `phalanx run` by what a scheduler says of this start of it."""
+"""Complete the settings of `phalanx run` from a scheduler's variables."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "H
 def adopt(
     settings: Settings, environ: Mapping[str, str], say: Callable[[str], object]
 ) -> tuple[Settings, dict[str, str]]:
-    """Return the settings and environment of this node of the job; both unchanged where nobody started several.
+    """Return the settings and environment of this node of the job; both unchanged if there is only one node.
 
-    What the user says goes first: --standalone, or where the hosts meet. Node 0 says in a line what was found.
+    The user's options override the scheduler: --standalone, or where the hosts meet. Node 0 prints a line on the
+    result.
 
     Raises:
         LaunchError: the scheduler's variables contradict each other or the options, or the nodes cannot meet.
@@ -64,7 +65,7 @@ def adopt(
             run_id=job,
             share=(found.local_node, found.num_local_nodes),
         ),
-        # The key is known now; what ranks start need not inherit it.
+        # The key is in the settings now; the ranks' children need not inherit it.
         {**{name: value for name, value in environ.items() if name != "PHALANX_KEY"}, **shared},
     )
 
@@ -79,7 +80,7 @@ def _describe_place(rendezvous: Rendezvous) -> str:
 
 
 def _share_gpus(environ: Mapping[str, str], found: Allocation) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host, where nobody has set it."""
+    """Return CUDA_VISIBLE_DEVICES for one of several nodes on this host, unless it is set."""
     if found.num_local_nodes == 1 or "CUDA_VISIBLE_DEVICES" in environ:
         return {}
     gpus, node, num_nodes = count_gpus(environ), found.local_node, found.num_local_nodes

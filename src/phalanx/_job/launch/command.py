@@ -25,9 +25,9 @@ from phalanx.errors import LaunchError
 
 
 def main(words: Sequence[str], *, old_launcher: bool = False) -> int:
-    """Run the job that `words` describe; returns the exit code, having said on stderr what was wrong.
+    """Run the job that `words` describe; returns the exit code, after printing problems on stderr.
 
-    `old_launcher`: they are meant as torch.distributed.launch would take them.
+    `old_launcher`: parse them as torch.distributed.launch does.
     """
     open_standard_descriptors()
     environ: Mapping[str, str] = os.environ
@@ -57,7 +57,7 @@ def main(words: Sequence[str], *, old_launcher: bool = False) -> int:
 
 
 def run_settings(settings: Settings, environ: Mapping[str, str]) -> int:
-    """Run the job that `settings` describe; returns the exit code, having said on stderr what was wrong."""
+    """Run the job that `settings` describe; returns the exit code, after printing problems on stderr."""
     try:
         plan = plan_job(settings, environ)
     except LaunchError as error:
@@ -69,7 +69,7 @@ def run_settings(settings: Settings, environ: Mapping[str, str]) -> int:
 
 
 def run_plan(plan: JobPlan) -> int:
-    """Run the job that is planned; returns the exit code, having said on stderr what was wrong."""
+    """Run the planned job; returns the exit code, after printing problems on stderr."""
     try:
         if not SUPPORTED:
             show(
@@ -89,9 +89,9 @@ _NO_FOLDER = "the current folder has been removed, and PyTorch cannot be loaded 
 
 
 def plan_job(settings: Settings, environ: Mapping[str, str], environment: Mapping[str, str] | None = None) -> JobPlan:
-    """Look at the host and decide everything that can be decided before a process is started.
+    """Inspect the host, and decide everything that can be decided before a process is started.
 
-    `environ` is that of this command. `environment`, what the ranks inherit, comes from --env if None is given.
+    `environ` is this command's environment. `environment`, which the ranks inherit, is by default built from --env.
 
     Raises:
         LaunchError: with all the problems that were found.
@@ -152,10 +152,10 @@ RANKS_PER_CORE = 64  # more is a slip of the finger: each rank is a process that
 
 
 def decide_num_ranks(nproc: str, cpus: int, gpus: int, ranks_per_gpu: int | None = None) -> int:
-    """Return how many ranks `nproc` means on a host with so many usable cores and GPUs.
+    """Return how many ranks `nproc` means on a host with `cpus` usable cores and `gpus` GPUs.
 
     Raises:
-        LaunchError: gpu without a GPU, more ranks than the GPUs are to have, or than any use could explain.
+        LaunchError: gpu without a GPU, more ranks than the GPUs may have, or implausibly many.
     """
     if ranks_per_gpu is not None:
         return _decide_ranks_on_gpus(nproc, gpus, ranks_per_gpu)

@@ -1,6 +1,6 @@
-"""Parse the words of `phalanx run` into settings, and refuse them with all their problems at once.
+"""Parse the command line of `phalanx run` into settings, or refuse it with all its problems at once.
 
-The functions are pure: nothing here looks at the machine, so that every rule can be tested by itself.
+The functions are pure, and do not inspect the machine, so that every rule can be tested by itself.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun reads it where 
 def parse(
     words: Sequence[str], environ: Mapping[str, str] | None = None, *, old_launcher: bool = False
 ) -> Settings | None:
-    """Return the settings that the words after `phalanx run` ask for, and after them the PET_ variables in `environ`.
+    """Return the settings of the words after `phalanx run`, and, overridden by these, of PET_ variables in `environ`.
 
-    It is None if they ask for help. Everything after the script belongs to the script. With `old_launcher` the words
-    are those of torch.distributed.launch, which by default starts one rank, and passes its local rank by argument.
+    Return None if the words ask for help. Everything after the script belongs to the script. With `old_launcher` the
+    words are those of torch.distributed.launch, which by default starts one rank, and passes its local rank by
+    argument.
 
     Raises:
         LaunchError: with every problem of the command line, one per line; its exit code is 2.
@@ -98,7 +99,7 @@ def take_options(words: Sequence[str], names: Collection[str]) -> tuple[dict[str
 
 
 def _read_words(words: Sequence[str], given: dict[str, Any], problems: list[str]) -> list[str] | None:
-    """Take the options from the front of `words`; returns what is left, the script first, or None: help was asked."""
+    """Parse the options at the front of `words`; return the rest, beginning with the script, or None for help."""
     options = {option.name: option for option in OPTIONS}
     options.update({option.short: option for option in OPTIONS if option.short})
     rest = list(words)
@@ -143,7 +144,7 @@ def _read_value(option: Option, name: str, text: str, given: dict[str, Any], pro
 
 
 def _read_environment(environ: Mapping[str, str], given: dict[str, Any], problems: list[str]) -> None:
-    """Take from PET_NNODES and the like what torchrun takes, where the command line says nothing of it."""
+    """Read the settings that torchrun reads from PET_NNODES and the like, unless the command line has them."""
     for option in OPTIONS:
         name = f"PET_{option.name.replace('-', '_').upper()}"
         text = environ.get(name, "")

@@ -25,7 +25,7 @@ def share_cpus(cpus: tuple[int, ...], node: int, num_nodes: int) -> tuple[int, .
 
 
 def _is_bound(cpus: tuple[int, ...]) -> bool:
-    """Return whether this process may use less than the one that started it."""
+    """Return whether this process may use fewer CPUs than its parent."""
     try:
         return set(cpus) < os.sched_getaffinity(os.getppid())
     except (AttributeError, OSError):
@@ -55,7 +55,7 @@ def count_visible(installed: int, visible: str | None) -> int:
 
 
 def _count_installed() -> int:
-    """Return what NVML counts, the library that comes with the driver; 0 without one."""
+    """Return the number of GPUs according to NVML, the driver's library; 0 without it."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

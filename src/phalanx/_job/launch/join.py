@@ -32,7 +32,7 @@ _TELL_S = 5.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Join the job that `words` name; returns the exit code, having said on stderr what was wrong."""
+    """Join the job that `words` name; returns the exit code, after printing problems on stderr."""
     open_standard_descriptors()
     if not words or set(words) & {"-h", "--help"}:
         guarded(lambda: print(format_help()))
@@ -48,10 +48,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def read_words(words: Sequence[str]) -> tuple[str, Settings]:
-    """Return HOST:PORT, and what this host says of itself; options may stand before or behind it.
+    """Return HOST:PORT, and this host's settings; options may precede or follow HOST:PORT.
 
     Raises:
-        LaunchError: with what is wrong.
+        LaunchError: the words are invalid; the message says why.
     """
     valued = {f"--{option.name}" for option in OPTIONS if option.value}
     endpoint, options, rest = "", [], list(words)
@@ -140,7 +140,7 @@ def _join(endpoint: str, settings: Settings) -> int:
 
 
 def _tell_first_host(joined: JoinedJob, why: str) -> None:
-    """Tell whoever waits there that this host was here, and why it is of no use; that host waits on."""
+    """Notify the waiting first host that this host was here, and why it cannot take part; that host keeps waiting."""
     with joined.client as client, contextlib.suppress(PhalanxError):
         client.timeout = _TELL_S
         client.join(

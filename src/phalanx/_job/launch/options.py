@@ -1,6 +1,6 @@
 """These are the options of `phalanx run`: torchrun's, those of the launcher before it, and a few of ours.
 
-An option of torchrun can also come as PET_ and its name in the environment; on the command line it goes first.
+An option of torchrun can also be set by PET_ and its name in the environment; the command line overrides it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MAX_RANKS_PER_GPU = 64
 
 @dataclass(frozen=True)
 class Option:
-    """It is a flag and its help.
+    """An `Option` is a flag and its help.
 
-    `field` is that of `Settings` which it sets: `not:` sets it to False, `kind:` says what the target is, an empty one
-    has a meaning together with others (`phalanx._job.coordinator.rendezvous`), None has none.
+    `field` is the field of `Settings` that the flag sets: `not:` sets it to False, `kind:` sets the kind of target; an
+    empty field has a meaning only together with others (`phalanx._job.coordinator.rendezvous`); None has none.
     """
 
     name: str
@@ -328,7 +328,7 @@ def find_names(given: str) -> list[str]:
 
 
 def explain_unknown(given: str, name: str) -> str:
-    """Return what is wrong with the flag `given`."""
+    """Return the error for the unknown flag `given`."""
     if len(names := find_names(name)) > 1:
         return f"{given}: may be any of {', '.join(f'--{full}' for full in names)}. Write it out."
     if names and names[0] in REFUSED:

@@ -1,10 +1,10 @@
-"""Read the options of `phalanx run` that say where the hosts of a job meet, as torchrun understands them.
+"""Read the options of `phalanx run` for the meeting point of a job's hosts, with torchrun's meanings.
 
     --nnodes 2                                               here; `phalanx join …` is printed for the others
     --nnodes 2 --node-rank R --master-addr H --master-port P at H:P, where node 0 leads          (backend static)
     --nnodes 2 --rdzv-backend c10d --rdzv-endpoint H:P       at H:P, led by the host whose address H is
 
-The functions are pure: nothing here looks at the machine.
+The functions are pure, and do not inspect the machine.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def decide_rendezvous(fields: Mapping[str, Any], problems: list[str]) -> Rendezv
 
 
 def _read_conf(conf: Mapping[str, str], backend: str, problems: list[str]) -> dict[str, float]:
-    """Return what --rdzv-conf says of times; as in torchrun, keys that nobody knows are nobody's."""
+    """Return the time limits in --rdzv-conf; as in torchrun, unknown keys are ignored."""
     if conf.get("store_type", "tcp") != "tcp":
         problems.append(f"--rdzv-conf store_type={conf['store_type']}: hosts meet through the network; leave it out")
     # Each of torchrun's backends knows one of the first two; where both are given, that one.

@@ -20,11 +20,11 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 
 @dataclass(frozen=True)
 class KubernetesCluster:
-    """It is the place where the pods run, and their user.
+    """A `KubernetesCluster` describes where the pods run, and their user.
 
     `secret` is the name of the Secret that holds the key, in the field `key`. `user` is a number; 0 is root, which a
-    namespace with the restricted Pod Security Standard refuses. `shm` limits what files in /dev/shm may take; that
-    counts as memory of the pod.
+    namespace with the restricted Pod Security Standard refuses. `shm` limits the size of files in /dev/shm, which count
+    as memory of the pod.
     """
 
     image: str

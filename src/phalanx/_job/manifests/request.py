@@ -1,4 +1,4 @@
-"""A `JobRequest` is what a manifest is asked for."""
+"""A `JobRequest` is the input for a manifest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from phalanx.errors import LaunchError
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A request is a job of `nodes` nodes with so much each; 0 and "" leave it to the scheduler.
+    """A `JobRequest` is a job of `nodes` nodes with resources for each; 0 and "" leave them to the scheduler.
 
-    `words` follow `phalanx run`. `variables` are those of the file by which it learns how many nodes there are.
+    `words` follow `phalanx run`. `variables` are the file's variables with the number of nodes.
     """
 
     words: tuple[str, ...]
@@ -28,7 +28,7 @@ class JobRequest:
 
     @property
     def run_words(self) -> tuple[str, ...]:
-        """Return the words that follow `phalanx run`, as they go into the file."""
+        """Return the words that follow `phalanx run` in the file."""
         settings = parse(self.words, self.variables)
         assert settings is not None
         if self.gpus or not self.cpus or settings.nproc != "auto":
@@ -44,10 +44,10 @@ class JobRequest:
 
 
 def check(words: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Check that `phalanx run` would take the words, with these variables in the environment.
+    """Check that `phalanx run` would accept the words, with these variables in the environment.
 
     Raises:
-        LaunchError: it would not; or they ask for what the scheduler decides.
+        LaunchError: it would not; or the words set a value that the scheduler decides.
     """
     # In the file the scheduler says them; given twice, one would be wrong.
     decided = ("nnodes", "node-rank", "rdzv-endpoint", "master-addr", "master-port", "standalone")
@@ -66,5 +66,5 @@ def check(words: Sequence[str], variables: Mapping[str, str]) -> None:
 
 
 def quote(words: Sequence[str]) -> str:
-    """Return the words as a shell takes them."""
+    """Return the words quoted for a shell."""
     return " ".join(shlex.quote(word) for word in words)

@@ -1,1 +1,1 @@
-"""Show what the ranks print: split into lines and live status, folded over ranks, with the rank in front."""
+"""Show the ranks' output: split into lines and live status, folded over ranks, with the rank in front."""

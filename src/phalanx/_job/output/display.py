@@ -21,9 +21,9 @@ _REDRAW_S = 0.05  # a status line is redrawn at most this often
 
 
 class Display:
-    """It queues lines for this command's own stdout and stderr, and writes what goes without waiting.
+    """A `Display` queues lines for this command's stdout and stderr, and writes without blocking.
 
-    `host_of` names the host of some ranks, for jobs on several: empty where they are on more than one.
+    `host_of` returns the host of some ranks, for jobs on several hosts: empty if they are on more than one.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Display:
         self._redrawn_at = 0.0
         self._prefixes: dict[frozenset[int], bytes] = {}
         self._held = HeldTracebacks()
-        self._told: set[str] = set()  # what cannot be written is said once
+        self._told: set[str] = set()  # problems of writing that were reported already
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Begin with these ranks, which print from now on, or again; they may be on another host than before."""
@@ -137,7 +137,7 @@ class Display:
             self._folder.add(rank, 2, line, now)
 
     def forget(self) -> None:
-        """Let go of the lines that are still kept back, since they were told."""
+        """Drop the lines that are still held back, since they were reported."""
         self._held.forget()
 
     def _show_lines(self, now: float) -> None:
@@ -200,14 +200,14 @@ class FoldedLine:
 
 
 class _Twins:
-    """These are pending lines of one text, in order. A step is one binary search, even for 100,000 blank lines."""
+    """`_Twins` are pending lines of one text, in order. A step is one binary search, even for 100,000 blank lines."""
 
     def __init__(self) -> None:
         self.lines: list[FoldedLine] = []
         self._first = 0  # the lines before it were released
 
     def find_behind(self, order: int) -> FoldedLine | None:
-        """Return the first line that stands behind `order`."""
+        """Return the first line after `order`."""
         at = bisect_right(self.lines, order, lo=self._first, key=lambda line: line.order)
         return self.lines[at] if at < len(self.lines) else None
 
@@ -308,7 +308,7 @@ class Writer:
         return len(self._queue) > self.LIMIT_BYTES
 
     def put(self, data: bytes) -> None:
-        """Queue `data`; it is dropped when the reader has gone."""
+        """Queue `data`; it is dropped when the reader has closed the pipe."""
         if self.broken:
             return
         if self._gap and not self._queue:
@@ -316,7 +316,7 @@ class Writer:
         self._queue += data
 
     def write_some(self) -> None:
-        """Write what fits without blocking."""
+        """Write as much as possible without blocking."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while self._queue and poll.poll(0):

@@ -1,7 +1,7 @@
 """Hold the tracebacks that ranks have reported until it is known whether the command prints the failure itself.
 
-If it does, it prints the first failure, and one line for each other rank. Else (Ctrl-C, a lost zygote) the tracebacks
-are shown as they were printed; of those that differ by numbers only, one.
+If it does, it prints the first failure, and one line for each other rank. Otherwise (Ctrl-C, a lost zygote) the
+tracebacks are shown as they were printed, and only one of those that differ in numbers only.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 from phalanx._job.output.text import encode
 
-# A number that stands alone: not that of a line of code (train.py:88), nor a part of a name (float32).
+# A free-standing number: not the line number in code (train.py:88), nor a part of a name (float32).
 _NUMBER = re.compile(rb"0x[0-9a-fA-F]+|(?<![\w.])(?<!\.py:)\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
 _PLACE = re.compile(rb'\s*File ".*", line \d+')
 
 
 def without_numbers(text: bytes) -> bytes:
-    """Return what two texts have in common that differ by numbers only; a traceback's lines of code keep theirs."""
+    """Return `text` without numbers, except line numbers of tracebacks, to compare texts."""
     return b"\n".join(line if _PLACE.match(line) else _NUMBER.sub(b"0", line) for line in text.split(b"\n"))
 
 
 class HeldTracebacks:
-    """It takes what ranks print on stderr, and keeps the tracebacks back that they have reported."""
+    """`HeldTracebacks` receives the ranks' stderr, and holds back the tracebacks that they have reported."""
 
     def __init__(self) -> None:
         self._echoes: dict[int, Echo] = {}
@@ -40,12 +40,12 @@ class HeldTracebacks:
                 self._quiet.add(rank)
 
     def feed(self, rank: int, lines: Sequence[bytes]) -> Sequence[bytes]:
-        """Return those of the lines that are to be shown now."""
+        """Return the lines that are to be shown now."""
         echo = self._echoes.get(rank)
         return lines if echo is None else [shown for line in lines for shown in echo.feed(line)]
 
     def release(self) -> list[tuple[int, bytes]]:
-        """Return ranks and lines to show: of tracebacks that are alike the first, and a line for each of the others."""
+        """Return ranks and lines to show: the first of equal tracebacks, and a line for each of the others."""
         released = []
         for rank in sorted(self._echoes):
             form = self._forms[rank]
@@ -60,7 +60,7 @@ class HeldTracebacks:
         return released
 
     def forget(self) -> None:
-        """Let go of the lines that are still kept back, since they were told."""
+        """Drop the lines that are still held back, since they were reported."""
         self._echoes.clear()
         self._forms.clear()
         self._quiet.clear()
@@ -83,7 +83,7 @@ class Echo:
 
     @property
     def over(self) -> bool:
-        """Return whether nothing is kept any more: it was released, or came otherwise than it was told."""
+        """Return whether nothing is held back any more: it was released, or differed from the report."""
         return self._over
 
     def feed(self, line: bytes) -> list[bytes]:

@@ -9,10 +9,10 @@ VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 def find_template(given: str, environ: Mapping[str, str]) -> str:
-    """Return the template of the command line, else that of the environment; it is empty if there is none."""
+    """Return the template of the command line, or else of the environment; empty if there is none."""
     return given or environ.get(VARIABLE, "")
 
 
 def fill(template: str, *, rank: int, local_rank: int, role: str, host: str) -> str:
-    """Return the template with its macros replaced; other text stays as it is, as in torchrun."""
+    """Return the template with its macros replaced; other text is unchanged, as in torchrun."""
     return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank, hostname=host)

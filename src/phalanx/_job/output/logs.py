@@ -25,7 +25,7 @@ class LogFile:
         self._write(b"\n".join(lines) + b"\n")
 
     def close(self) -> None:
-        """Close the file; an error that some file systems tell only now is a problem, too."""
+        """Close the file; an error that some file systems report only now is a problem, too."""
         try:
             self._file.close()
         except OSError as error:
@@ -45,13 +45,13 @@ class LogFile:
 
 
 def explain_gap(problem: OSError | None) -> bytes:
-    """Return what stands in place of lines that could not be written; it ends the line that was torn, if one was."""
+    """Return the text that replaces lines that could not be written; it also ends a torn line."""
     why = (problem.strerror if problem is not None else None) or os.strerror(0)
     return encode(f"\n[phalanx run: lines are missing here: {why}]\n")
 
 
 class Logs:
-    """`Logs` has the files of the ranks on this host: what goes where, and what is shown on the screen as well.
+    """`Logs` writes the log files of this host's ranks, and decides what is also shown on the screen.
 
     DIR/rank_0.log, … hold both streams, by rank. Those that --redirects and --tee name also go to files as torchrun
     names them, DIR/ID_XXXXXXXX/attempt_0/LOCAL_RANK/stdout.log, one for each stream and attempt.
@@ -99,13 +99,13 @@ class Logs:
                     self._by_stream[local_rank, stream] = LogFile(os.path.join(folder, name))
 
     def shows(self, rank: int, stream: int) -> bool:
-        """Return whether the screen gets what this rank prints."""
+        """Return whether the screen shows this rank's stream."""
         local_rank = rank - self._first
         redirected = self._redirects.of(local_rank) & stream and not self._tee.of(local_rank) & stream
         return not redirected and (self._shown is None or local_rank in self._shown)
 
     def put(self, rank: int, stream: int, lines: Sequence[bytes]) -> str:
-        """Write `lines`; return what is to be said if some could not be written, else ""."""
+        """Write `lines`; return a message if some could not be written, else ""."""
         said = ""
         for log in (self._by_rank.get(rank), self._by_stream.get((rank - self._first, stream))):
             if log is None:

@@ -13,7 +13,7 @@ _READ_BYTES = 1 << 16
 
 
 class Viewer(Protocol):
-    """A viewer gets the ranks' lines: the display of this command, or the way to that of another host's."""
+    """A `Viewer` receives the ranks' lines: this command's display, or the connection to another host's."""
 
     @property
     def full(self) -> bool:
@@ -26,7 +26,7 @@ class Viewer(Protocol):
         """End this rank, which prints nothing more."""
 
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
-        """Show what a rank has printed, and the status that stands behind it."""
+        """Show a rank's output, and the status after it."""
 
     def say_once(self, what: str, text: str) -> None:
         """Say `text`, once for each `what`."""
@@ -36,7 +36,7 @@ class Viewer(Protocol):
 
 
 class Pump:
-    """A pump reads the ranks' pipes when told that they are ready; lines go to `viewer` and `logs`."""
+    """A `Pump` reads the ranks' ready pipes, and passes lines to `viewer` and `logs`."""
 
     def __init__(self, viewer: Viewer, logs: Logs) -> None:
         self.viewer = viewer
@@ -55,10 +55,11 @@ class Pump:
         return () if self.viewer.full else tuple(self._pipes)
 
     def read(self, fd: int, before_it: Callable[[], object] = lambda: None) -> bool:
-        """Read once what is there; return False when there was nothing (the pipe is empty or has ended).
+        """Read once; return False if there was nothing (the pipe is empty or has ended).
 
-        `before_it` is called when the bytes are here and before they count: for what the rank told elsewhere earlier.
-        The pipe goes to the end of `pipes`: a caller that reads only some of them in a turn is fair to all.
+        `before_it` is called after the bytes are read and before they are processed: for earlier messages of the rank
+        on other channels. The pipe moves to the end of `pipes`, so that a caller that reads only some of them is fair
+        to all.
         """
         rank, stream, splitter = self._pipes[fd] = self._pipes.pop(fd)
         try:
@@ -73,11 +74,11 @@ class Pump:
         return bool(data)
 
     def drain(self) -> None:
-        """Read what the pipes still hold, now that all ranks have ended, close them, and show all lines."""
+        """Read the rest of the pipes after all ranks have ended, close them, and show all lines."""
         for fd in tuple(self._pipes):
             while self.read(fd):
                 pass
-            if fd in self._pipes:  # held open by somebody who is not ours: what it wrote so far is shown
+            if fd in self._pipes:  # held open by a foreign process: its output so far is shown
                 rank, stream, splitter = self._pipes[fd]
                 self._take(rank, stream, splitter.finish(), b"")
                 self._close(fd)
@@ -112,7 +113,7 @@ _MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-ln-z]")
 
 
 class LineSplitter:
-    """It splits one stream; the lines are the same however the bytes were cut into reads.
+    """A `LineSplitter` splits one stream; the lines do not depend on the sizes of reads.
 
     As on a terminal, text after a carriage return overwrites the line: only the final state of such a line counts, and
     what it shows until its end is `status`. An overwritten line whose final state is blank leaves nothing.
@@ -156,5 +157,5 @@ class LineSplitter:
 
 
 def _last_state(line: bytes) -> bytes:
-    """Return what the last carriage return left on the line."""
+    """Return the line's content after its last carriage return."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

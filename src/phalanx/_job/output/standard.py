@@ -1,4 +1,4 @@
-"""Write standard output that may be ASCII, closed or full: a command says so in one line and ends without traceback."""
+"""Write standard output that may be ASCII, closed or full: report that in one line and end without traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OutputLostError(Exception):
 
 
 class _Descriptor(io.FileIO):
-    """It is standard output; an error in writing to it is told from every other OSError."""
+    """A `_Descriptor` is standard output; its write errors are distinguished from every other OSError."""
 
     lost = False
 

@@ -1,4 +1,4 @@
-"""`Streams` says which streams of the ranks go to files: the values of --redirects and --tee."""
+"""`Streams` selects which streams of the ranks are written to files: the values of --redirects and --tee."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Streams:
-    """`Streams` says which streams of which local ranks are meant: 1 is stdout, 2 stderr, 3 both."""
+    """`Streams` selects streams of local ranks: 1 is stdout, 2 stderr, 3 both."""
 
     all: int = 0
     by_rank: tuple[tuple[int, int], ...] = ()

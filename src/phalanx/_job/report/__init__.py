@@ -1,7 +1,7 @@
-"""Turn what a run has recorded into measurements, findings, pictures and a page.
+"""Turn a run's records into measurements, findings, pictures and a page.
 
 recording             when a process records its steps (diagnostics.step_recorder does), and for which folder
-job_record            what the launcher knows
+job_record            the launcher's record
 gather, matching      both together: measurements
 findings              measurements in, sentences out
 page, pictures, …     measurements in, HTML out; trace: the same for Perfetto

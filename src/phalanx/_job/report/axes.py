@@ -1,4 +1,4 @@
-"""Choose where an axis has its marks, and what stands there."""
+"""Choose the ticks of an axis, and their labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Return where a value lies, from 0 to 1."""
+        """Return the position of a value, from 0 to 1."""
         if self.is_log:
             low, high = math.log(self.low), math.log(self.high)
             return (math.log(max(value, self.low)) - low) / (high - low)
@@ -59,7 +59,7 @@ def nice_step(rough: float) -> float:
 
 
 def plain(marks: Sequence[float]) -> Callable[[float], str]:
-    """Return a function that writes `marks`, all with as many digits as tell them apart."""
+    """Return a function that formats `marks`, all with as many digits as needed to distinguish them."""
     step = min((b - a for a, b in pairwise(marks)), default=1.0)
     digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
     most = max((abs(mark) for mark in marks), default=0.0)

@@ -18,7 +18,7 @@ _LABEL_GAP = 15
 
 @dataclass(frozen=True)
 class Line:
-    """A line is a curve, its colour (a CSS value), and what stands at its end."""
+    """A `Line` is a curve, its colour (a CSS value), and the label at its end."""
 
     points: Sequence[tuple[float, float]]
     colour: str
@@ -27,7 +27,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Dot:
-    """A dot is a point, what stands beside it, and what the pointer shows."""
+    """A `Dot` is a point, its label, and its tooltip."""
 
     x: float
     y: float
@@ -105,7 +105,7 @@ def _is_free(taken: Sequence[tuple[float, float, float]], start: float, y: float
 
 
 class _Frame:
-    """A frame is the axes of a chart, and where values lie between them."""
+    """A `_Frame` is the axes of a chart, and maps values to positions."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _Frame:
 
     @property
     def scale(self) -> str:
-        """Return where the axes lie and what they span, for the page's script."""
+        """Return the position and range of the axes, for the page's script."""
         x, y = self._x, self._y
         return json.dumps(
             {
@@ -155,7 +155,7 @@ class _Frame:
         return self._y0 - (self._y0 - self._y1) * min(1.0, max(0.0, self._y.place(value)))
 
     def rule(self, value: float, label: str) -> None:
-        """Draw a line across, with what it means above it."""
+        """Draw a horizontal line with a label above it."""
         at = self.y(value)
         self.drawing.line([(self._x0, at), (self._x1, at)], stroke="var(--c5)", width=1.5, dashed=True)
         self.drawing.text(self._x0 + 6, at - 5, label, size=12, fill="var(--c5)", anchor="start")

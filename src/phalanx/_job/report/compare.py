@@ -29,7 +29,7 @@ _MARKED = 0.02  # a smaller difference from the first run says nothing
 
 @dataclass(frozen=True)
 class Row:
-    """A row is one quantity of all runs: how it is written, and its ratio to the first run's, if that says something.
+    """A `Row` is one quantity of all runs: its format, and its ratio to the first run's, if that is meaningful.
 
     `better` says whether less is better, or more, or neither.
     """
@@ -44,8 +44,8 @@ def load(folder: str) -> Measurements:
     """Return the run whose report is in `folder`; write the report first if only the ranks' records are there.
 
     Raises:
-        ValueError: there is neither.
-        OSError: it can't be read, or written.
+        ValueError: the folder has neither.
+        OSError: the report can't be read or written.
     """
     path = os.path.join(folder, DATA)
     files = [file for _, file in list_records(folder)]
@@ -63,7 +63,7 @@ def load(folder: str) -> Measurements:
 
 
 def compare_rows(runs: Sequence[Measurements]) -> list[Row]:
-    """Return the quantities that tell runs apart; a quantity that no run has gets no row."""
+    """Return the quantities that distinguish the runs; a quantity that no run has gets no row."""
     rows = [
         Row("end", tuple(STATES[run.end][1] for run in runs)),
         Row("ranks", tuple(str(run.world_size) for run in runs)),
@@ -105,7 +105,7 @@ def _row(
 
 
 def judge(row: Row, number: int) -> tuple[str, str]:
-    """Return what stands after the value in a cell, `-19 %`, and whether that is good, bad or nothing."""
+    """Return the text after the value in a cell, `-19 %`, and whether it is good, bad or neutral."""
     ratio = row.ratios[number] if number and row.ratios else None
     if ratio is None or abs(ratio - 1) < _MARKED or row.name.startswith("  "):
         return "", ""
@@ -116,7 +116,7 @@ def judge(row: Row, number: int) -> tuple[str, str]:
 
 
 def print_comparison(console: Console, names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print a column for each run; beside its values stands their ratio to the first run's."""
+    """Print a column for each run, with the ratio to the first run's value after each value."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -134,7 +134,7 @@ def print_comparison(console: Console, names: Sequence[str], rows: Sequence[Row]
 
 
 def print_run(console: Console, folder: str, run: Measurements) -> None:
-    """Print the numbers of one run, and what to do."""
+    """Print the numbers of one run, and advice."""
     console.print(f"{run.name}: {STATES[run.end][1]}{f', {run.end_text}' if run.end_text else ''}", markup=False)
     for row in compare_rows([run])[1:]:
         console.print(f"  {row.name:<28}{row.cells[0]:>14}", markup=False)
@@ -152,7 +152,7 @@ def print_run(console: Console, folder: str, run: Measurements) -> None:
 
 
 def compare_page(names: Sequence[str], runs: Sequence[Measurements]) -> str:
-    """Return a page with the runs side by side: their curves over each other, their numbers, what to do about each."""
+    """Return a page with the runs side by side: their curves in one chart, their numbers, advice on each."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(
         f"<tr><td>{escape(row.name)}</td>{''.join(_cell(row, i) for i in range(len(row.cells)))}</tr>"
@@ -228,6 +228,6 @@ def _steps(names: Sequence[str], runs: Sequence[Measurements]) -> str:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Return the last part of each name, or a number where that does not tell them apart."""
+    """Return the last part of each name, or a number if that does not distinguish them."""
     last = [os.path.basename(os.path.normpath(name))[:14] for name in names]
     return last if len(set(last)) == len(last) else [f"run {i + 1}" for i in range(len(last))]

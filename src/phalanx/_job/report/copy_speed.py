@@ -1,4 +1,4 @@
-"""Measure what one core copies in memory per second, which is the limit for ranks that share memory."""
+"""Measure how many bytes per second one core copies in memory, the limit for ranks that share memory."""
 
 from __future__ import annotations
 

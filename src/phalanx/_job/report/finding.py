@@ -12,7 +12,7 @@ FEW_STEPS = 10  # runs of fewer steps say nothing about speed
 
 @dataclass(frozen=True)
 class ReportFinding:
-    """A finding is a sentence, how much it matters, and what it costs: a share of the run's time, or of a step."""
+    """A `ReportFinding` is a sentence, its importance, and its cost: a share of the run's time, or of a step."""
 
     severity: Severity
     text: str

@@ -1,4 +1,4 @@
-"""Find what the measurements of a run say to people who want it faster, or whole: one sentence each, with advice.
+"""Derive findings from a run's measurements for people who want it faster, or repaired: sentences with advice.
 
 The functions are pure: measurements go in, sentences come out, the worst first.
 """
@@ -145,7 +145,7 @@ def _loss(run: Measurements) -> Iterator[ReportFinding]:
         gained_back = last - best > 0.1 * (
             first - best
         )  # near its least value noise alone makes it half as large again
-        # Three times what two such medians differ by chance, by how far each loss lies from the next one.
+        # Three times the difference of two such medians by chance, estimated from the differences of successive losses.
         noise = 4.5 * median(abs(a - b) for a, b in pairwise(losses)) / math.sqrt(tenth)
         if last - best <= noise:
             return

@@ -1,4 +1,4 @@
-"""Combine what ranks and launcher have written down into `Measurements` of a run."""
+"""Combine the records of ranks and launcher into `Measurements` of a run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _WARM_STEPS, _WARM_SHARE = 5, 0.1  # the first steps, in which memory is found a
 
 
 def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
-    """Return what the launcher has said in `folder`; if it has said nothing, what follows from the ranks' files.
+    """Return the launcher's record in `folder`; without one, a record derived from the ranks' files.
 
-    A launcher that never said how the job ended, and is not running any more, was killed.
+    A launcher that did not record the job's end, and is no longer running, was killed.
     """
     job = JobRecord.read(folder)
     if job is None:  # the ranks were started by another launcher, and the first has died
@@ -38,7 +38,7 @@ def find_job(folder: str, files: Sequence[RankFile]) -> JobRecord:
 
 
 def of_ranks(job: JobRecord, files: Sequence[RankFile]) -> list[RankFile]:
-    """Return the files of this run, without those of other processes of a rank, which have trained nothing."""
+    """Return the files of this run, without those of other processes of a rank, which trained nothing."""
     files = [file for file in files if is_of_run(job, file)]
     trains = {(_attempt(file), file.facts.get("rank")) for file in files if file.steps_done}
     return [file for file in files if file.steps_done or (_attempt(file), file.facts.get("rank")) not in trains]
@@ -54,7 +54,7 @@ def is_of_run(job: JobRecord, file: RankFile) -> bool:
 
 
 def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
-    """Return the run of which `job` and the ranks' `files` tell."""
+    """Combine `job` and the ranks' `files` into the run."""
     offsets = [job.clock_offsets.get(str(file.facts.get("host", "")), 0.0) for file in files]
     newest = max((_attempt(file) for file in files), default=0)
     trains = any(file.steps for file in files)  # else what ranks sent is still worth a table
@@ -184,7 +184,7 @@ def _measure(file: RankFile, split: Split, shift: float) -> RankRun:
 
 
 def _parts(steady: Sequence[StepRecord], split: Split, num: float) -> Mapping[str, float]:
-    """Return the seconds of a step by phase, without what the rank waited and moved in it."""
+    """Return the seconds of a step by phase, without the rank's waiting and data movement in it."""
     parts = dict.fromkeys(PARTS, 0.0)
     parts["waiting"] = sum(record.waited for record in steady) / num
     for phase in ("data", "forward", "backward", "update", "other"):
@@ -258,7 +258,7 @@ def _broken(files: Sequence[RankFile]) -> tuple[int | None, bool]:
 
 
 def _throughput(files: Sequence[RankFile], shifts: Sequence[float]) -> Curve:
-    """Return the throughput of all ranks together, by time: samples per second if they are known, else steps."""
+    """Return the throughput of all ranks together, by time: samples per second if known, else steps."""
     pairs = list(zip(files, shifts, strict=True))
     counts = any(step.samples for file in files for step in file.steps)
     begin = min((file.steps[0].begin + shift for file, shift in pairs), default=0.0)

@@ -1,6 +1,6 @@
-"""This is the script of a report's page: it shows a curve's values under the pointer, and a part of it in large.
+"""This module is the script of a report's page: it shows a curve's values under the pointer, and enlarges parts.
 
-It is in the page, and asks nobody for anything. Without it the page shows all that it shows now.
+The script is embedded in the page, and loads nothing. Without it the page has the same contents.
 """
 
 SCRIPT = """

@@ -1,6 +1,6 @@
-"""A `JobRecord` is what the launcher knows of a job, in the file `job.json`.
+"""A `JobRecord` is the launcher's record of a job, in the file `job.json`.
 
-It is written when the job begins, so that a command that is killed leaves it, and again when the job ends.
+The file is written when the job begins, so that a killed command leaves it, and again when the job ends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class JobRecord:
 
 
 def _printable(value: Any) -> Any:
-    r"""Return `value` with `\udcff` for what no page can hold: a byte of a name or an argument that is not UTF-8."""
+    r"""Return `value` with `\udcff` for characters that a page cannot hold: bytes of names that are not UTF-8."""
     if isinstance(value, str):
         return _SURROGATES.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Serve the page of a running job: what `phalanx top` has known since somebody looks, and the report so far.
+"""Serve the page of a running job: the data of `phalanx top` since the first viewer, and the report so far.
 
-browser ── GET /      ──► the page, whose script asks again and again
-        ── GET /now   ──► what stands on it now
+browser ── GET /      ──► the page, whose script polls
+        ── GET /now   ──► its current contents
         ── GET /json  ──► the same as `phalanx top --json`
 """
 
@@ -59,7 +59,7 @@ setTimeout(again, 2000);
 
 
 class LivePage:
-    """It serves one job. It looks when it is asked, and at most once a second, however many ask."""
+    """A `LivePage` serves one job. It looks on request, at most once a second, for any number of viewers."""
 
     def __init__(self, watch: JobWatch, clock: Callable[[], float] = time.monotonic) -> None:
         self._watch = watch

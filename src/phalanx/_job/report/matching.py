@@ -29,7 +29,7 @@ from phalanx._job.report.measurements import CollectiveTimes, Lateness
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """It has the operations of one process: its groups' names, its clock's offset, when it had warmed up."""
+    """A `ProcessSample` has the operations of one process: its groups' names, its clock's offset, its warm-up's end."""
 
     rank: int
     groups: Sequence[tuple[str, int, int]]  # name, generation, how often there was one of that name before
@@ -45,7 +45,7 @@ class ProcessSample:
 
 @dataclass
 class Split:
-    """It has, for one process and per step, the seconds in each phase that it waited and moved data."""
+    """A `Split` has the seconds per step, in each phase, for which one process waited and moved data."""
 
     waiting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     moving: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -53,7 +53,7 @@ class Split:
 
 @dataclass(frozen=True)
 class MatchedRecords:
-    """It has what all the records say together; `splits` are in the order of the processes."""
+    """`MatchedRecords` has the combined contents of all records; `splits` are in the order of the processes."""
 
     splits: tuple[Split, ...]
     collectives: tuple[CollectiveTimes, ...]

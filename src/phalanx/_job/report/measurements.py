@@ -59,7 +59,7 @@ class RankRun:
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """These are collectives of one kind and size. `bandwidth` is the median of bytes per second on the bus."""
+    """`CollectiveTimes` are collectives of one kind and size. `bandwidth` is the median bus bandwidth in bytes/s."""
 
     name: str
     num_bytes: float
@@ -73,7 +73,7 @@ class CollectiveTimes:
 
 @dataclass(frozen=True)
 class Lateness:
-    """It says how often a rank came last to a collective, and how long the others waited for it alone, per step."""
+    """`Lateness` counts how often a rank was last in a collective, and how long the others waited for it, per step."""
 
     rank: int
     times: int
@@ -97,7 +97,7 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class Measurements:
-    """`Measurements` is a run. `end` is one of ENDS: "ended" if nothing says how, "killed" if nothing says it did."""
+    """`Measurements` is a run. `end` is one of ENDS: "ended" if the end is unknown, "killed" if it was not recorded."""
 
     name: str
     command: str
@@ -123,7 +123,7 @@ class Measurements:
 
     @property
     def last_attempt(self) -> tuple[RankRun, ...]:
-        """Return the processes of the newest attempt, and of each rank the one that came farthest.
+        """Return the processes of the newest attempt, and for each rank the one that progressed farthest.
 
         Processes that were lost on the way are left out: they ended long before the others, and not in order.
         """

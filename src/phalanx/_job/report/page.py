@@ -39,7 +39,7 @@ def render(run: Measurements, findings: Sequence[ReportFinding]) -> str:
 
 
 def sections_of(run: Measurements, findings: Sequence[ReportFinding]) -> str:
-    """Return what the report shows of one run, below its head."""
+    """Return the report's sections on one run, below its head."""
     sections = [
         ("What to do", _findings(findings)),
         ("Training", _grid([loss_picture(run), throughput_picture(run), step_picture(run), memory_picture(run)])),
@@ -122,7 +122,7 @@ def _findings(findings: Sequence[ReportFinding]) -> str:
 
 
 def code(text: str) -> str:
-    """Return `text` escaped, with what stands in backquotes as code."""
+    """Return `text` escaped, with backquoted parts as code."""
     parts = escape(text, quote=False).split("`")
     return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
 

@@ -1,4 +1,4 @@
-"""Write the page of a run that goes on, from what its ranks have written down until now."""
+"""Write the page of a running job from its ranks' records so far."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from phalanx._job.report.page import render
 
 
 def measure_so_far(folder: str) -> Measurements:
-    """Return what is known now of the run that is recorded for the report in `folder`."""
+    """Return the current measurements of the run that is recorded for the report in `folder`."""
     files = read_folder(os.path.join(folder, RANKS))
     job = find_job(folder, files)
     return combine(job, of_ranks(job, files))
 
 
 def write_page_so_far(folder: str, path: str | os.PathLike[str]) -> Measurements:
-    """Write the page into the file `path`, and return what it shows.
+    """Write the page to the file `path`, and return its measurements.
 
     Raises:
         OSError: the file cannot be written.

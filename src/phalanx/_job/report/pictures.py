@@ -1,4 +1,4 @@
-"""Decide what a run's pictures show; `charts` draws them."""
+"""Choose the contents of a run's pictures; `charts` draws them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from phalanx._job.report.charts import Dot, Line, dot_chart, line_chart
 from phalanx._job.report.measurements import PARTS, Curve, Measurements, RankRun
 from phalanx._job.report.units import percent, rate, seconds, size
 
-_MAX_LINES = 8  # a chart can tell so many ranks apart
+_MAX_LINES = 8  # the most ranks that a chart can distinguish
 _MAX_DOT_LABELS = 8
 MANY_RANKS = 16  # of more ranks those that are alike are shown as one
 _ALIKE = 0.05  # two steps that differ by this part are the same to a reader
-_MOST_LETTERS = 24  # so many letters stand before a bar
+_MOST_LETTERS = 24  # the most letters before a bar
 _ON_DARK = ("backward", "update", "waiting")
 
 
 def figure(picture: str, title: str, caption: str = "") -> str:
-    """Return a picture with its title and what to know of it."""
+    """Return a picture with its title and caption."""
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return f"<figure><h3>{escape(title)}</h3>{picture}{below}</figure>"
 
@@ -100,7 +100,7 @@ def memory_picture(run: Measurements) -> str:
 
 
 def bandwidth_picture(run: Measurements) -> str:
-    """Draw collectives by size and bandwidth, against what a copy in memory reaches."""
+    """Draw collectives by size and bandwidth, against the bandwidth of a copy in memory."""
     rows = [row for row in run.collectives if row.bandwidth and row.num_bytes >= 1]
     if not rows:
         return ""
@@ -132,7 +132,7 @@ def bandwidth_picture(run: Measurements) -> str:
 
 @dataclass(frozen=True)
 class StepBar:
-    """A step bar is a mean step to draw as a bar: what stands before it, its parts, and how long all of them take."""
+    """A `StepBar` is a mean step to draw as a bar: its label, its parts, and the total time."""
 
     label: str
     parts: Mapping[str, float]
@@ -140,8 +140,9 @@ class StepBar:
 
 
 def part_bars(run: Measurements) -> str:
-    """Return a bar for each rank: its step, divided into what it did. Of many ranks those that differ stand first, and
-    one bar stands for all that are alike.
+    """Return a bar for each rank: its step, divided into activities.
+
+    With many ranks, those that differ come first, and one bar stands for all equal ones.
     """
     different, alike = _divide_alike([rank for rank in run.last_attempt if rank.step_s > 0])
     bars = [StepBar(f"rank {rank.rank}", rank.parts, rank.step_s) for rank in different]
@@ -201,7 +202,7 @@ def _piece(bar: StepBar, part: str, longest: float) -> str:
 
 
 def time_line(run: Measurements) -> str:
-    """Return when the processes of each rank ran, and what happened to them."""
+    """Draw when the processes of each rank ran, and how they ended."""
     if not run.ranks or run.duration_s <= 0:
         return ""
     end = max(run.duration_s, *(rank.end for rank in run.ranks))
@@ -274,7 +275,7 @@ def seconds_mark(value: float) -> str:
 
 
 def _rank_lines(curves: Sequence[tuple[int, Curve]]) -> list[Line]:
-    """Return a line for each rank; of many ranks the outermost are named and the others stay in the back."""
+    """Return a line for each rank; with many ranks only the outermost are labelled, the others drawn faintly."""
     if len(curves) <= _MAX_LINES:
         return [Line(curve, f"var(--c{i + 1})", f"rank {rank}") for i, (rank, curve) in enumerate(curves)]
     last = sorted(curves, key=lambda pair: sum(value for _, value in pair[1]) / len(pair[1]))

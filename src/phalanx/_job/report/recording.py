@@ -147,7 +147,7 @@ def _find_place(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _run_id(environ: Mapping[str, str], world_size: int) -> str:
-    """Return what tells this run's records from those of others; empty if the launcher says nothing of the kind."""
+    """Return the identity of this run's records; empty if the launcher gives none."""
     if own := environ.get("PHALANX_RUN", ""):
         return own
     given = environ.get("TORCHELASTIC_RUN_ID", "")
@@ -266,7 +266,7 @@ def _memory_bytes() -> int:
 
 
 def _forget() -> None:
-    """Forget, in a child of a rank, what is to be done at the rank's end: the child is no rank."""
+    """Cancel, in a child of a rank, the work at the rank's end: the child is not a rank."""
     global _recorder, _is_given
     if _recorder is not None:
         step_notes.stop_listening()

@@ -38,7 +38,7 @@ def remove_records(folder: str, may_go: Callable[[RankFile], bool]) -> None:
 
 
 def remove_old_records(folder: str, run: str = "") -> None:
-    """Remove what runs that are over have left in `folder`, except for the run `run`, which begins or goes on."""
+    """Remove the records of finished runs in `folder`, but not those of the run `run`, which begins or continues."""
     job = JobRecord.read(folder)
     over = job.run if job is not None and not is_running(job) and job.host == socket.gethostname() else ""
 
@@ -60,12 +60,12 @@ def find_other_run(folder: str) -> JobRecord | None:
 
 
 def is_running(job: JobRecord) -> bool:
-    """Return whether a job of this host has not ended, and the process that writes its report is there."""
+    """Return whether a job of this host has not ended, and the process that writes its report is alive."""
     return job.end == "running" and job.host == socket.gethostname() and is_alive(job.pid, job.begun_unix)
 
 
 def is_alive(pid: int, since: float) -> bool:
-    """Return whether the process `pid` of Unix time `since` is there; by now another process may have its number."""
+    """Return whether the process `pid`, started at Unix time `since`, is alive; its number may be reused."""
     if pid <= 0:
         return False
     try:

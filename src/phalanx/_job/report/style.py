@@ -1,4 +1,4 @@
-"""This is the page's style: system fonts, light and dark, a column on a telephone, ink on paper."""
+"""This module is the page's style: system fonts, light and dark, one column on a telephone, black on white in print."""
 
 # Colours by Okabe and Ito (2008), which stay apart for colour-blind readers; darker or lighter where the paper asks.
 CSS = """

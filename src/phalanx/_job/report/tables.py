@@ -9,7 +9,7 @@ from phalanx._job.report.measurements import PARTS, Measurements, RankRun
 from phalanx._job.report.units import percent, rate, seconds, size, three_digits
 
 _MAX_ROWS = 16
-_WAITS = 0.3  # from this share of a step on it is said what for
+_WAITS = 0.3  # share of a step from which the reason for waiting is shown
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = ()) -> str:
@@ -117,7 +117,7 @@ def machine_table(run: Measurements) -> str:
 
 
 def _on_a_core(rank: RankRun, share: float) -> str:
-    """Return the share of its time in which a core worked for the rank; if it mostly waits, what it waits for."""
+    """Return the share of its time in which a core worked for the rank; if it mostly waits, the reason."""
     if rank.step_s <= 0:
         return percent(share)
     waits = {

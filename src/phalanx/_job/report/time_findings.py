@@ -1,4 +1,4 @@
-"""Say in sentences where the time of a step goes: who waits, for what, for whom, and what to do about it."""
+"""Describe where the time of a step goes: who waits, for what, for whom, and what to do about it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _data(run: Measurements) -> Iterator[ReportFinding]:
 
 
 def _waits(run: Measurements) -> Iterator[ReportFinding]:
-    """Yield findings about what a pipeline or a parameter server's trainer knows that it waits for."""
+    """Yield findings about waits that a pipeline or a parameter server's trainer recorded."""
     for whom, name, advice in (
         ("stages", "other stages", "more micro-batches, or another schedule: `phalanx explain pipeline` draws it"),
         ("servers", "parameter servers", "more servers, larger batches, or synchronous=False"),
@@ -109,13 +109,13 @@ def _stragglers(run: Measurements) -> Iterator[ReportFinding]:
 
 
 def _excess(slow: RankRun, others: Sequence[RankRun]) -> dict[str, float]:
-    """Return how much more time a step of this rank takes than theirs, by what it does."""
+    """Return how much longer a step of this rank takes than theirs, by activity."""
     own = ("data", "forward", "backward", "update", "other")
     return {part: slow.parts[part] - median(rank.parts[part] for rank in others) for part in own}
 
 
 def _why_slow(slow: RankRun, others: Sequence[RankRun]) -> str:
-    """Return what it spends more time on than the others do, and what to do about that."""
+    """Return the activity on which the rank spends more time than the others, with advice."""
     advice = {
         "data": "its data comes late: give its loader more workers, and look at its disk",
         "forward": "its forward takes longer",

@@ -33,11 +33,11 @@ def pack_files(folder: str, run: str, since: float) -> Iterator[tuple[str, str]]
 
 
 def unpack_file(folder: str, name: str, text: str) -> None:
-    """Write one of the files here, over the one that was sent, if that lies here, too: hosts may share files.
+    """Write a received file on this host; it may overwrite the original if hosts share files.
 
     Raises:
-        ValueError: the text is no such file.
-        OSError: it cannot be written.
+        ValueError: the text is not such a file.
+        OSError: the file cannot be written.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a rank's file")

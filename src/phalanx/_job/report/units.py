@@ -26,7 +26,7 @@ def size(value: float) -> str:
 
 
 def rate(value: float) -> str:
-    """Return bytes per second as text, in thousands, as bandwidth is told: `7.28 GB/s`."""
+    """Return bytes per second as text, in powers of 1000 as usual for bandwidth: `7.28 GB/s`."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= factor:
             return f"{three_digits(value / factor)} {unit}/s"

@@ -1,8 +1,8 @@
-"""Write everything that a report's folder holds, from what ranks and launcher have left in it.
+"""Write the contents of a report's folder from the records of ranks and launcher.
 
 report.html    the page                    trace.json   for ui.perfetto.dev
 report.json    the numbers behind it
-job.json       what the launcher said      ranks/       what the ranks said: goes when the rest is written
+job.json       the launcher's record       ranks/       the ranks' records: removed when the rest is written
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PAGE, DATA, TRACE = "report.html", "report.json", "trace.json"
 
 
 def write_report(folder: str, *, keep_records: bool = False) -> Measurements:
-    """Write the page and its companions into `folder`; remove the ranks' records: report.json has what they say.
+    """Write the page and its companions into `folder`; remove the ranks' records, which report.json contains.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     files = read_folder(os.path.join(folder, RANKS))
     job = find_job(folder, files)

@@ -1,4 +1,4 @@
-"""Find out which scheduler started this command, on which of how many hosts, from variables and without an option.
+"""Find the scheduler that started this command, and this host's place, from variables and without an option.
 
     allocation            what was found, and the line that says so
     slurm, kubernetes,    one file each: its variables, and how it starts this command on every host
@@ -6,7 +6,7 @@
     find                  which of them it is; variables that contradict each other are refused by name
     meet                  where the agents of a job meet, if the scheduler does not say it
 
-`phalanx._job.launch.adopt` puts what was found into the settings of `phalanx run`.
+`phalanx._job.launch.adopt` puts the result into the settings of `phalanx run`.
 
 One start of `phalanx run` is a node of the job, whatever the scheduler calls it (task, pod, MPI process): also where it
 starts several on one host.

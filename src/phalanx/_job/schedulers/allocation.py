@@ -1,4 +1,4 @@
-"""An `Allocation` is what a scheduler says of this start of the command."""
+"""An `Allocation` is a scheduler's description of this start of the command."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ def read_port(environ: Mapping[str, str], name: str, default: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Allocation:
-    """This command is node `node` of `num_nodes` of a job.
+    """An `Allocation` says that this command is node `node` of `num_nodes` of a job.
 
-    `job` names the job among all that a user runs on these hosts. `first_host` is where node 0 runs, empty where the
-    scheduler does not say; `port` is 0 where nobody has chosen one. `local_node` of `num_local_nodes` says which of
-    those on this host it is. `nproc` is how many ranks it is to start, if the scheduler decides that. `variables` say
-    all this.
+    `job` identifies the job among a user's jobs on these hosts. `first_host` is the host of node 0, empty if unknown;
+    `port` is 0 if none was chosen. `local_node` of `num_local_nodes` is its place on this host. `nproc` is the number
+    of ranks to start, if the scheduler decides that. `variables` are the source of all this.
     """
 
     scheduler: str

@@ -11,14 +11,14 @@ from phalanx.errors import LaunchError
 
 
 def find_allocation(environ: Mapping[str, str], *, nnodes: int = 0) -> Allocation | None:
-    """Return what started this command as one of several; None if nothing says that it is.
+    """Return the allocation of this command as one of several nodes; None if there is none.
 
-    An `mpiexec` goes first (under Slurm, LSF and PBS it starts its processes in their jobs), then a step of Slurm, the
-    pods of Kubernetes, and last the schedulers that only give a list of hosts. `nnodes` is what the user says of the
-    number of nodes, 0 for nothing.
+    An `mpiexec` has priority (under Slurm, LSF and PBS it starts its processes in their jobs), then a step of Slurm,
+    the pods of Kubernetes, and last the schedulers that only give a list of hosts. `nnodes` is the user's number of
+    nodes, 0 if not given.
 
     Raises:
-        LaunchError: the variables contradict each other, or leave open what must be known; the message names them.
+        LaunchError: the variables contradict each other, or are incomplete; the message names them.
     """
     found = mpi.find(environ) or slurm.find(environ)
     if found is None:

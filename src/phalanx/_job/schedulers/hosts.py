@@ -11,7 +11,7 @@ from phalanx.errors import LaunchError
 
 
 def find_lsf(environ: Mapping[str, str], hostname: str) -> Allocation | None:
-    """Return what LSF says of a job on several hosts, on each of which `blaunch` or `jsrun` starts this once."""
+    """Return LSF's allocation on several hosts, on each of which `blaunch` or `jsrun` starts this command once."""
     if not environ.get("LSB_JOBID"):
         return None
     index = environ.get("LSB_JOBINDEX", "0")
@@ -31,7 +31,7 @@ def find_lsf(environ: Mapping[str, str], hostname: str) -> Allocation | None:
 
 
 def _of_jsrun(environ: Mapping[str, str], job: str) -> Allocation | None:
-    """Return what `jsrun` says, which numbers what it starts; where that runs, the list of hosts says."""
+    """Return the allocation of `jsrun`, which numbers its processes; the list of hosts has their hosts."""
     rank, size = int(environ["JSM_NAMESPACE_RANK"]), int(environ["JSM_NAMESPACE_SIZE"])
     if size == 1:
         return None
@@ -52,7 +52,7 @@ def _of_jsrun(environ: Mapping[str, str], job: str) -> Allocation | None:
 
 
 def find_pbs(environ: Mapping[str, str], hostname: str) -> Allocation | None:
-    """Return what PBS or Torque says of a job on several hosts, on each of which `pbsdsh` starts this command once.
+    """Return PBS's or Torque's allocation on several hosts, on each of which `pbsdsh` starts this command once.
 
     Raises:
         LaunchError: the list of hosts is not on this one.

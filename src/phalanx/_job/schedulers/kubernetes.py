@@ -21,9 +21,9 @@ _EQUAL = (  # two variables that say the same must be equal
 
 
 def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
-    """Return what PyTorchJob or Trainer say: RANK is the pod's number, not that of a process.
+    """Return the allocation of PyTorchJob or Trainer, whose RANK is the pod's number, not a process's.
 
-    LOCAL_RANK is none of theirs: where it is set, a launcher has started this process.
+    They do not set LOCAL_RANK: if it is set, a launcher has started this process.
     """
     if "KUBERNETES_SERVICE_HOST" not in environ or environ.get("LOCAL_RANK"):
         return None
@@ -48,12 +48,12 @@ def find_kubeflow(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def find_indexed_job(environ: Mapping[str, str], fqdn: str, nnodes: int = 0) -> Allocation | None:
-    """Return what an indexed Job says. Only its file knows how many pods it has: `nnodes`, the option's, or PET_NNODES.
+    """Return an indexed Job's allocation. Its number of pods is in its file: `nnodes`, the option's, or PET_NNODES.
 
     `fqdn` is this host's full name, NAME-INDEX.SERVICE.NAMESPACE.svc… where the pods have a headless service.
 
     Raises:
-        LaunchError: nothing says how many pods there are, or how the first one is called.
+        LaunchError: the number of pods, or the name of the first one, is unknown.
     """
     index = environ.get("JOB_COMPLETION_INDEX", "")
     if not index.isdecimal():

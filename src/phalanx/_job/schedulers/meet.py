@@ -1,4 +1,4 @@
-"""Decide where the nodes of a job meet, and by which key they know each other, without a word from the user.
+"""Decide where the nodes of a job meet, and with which key, without options from the user.
 
 all on one host      no port and no key: node 0 hands its coordinator's path to the others, in a folder that only
                      this user may enter
@@ -41,12 +41,12 @@ _KEY_PATIENCE_S = 60.0  # how long a shared folder may take to show a file that 
 def meet(
     found: Allocation, key_file: str | None, environ: Mapping[str, str], asked: Rendezvous
 ) -> tuple[Rendezvous, str]:
-    """Return where this node meets the others, with what was `asked` for besides; and the job's name.
+    """Return this node's meeting point, with the user's options in `asked`; and the job's name.
 
-    On nodes but the first it may wait for the first, `asked.join_timeout_s` at most.
+    Other nodes than the first may wait for the first, `asked.join_timeout_s` at most.
 
     Raises:
-        LaunchError: there is no key, or no way to the first host; the message says what to do.
+        LaunchError: there is no key, or the first host cannot be found; the message says what to do.
     """
     mine = replace(
         asked, leads=found.node == 0, node_rank=found.node, min_nodes=found.num_nodes, max_nodes=found.num_nodes
@@ -87,7 +87,7 @@ def _meet_on_one_host(found: Allocation, mine: Rendezvous, deadline: Deadline) -
 
 
 def _hand_out(address: LocalAddress, num_nodes: int, deadline: Deadline) -> Callable[[str], None]:
-    """Return a function that gives the other nodes a path, in a thread, since the agent must hear Ctrl-C."""
+    """Return a function that sends the other nodes a path, in a thread, so that the agent can handle Ctrl-C."""
 
     def serve(path: bytes) -> None:
         with memory("phalanx-coordinator", len(path)) as fd, FdServer(address.token, at=address.path) as server:

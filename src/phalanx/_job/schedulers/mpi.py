@@ -1,4 +1,4 @@
-"""Read what an `mpiexec phalanx run train.py` says: each MPI process is a node, also where several are on one host."""
+"""Read the variables of `mpiexec phalanx run train.py`: each MPI process is a node, even several on one host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VARIABLES = {
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:
-    """Return what an `mpiexec` of several processes says; None without one."""
+    """Return the allocation of an `mpiexec` of several processes; None without one."""
     launch = mpi_launch(environ)
     if launch is None or launch.world_size == 1:
         return None

@@ -1,7 +1,7 @@
-"""Let all processes of an `mpiexec` print what process 0 reads: `python -m …schedulers.mpi_broadcast SECONDS`.
+"""Print process 0's input in all processes of an `mpiexec`: `python -m …schedulers.mpi_broadcast SECONDS`.
 
-It runs as a child of each agent whose `mpiexec` spans hosts, which only MPI connects before they have met: the agent
-itself has no MPI in it, and its ranks are no processes of MPI.
+The module runs as a child of each agent whose `mpiexec` spans hosts, which only MPI connects before the agents have
+met: the agent itself does not load MPI, and its ranks are not MPI processes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from phalanx.errors import PhalanxError
 
 
 def broadcast(words: bytes, environ: Mapping[str, str], deadline: Deadline) -> bytes:
-    """Return the `words` of process 0, in all processes of this `mpiexec`; a child of ours takes our place in MPI.
+    """Return the `words` of process 0 in all processes of this `mpiexec`; a child process represents this one in MPI.
 
     Raises:
-        PhalanxError: MPI could not be started, or process 0 did not come in time; with what the child said.
+        PhalanxError: MPI could not be started, or process 0 was late; the message has the child's output.
     """
     # The MPI of `mpiexec` is spoken to through a descriptor that this process has inherited.
     told = environ.get("PMI_FD", "")

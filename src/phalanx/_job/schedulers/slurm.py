@@ -1,4 +1,4 @@
-"""Read what Slurm says of `srun phalanx run train.py`: each task is a node."""
+"""Read Slurm's variables for `srun phalanx run train.py`: each task is a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx._job.schedulers.allocation import Allocation, read_port
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:
-    """Return what a step of several tasks says; None outside of one, where Slurm has started this command once."""
+    """Return the allocation of a step of several tasks; None outside of one, where Slurm starts this command once."""
     launch = slurm_launch(environ)
     if launch is None:
         return None

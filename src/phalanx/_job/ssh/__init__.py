@@ -14,5 +14,5 @@
     session      the end of a connection on a host (`python -m phalanx._job.ssh`), which --detach lets outlive it
     remote_command   Python on a host, and any other command there: `phalanx top --host a`
 
-It is a starter, as a scheduler is: the agents do not know about ssh. Nothing here imports torch.
+`SshJob` is a starter, like a scheduler: the agents are unaware of ssh. Nothing here imports torch.
 """

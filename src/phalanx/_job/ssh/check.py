@@ -1,4 +1,4 @@
-"""Judge what the hosts report before anything starts: all problems of all hosts, and where they meet. It is pure."""
+"""Judge the hosts' reports before anything starts: all problems of all hosts, and where they meet; pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import phalanx
 from phalanx._comm.control.address import Address
 from phalanx._job.ssh.facts import Facts
 
-# What ssh prints, what it means, and what to do. HOST stands for the host.
+# ssh's messages, their meaning, and advice. HOST stands for the host.
 _SSH_WORDS = (
     ("IDENTIFICATION HAS CHANGED", "its host key is not the one that ssh knows",
      "If the machine was set up anew: ssh-keygen -R HOST, then ssh HOST once. If not, somebody is in between."),
@@ -34,7 +34,7 @@ _SSH_WORDS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A `Problem` says what is wrong with a host, and what to do."""
+    """A `Problem` describes a problem of a host, and what to do."""
 
     host: str
     what: str
@@ -53,7 +53,7 @@ def explain_ssh(host: str, words: str, exit_code: int | None, python: str) -> Pr
 
 
 def find_problems(facts: Mapping[str, Facts], folder: str) -> list[Problem]:
-    """Return the problems of the hosts that have answered; `facts` are by name, those of the first host first."""
+    """Return the problems of the hosts that have answered; `facts` are by name, beginning with the first host."""
     problems = []
     names = list(facts)
     machines: dict[str, str] = {}
@@ -101,8 +101,8 @@ def choose_address(
 ) -> tuple[int, list[Problem]]:
     """Return which of the first host's addresses the hosts use: the fastest that all others have reached.
 
-    `reached` is by host what came back from each candidate, "" where all is well. If there is none, the problems say
-    who tried what.
+    `reached` has by host the error of each candidate, "" for success. If no address works, the problems list the
+    attempts.
     """
     good = [n for n in range(len(candidates)) if all(not answers.get(n, "no answer") for answers in reached.values())]
     if good:

@@ -39,7 +39,7 @@ def is_this_machine(entry: HostEntry) -> bool:
 
 
 class Connection:
-    """It starts ssh at once. `on_message` and `on_lost` are called by the loop that has `source`.
+    """A `Connection` starts ssh at once. The loop that has `source` calls `on_message` and `on_lost`.
 
     The ssh process is in a session of its own: Ctrl-C does not reach it, and it has no terminal to ask anything at.
     """
@@ -61,7 +61,7 @@ class Connection:
         self.code: int | None = None
         self.agent = 0  # the process there, once all ranks have started, of a job that is to detach
         self.is_detached = False
-        self.agent_words = b""  # what the agent has printed on stderr and nobody has seen
+        self.agent_words = b""  # the agent's output on stderr that was not shown
         self.began = self.heard_at = time.monotonic()
         self._on_message, self._on_lost = on_message, on_lost
         self._words = b""
@@ -89,12 +89,12 @@ class Connection:
 
     @property
     def words(self) -> str:
-        """Return what ssh, or the shell on the host, has printed on stderr."""
+        """Return the stderr of ssh, or of the shell on the host."""
         return self._words.decode(errors="replace").strip()
 
     @property
     def exit_code(self) -> int | None:
-        """Return that of ssh, or of the command on the host; None while it runs."""
+        """Return the exit code of ssh, or of the command on the host; None while it runs."""
         return self._process.poll()
 
     @property

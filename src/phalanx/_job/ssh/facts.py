@@ -1,4 +1,4 @@
-"""Collect what a host reports about itself before anything starts there."""
+"""Collect a host's facts before anything starts there."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from phalanx.errors import LaunchError
 
 @dataclass(frozen=True)
 class Facts:
-    """A host reports these facts. `machine` tells one machine from another, whatever its name.
+    """`Facts` are a host's report. `machine` identifies the machine, whatever its name.
 
-    `script` is a digest of what the ranks run; empty if it has no source there. `addresses` are those at which others
+    `script` is a digest of the ranks' target; empty if the host has no source of it. `addresses` are those at which
+    others
     may reach the host, the likeliest first: address, interface, and Mbit/s (0 if unknown). `problem` is why the job
     cannot run there, `has_folder` whether the folder is there.
     """
@@ -82,7 +83,7 @@ def collect_facts(request: Mapping[str, Any], environ: dict[str, str]) -> tuple[
 
 
 def digest_source(target: JobTarget) -> str:
-    """Return what tells one version of a script from another; empty if its source is not in this folder."""
+    """Return a digest of a script's source; empty if the source is not in this folder."""
     source = read_source(target)
     return hashlib.blake2b(source, digest_size=8).hexdigest() if source else ""
 
@@ -96,7 +97,7 @@ def _find_torch() -> str:
 
 
 def _identify_machine() -> str:
-    """Return what differs between two machines, and between two containers with networks of their own."""
+    """Return an identity that differs between machines, and between containers with networks of their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -105,7 +106,7 @@ def _identify_machine() -> str:
 
 
 def _find_rate(interface: str) -> int:
-    """Return how many Mbit/s an interface carries, as its driver says; 0 if it does not."""
+    """Return the rate of an interface in Mbit/s, as reported by its driver; 0 if unknown."""
     try:
         return max(0, int(Path("/sys/class/net", interface, "speed").read_text(encoding="ascii")))
     except (OSError, ValueError):

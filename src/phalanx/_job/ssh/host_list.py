@@ -13,7 +13,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.@%:+\-]+")
 
 @dataclass(frozen=True)
 class HostEntry:
-    """`destination` is what ssh gets: [USER@]HOST. `slots`: how many ranks; empty for what --nproc-per-node finds."""
+    """A `HostEntry` has ssh's `destination`, [USER@]HOST, and `slots`, the number of ranks; empty: --nproc-per-node."""
 
     destination: str
     slots: str = ""
@@ -25,7 +25,7 @@ class HostEntry:
 
 
 def parse_hosts(text: str, problems: list[str]) -> list[HostEntry]:
-    """Return the hosts of `a,b:4,user@c`, each with or without a number of ranks; add what is wrong to `problems`."""
+    """Return the hosts of `a,b:4,user@c`, each with or without a number of ranks; append errors to `problems`."""
     if text.rstrip().endswith(","):
         problems.append(f"--hosts {text}: a comma ends the list. Write it without blanks, or in quotes: 'a:2, b:2'")
         return []
@@ -57,7 +57,7 @@ def parse_hostfile(text: str, name: str, problems: list[str]) -> list[HostEntry]
 
 
 def parse_host(text: str, where: str, problems: list[str]) -> HostEntry | None:
-    """Return one host, with or without a number of ranks; `where` begins what is added to `problems`."""
+    """Return one host, with or without a number of ranks; an error appended to `problems` begins with `where`."""
     user, at, rest = text.rpartition("@")
     match = _HOST.fullmatch(rest)
     host = match["host"].removeprefix("[").removesuffix("]") if match else ""

@@ -49,7 +49,7 @@ _SECRET_BYTES = 32
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `phalanx run` with `words`, which name hosts; return the exit code, having said on stderr what was wrong."""
+    """Run `phalanx run` with `words`, which name hosts; return the exit code, after printing problems on stderr."""
     open_standard_descriptors()
     try:
         request = read_request(words, os.environ, os.getcwd())
@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
 
 
 class SshJob:
-    """It checks all hosts, chooses where they meet, starts an agent on each, and passes on output and signals."""
+    """An `SshJob` checks all hosts, chooses where they meet, starts the agents, and relays output and signals."""
 
     def __init__(self, request: Request, key: Key | None, signals: int) -> None:
         self._request = request
@@ -130,7 +130,7 @@ class SshJob:
         return self._decide_code()
 
     def close(self) -> None:
-        """End whatever still runs on the hosts, and write what is left for the screen."""
+        """End everything that still runs on the hosts, and write the remaining output."""
         end = time.monotonic() + _CLOSE_S
         for connection in self._connections:
             connection.close(end - time.monotonic())
@@ -175,7 +175,7 @@ class SshJob:
             )
 
     def _choose_endpoint(self) -> str:
-        """Return where the hosts meet: at an address of the first one that all others have reached."""
+        """Return the meeting point: an address of the first host that all others have reached."""
         if len(self._connections) == 1 and self._key is None:
             return ""
         assert self._first.facts is not None
@@ -224,9 +224,9 @@ class SshJob:
         )
 
     def _detach(self) -> bool:
-        """Wait until all ranks have started, and let the hosts go on alone; return whether they do.
+        """Wait until all ranks have started, and detach from the hosts; return whether they continue.
 
-        A host that has not confirmed ends its part with the connection, and so the job.
+        A host that has not confirmed ends its part, and so the job, with the connection.
         """
         connections, rendezvous = self._connections, self._request.settings.rendezvous
         num_wanted = min(len(connections), rendezvous.max_nodes if rendezvous is not None else 1)  # others are spares
@@ -242,13 +242,13 @@ class SshJob:
         if is_over() or self._stopped_by:
             is_lost = any(each.phase is Phase.LOST for each in connections)
             if (is_lost or self._request.is_elastic) and not self._is_stopping:
-                self._pass_on(signal.SIGTERM)  # to those that would go on without the others
+                self._pass_on(signal.SIGTERM)  # to hosts that would continue without the others
             return False
         self._say(self._describe_detached())
         return True
 
     def _describe_detached(self) -> str:
-        """Return where the output goes, how to look at the job, and what ends it."""
+        """Describe where the output goes, how to inspect the job, and how to end it."""
         request, first = self._request, self._first
         logs = os.path.join(request.folder, request.settings.log_dir or "")
         place = []
@@ -340,7 +340,7 @@ class SshJob:
                 self._plan_restart(connection)
 
     def _hear_output(self, connection: Connection, stream: int, data: bytes) -> None:
-        """Show what an agent prints. The first host's speaks for all, until that is gone: then another one leads."""
+        """Show an agent's output. The first host's agent speaks for all; after its loss another one leads."""
         if stream == 1:
             self._out.put(data)
         elif connection is self._first or self._shows_all:
@@ -349,7 +349,7 @@ class SshJob:
             connection.agent_words = (connection.agent_words + data)[-_MAX_WORDS_BYTES:]
 
     def _show_all(self) -> None:
-        """Show the words of all agents from now on: the first host is gone, and may come back as any other."""
+        """Show the output of all agents from now on: the first host is lost, and may return as any other."""
         self._shows_all = True
         for connection in self._connections[1:]:
             self._err.put(connection.agent_words)
@@ -370,7 +370,7 @@ class SshJob:
     # -- hosts of an elastic job that come back ----------------------------------------------------------------------
 
     def _plan_restart(self, connection: Connection) -> None:
-        """Try a host again in a while that was lost or has failed, if the job may go on without it until then."""
+        """Plan another attempt with a host that was lost or has failed, if the job may continue without it."""
         most = self._request.settings.max_restarts
         if self._is_elastic and (most is None or self._num_restarts < most):
             self._restart_at[self._connections.index(connection)] = time.monotonic() + _RESTART_S
@@ -415,7 +415,7 @@ class SshJob:
                 self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        """Pass a signal on as if it had come to the agents. Ctrl-C comes to the first host, which decides for all."""
+        """Relay a signal to the agents. Ctrl-C goes to the first host, which decides for all."""
         running = [each for each in self._connections if each.phase is Phase.RUNNING]
         self._is_stopping = self._is_stopping or number in ENDING_SIGNALS
         if number in (signal.SIGINT, signal.SIGQUIT):

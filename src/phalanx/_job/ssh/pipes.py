@@ -74,7 +74,7 @@ class PipeChannel:
         return self._channel.waiting and not self._is_closed
 
     def put(self, do: str, **fields: Any) -> None:
-        """Send or queue a message; nothing happens if the other end is gone."""
+        """Send or queue a message; do nothing if the other end is closed."""
         if not self._is_closed:
             self._channel.put({"do": do, **fields})
 
@@ -97,7 +97,7 @@ class PipeChannel:
         )
 
     def close(self) -> None:
-        """Close both pipes, and drop what was not sent. A second call does nothing."""
+        """Close both pipes, and drop unsent messages. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self._channel.close()

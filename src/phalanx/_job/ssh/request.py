@@ -1,4 +1,4 @@
-"""Turn the words of `phalanx run --hosts …` into a `Request`: the hosts, and what each of them is sent."""
+"""Turn the command line of `phalanx run --hosts …` into a `Request`: the hosts, and the message to each."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _NOT_PASSED = (
 
 @dataclass(frozen=True)
 class Request:
-    """The job as it was asked for here.
+    """A `Request` is the job as requested on this command line.
 
     Arguments:
         hosts: the first one leads.
         words: the command line as it is parsed on each host.
         settings: the same words, parsed here.
         folder: where the job runs, on every host.
-        env: what --env sets, with the values of here.
-        passed: variables of here that count where a host has none of that name.
+        env: the variables of --env, with this host's values.
+        passed: this host's variables, as defaults for hosts that lack them.
         ssh: the words of the ssh command.
         python: the interpreter on the other hosts, a path or a name.
-        address, port: where the first host listens, if the user says so.
+        address, port: where the first host listens, if the user sets it.
         detach: whether the job outlives the terminal.
     """
 
@@ -120,7 +120,7 @@ def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) 
 
 
 def read_ssh(text: str | None, problems: list[str]) -> list[str]:
-    """Return the words of the ssh command, by default `ssh`; add what is wrong to `problems`."""
+    """Return the words of the ssh command, by default `ssh`; append errors to `problems`."""
     try:
         words = shlex.split("ssh" if text is None else text)
     except ValueError as error:
@@ -132,7 +132,7 @@ def read_ssh(text: str | None, problems: list[str]) -> list[str]:
 
 
 def read_python(text: str | None, problems: list[str]) -> str:
-    """Return the Python on the other hosts, by default the path of this one; add what is wrong to `problems`."""
+    """Return the Python on the other hosts, by default the path of this one; append errors to `problems`."""
     python = sys.executable if text is None else text
     if python.startswith(("~", "-")) or not python or "\n" in python:
         problems.append(f"--remote-python {python!r}: must be an absolute path, or a name for the login shell's PATH")
@@ -179,9 +179,9 @@ def _is_passed(name: str) -> bool:
 
 
 def make_check(request: Request, entry: HostEntry, secret: str) -> dict[str, Any]:
-    """Return what the host `entry` is sent first: everything but the key and the place where the hosts meet.
+    """Return the first message to the host `entry`: everything but the key and the meeting point.
 
-    `secret` is set for the first host, which answers those that know it.
+    `secret` is set for the first host, which answers hosts that have it.
     """
     return {
         "phalanx": phalanx.__version__,

@@ -49,7 +49,7 @@ _FLUSH_S = 5.0
 _LOOK_S = 0.1  # between two looks whether all ranks have started
 _ANSWER_S = 0.2  # for the agent to say so
 _LAST_BYTES = 1 << 16  # of the log are shown if the job ends before it has detached
-_CHECK_S = 60.0  # a terminal that is silent for so long before the start is gone
+_CHECK_S = 60.0  # a terminal that is silent for this long before the start counts as lost
 _CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 class Session:
-    """It runs the agent as a child process, so that it hears the connection whatever the agent does."""
+    """A `Session` runs the agent as a child process, so that it serves the connection whatever the agent does."""
 
     def __init__(self, channel: PipeChannel, signals: int) -> None:
         self._channel = channel
@@ -122,7 +122,7 @@ class Session:
             self._responder.close()
         self._channel.close()
 
-    # -- what the terminal says ------------------------------------------------------------------------------------
+    # -- messages from the terminal -------------------------------------------------------------------------------
 
     def _obey(self, message: Mapping[str, Any]) -> None:
         self._heard_at = time.monotonic()
@@ -170,7 +170,7 @@ class Session:
     # -- the agent -------------------------------------------------------------------------------------------------
 
     def _start(self, message: Mapping[str, Any]) -> None:
-        """Fork the agent: all that it needs is loaded already, and nothing about the job lies in a file."""
+        """Fork the agent: everything it needs is loaded already, and no file holds job data."""
         plan = self._plan
         assert plan is not None, "a host whose check has failed is not started"
         if self._responder is not None:  # its port may be the one at which the coordinator listens
@@ -266,7 +266,7 @@ class Session:
             os.kill(self._agent, signal.SIGKILL)  # its ranks die with it
 
     def _end(self) -> None:
-        """End the job here: the connection is gone, or this process was told to end."""
+        """End the job here: the connection is lost, or this process was asked to end."""
         if self._is_ending:
             return
         self._is_ending = True

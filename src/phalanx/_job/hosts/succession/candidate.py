@@ -16,7 +16,7 @@ from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, TermRefus
 
 @dataclass(frozen=True)
 class Candidate:
-    """Member `term[1]` wants to be the primary of `term`; `known` is the newest config that it has heard of."""
+    """`Candidate`: member `term[1]` wants to be the primary of `term`; `known` is the newest config it has received."""
 
     term: Term
     known: Config
@@ -32,7 +32,7 @@ class Candidate:
 
     @property
     def is_eligible(self) -> bool:
-        """Return whether it has everything that was granted, as far as it knows."""
+        """Return whether the candidate has all granted changes, as far as it knows."""
         return self.term[1] == self.known.primary or self.term[1] in self.known.standbys
 
     def hear(self, reply: Reply) -> Candidate:

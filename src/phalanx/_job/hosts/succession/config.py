@@ -1,4 +1,4 @@
-"""A `Config` says who coordinates the job, who may after it, and whose votes decide that. It is pure data."""
+"""A `Config` names the job's coordinator, its possible successors, and the voters. It is pure data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Electorate:
         return (len(self.voters) + (1 if member == self.casting else 2)) // 2
 
     def is_decided_by(self, members: Collection[int]) -> bool:
-        """Return whether what these members have agreed on is decided. Any two decisions have a member in common."""
+        """Return whether a decision of these members is valid. Any two valid decisions have a member in common."""
         present = self.voters & frozenset(members)
         return 2 * len(present) > len(self.voters) or (
             2 * len(present) == len(self.voters) and self.casting in self.voters & present
@@ -49,7 +49,7 @@ class Config:
 
     @property
     def stamp(self) -> Stamp:
-        """Return the stamp that tells which of two configs is the newer."""
+        """Return the stamp by which two configs are ordered in time."""
         return self.term, self.version
 
     @property
@@ -67,7 +67,7 @@ class Config:
         return self.electorates[-1].voters
 
     def is_decided_by(self, members: Collection[int]) -> bool:
-        """Return whether what these members have agreed on is decided."""
+        """Return whether a decision of these members is valid."""
         return all(each.is_decided_by(members) for each in self.electorates)
 
     def with_voters(self, voters: Collection[int], standbys: tuple[int, ...]) -> Config:
@@ -80,7 +80,7 @@ class Config:
         return replace(self, version=self.version + 1, electorates=self.electorates[-1:])
 
     def taken_over(self, term: Term) -> Config:
-        """Return the first config of a member that takes over: nobody follows it yet."""
+        """Return the first config of a member that takes over, still without followers."""
         electorate = Electorate(self.newest_voters, term[1])
         return replace(
             self, term=term, version=0, primary=term[1], standbys=(), electorates=(*self.electorates, electorate)

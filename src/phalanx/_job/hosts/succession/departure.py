@@ -1,4 +1,4 @@
-"""`Departure` lets the host that leads an elastic job leave it when it is told to (SIGTERM), and has another one lead.
+"""`Departure` lets the leading host of an elastic job leave it on SIGTERM, so that another host leads.
 
 SIGTERM ──2 s──┬─ all other hosts are told, too ──► the job ends
                └─ they are not ──► the ranks of this host finish their step and end ──► another host is elected
@@ -56,7 +56,7 @@ class Departure:
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the others go on without the ranks of this host."""
+        """Return whether the job continues without the ranks of this host."""
         return self._stage in ("leaves", "left")
 
     def ask(self, attempt: Attempt) -> bool:
@@ -73,7 +73,7 @@ class Departure:
         return True
 
     def hear(self, node: Node) -> bool:
-        """Process a SIGTERM that has come at another host; return whether it waits for what becomes of this one."""
+        """Process a SIGTERM at another host; return whether that host waits for this host's decision."""
         if self._stage == "asked":
             self._told.add(node.facts.member)
         return self._stage == "asked"
@@ -113,7 +113,7 @@ class Departure:
         attempt.on_signal(signal.SIGTERM)
 
     def _may_hand_over(self, attempt: Attempt) -> bool:
-        """Return whether nothing needs this host any more: its ranks have ended, and the others train without them."""
+        """Return whether this host is no longer needed: its ranks have ended, and the others train without them."""
         ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # before this host was told to leave
         if attempt.ranks.processes.pids.items() - ended or not self._guard.has_standbys:
             return False

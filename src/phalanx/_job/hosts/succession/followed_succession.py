@@ -1,8 +1,8 @@
-"""`FollowedSuccession` is what a host that does not lead does for the succession while its ranks run.
+"""`FollowedSuccession` is a follower's part in the succession while its ranks run.
 
 first host lost ──► election ──┬─ this host ──► take-over: its attempt gets the link of a leader
-                               ├─ another one ──► redirected; it is told what the ranks of this host do
-                               └─ nobody ──► the ranks end, as where nobody could take over
+                               ├─ another one ──► redirected; it receives the state of this host's ranks
+                               └─ nobody ──► the ranks end, as without possible successors
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FollowedSuccession:
         self._lost = channel.first  # the member that led until now
         self._why = ""
         self._early: list[Change | ControlMessage] = []  # what has come during the election
-        self._is_resumed = False  # whether the leader is heard again, and what has come meanwhile is given back
+        self._is_resumed = False  # whether the leader answers again, and later messages are put back
         self._take_over: TakeOver | None = None
         self.report: JobReport | None = None  # the job's, if this host leads it now
         self.failed = ""  # why the first host is lost, if nobody was elected

@@ -1,6 +1,6 @@
 """`LeadGuard` keeps a job from being led twice: a majority agrees before the leader goes on without a host.
 
-Without standbys nobody could take over, and nothing is asked.
+Without standbys no host could take over, and no vote is needed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LeadGuard:
             self._succession = Succession(self._channel, self._followers, calls)
 
     def want(self, voters: Sequence[int]) -> None:
-        """Have the hosts of a generation vote, which were told of it before. They would lead in this order."""
+        """Let the hosts of a generation vote, after they were notified of it. They would lead in this order."""
         self.begin(len(voters))
         if self._succession is not None:
             members = [member for member in voters if member not in self._lost]
@@ -79,7 +79,7 @@ class LeadGuard:
         return self._succession is not None and self._succession.has_standbys
 
     def may_go_on_with(self, num_others: int) -> bool:
-        """Return whether one of so many other hosts could lead them."""
+        """Return whether one of `num_others` other hosts could lead them."""
         return 1 + num_others + (self._witness is not None) >= FEWEST_VOTERS and num_others > 0
 
     def hand_over(self) -> None:
@@ -88,7 +88,7 @@ class LeadGuard:
             self._succession.hand_over()
 
     def defer(self, member: int, why: str, voters: Sequence[int]) -> bool:
-        """Ask whether the others go on without a host; False: there is nobody to be asked."""
+        """Ask the voters whether to continue without a host; False if there are none."""
         if self._succession is None or self._succession.has_left(member):
             return False
         if member not in self._lost:
@@ -97,7 +97,7 @@ class LeadGuard:
         return True
 
     def take_agreed(self) -> list[tuple[int, str]]:
-        """Return the hosts without which the others go on, as was agreed since the last call.
+        """Return the hosts whose removal was agreed on since the last call.
 
         Raises:
             LaunchError: a majority has not agreed in time, or has agreed on another leader.
@@ -143,18 +143,18 @@ class LeadGuard:
 
     @property
     def polling_places(self) -> tuple[str, ...]:
-        """Return the addresses at which hosts hear who leads if this one is lost; none where nobody does."""
+        """Return the addresses at which hosts learn the leader if this one is lost; none without standbys."""
         return () if self._succession is None else self._succession.polling_places
 
     def receive(self) -> list[str]:
-        """Repeat what was not answered, and do without standbys that hold the others up; return lines for the user."""
+        """Repeat unanswered messages, and remove standbys that delay the others; return lines for the user."""
         return [] if self._succession is None else self._succession.receive()
 
     def hear(self, message: ControlMessage) -> None:
-        """Hear what a host says of the succession.
+        """Process a host's message on the succession.
 
         Raises:
-            KeyError, TypeError, ValueError: it makes no sense.
+            KeyError, TypeError, ValueError: the message is invalid.
         """
         if self._succession is None:
             return

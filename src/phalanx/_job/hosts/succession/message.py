@@ -1,4 +1,4 @@
-"""These functions write and read what the agents of a job say to each other about the succession."""
+"""These functions encode and decode the agents' messages on the succession."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A job whose first host was lost has moved: another host leads it, and says so at the address where the job began.
+"""After the loss of its first host a job has moved: its new leader sends notices to the address where the job began.
 
     elected ── every second ──▶ where the job began ── nobody listens there
                                 │
                                 └─ the first host has come back, with the command that it was started with, and waits
                                    for hosts: it joins the host that leads, and sends on all that come to it
 
-So a host that is requeued, or a pod that starts again, finds its job by the same words, the first one and any other.
+So a requeued host or restarted pod, the first one or any other, finds its job with the same command.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from phalanx.errors import AuthenticationError, PhalanxError
 
 MOVED_KEY = "launch/moved"  # at the coordinator of a host that has joined its job again: where that is led
 _LEADS = "leads"  # the kind of a member that has come only to say where the job is led
-_TOLD = "launch/told/"  # behind it stands an address: whoever leads there has been here
+_TOLD = "launch/told/"  # a key prefix, followed by an address: the host that leads there has left a notice
 _AGAIN_S, _TRY_S, _END_S = 1.0, 2.0, 3.0
-_ANOTHER_KEY_S = 60.0  # an address where another key is used belongs to somebody else, who is told of each try
+_ANOTHER_KEY_S = 60.0  # an address with another key belongs to another user, who is notified of each attempt
 
 
 class JobMovedError(Exception):
@@ -40,7 +40,7 @@ class JobMovedError(Exception):
 
 
 class LeaderNotice:
-    """`LeaderNotice` says at `endpoints`, where the job began, that it is led at `address` now, until `close`."""
+    """A `LeaderNotice` publishes at `endpoints`, where the job began, that `address` leads it now, until `close`."""
 
     def __init__(self, endpoints: Sequence[str], key: Key, address: str) -> None:
         self._endpoints = endpoints
@@ -60,7 +60,7 @@ class LeaderNotice:
                     self._tell(endpoint)
                 except AuthenticationError:
                     not_before[endpoint] = time.monotonic() + _ANOTHER_KEY_S
-                except (PhalanxError, OSError, ValueError):  # nobody is there, or somebody who wants no member
+                except (PhalanxError, OSError, ValueError):  # no host is there, or one that rejects members
                     pass
 
     def _tell(self, endpoint: str) -> None:
@@ -82,7 +82,7 @@ class LeaderNotice:
 
 
 def read_notice(facts: Mapping[str, Any]) -> str:
-    """Return where a job that began at this address is led, if a member has come to say that; otherwise ""."""
+    """Return where a job that began at this address is led now, if a member has joined with a notice; otherwise ""."""
     if facts.get("kind") != _LEADS:
         return ""
     address = printable(str(facts.get("address")))
@@ -94,7 +94,7 @@ def read_notice(facts: Mapping[str, Any]) -> str:
 
 
 def describe_second_job(facts: Mapping[str, Any]) -> str:
-    """Return a line for a host that trains, and to which a member has come to say where a job is led; otherwise ""."""
+    """Return a line for a host in training, if a member has joined with a notice of a job's leader; otherwise ""."""
     address = read_notice(facts)
     if not address:
         return ""
@@ -110,6 +110,6 @@ def find_moved(client: Client) -> str:
 
 
 def point_to(local: str, address: str) -> None:
-    """Have those that come to this host's own coordinator go on to `address`."""
+    """Redirect clients of this host's own coordinator to `address`."""
     with contextlib.suppress(PhalanxError), Client(local) as client:
         client.set(MOVED_KEY, address)

@@ -37,11 +37,11 @@ class ElectedLeader:
 
 @dataclass(frozen=True)
 class Office:
-    """An `Office` is the coordinator's service of an elected host, its part in the succession, and what was under way.
+    """An `Office` is an elected host's coordinator service and its part in the succession, with pending messages.
 
-    leader_state: what the leader that was had decided, as `LeaderState` writes it.
-    unread: messages to it, with their senders.
-    gone: the members that had gone before, and why.
+    leader_state: the former leader's decisions, as written by `LeaderState`.
+    unread: messages to the former leader, with their senders.
+    gone: the members that had left before, and why.
     witness: of the job, if it has one.
     """
 

@@ -33,7 +33,7 @@ class Primary:
 
     @property
     def electors(self) -> frozenset[int]:
-        """Return the members that have to accept what is proposed."""
+        """Return the members that must accept a proposal."""
         return self.newest.voters
 
     def change(self, voters: Collection[int], standbys: tuple[int, ...]) -> Primary:

@@ -1,9 +1,9 @@
-"""A `Standby` has all that a coordinator on another host has acknowledged, and can go on from it.
+"""A `Standby` has all acknowledged changes of a coordinator on another host, and can replace it.
 
     the coordinator ──the whole state, then what changes──► thread ──► copy
                   ◄──────────FOLLOWED: all up to here─────────┘
 
-After a cut of the connection the state is sent anew; until it is there whole, the copy stays as it was.
+After an interruption the complete state is sent again; until it has arrived, the old copy stays.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""`Succession` names who would take over, and asks a majority before the leader goes on without a host.
+"""`Succession` names the successors, and asks a majority before the leader continues without a host.
 
     hosts of the generation ──► standbys are asked to follow the journal ──► a config that all hosts vote on
     a host is lost ──► a config without it ──agreed on──► the others go on
 
-What is agreed on, and when, is `phalanx._job.hosts.succession`; here are the messages, which are repeated until they
-are answered, and the standbys. Nothing here waits.
+`phalanx._job.hosts.succession` decides on what and when the hosts agree; this module sends the messages, repeats them
+until they are answered, and manages the standbys. Nothing here waits.
 
-The leader changes nothing before a majority has answered to what is in force: one that hears nobody, and is still
-heard, would take from the others who could take over. If a standby that was not elected has asked for votes in a later
-term, the leader is elected once more, in one that is later still.
+The leader changes nothing before a majority has answered to the current config: an isolated leader whose messages still
+arrive would otherwise remove the possible successors. If an unelected standby has asked for votes in a later term, the
+leader is elected again, in a still later one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from phalanx._job.hosts.succession.witness.witness import WITNESS
 FEWEST_VOTERS = 3  # of two voters, neither is a majority without the first host
 _MOST_STANDBYS = 2
 _NOTHING: Stamp = ((0, -1), -1)  # it comes before every config
-_ASK_AGAIN_S = 5.0  # after which a host that held the others up may stand by again
+_ASK_AGAIN_S = 5.0  # after which a host that delayed the others may be a standby again
 _AGAIN_S = 0.3  # after which a proposal is repeated to those that have not answered
 _LONGEST_PAUSE_S = 0.3  # before it asks for votes once more: another host that does so is to have its turn
 _HELD: frozenset[bytes] = frozenset([b"nobody"])  # no standby has this ticket: everything is held back
@@ -91,9 +91,9 @@ class Succession:
         return self._candidate is not None and not self._candidate.is_eligible
 
     def take_standbys(self) -> tuple[int, ...] | None:
-        """Return who takes over if this host is lost, in order, if that has changed since the last call.
+        """Return the successors of this host, in order, if they have changed since the last call.
 
-        It has not changed before every host knows it: who does not would not know whom to vote for.
+        A change counts only when every host knows it: other hosts would not know the candidates.
         """
         config = self._primary.committed
         if not config.standbys and not config.is_joint:
@@ -105,21 +105,21 @@ class Succession:
 
     @property
     def has_standbys(self) -> bool:
-        """Return whether a host takes over if this one is lost, and all hosts know which one."""
+        """Return whether another host takes over if this one is lost, and all hosts know which."""
         config, is_elected = self._primary.committed, self._candidate is None
         return is_elected and not config.is_joint and bool(config.standbys) and not self._find_behind(config)
 
     @property
     def polling_places(self) -> tuple[str, ...]:
-        """Return the addresses at which the standbys say whether they were elected."""
+        """Return the addresses at which the standbys publish whether they were elected."""
         return tuple(address for _, address in self._primary.committed.addresses)
 
     def has_left(self, member: int) -> bool:
-        """Return whether a majority has agreed to go on without this host, if it had a vote."""
+        """Return whether a majority has agreed to continue without this host, if it had a vote."""
         return member not in self._primary.committed.newest_voters
 
     def describe_lack(self) -> str:
-        """Return what lacks for a majority, in words."""
+        """Describe which voters are missing for a majority."""
         electorate = self._primary.newest.electorates[0]
         voters, needed = electorate.voters, electorate.fewest_with(self._channel.member)
         heard = self._primary.accepted_by if self._candidate is None else self._candidate.promised_by
@@ -131,7 +131,7 @@ class Succession:
         return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness: of these, {needed} are needed"
 
     def want(self, members: Collection[int]) -> None:
-        """Have these hosts vote, and some of them stand by; this one is among them."""
+        """Let these hosts vote, and some of them be standbys; this host is among them."""
         is_witnessed = self._witness is not None and len(members) > 1
         self._wanted = (*members, *((WITNESS,) if is_witnessed else ()))
         for member in set(self._tickets) - set(members):
@@ -156,10 +156,10 @@ class Succession:
             self._advance()
 
     def hear(self, member: int, body: Mapping[str, Any]) -> None:
-        """Hear what a host says to a proposal.
+        """Process a host's reply to a proposal.
 
         Raises:
-            KeyError, TypeError, ValueError: it makes no sense.
+            KeyError, TypeError, ValueError: the reply is invalid.
         """
         reply = reply_from_json(body)
         if reply.voter == member:
@@ -177,7 +177,7 @@ class Succession:
             self._primary = self._primary.hear(reply)
 
     def receive(self) -> list[str]:
-        """Do without standbys that hold the others up, and repeat what was not answered; return lines for the user."""
+        """Remove standbys that delay the others, and repeat unanswered messages; return lines for the user."""
         notices = []
         for said in () if self._witness is None else self._witness.take():
             if isinstance(said, str):
@@ -220,7 +220,7 @@ class Succession:
         self.due = self._proposed_at + _AGAIN_S if asked else self._ask_at
 
     def _find_asked(self) -> list[int]:
-        """Return the voters that have yet to answer what is asked now."""
+        """Return the voters that have not answered the current proposal."""
         others = sorted(self._primary.newest.voters - {self._channel.member})
         if self._candidate is not None:
             heard = self._candidate.promised_by if self._candidate.proposed is None else self._candidate.accepted_by
@@ -266,12 +266,12 @@ class Succession:
             self._told, self._ask_at = (), now
 
     def _find_behind(self, config: Config) -> list[int]:
-        """Return the other voters that have not accepted a config, as far as is known."""
+        """Return the other voters that are not known to have accepted a config."""
         others = config.voters - {self._channel.member}
         return [member for member in sorted(others) if self._accepted.get(member, _NOTHING) < config.stamp]
 
     def _propose(self) -> bool:
-        """Propose what is wanted, if it is not in force; return whether it was."""
+        """Propose the wanted config, unless it is in force; return whether it was."""
         primary, committed = self._primary, self._primary.committed
         if committed.is_joint:
             changed = primary.settle()
@@ -303,12 +303,12 @@ class Succession:
         return True
 
     def release(self) -> None:
-        """Ask nobody any more, and hold nothing back: no other host will ever lead, since the others have finished."""
+        """Stop asking for votes, and send all pending answers: the others have finished, so no other host will lead."""
         self._is_released = True
         self._advance()
 
     def hand_over(self) -> None:
-        """Hold back what the standbys don't have even after `close`: one of them is to take over."""
+        """Keep holding back unreplicated answers even after `close`: a standby is to take over."""
         self._is_handed_over = True
 
     def close(self) -> None:

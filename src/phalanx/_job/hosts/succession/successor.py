@@ -1,6 +1,6 @@
 """`Successor` is an agent's part in the succession: its vote, its copy of the state, and the election.
 
-    while there is a leader     its proposals are voted on; a standby follows its journal, and opens its polling place
+    while there is a leader     vote on its proposals; a standby follows its journal, and opens its polling place
     when it is lost             every standby stands, and every other agent votes at their polling places:
 
     voter ── that it is there ──────▶ polling place of a standby (a coordinator of its own)
@@ -8,8 +8,8 @@
           ── its replies ───────────▶ replies             │
                                                           └─ elected: its copy goes on as the job's coordinator
 
-A polling place is none of the job's coordinators: what is said there concerns the election alone. A standby that alone
-has lost the leader asks for no votes, and goes on when it hears the leader again.
+A polling place is not one of the job's coordinators: its messages concern only the election. A standby that alone has
+lost the leader asks for no votes, and continues when the leader answers again.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _TURN_S = 1.0  # after which the next standby stands, too
 _TRY_S, _PAUSE_S, _LOOK_S = 2.0, 0.1, 0.25
 _REDIRECT_S = 5.0
 _PRESENT = "present"  # the queue of a polling place with the members that have come there
-_OBSERVE_S = 5.0  # a host that waits hears of the loss earlier than those who look whether the leader has gone
+_OBSERVE_S = 5.0  # a waiting host is notified of the loss earlier than hosts that poll the leader
 
 
 class Successor:
-    """This agent's part. `own` is the address under which other hosts reach this one.
+    """`Successor` is this agent's part in the succession. `own` is the address at which other hosts reach this one.
 
-    `fileno` is readable when an election is over: `take_result` tells how.
+    `fileno` is readable when an election is over: `take_result` returns the result.
     """
 
     def __init__(self, channel: ControlChannel, key: Key | None, own: str, host_timeout_s: float) -> None:
@@ -79,9 +79,9 @@ class Successor:
         self._witness: Witness | None = None  # the witness of the job, once this host stands by
         self.trial: WitnessTrial | None = None  # what has come of asking it once
         self._place: Service | None = None  # the polling place
-        self._polling_places: tuple[str, ...] = ()  # where standbys say who was elected, for a host without a vote
+        self._polling_places: tuple[str, ...] = ()  # where standbys publish the result, for a host without a vote
         self._num_asked = 0
-        self._answered_at = -_TURN_S  # when this host has answered another one that stands
+        self._answered_at = -_TURN_S  # when this host has answered another candidate
         self._results: Mailbox[ElectedLeader | None] = Mailbox()
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
@@ -97,10 +97,10 @@ class Successor:
     # While there is a leader.
 
     def hear(self, leader: int, body: Mapping[str, Any]) -> None:
-        """Vote on what the leader proposes, or for the leader itself in a later term.
+        """Vote on the leader's proposal, or for the leader itself in a later term.
 
         Raises:
-            KeyError, TypeError, ValueError: it makes no sense.
+            KeyError, TypeError, ValueError: the message is invalid.
         """
         config = config_from_json(body["config"]) if body["kind"] == "propose" else None
         term = term_from_json(body["term"]) if config is None else config.term
@@ -112,10 +112,10 @@ class Successor:
         self._channel.put_datagram(leader, **reply_to_json(reply))
 
     def hear_standbys(self, body: Mapping[str, Any]) -> None:
-        """Learn where a host without a vote hears who was elected: one that waits, or starts its ranks.
+        """Store where a host without a vote (waiting, or starting its ranks) learns the result of an election.
 
         Raises:
-            KeyError, TypeError: it makes no sense.
+            KeyError, TypeError: the message is invalid.
         """
         self._polling_places = tuple(map(str, body["addresses"]))
 
@@ -123,8 +123,8 @@ class Successor:
         """Follow the leader's coordinator at `endpoint`, and open the polling place.
 
         Raises:
-            OSError, CoordinationError: there is no socket to be had.
-            KeyError, TypeError, ValueError: what the leader says makes no sense.
+            OSError, CoordinationError: a socket cannot be created.
+            KeyError, TypeError, ValueError: the leader's message is invalid.
         """
         self._dismiss()
         ticket = str(body["ticket"])
@@ -148,7 +148,7 @@ class Successor:
 
     @property
     def may_elect(self) -> bool:
-        """Return whether the hosts could agree on another leader, as far as this one knows."""
+        """Return whether the hosts could agree on another leader, as far as this host knows."""
         config = self._voter.newest
         return config is not None and self._channel.member in config.voters and bool(config.addresses)
 
@@ -170,7 +170,7 @@ class Successor:
     # The election.
 
     def begin_election(self, *, stands: bool = True) -> bool:
-        """Begin to elect another leader, which this host can become if it `stands`; return False if none can be."""
+        """Begin to elect another leader, with this host as a candidate if it `stands`; return False if impossible."""
         config = self._voter.newest
         if config is None or not self.may_elect or self._channel.is_counted_out or self.is_electing:
             return False
@@ -188,9 +188,9 @@ class Successor:
         return bool(order)
 
     def observe_election(self, limit_s: float | None = None) -> bool:
-        """Begin to hear whom the hosts that vote elect; False where this host does not know where to ask.
+        """Begin to watch the election of other hosts; return False if this host does not know where.
 
-        It lasts for as long as an election and a little more, if not `limit_s`.
+        The watch lasts for `limit_s`, by default slightly longer than an election.
         """
         places = self._polling_places
         if not places and self._voter.newest is not None:  # it had a vote, until the others went on without it
@@ -209,7 +209,7 @@ class Successor:
         return True
 
     def cancel_election(self) -> bool:
-        """End the election, since the leader is heard again; False where this host has promised anything."""
+        """Cancel the election, since the leader answers again; False if this host has promised anything."""
         with self._lock:
             if self._has_promised or self._over.is_set():
                 return False
@@ -218,18 +218,18 @@ class Successor:
         return True
 
     def take_result(self) -> list[ElectedLeader | None]:
-        """Return who was elected; None: nobody, in the time that there was."""
+        """Return the elected leader; None in the list: no host was elected in time."""
         return self._results.take()
 
     def await_result(self, over: threading.Event) -> ElectedLeader | None:
-        """Return who was elected, once that is known; None: nobody, or `over` is set."""
+        """Wait for the result, and return the elected leader; None if no host was elected, or `over` is set."""
         while not over.is_set():
             if wait_readable([self], _PAUSE_S):
                 return self.take_result()[0]
         return None
 
     def end_election(self) -> None:
-        """Note that the new leader's agents know each other."""
+        """Record that the new leader's agents know each other."""
         self.is_electing = False
 
     def _start(self, work: Any, *args: Any) -> None:
@@ -254,14 +254,14 @@ class Successor:
             self._finish(over, None)
 
     def _vote_for(self, address: str, over: threading.Event, votes: bool) -> None:
-        """Vote at a standby's polling place as soon as it stands, or only hear there whether it is elected."""
+        """Vote at a standby's polling place as soon as it opens, or only watch there whether the standby is elected."""
         asked = 0
         while not over.is_set():
             try:
                 with Client(address, self._key, timeout=_TRY_S) as client:
                     told_at = -_TURN_S
                     while not over.is_set():
-                        if votes and time.monotonic() >= told_at + _TURN_S:  # one that stands later counts anew
+                        if votes and time.monotonic() >= told_at + _TURN_S:  # a later candidate gets the full time
                             told_at = time.monotonic()
                             client.queue_push(_PRESENT, str(self._channel.member))
                         try:
@@ -275,7 +275,7 @@ class Successor:
                 over.wait(_PAUSE_S)
 
     def _answer(self, client: Client, ask: Mapping[str, Any], over: threading.Event) -> bool:
-        """Answer what a standby asks; return whether it was elected."""
+        """Answer a standby's request; return whether it was elected."""
         if "elected" in ask:
             with self._lock:
                 if over.is_set():
@@ -324,12 +324,12 @@ class Successor:
             self._finish(over, None)
 
     def _let_others_go_first(self, over: threading.Event) -> None:
-        """Wait while one that this host has answered may be elected: it would have to be elected once more."""
+        """Wait while a candidate that this host has answered may be elected: it would have to be elected again."""
         while (left_s := self._answered_at + _TURN_S - time.monotonic()) > 0 and not over.wait(left_s):
             pass
 
     def _clear_place(self, client: Client) -> None:
-        """Leave nothing of an earlier election at the polling place: voters, what they were asked, and replies."""
+        """Remove the remains of an earlier election from the polling place: voters, requests and replies."""
         for queue in (_PRESENT, "replies"):
             while client.queue_pop(queue, block=False) is not None:
                 pass
@@ -345,7 +345,7 @@ class Successor:
                 present.add(int(client.queue_pop(_PRESENT, timeout=_LOOK_S) or b"-1"))
 
     def _poll_voters(self, client: Client, end: float, over: threading.Event) -> Primary | None:
-        """Ask for votes in a new term; return what the elected one has, None where another one has asked later."""
+        """Request votes in a new term; return the elected primary, or None if another candidate has asked later."""
         with self._lock:
             known = self._voter.newest
             assert known is not None
@@ -380,7 +380,7 @@ class Successor:
         return None
 
     def _hear_witness(self, candidate: Candidate) -> Candidate:
-        """Have the job's witness answer what the hosts are asked, unless it has."""
+        """Get the witness's reply to the candidate, unless it has replied."""
         heard = candidate.promised_by if candidate.proposed is None else candidate.accepted_by
         if self._witness is None or WITNESS not in candidate.electors or WITNESS in heard:
             return candidate
@@ -397,7 +397,7 @@ class Successor:
         self._num_asked += 1
 
     def _take_office(self, client: Client, primary: Primary, over: threading.Event) -> None:
-        """Open the job's coordinator, and tell all that have voted where it is."""
+        """Open the job's coordinator, and publish its address to the voters."""
         copy = self._standby.stop() if self._standby is not None else None
         state = copy.store.get(LEADER_STATE.encode()) if copy is not None else None
         if copy is None or not state or over.is_set():
@@ -414,7 +414,7 @@ class Successor:
         self.office = Office(state, service, primary, self._voter, unread, gone, self._witness)
         result = None
         try:
-            self._ask(client, elected=elected.to_json())  # first: the others are to be heard in time
+            self._ask(client, elected=elected.to_json())  # first: the others must be served in time
             self._follow(elected)
             self._channel.keep_at(service)
             result = elected
@@ -422,7 +422,7 @@ class Successor:
             self._results.put(result)
 
     def close(self) -> None:
-        """End all of it; the coordinator of a host that was elected goes on until `close_office`."""
+        """Close everything except an elected host's coordinator, which runs until `close_office`."""
         self._over.set()
         for thread in self._threads:
             thread.join()
@@ -441,9 +441,9 @@ class Successor:
 
 
 def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[int, bytes]]:
-    """Make a copy the coordinator that `leader` leads in place of `lost`; return what that one had yet to read.
+    """Turn a copy into the coordinator that `leader` leads instead of `lost`; return the unread messages of `lost`.
 
-    The leader is told who joins and goes, and the others what becomes of the leader.
+    The leader is notified of joins and leaves, and the others of changes of the leader.
     """
     now = time.monotonic()
     copy.take_over(now)
@@ -478,7 +478,7 @@ class WitnessTrial:
         return self._heard.fileno()
 
     def take(self) -> list[str]:
-        """Return what the user is to be told, if the witness did not answer."""
+        """Return lines for the user if the witness did not answer."""
         return self._heard.take()
 
     def _run(self) -> None:

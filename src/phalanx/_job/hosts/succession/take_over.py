@@ -1,7 +1,7 @@
-"""An elected host becomes the leader: it asks every host what its ranks are doing, and goes on from there.
+"""An elected host becomes the leader: it asks every host for the state of its ranks, and continues from there.
 
-elected ──► hosts say what their ranks do ──all, or lost──► a LeaderLink in place of the FollowerLink
-                                                                └── which loses the host that has led until now
+elected ──► hosts report their ranks ──all, or lost──► a LeaderLink instead of the FollowerLink
+                                                                └── which loses the former leader
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 class TakeOver:
-    """What an elected host knows, until all have said what their ranks do.
+    """`TakeOver` collects the hosts' reports on their ranks for an elected host.
 
     Arguments:
-        state: what the leader that is lost had decided.
-        lost: that leader, and `why` it is.
-        gone: other hosts that had gone before, and why.
+        state: the lost leader's decisions.
+        lost: that leader, and `why` it is lost.
+        gone: other hosts that had left before, and why.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TakeOver:
         self._later: list[Change | ControlMessage] = []  # they are for the link of the leader
 
     def hear(self, message: Change | ControlMessage) -> None:
-        """Hear what comes while hosts say what their ranks do."""
+        """Process messages that arrive while hosts report their ranks."""
         if isinstance(message, ControlMessage) and message.kind == "here":
             with contextlib.suppress(*MALFORMED):
                 said = HostState.from_json(message.body["state"])
@@ -74,7 +74,7 @@ class TakeOver:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all have said it, or are lost."""
+        """Return whether all hosts have reported, or are lost."""
         return self._others <= self._states.keys()
 
     def begin(
@@ -87,7 +87,7 @@ class TakeOver:
         store: tuple[str, ...],
         office: Office,
     ) -> None:
-        """Make this host's attempt that of the leader, and go on without the host that has led until now."""
+        """Turn this host's attempt into the leader's, and continue without the former leader."""
         state, channel = self._state, self._channel
         plan = replace(plan, begun=state.job_begun)
         self._states[channel.member] = HostState.of(attempt)
@@ -95,7 +95,7 @@ class TakeOver:
         own = next(node for node in nodes if node.facts.member == channel.member)
         peers = PeerHosts(channel, nodes, own, host_timeout_s, limits)
         if all(host.member != self._lost for host in state.slot_plan.hosts):
-            peers.lose(self._lost, "it has left")  # in order: the others have gone on without its ranks
+            peers.lose(self._lost, "it has left")  # in order: the others continue without its ranks
         elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
         followers, witness = office.service.coordinator.followers, office.witness
         calls = None if witness is None else WitnessCalls(witness, is_new=False)
@@ -124,7 +124,7 @@ class TakeOver:
         return supervision
 
     def _show(self, office: Office, display: Display) -> None:
-        """Show what the ranks have printed, and the leader that is lost had not read."""
+        """Show the ranks' output that the lost leader had not read."""
         for member, body in office.unread:
             for line in body.split(b"\n"):
                 message = self._channel.read_line(member, line)
@@ -141,9 +141,9 @@ def restore_elastic(
     limits: Limits,
     host_timeout_s: float,
 ) -> ElasticHosts:
-    """Return who decides what becomes of the job, as the leader that is lost has left it, and as the hosts say it is.
+    """Return the job's decider, restored from the lost leader's decisions and the hosts' reports.
 
-    The ranks of hosts that have said nothing are in it until it is told that these hosts are lost.
+    It includes the ranks of hosts that have not reported, until it is notified that these hosts are lost.
     """
     elastic = ElasticHosts(state.slot_plan, state.max_replacements, limits, own, host_timeout_s)
     begun = state.begun

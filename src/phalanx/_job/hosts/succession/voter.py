@@ -1,6 +1,6 @@
-"""A `Voter` is a host's vote: for one coordinator at a time, and never again for an earlier one. It is pure data.
+"""A `Voter` is a host's vote for one coordinator at a time, and never again for an earlier one; pure data.
 
-A member that coordinates, or wants to, asks; a voter never takes back what it has promised or accepted:
+A coordinator or candidate asks; a voter never withdraws a promise or an acceptance:
 
     propose(config) ──► accepted, or refused: I have promised a later term
     solicit(term)   ──► promised, and this is the newest config that I know; or refused
@@ -33,7 +33,7 @@ class TermPromised:
 
 @dataclass(frozen=True)
 class TermRefused:
-    """`voter` has promised `term`, which is later than that of whoever asked."""
+    """`voter` has promised `term`, which is later than the requester's."""
 
     voter: int
     term: Term
@@ -44,7 +44,7 @@ Reply = ConfigAccepted | TermPromised | TermRefused
 
 @dataclass(frozen=True)
 class Voter:
-    """A `Voter` keeps what one member has promised and accepted."""
+    """A `Voter` stores the promises and acceptances of one member."""
 
     member: int
     promised: Term = (0, -1)

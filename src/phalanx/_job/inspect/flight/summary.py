@@ -62,7 +62,7 @@ def _describe_group(group: GroupLog, ended_ns: Mapping[int, int], waited_s: floa
 
 
 def _decisive(rank: RankLog) -> Record | None:
-    """Return the operation that tells most of a rank: the one in which the group ended for it, else its latest."""
+    """Return a rank's most informative operation: the one in which its group ended, else its latest."""
     for record in rank.records:
         if record.leave_ns and record.status in _ENDINGS:
             return record

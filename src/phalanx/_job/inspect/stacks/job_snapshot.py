@@ -1,9 +1,9 @@
-"""A job's agent tells `phalanx stacks` and `phalanx top` this: a description, and descriptors of ranks' memory.
+"""A job's agent sends `phalanx stacks` and `phalanx top` a description, and descriptors of ranks' memory.
 
     command ──{"kind": "snapshot"}──▶ agent
     command ◀──description (a file), the ranks' stacks, the groups' control memory, the ranks' pages── agent
 
-The description is a file because it may be longer than a socket takes at once; descriptors go in several messages.
+The description is a file because it may exceed a socket's buffer; descriptors are sent in several messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_DESCRIPTION_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """It is a running job: its agent, what it runs, its living ranks (number and process), the groups they showed."""
+    """A `JobSnapshot` is a running job: its agent, target, living ranks (number and process), and their groups."""
 
     agent: int
     target: str
@@ -72,7 +72,7 @@ class JobSnapshot:
 
 
 class SnapshotAnswer(NamedTuple):
-    """An answer is a snapshot and its descriptors.
+    """A `SnapshotAnswer` is a snapshot and its descriptors.
 
     Those of the stacks are in the order of `ranks` (none if not asked for), those of the control memories in that of
     `groups`, and those of the pages in that of `pages`.
@@ -110,7 +110,7 @@ def _file(data: bytes) -> Iterator[int]:
 
 
 class HostAnswer(NamedTuple):
-    """It is what another host of the job says; its clock is `offset_s` behind that of the first host."""
+    """A `HostAnswer` is another host's answer; its clock is `offset_s` behind that of the first host."""
 
     name: str
     text: str
@@ -124,7 +124,7 @@ def answer_others(channel: Channel, told: Sequence[HostAnswer]) -> None:
 
 
 def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[HostAnswer]:
-    """Return what `phalanx stacks`, or the command `what`, would say on each other host of the job that answers."""
+    """Return the answers of the job's other hosts for `phalanx stacks`, or for the command `what`."""
     deadline = Deadline.after(timeout_s)
     try:
         with closing(connect(name, timeout_s)) as channel:
@@ -145,10 +145,10 @@ def ask_others(name: str, timeout_s: float, *, what: str = "stacks") -> list[Hos
 def ask(
     name: str, agent: int, timeout_s: float, *, command: str = "phalanx stacks", stacks: bool = True
 ) -> Iterator[SnapshotAnswer]:
-    """Yield what the agent with process number `agent` says to `command` at the socket `name`; close all on exit.
+    """Yield the answer of the agent with process number `agent` to `command` at the socket `name`; close it on exit.
 
     Raises:
-        LaunchError: it is gone, is another user's, or does not answer.
+        LaunchError: the agent has ended, is another user's, or does not answer.
     """
     fds: list[int] = []
     try:

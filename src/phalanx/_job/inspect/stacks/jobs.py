@@ -14,7 +14,7 @@ from phalanx.errors import LaunchError
 
 @dataclass(frozen=True)
 class RunningJob:
-    """It is a `phalanx run`: its process, and the name of its socket."""
+    """A `RunningJob` is a `phalanx run`: its process, and the name of its socket."""
 
     pid: int
     name: str
@@ -30,7 +30,7 @@ def find_jobs(command: str = "phalanx stacks") -> list[RunningJob]:
 
 
 def parse_names(names: Iterable[str]) -> list[RunningJob]:
-    """Return the jobs among the names of sockets, as /proc/net/unix shows them: "@" stands for "no file"."""
+    """Return the jobs among the names of sockets in /proc/net/unix, where "@" means "no file"."""
     jobs = []
     for name in sorted(names):
         pid, dash, _ = name.removeprefix(f"@{PREFIX}").partition("-")
@@ -47,7 +47,7 @@ def _owner(pid: int) -> int | None:
 
 
 def describe_command(pid: int) -> str:
-    """Return the words that started process `pid`, as `ps` shows them: on one line, whatever a script is called."""
+    """Return the command line of process `pid`, as `ps` shows it, on one line."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return printable(file.read().replace(b"\0", b" ").decode(errors="replace").strip())

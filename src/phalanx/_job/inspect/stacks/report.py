@@ -69,9 +69,9 @@ def _report_here(job: RunningJob) -> tuple[str, int]:
 
 
 def format_report(snapshot: JobSnapshot, groups: Sequence[GroupLog], stacks: Mapping[int, str], now_ns: int) -> str:
-    """Return the text; `stacks` by rank are faulthandler's words, or one line that says why there are none.
+    """Return the text; `stacks` has by rank faulthandler's output, or one line on why there is none.
 
-    A name of the job (a script, a file) that holds a new line or an escape code stays on its line, as text.
+    A name of the job (a script, a file) with a line break or an escape code is shown on one line, as text.
     """
     here = f" on this host, {snapshot.node + 1} of {snapshot.num_nodes}" if snapshot.num_nodes > 1 else ""
     count = f"{len(snapshot.ranks)} of {snapshot.world_size} ranks running{here}"
@@ -93,12 +93,12 @@ _MAX_DUMP_BYTES = 1 << 20
 
 
 def ask_ranks(ranks: Sequence[tuple[int, int]], stacks: Sequence[int], parents: Collection[int]) -> dict[int, str]:
-    """Return what each rank (number and process) wrote to its descriptor of `stacks`, or why it wrote nothing.
+    """Return each rank's stack from its descriptor in `stacks`, or why there is none.
 
     `parents` are the zygote, and the agent, which adopts ranks that outlive the zygote.
 
-    The ranks go on as if nothing had happened: the handler runs in C, between two instructions, whatever the rank is
-    doing, and the system call that it was in goes on.
+    The ranks continue undisturbed: the handler runs in C, between two instructions, whatever the rank is doing, and an
+    interrupted system call resumes.
     """
     if not ranks:
         return {}
@@ -156,7 +156,7 @@ def _ask(pid: int) -> None:
 
 
 def _await(asked: Mapping[int, tuple[int, int]]) -> dict[int, str]:
-    """Return what the asked ranks have written, once all have answered and add nothing more, or the time is up."""
+    """Return the stacks of the asked ranks, once all are complete, or time is up."""
     sizes: list[int] = []
 
     def is_written() -> bool:

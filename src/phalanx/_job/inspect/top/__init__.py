@@ -1,10 +1,10 @@
-"""`phalanx top` shows a running job as it goes; no rank is asked, and none does anything for it.
+"""`phalanx top` shows a running job live, without any work of the ranks.
 
-look      what is seen of the ranks of one host at one moment: recorders, pages, memory
-times     how a rank's time divides: computing, waiting for others, moving data; who came last
-view      what several looks say of the job
+look      a snapshot of one host's ranks: recorders, pages, memory
+times     the parts of a rank's time: computing, waiting for others, moving data; who is last
+view      the job's state from several looks
 table     the view as lines of text
 json      the view as data
-watch     look again and again, of all hosts, in a thread
+watch     repeated looks at all hosts, in a thread
 screen    the terminal: drawing, keys, another size, the end
 """

@@ -1,4 +1,4 @@
-"""A look is what is seen of the ranks of one host at one moment. It travels between hosts as JSON."""
+"""A look is a snapshot of one host's ranks. Hosts exchange looks as JSON."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from phalanx.errors import LaunchError
 
 COMMAND = "phalanx top"
 TIMEOUT_S = 5.0
-MAX_OPERATIONS = 64  # so many operations of a rank in a group tell of the last seconds, and are quickly sent
+MAX_OPERATIONS = 64  # enough operations of a rank in a group for the last seconds, and quickly sent
 
 
 class RankOperation(NamedTuple):
-    """It is one operation of one rank; `root` and `peer` as the recorder has them. `leave_ns` is 0 while it runs."""
+    """A `RankOperation` is one operation of one rank; `root` and `peer` as recorded. `leave_ns` is 0 while it runs."""
 
     seq: int
     kind: int
@@ -36,7 +36,7 @@ class RankOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class MemberLook:
-    """It is what a process, a rank of the job, did last in a group."""
+    """A `MemberLook` has the last operations of a process, a rank of the job, in a group."""
 
     rank: int
     pid: int
@@ -45,7 +45,7 @@ class MemberLook:
 
 @dataclass(frozen=True)
 class GroupLook:
-    """It is a group; `members` are those of this host."""
+    """A `GroupLook` is a group; `members` are those of this host."""
 
     name: str
     world_size: int
@@ -54,7 +54,7 @@ class GroupLook:
 
 @dataclass(frozen=True)
 class RankLook:
-    """It is a living rank: the letter of /proc/PID/stat as `state`, a processor's work for it as `processor_ns`."""
+    """A `RankLook` is a living rank: `state` is the letter in /proc/PID/stat, `processor_ns` its CPU time."""
 
     rank: int
     pid: int
@@ -66,7 +66,7 @@ class RankLook:
 
 @dataclass(frozen=True)
 class HostLook:
-    """It has the ranks of one host; times are nanoseconds on the clock of the process that looks (CLOCK_MONOTONIC)."""
+    """A `HostLook` has the ranks of one host; times are nanoseconds on the looking process's CLOCK_MONOTONIC."""
 
     name: str
     node: int

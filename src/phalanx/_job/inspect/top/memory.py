@@ -1,4 +1,4 @@
-"""Read how much memory a process has: its share of what it shares with others, if the system tells that in time."""
+"""Read a process's memory: with its share of shared memory, if the system reports that in time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _KEPT = 4096
 
 @dataclass(frozen=True)
 class Memory:
-    """It is in bytes. With `is_pss` pages of several processes are divided among them; else each counts them whole."""
+    """`Memory` is in bytes.
+
+    With `is_pss` shared pages are divided among their processes; else each counts them whole.
+    """
 
     num_bytes: int
     is_pss: bool
@@ -27,13 +30,13 @@ class _Reading:
 
 
 class MemoryReader:
-    """It asks for each process's PSS every ten seconds, less often where that takes long, and keeps it in between."""
+    """`MemoryReader` reads each process's PSS every ten seconds, or less often if that is slow, and caches it."""
 
     def __init__(self) -> None:
         self._readings: dict[int, _Reading] = {}
 
     def read(self, pid: int) -> Memory | None:
-        """Return the memory of process `pid`; None if it has gone."""
+        """Return the memory of process `pid`; None if it has ended."""
         began_s = time.monotonic()
         reading = self._readings.get(pid)
         if reading is None or began_s >= reading.next_s:

@@ -22,7 +22,7 @@ class _Metric:
 
 
 def as_prometheus(job: JobView) -> str:
-    """Return what `phalanx top` shows, as metrics; what is not known is left out."""
+    """Return the contents of `phalanx top` as metrics, without unknown values."""
     lines: list[str] = []
     for metric in _metrics(job):
         points = [(labels, value) for labels, value in metric.points if value is not None]

@@ -34,7 +34,7 @@ _KEYS = {"\x1b[A": -1, "\x1b[B": 1, "k": -1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 
 
 
 class Looker:
-    """It is the thread that looks; code that waits on `fileno` finds views, or why there is none, in `take`."""
+    """`Looker` is the looking thread; code that waits on `fileno` gets views, or the reason for none, from `take`."""
 
     def __init__(self, watch: JobWatch, interval_s: float) -> None:
         self._watch = watch
@@ -50,7 +50,7 @@ class Looker:
         return self._found.fileno()
 
     def take(self) -> list[JobView | str | None]:
-        """Return views; words that say why there is none now; and None when the job has ended."""
+        """Return views; text on why there is none now; and None when the job has ended."""
         return self._found.take()
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Looker:
 
 
 class _Screen:
-    """It knows what is drawn, and how."""
+    """`_Screen` knows what is drawn, and how."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -95,7 +95,7 @@ class _Screen:
         self.live.update(Group(*lines), refresh=True)
 
     def press(self, keys: str) -> bool:
-        """Do what the keys ask; return whether to go on."""
+        """Execute the keys' commands; return whether to continue."""
         if keys in ("q", "Q", "\x03", ""):
             return False
         if keys == "s":

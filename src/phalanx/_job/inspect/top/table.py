@@ -1,4 +1,4 @@
-"""Draw the view as lines: what stands above, and a row for each rank, as wide and as high as there is room."""
+"""Draw the view as lines: a head, and a row for each rank, as wide and as high as the terminal allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx._job.inspect.top.view import COUNTED, ROUNDS, JobView, RankView, le
 _FOLDER = re.compile(r"\([^()]*/")
 _LAST_WIDTH = 16  # the width of the last column, before others make way for it
 _WHY = 100  # so many characters of a reason are shown
-_MOSTLY = 0.5  # a rank must be idle for this part of the time, for that to be told as what it does now
+_MOSTLY = 0.5  # a rank must be idle for this share of the time to be shown as idle
 _LONG_S = 1.0  # an operation that takes longer is told with its time
 
 _STATES = {
@@ -31,7 +31,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class _Column:
-    """It has the `text` of a rank; `leaves` tells which columns make way first on a narrow terminal (0: none)."""
+    """A `_Column` has the `text` of a rank; `leaves` orders which columns a narrow terminal drops first (0: none)."""
 
     title: str
     text: Callable[[RankView], str]
@@ -207,7 +207,7 @@ def _describe_host(job: JobView, first: RankView) -> str:
 
 
 def describe_now(job: JobView, rank: RankView) -> str:
-    """Return what a rank does at this moment."""
+    """Return what a rank is doing now."""
     if rank.state in _STATES:
         return _STATES[rank.state]
     if rank.inside_s is None:

@@ -1,16 +1,16 @@
-"""Measure how the ranks' time divides, from what their recorders say of the same operations.
+"""Measure the parts of the ranks' time from their recorders' entries on the same operations.
 
     rank 0   ──compute──┤ enter            │  leave ├──
     rank 1   ──compute─────────────────────┤ leave  ├──
                         │     waiting      │ moving │
-                                        the last one has come
+                                        the last one has entered
 
 An operation that runs beside the program (an asynchronous one) counts as long as it runs, and is not computing.
-Messages between two ranks are left out: a receive may be posted long before anybody waits for it.
+Messages between two ranks are left out: a receive may be posted long before a rank waits for it.
 
-Outside of operations a rank computes, or it is idle: no processor works for it, as it waits for its DataLoader, a disk
-or a device. What a processor did is known for the whole time between two looks only, so idle is told too short, and
-never too long: the processor may have worked inside operations.
+Outside of operations a rank computes, or it is idle: it uses no CPU, as it waits for its DataLoader, a disk or a
+device. CPU time is known only for the whole time between two looks, so idle time is underestimated, never
+overestimated: the CPU may have worked inside operations.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ HostPid = tuple[int, int]  # host and process
 
 @dataclass(frozen=True)
 class Times:
-    """It is the time of one process: `span_ns` were looked at, of which so much went into waiting and into moving data.
+    """`Times` is the time of one process: of the observed `span_ns`, how much went into waiting and into moving data.
 
-    It was idle for `idle_ns` of the `outside_ns` outside of operations for which that is known.
+    The process was idle for `idle_ns` of the known `outside_ns` outside of operations.
     """
 
     span_ns: int
@@ -46,7 +46,7 @@ class Times:
 
 @dataclass(frozen=True)
 class LatenessOfRank:
-    """It says how often a process came last to an operation of many, and how long after the one before it, in all."""
+    """`LatenessOfRank` counts how often a process was last in an operation, and how long after the one before it."""
 
     times: int
     lead_ns: int
@@ -54,7 +54,7 @@ class LatenessOfRank:
 
 @dataclass(frozen=True)
 class Stuck:
-    """It is an operation in which processes wait for others that have not come to it, the earliest for `waited_ns`."""
+    """`Stuck` is an operation in which processes wait for others that have not entered it, for `waited_ns` at most."""
 
     group: str
     label: str
@@ -66,7 +66,7 @@ class Stuck:
 
 @dataclass(frozen=True)
 class OperationTimes:
-    """It is the time between two looks. `num_operations` were those to which all ranks of a group came."""
+    """`OperationTimes` is the time between two looks. `num_operations` were entered by all ranks of a group."""
 
     span_ns: int
     times: dict[HostPid, Times]
@@ -77,7 +77,7 @@ class OperationTimes:
 
 @dataclass
 class _Call:
-    """It is one collective as its members see it."""
+    """A `_Call` is one collective as its members see it."""
 
     group: str
     world_size: int
@@ -153,7 +153,7 @@ def add(several: Iterable[OperationTimes]) -> OperationTimes | None:
 
 
 def processor_times(hosts: Sequence[HostLook]) -> dict[HostPid, int]:
-    """Return how long a processor has worked for each process of which that is known, in nanoseconds."""
+    """Return the CPU time of each process for which it is known, in nanoseconds."""
     return {
         (host.node, rank.pid): rank.processor_ns
         for host in hosts
@@ -169,12 +169,12 @@ def _with_idle(times: Times, processor_ns: int) -> Times:
 
 
 def _reaches_back(member: MemberLook) -> int:
-    """Return from when on all that the process did in the group is known."""
+    """Return the time since which the process's operations in the group are completely known."""
     return member.operations[0].enter_ns if len(member.operations) >= MAX_OPERATIONS else 0
 
 
 def _match(hosts: Sequence[HostLook]) -> list[_Call]:
-    """Return the collectives, each with the processes that are known to have called it."""
+    """Return the collectives, each with the processes known to have called it."""
     calls: dict[tuple[str, int, int, int, int], list[_Call]] = defaultdict(list)
     for host in hosts:
         # Groups of one name follow each other when the ranks form theirs anew: counted from the newest, hosts agree.
@@ -213,7 +213,7 @@ def _is_of(operation: RankOperation, who: HostPid, call: _Call) -> bool:
 
 
 def _everybody_there(call: _Call) -> int | None:
-    """Return when the last one came whom the others need; None if one has yet to come, or it is not known any more."""
+    """Return when the last required process entered; None if one has not entered yet, or it is unknown."""
     if call.kind in _FROM_ROOT:
         for who, operation in call.operations.items():
             if operation.root == call.ranks[who]:
@@ -224,7 +224,7 @@ def _everybody_there(call: _Call) -> int | None:
 
 
 def _divide(spans: Sequence[tuple[int, int, int]], begin_ns: int, now_ns: int) -> Times:
-    """Return the time of operations that may overlap: what they cover together, and how much of that was waiting."""
+    """Return the time of operations that may overlap: their union, and how much of it was waiting."""
     busy = _length([(enter, leave) for enter, _, leave in spans], begin_ns, now_ns)
     waiting = _length([(enter, come) for enter, come, _ in spans], begin_ns, now_ns)
     return Times(max(0, now_ns - begin_ns), waiting, busy - waiting)

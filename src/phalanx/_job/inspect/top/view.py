@@ -22,7 +22,7 @@ COMMITTED, COUNTED, ROUNDS = "phalanx.elastic.State", "phalanx.progress", "round
 
 @dataclass(frozen=True)
 class Pace:
-    """It says how far a rank is. `steps_of` is what counts: State, progress, or only the recorder of DDP's rounds."""
+    """`Pace` is a rank's progress. `steps_of` is the source: State, progress, or only the recorder of DDP's rounds."""
 
     steps_of: str
     step: int
@@ -37,7 +37,7 @@ SHARES = ("computing", "idle", "computing_or_idle", "waiting", "communicating")
 
 @dataclass(frozen=True)
 class RankView:
-    """It is a rank; its shares of time are from 0 to 1, None where they are not known, and together 1."""
+    """A `RankView` is a rank; its shares of time are from 0 to 1, None if unknown, and add up to 1."""
 
     rank: int
     host: str
@@ -69,7 +69,7 @@ class Slowest:
 
 @dataclass(frozen=True)
 class StuckView:
-    """They are ranks that wait in an operation to which others have not come."""
+    """A `StuckView` is a set of ranks that wait in an operation which others have not entered."""
 
     operation: str
     group: str
@@ -81,7 +81,7 @@ class StuckView:
 
 @dataclass(frozen=True)
 class LostView:
-    """It is a rank that was lost, and without which, or with another in its place, the job has gone on."""
+    """A `LostView` is a lost rank; the job has continued without it, or with a replacement."""
 
     rank: int
     pid: int
@@ -91,7 +91,7 @@ class LostView:
 
 @dataclass(frozen=True)
 class JobView:
-    """It is a job. `notes` are sentences on what could not be seen, `report` the folder for which its ranks record."""
+    """A `JobView` is a job. `notes` are sentences on missing data, `report` the folder to which its ranks record."""
 
     pid: int
     target: str
@@ -113,7 +113,7 @@ class JobView:
 
 
 def view(hosts: Sequence[HostLook], measured: OperationTimes | None, notes: Sequence[str] = ()) -> JobView:
-    """Return the job as the hosts say, with what was measured over several looks. The first of `hosts` tells of all."""
+    """Return the job as its hosts report it, measured over several looks. The first of `hosts` reports on all."""
     first = hosts[0]
     ranks = sorted(
         (_view_rank(host, rank, measured) for host in hosts for rank in host.ranks),
@@ -182,7 +182,7 @@ def _shares(times: Times | None) -> dict[str, float | None]:
 
 
 def _position(operations: Sequence[Sequence[RankOperation]], now_ns: int) -> RankPosition:
-    """Return in which operation the rank is, the one that it entered last, or which it left last."""
+    """Return the operation that the rank is in, entered last, or left last."""
     last = [operations_[-1] for operations_ in operations]
     if not last:
         return RankPosition()
@@ -223,7 +223,7 @@ def _recent(times: Sequence[int], now_ns: int) -> int:
 
 
 def _span_ns(times: Sequence[int], now_ns: int) -> int:
-    """Return what so many steps took; the time since the last one counts if it is longer than usual."""
+    """Return the time of the steps; the time since the last step counts if it is longer than usual."""
     took_ns = times[-1] - times[0]
     since_ns = now_ns - times[-1]
     return took_ns + since_ns if since_ns * (len(times) - 1) > 3 * took_ns else took_ns
@@ -245,7 +245,7 @@ def _samples_per_s(track: Track, now_ns: int) -> float | None:
 
 
 def _pace_of_job(paces: Sequence[Pace]) -> Pace | None:
-    """Return the pace of all ranks together: a step is done when all have done it; samples are those of all."""
+    """Return the pace of all ranks together: a step is complete on all; samples are those of all."""
     if not paces:
         return None
     behind = min(paces, key=lambda pace: pace.step)
@@ -261,7 +261,7 @@ def _pace_of_job(paces: Sequence[Pace]) -> Pace | None:
 
 
 def left_s(pace: Pace | None) -> float | None:
-    """Return the seconds until the loop's end at this pace; None if it cannot be known."""
+    """Return the seconds until the loop's end at this pace; None if unknown."""
     if pace is None or not pace.total_steps or not pace.steps_per_s:
         return None
     return max(0, pace.total_steps - pace.step) / pace.steps_per_s

@@ -19,7 +19,7 @@ _LEAST_MORE_LOOKS, _MORE_LOOKS, _PAUSE_S = 3, 8, 0.1
 
 
 class JobWatch:
-    """It is one job, and what was seen of it lately."""
+    """A `JobWatch` watches one job, with its latest looks."""
 
     def __init__(self, job: RunningJob) -> None:
         self.job = job
@@ -29,10 +29,10 @@ class JobWatch:
         self._attempt = (0, 0)
 
     def look(self) -> JobView:
-        """Return the job as it is now; times and shares are of the last ten seconds.
+        """Return the job's current state; times and shares are of the last ten seconds.
 
         Raises:
-            LaunchError: it has ended, or does not answer.
+            LaunchError: the job has ended, or does not answer.
         """
         here = look(self.job, self._memory)
         hosts = [here]
@@ -64,12 +64,12 @@ class JobWatch:
         return seen
 
     def has_ended(self) -> bool:
-        """Return whether the command that ran the job is gone."""
+        """Return whether the job's command has ended."""
         return self.job not in find_jobs(COMMAND) or not os.path.exists(f"/proc/{self.job.pid}")
 
 
 def _look_at_others(job: RunningJob, num_others: int) -> tuple[list[HostLook], list[str]]:
-    """Return the other hosts, by way of the first one's agent; and what to say of those that were not seen."""
+    """Return looks at the other hosts, through the first host's agent, and notes on missing ones."""
     told = ask_others(job.name, _OTHERS_TIMEOUT_S, what="top")
     if not told:
         plural = "s" * (num_others > 1)

@@ -4,13 +4,13 @@
       └─ agent                                   as `phalanx run`, in a session of its own
            └─ zygote ─fork─▶ rank 0, 1, 2 …      each loads the payload, calls the function, writes its outcome
 
-The caller is never forked: it may have threads, CUDA, a running event loop. What goes to the ranks and comes back lies
-in a folder of the call's own.
+The caller is never forked: it may have threads, CUDA, a running event loop. Arguments and results are in a folder of
+the call's own.
 
     payload     the function and its arguments as bytes, by value where the ranks could not import them
     outcome     how a rank ended, whole or not at all
     rank        what runs in a rank
     agent       what runs in the agent's process
-    verdict     what the agent says of the job at its end
+    verdict     the agent's result of the job
     call        the caller's side
 """

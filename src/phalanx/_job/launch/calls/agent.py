@@ -18,9 +18,9 @@ from phalanx.errors import LaunchError
 
 
 def main() -> int:
-    """Run the job that the words of sys.argv describe, which is CALLER VERDICT WORDS….
+    """Run the job described by sys.argv: CALLER VERDICT WORDS….
 
-    How the job ended goes into the file VERDICT; without one (an empty word) it is said, as on the command line.
+    Write the job's result to the file VERDICT; if VERDICT is empty, print it, as on the command line.
     """
     caller, verdict, words = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     die_with_parent(caller, signal.SIGTERM)

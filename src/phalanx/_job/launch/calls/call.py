@@ -28,7 +28,7 @@ _MAX_TERMS = 40  # longer than the agent's own patience with what the kernel hol
 
 
 class RankTraceback(Exception):
-    """It is the cause of an exception that a rank raised, and says as text where it was raised."""
+    """A `RankTraceback` is the cause of a rank's exception, with the rank's traceback as text."""
 
     def __str__(self) -> str:
         return "\n" + "\n".join(str(arg) for arg in self.args)
@@ -44,10 +44,10 @@ def launch(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` in every rank of a job of its own, and return what each returned, by rank.
 
-    For notebooks, scripts and tests. In a rank all is as under `phalanx run`: `phalanx.init()`, or
+    For notebooks, scripts and tests. Ranks run as under `phalanx run`: `phalanx.init()`, or
     `init_process_group("phalanx")`, finds the others. Functions, closures and classes of `__main__` and of a notebook
-    go by value; those of modules by name. This process is not forked: it may have threads and CUDA. What the ranks
-    print is shown as it comes, with their ranks.
+    are sent by value; those of modules by name. This process is not forked: it may have threads and CUDA. The ranks'
+    output is shown live, with their ranks.
 
     Cost: the start of a Python and one import of torch for each call (not for each rank), and a copy of the arguments
     and of the results for each rank, through a temporary folder (TMPDIR).
@@ -58,11 +58,11 @@ def launch(
             `shutdown_timeout=30`, `no_affinity=True`.
 
     Raises:
-        Exception: what the rank that failed first raised, with its traceback as the cause; all ranks have ended.
-        LaunchError: a rank died, or left without returning, or returned what cannot be pickled, or what it raised
-            cannot be; or the job could not be started.
+        Exception: the exception of the rank that failed first, with its traceback as the cause; all ranks have ended.
+        LaunchError: a rank died, or exited without returning; its result or exception cannot be pickled; or the job
+            could not be started.
         TypeError: `fn` or an argument cannot be sent to another process; the message names it.
-        ValueError: an option is none of `phalanx run`, or its value makes no sense.
+        ValueError: an option is unknown to `phalanx run`, or its value is invalid.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button: every rank has ended, as after Ctrl-C on the command.
     """
     call, data, words = _prepare(fn, args, kwargs or {}, nproc_per_node=nproc_per_node, **options)
@@ -77,10 +77,10 @@ def launch(
 
 @contextlib.contextmanager
 def _opened_folder() -> Iterator[str]:
-    """Yield a folder for a call; it is gone afterwards, or if this process is killed, with the next job of this user.
+    """Yield a folder for a call, removed afterwards, or by this user's next job if this process is killed.
 
     Raises:
-        LaunchError: there is no place for one.
+        LaunchError: the folder cannot be created.
     """
     folder = JobFolder(os.environ)
     if not folder.path:
@@ -96,7 +96,7 @@ def _opened_folder() -> Iterator[str]:
 def _prepare(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: object
 ) -> tuple[str, bytes, list[str]]:
-    """Return the call's name for messages, the call as bytes, and the words of `phalanx run`; all refusals are here.
+    """Check the call; return its name for messages, the call as bytes, and the arguments of `phalanx run`.
 
     Raises:
         TypeError, ValueError: as `launch`.
@@ -160,7 +160,7 @@ BOOT = (
 
 
 def _run_agent(verdict: str, words: Sequence[str]) -> int:
-    """Run the agent to its end, showing what it says; returns its exit code (minus a signal's number)."""
+    """Run the agent to its end, showing its output; returns its exit code (minus a signal's number)."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(_shown_on(sys.stdout, sys.__stdout__, 1))
@@ -231,12 +231,12 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _shown_on(stream: TextIO | None, original: TextIO | None, fd: int) -> Iterator[_Pipe]:
-    """Yield a way for the agent's words to `stream`: a notebook, or whoever catches output, has put its own there."""
+    """Yield a pipe for the agent's output to `stream`, if a notebook or an output capture has replaced the original."""
     if stream is None:
         yield _Pipe(None, subprocess.DEVNULL)
         return
     if stream is original and _is(stream, fd):
-        stream.flush()  # what we have said comes first
+        stream.flush()  # our own earlier output comes first
         yield _Pipe(stream, fd)
         return
     ours, theirs = os.pipe()
@@ -255,7 +255,7 @@ def _is(stream: TextIO, fd: int) -> bool:
 
 
 def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
-    """Pass on what comes, until there will be no more."""
+    """Copy output until the pipes end."""
     with selectors.DefaultSelector() as selector:
         for pipe in pipes:
             if pipe.ours is not None:
@@ -276,7 +276,7 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
 
 
 def _collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list[Any]:
-    """Return what the ranks returned, or the first failure raised; `code` is the agent's exit code."""
+    """Return the ranks' results, or raise the first failure; `code` is the agent's exit code."""
     if verdict is None or not verdict.world_size:
         how = verdict.text if verdict else f"its agent ended before it began: {_describe(code)}"
         raise LaunchError(how.replace("phalanx run:", f"{call}:") if verdict else f"{call}: {how}", exit_code=code)

@@ -1,4 +1,4 @@
-"""A `RankOutcome` says how a call ended in one rank. The rank writes it, whole or not at all; the caller reads it."""
+"""A `RankOutcome` is the result of a call in one rank. The rank writes it atomically; the caller reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """It says how rank `rank` ended. `text` is empty when it returned, else a headline and what is known, in words."""
+    """A `RankOutcome` describes how rank `rank` ended. `text` is empty on success, else a headline and details."""
 
     rank: int
     result: Any = None
@@ -28,7 +28,7 @@ class RankOutcome:
 
 
 def call(rank: int, fn: Callable[[], Any]) -> RankOutcome:
-    """Call `fn`, and tell how it went, whatever it raises."""
+    """Call `fn`, and return its outcome, whatever it raises."""
     try:
         return RankOutcome(rank, result=fn())
     except BaseException as error:
@@ -41,7 +41,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def write(path: Path, outcome: RankOutcome, dumps: Callable[[Any], bytes] = pickle.dumps) -> None:
-    """Write `outcome` to `path`, which appears when all is there; what `dumps` cannot pickle is named in its place."""
+    """Write `outcome` to `path` atomically; report what `dumps` cannot pickle instead of it."""
     draft = path.with_suffix(".draft")
     draft.write_bytes(_pickled(outcome, dumps))
     draft.rename(path)

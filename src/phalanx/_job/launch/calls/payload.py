@@ -42,14 +42,14 @@ def decode(data: bytes) -> Call:
 
 
 def encode_value(value: object) -> bytes:
-    """Return what a call returned, for plain `pickle.loads` where the call came from."""
+    """Encode a call's result so that plain `pickle.loads` can read it in the caller."""
     import cloudpickle
 
     return bytes(cloudpickle.dumps(value))
 
 
 def encode_surroundings() -> bytes:
-    """Return where this process looks for modules, and what else a call may expect to find, for `take_over`."""
+    """Encode this process's module search path and other surroundings that a call may need, for `take_over`."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     surroundings = {
@@ -67,7 +67,7 @@ def encode_surroundings() -> bytes:
 
 
 def take_over(data: bytes) -> None:
-    """Make this process, a rank whose `__main__` is ours, as much like the caller as the call can tell."""
+    """Make this process, a rank whose `__main__` is ours, resemble the caller as far as the data allow."""
     surroundings = pickle.loads(data)
     sys.path[:] = surroundings["path"]
     sys.argv[:] = surroundings["argv"]

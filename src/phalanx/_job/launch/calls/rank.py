@@ -1,4 +1,4 @@
-"""Load the call in a rank, make it, and write down what came of it."""
+"""Load the call in a rank, make it, and write its outcome."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx._job.launch.calls.outcome import RankOutcome
 
 
 def run(folder: str) -> None:
-    """Make the call that lies in `folder`; raises what it raises, for the agent to hear."""
+    """Make the call in `folder`; raises its exception, for the agent to receive."""
     rank = int(os.environ["RANK"])
     path = outcome_path(folder, rank)
     path.unlink(missing_ok=True)  # it may be left of an attempt before this one
@@ -26,12 +26,12 @@ def run(folder: str) -> None:
 
 
 def payload_path(folder: str) -> Path:
-    """Return where the call lies."""
+    """Return the path of the call."""
     return Path(folder, "call")
 
 
 def surroundings_path(folder: str) -> Path:
-    """Return where that lies which the call expects to find around it."""
+    """Return the path of the call's surroundings."""
     return Path(folder, "surroundings")
 
 

@@ -1,6 +1,6 @@
 """The witness has a vote in a job's succession, as a host has, and runs elsewhere.
 
-address         what a user gives for one: HOST:PORT, etcd://…
+address         its address: HOST:PORT, etcd://…
 witness         its vote, which it keeps in a register: a value that is replaced only by whoever has read it
 register        such a register at a `phalanx coordinator`; and which kind an address asks for
 etcd_register   one in an etcd, with the users and certificates of `etcd_login`

@@ -1,4 +1,4 @@
-"""Read where a witness's vote lies, as `--witness` has it: a coordinator or an etcd."""
+"""Parse a witness's address, the value of `--witness`: a coordinator or an etcd."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def split_etcd(address: str) -> tuple[bool, str, str, int]:
 
 
 def read_witness(address: str) -> str:
-    """Return the address as all hosts of the job are told it.
+    """Return the witness's address in the form that all hosts of the job receive.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the address is invalid.
     """
     scheme, colon, place = address.rpartition("://")
     if scheme not in _SCHEMES:

@@ -1,4 +1,4 @@
-"""`WitnessCalls` sends a leader's proposals to the job's witness and hears its replies, while the leader goes on."""
+"""`WitnessCalls` sends a leader's proposals to the job's witness and receives its replies, without blocking."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class WitnessCalls:
         return self._heard.fileno()
 
     def ask(self, asked: Config | Term) -> None:
-        """Have this config proposed, or a promise of this term asked for, in place of what waits."""
+        """Request a vote on this config, or a promise of this term, instead of a request that still waits."""
         with self._changed:
             self._next = asked
             self._changed.notify()
 
     def take(self) -> list[Reply | str]:
-        """Return its replies since the last call, and as text what the user is to be told."""
+        """Return the replies since the last call, and lines for the user as text."""
         return self._heard.take()
 
     def _run(self) -> None:

@@ -20,12 +20,12 @@ _SHOWN = 200  # characters of an answer that makes no sense
 
 
 class JsonService:
-    """`JsonService` opens a connection for each call, directly, whatever the proxies of the environment are.
+    """`JsonService` opens a direct connection for each call, ignoring the environment's proxies.
 
     Arguments:
-        name: what messages call the service.
+        name: the service's name in messages.
         tls: the context of HTTPS; None for HTTP.
-        advice: what to do where the service's certificate is not accepted.
+        advice: what to do if the service's certificate is rejected.
     """
 
     def __init__(self, name: str, host: str, port: int, tls: ssl.SSLContext | None = None, advice: str = "") -> None:
@@ -90,7 +90,7 @@ class JsonService:
 
 
 class _Received:
-    """It gives `HTTPResponse` what a connection has brought."""
+    """`_Received` passes received bytes to `HTTPResponse`."""
 
     def __init__(self, received: bytes) -> None:
         self._received = received
@@ -114,10 +114,10 @@ def _receive(sock: socket.socket, deadline: Deadline) -> bytes:
 
 
 def make_tls(ca_file: str = "", certificate: str = "", private_key: str = "") -> ssl.SSLContext:
-    """Return a context that accepts what this CA has signed, or one of the system's; and shows a certificate, if any.
+    """Return a context that accepts certificates of this CA, or else the system's, and presents `certificate`, if any.
 
     Raises:
-        OSError, ssl.SSLError: a file cannot be read, or is none of these.
+        OSError, ssl.SSLError: a file cannot be read or is invalid.
     """
     context = ssl.create_default_context(cafile=ca_file or None)
     # Since Python 3.13 certificates need extensions that the CAs of many clusters do not write.

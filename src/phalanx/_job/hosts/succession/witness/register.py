@@ -1,4 +1,4 @@
-"""A `Register` is where a witness's vote lies: in the store of a coordinator outside the job, or in an etcd."""
+"""A `Register` stores a witness's vote: in the store of a coordinator outside the job, or in an etcd."""
 
 from __future__ import annotations
 

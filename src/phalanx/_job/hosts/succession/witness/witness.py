@@ -1,10 +1,10 @@
-"""`Witness` is a vote that no host has: the voter's state lies in a register outside the job, as `--witness` names it.
+"""`Witness` is an additional vote: the voter's state is in a register outside the job, named by `--witness`.
 
     whoever asks ── reads what the voter has promised and accepted ── takes the voter's step ── writes that, if nobody
                     else has written ──► has the voter's reply
 
-Two hosts and a witness are three voters, so that one host and the witness are a majority. The voter is the one that
-each host has (`hosts.succession.voter`): the register makes its steps one after another.
+Two hosts and a witness are three voters, so one host and the witness are a majority. The voter is the same as on each
+host (`hosts.succession.voter`): the register serializes its steps.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _MOST_TRIES = 100  # a step between two steps of others is tried so often
 
 
 class Witness:
-    """`Witness` is that of one job. Its methods wait for the register, two seconds for each answer.
+    """A `Witness` serves one job. Its methods wait for the register, two seconds for each answer.
 
     Arguments:
         address: HOST:PORT of a `phalanx coordinator` that has the job's key, or etcd://HOST:PORT.
-        job: what tells this job from others that have the same witness.
+        job: the identity of this job among others with the same witness.
     """
 
     def __init__(self, address: str, key: Key | None, job: str) -> None:
@@ -42,7 +42,7 @@ class Witness:
         self._may_have_begun = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return what another host needs besides the job's key."""
+        """Return what another host needs for this witness, apart from the job's key."""
         return {"address": self.address, "job": self.job}
 
     @classmethod
@@ -55,10 +55,10 @@ class Witness:
         return cls(str(fields["address"]), key, str(fields["job"]))
 
     def begin(self) -> None:
-        """Have it know of the job, of which it has heard nothing yet. After a call that failed it may be called again.
+        """Register the job with the witness. After a failed call it may be called again.
 
         Raises:
-            PhalanxError, OSError: it can't be reached.
+            PhalanxError, OSError: the witness can't be reached.
         """
         register = self._open()
         if self._may_have_begun and not register.is_durable:
@@ -67,10 +67,10 @@ class Witness:
         register.write(self._name, b"", _to_bytes(Voter(WITNESS)))
 
     def check(self) -> None:
-        """Ask it for what it knows of the job, to see whether it answers.
+        """Read the job's vote from the witness, to check that it answers.
 
         Raises:
-            PhalanxError, OSError: it can't be reached, or refuses this host.
+            PhalanxError, OSError: the witness can't be reached, or refuses this host.
         """
         self._open().read(self._name)
 
@@ -91,10 +91,10 @@ class Witness:
         return self._take_step(lambda voter: voter.solicit(term))
 
     def forget(self) -> None:
-        """Delete what it knows of the job, which is over.
+        """Delete the vote of the finished job.
 
         Raises:
-            PhalanxError, OSError: it can't be reached.
+            PhalanxError, OSError: the witness can't be reached.
         """
         self._open().delete(self._name)
 
