@@ -17,7 +17,6 @@ import importlib
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -85,6 +84,7 @@ def run_block(rank: int, world_size: int, code: str, settings: dict[str, Any], f
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="job")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")  # as torchrun's ranks do: the caller holds the store
     os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
     names = {"__name__": "__main__", **given(), **settings}
     exec(compile(code, str(DOCUMENT), "exec"), names)
@@ -100,13 +100,14 @@ def run_block(rank: int, world_size: int, code: str, settings: dict[str, Any], f
 
 def in_ranks(code: str, settings: dict[str, Any]) -> tuple[set[str], Any]:
     """The backends that two ranks saw, and their results."""
+    import torch.distributed as dist
+
     from phalanx.testing import run_ranks
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # A port that nobody holds may be anybody's by the time rank 0 listens there, also the source of rank 1's own calls.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        results = run_ranks(run_block, 2, code, settings, folder, port, init=False, start="fork", timeout=500)
+        results = run_ranks(run_block, 2, code, settings, folder, store.port, init=False, start="fork", timeout=500)
     return {backend for backend, *_ in results if backend}, [result for _, *result in results]
 
 
