@@ -1,4 +1,4 @@
-"""Read shards of Hugging Face's `datasets`: those of a streamed one, or pieces of a table."""
+"""Read shards of Hugging Face's `datasets`: the shards of a streamed dataset, or pieces of a table."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _ROWS_AT_ONCE = 64
 
 
 def from_datasets(dataset: Any, *, rows_per_shard: int = 1000, **options: Any) -> Stream:
-    """Return a stream over a Dataset of Hugging Face, or over an IterableDataset (`load_dataset(..., streaming=True)`).
+    """Return a stream over a Hugging Face Dataset, or an IterableDataset (`load_dataset(..., streaming=True)`).
 
     Arguments:
-        dataset: one split. It needs no `shuffle` of its own: a stream shuffles itself.
-        rows_per_shard: of a `Dataset`, whose pieces of so many rows are the shards.
+        dataset: one split. Do not shuffle it: a stream shuffles itself.
+        rows_per_shard: the size of the pieces of a `Dataset` that serve as shards.
         options: of `Stream`. The shards of an IterableDataset are counted by reading them, unless `lengths` are given:
             keep them in an `index`.
 
-    Cost: rows of a `Dataset` are read by index, several at once. The shards of an IterableDataset are read on.
+    Cost: rows of a `Dataset` are read by index, several at once. The shards of an IterableDataset are read in sequence.
 
     Raises:
         ModuleNotFoundError: datasets is not installed.
-        TypeError: it is neither, or several splits.
+        TypeError: `dataset` is neither, or has several splits.
     """
     datasets = require("datasets", extra="data", what="from_datasets")
     if isinstance(dataset, datasets.IterableDataset):
@@ -49,7 +49,7 @@ class _Read:
 
 
 class Rows:
-    """`Rows` are `length` rows of a table from number `begin` on."""
+    """`Rows` are `length` rows of a table from number `begin`."""
 
     def __init__(self, dataset: Any, begin: int, length: int) -> None:
         self._dataset, self._begin, self._length = dataset, begin, length
@@ -70,7 +70,7 @@ class _ReadOn:
         self._dataset = dataset
 
     def __call__(self, shard: int) -> Iterator[Any]:
-        # Iterated directly, a dataset gives each worker of a DataLoader some of its shards, and of one shard nothing.
+        # Direct iteration would divide the shards among a DataLoader's workers, and give them nothing of a single one.
         for batch in self._dataset.shard(num_shards=self._dataset.num_shards, index=shard).iter(_ROWS_AT_ONCE):
             for number in range(len(next(iter(batch.values())))):
                 yield {name: column[number] for name, column in batch.items()}

@@ -1,4 +1,4 @@
-"""Hand out the indices that one rank reads in one epoch, one by one, and count how many have gone."""
+"""Yield the indices that one rank reads in one epoch, and count the yielded ones."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from phalanx.data.ordered import IndexOrder
 from phalanx.data.partition import Partition
 from phalanx.data.permutation import Indices
 
-BLOCK = 8192  # indices computed at once: 64 KiB an array, so that a block's arithmetic stays in the core's own cache
+BLOCK = 8192  # indices computed at once: 64 KiB per array, which fits in a core's cache
 
 
 class IndexStream:
-    """`IndexStream` is one pass of one rank over its partition of an epoch; `order` None means the dataset's own order.
+    """`IndexStream` is one pass of one rank over its partition of an epoch; `order` None is the dataset's own order.
 
-    Cost: memory of one block, whatever the partition's size. Iteration runs in C between blocks: nothing is counted per
-    index, because the list iterator that is being read knows how many it still has.
+    Cost: memory of one block, whatever the partition's size. Iteration runs in C within a block: no index is counted by
+    itself, because the current list iterator knows how many are left.
     """
 
     def __init__(self, partition: Partition, order: IndexOrder | None) -> None:
@@ -29,21 +29,21 @@ class IndexStream:
 
     @property
     def taken(self) -> int:
-        """Return how many indices have been handed out."""
+        """Return the number of indices yielded so far."""
         return self._computed - operator.length_hint(self._block)
 
     @property
     def length(self) -> int:
-        """Return how many indices the pass has."""
+        """Return the number of indices of the pass."""
         return self.partition.count
 
     @property
     def is_over(self) -> bool:
-        """Return whether all of the partition has been handed out."""
+        """Return whether all of the partition was yielded."""
         return self.taken >= self.partition.count
 
     def blocks(self) -> Iterator[Iterator[int]]:
-        """Yield iterators over the consecutive blocks; chained together they are the pass."""
+        """Yield iterators over the consecutive blocks, which together are the pass."""
         while self._computed < self.partition.count:
             size = min(BLOCK, self.partition.count - self._computed)
             indices = self.compute(self._computed, size).tolist()
@@ -57,7 +57,7 @@ class IndexStream:
 
 
 def _take(first: int, step: int, size: int, length: int, order: IndexOrder | None) -> Indices:
-    """Return the indices at `size` positions of an order; positions behind its end stand for its beginning again."""
+    """Return the indices at `size` positions of an order; positions past its end start again at its beginning."""
     positions = np.arange(size, dtype=np.uint64)
     positions *= np.uint64(step)
     positions += np.uint64(first)

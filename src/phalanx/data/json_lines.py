@@ -21,18 +21,18 @@ def from_json_lines(
     transform: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Stream:
-    """Return a stream over files of JSON lines, here or at addresses of fsspec; `.gz`, `.bz2` and `.xz` are unpacked.
+    """Return a stream over local or remote files of JSON lines; `.gz`, `.bz2` and `.xz` are unpacked.
 
     Arguments:
-        loads: of a line that is handed out. Lines of white space are no samples.
-        transform: of what `loads` returns.
+        loads: parses a line. Blank lines are not samples.
+        transform: applied to the result of `loads`.
         options: of `Stream`. Without `lengths` the lines are counted.
 
-    Cost: files are read on; a line that is passed over is read, and not parsed.
+    Cost: files are read in sequence; a skipped line is read, but not parsed.
 
     Raises:
         TypeError: `files` is one path.
-        DataError: as of `Stream`; later, `loads` fails on a line, whose number among the samples of its file is named.
+        DataError: as of `Stream`; later, `loads` fails on a line: the message has its number in its file.
     """
     names = list_paths("from_json_lines", files)
     parse = _Parse(loads) if transform is None else _Then(_Parse(loads), transform)
@@ -40,7 +40,7 @@ def from_json_lines(
 
 
 class _Parse:
-    """`_Parse` is `loads`, of whose failure the stream says in which file it was."""
+    """`_Parse` is `loads` with errors for which the stream names the file."""
 
     def __init__(self, loads: Callable[[bytes], Any]) -> None:
         self._loads = loads
@@ -48,12 +48,12 @@ class _Parse:
     def __call__(self, line: bytes) -> Any:
         try:
             return self._loads(line)
-        except Exception as error:  # whatever the user's function raises
+        except Exception as error:  # any error of the user's function
             raise UnreadableSample(summary_of(error)) from error
 
 
 class _Then:
-    """`_Then` is one function behind another, which can be pickled for a worker that is spawned."""
+    """`_Then` composes two functions, and can be pickled for a spawned worker."""
 
     def __init__(self, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> None:
         self._first, self._second = first, second
@@ -63,7 +63,7 @@ class _Then:
 
 
 class Lines(Iterator[bytes]):
-    """`Lines` are the lines of a file that are not empty."""
+    """`Lines` are the nonempty lines of a file."""
 
     def __init__(self, name: str) -> None:
         self._file = open_for_reading(name, compression="infer")

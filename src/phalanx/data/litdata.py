@@ -13,18 +13,18 @@ from phalanx.data.stream import Stream
 from phalanx.errors import DataError
 
 _MOST_OPEN = 64  # the most open chunks of a process; litData keeps one, or four
-_ROWS = 1024  # the rows of a shard, if the sizes of chunks are not those of what the dataset hands out
+_ROWS = 1024  # the rows of a shard, if the sizes of chunks differ from those of the dataset
 
 
 def from_litdata(dataset: Any, **options: Any) -> Stream:
-    """Return a stream over what `litdata.optimize` has written; a sample is what `litdata.StreamingDataset` gives.
+    """Return a stream over the output of `litdata.optimize`; samples are those of `litdata.StreamingDataset`.
 
     Arguments:
-        dataset: a `litdata.StreamingDataset`, or what makes one: a folder, or an address. Its `shuffle` has no effect.
+        dataset: a `litdata.StreamingDataset`, or the folder or address of one. Its `shuffle` has no effect.
         options: of `Stream`; `lengths` are litData's own, and `interleave` is 4 unless given.
 
-    Cost: chunks are read by index, as litData reads them; those at an address are loaded whole into its cache. It takes
-    a fifth of a millisecond to go from one chunk to another, so that many lanes cost more than of other formats.
+    Cost: chunks are read by index, as by litData; remote chunks are downloaded whole into its cache. Switching to
+    another chunk takes a fifth of a millisecond, so many lanes cost more than with other formats.
 
     Raises:
         ModuleNotFoundError: litdata is not installed.
@@ -47,7 +47,7 @@ def from_litdata(dataset: Any, **options: Any) -> Stream:
 
 
 class _Read:
-    """`_Read` opens the dataset once in each process. `is_own`: it was made here, and so was what reads its chunks."""
+    """`_Read` opens the dataset once per process. `is_own`: the dataset and its reader were created here."""
 
     def __init__(self, dataset: Any, *, is_own: bool) -> None:
         self._dataset, self._is_own = dataset, is_own
@@ -57,7 +57,7 @@ class _Read:
         if self._of_process != os.getpid():
             self._dataset, self._of_process = self._closed(), os.getpid()
             if self._is_own:
-                self._dataset[shard[0]]  # this reads the first sample, with which it is set up
+                self._dataset[shard[0]]  # this reads the first sample, which sets it up
                 self._dataset.item_loader.set_posix_fast(True, keep=_MOST_OPEN)
         return Samples(self._dataset, *shard)
 
@@ -77,7 +77,7 @@ def _make_loader() -> Any:
 
 
 class Samples(Sequence[Any]):
-    """`Samples` are `length` samples of a dataset from number `begin` on."""
+    """`Samples` are `length` samples of a dataset from number `begin`."""
 
     def __init__(self, dataset: Any, begin: int, length: int) -> None:
         self._dataset, self._begin, self._length = dataset, begin, length

@@ -1,4 +1,4 @@
-"""Keep the shards that a process reads at the moment open: by index where they have one, otherwise by reading on."""
+"""Keep a process's current shards open, and read them by index if possible, otherwise in sequence."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _of_parents: list[Any] = []  # open shards that a worker has inherited: only the
 
 class _OpenShard(Protocol):
     def get(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the samples of these numbers."""
+        """Return the samples with these numbers."""
 
     def close(self) -> None:
-        """Close what the shard holds."""
+        """Release the shard's resources."""
 
     @property
     def is_used_up(self) -> bool:
-        """Return whether all samples were handed out."""
+        """Return whether all samples were returned."""
 
 
 class IndexedShard:
-    """`IndexedShard` is a shard that has `len()` and `[number]`; it uses `__getitems__(numbers)` if there is one."""
+    """`IndexedShard` is a shard with `len()` and `[number]`; it uses `__getitems__(numbers)` if available."""
 
     is_used_up = False
 
@@ -51,10 +51,10 @@ class IndexedShard:
 
 
 class IteratedShard:
-    """`IteratedShard` is a shard that is read from its beginning on.
+    """`IteratedShard` is a shard that is read in sequence.
 
-    What is passed over inside of the window of a sample is kept, as it may be asked for; what comes before the window
-    is skipped: with the iterator's `skip(count)` where it has one, otherwise by reading it.
+    Skipped samples inside the current window are kept, as they may be requested; samples before the window are
+    skipped, with the iterator's `skip(count)` if available, otherwise by reading them.
     """
 
     def __init__(self, name: str, begin: Callable[[], Any], samples: Any, length: int, window: int) -> None:
@@ -62,7 +62,7 @@ class IteratedShard:
         self._kept: dict[int, Any] = {}
         self._kept_window = -1
         self.num_jumps = 0
-        """How often it was begun again, because a sample was requested that had been passed."""
+        """How often reading started again, because a sample before the current position was requested."""
         self._source = samples
         self._iterator: Iterator[Any] = iter(samples)
         self._next = 0
@@ -123,9 +123,9 @@ class IteratedShard:
 
 
 class OpenShards:
-    """`OpenShards` opens shards when they are asked for, and holds `most` of them open.
+    """`OpenShards` opens shards on request, and keeps up to `most` of them open.
 
-    A read that fails as networks do is retried for `retry_s` seconds: the shard is opened anew, and read on from there.
+    A read with a network error is retried for `retry_s` seconds: the shard is opened again, and reading continues.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class OpenShards:
         self._num_jumps = self._num_samples = 0
 
     def get(self, shard: int, numbers: Sequence[int]) -> list[Any]:
-        """Return the samples of these numbers of shard number `shard`.
+        """Return the samples with these numbers of shard number `shard`.
 
         Raises:
-            DataError: it cannot be read, or has another number of samples than was given.
+            DataError: the shard cannot be read, or has another number of samples than was given.
         """
-        # this is a DataLoader's worker: files that were open share their position with ours
+        # In a DataLoader's worker, inherited open files share their position with the parent's.
         if self._process != os.getpid():
             _of_parents.append(self._open)
             self._open, self._process = OrderedDict(), os.getpid()
@@ -216,7 +216,7 @@ class OpenShards:
             )
 
     def close(self) -> None:
-        """Close all shards, in the process that has opened them."""
+        """Close all shards, in the process that opened them."""
         if self._process != os.getpid():
             _of_parents.append(self._open)
             self._open = OrderedDict()

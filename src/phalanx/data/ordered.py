@@ -1,4 +1,4 @@
-"""An `OrderedDataset` says itself in which order an epoch goes through it."""
+"""An `OrderedDataset` defines the order of its samples in an epoch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class OrderedDataset(Dataset[Any], ABC):
 
     @abstractmethod
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> IndexOrder:
-        """Return the order of an epoch, which depends on nothing else."""
+        """Return the order of an epoch, which depends only on the epoch's number and the seed."""
 
     @abstractmethod
     def describe_order(self) -> dict[str, Any]:
-        """Return what makes the order: a saved position belongs to the same order only."""
+        """Return what determines the order: a saved position is valid only for the same values."""
 
 
 def epoch_key(seed: int, epoch: int) -> str:
-    """Return the values of which an epoch's shuffle is made."""
+    """Return the values that determine an epoch's shuffle."""
     return f"seed {seed}, epoch {epoch}"

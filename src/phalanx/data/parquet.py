@@ -1,4 +1,4 @@
-"""Read shards of Parquet: files of rows, which are read a row group at a time."""
+"""Read shards of Parquet: files of rows, which are read one row group at a time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from phalanx._base.storage import open_for_reading
 from phalanx.data.shard_names import list_paths
 from phalanx.data.stream import Stream
 
-_GROUPS_KEPT = 2  # a window may lie across the border of two
+_GROUPS_KEPT = 2  # a window may span two
 
 
 def from_parquet(
     files: Sequence[str | os.PathLike[str]], *, columns: Sequence[str] | None = None, **options: Any
 ) -> Stream:
-    """Return a stream over Parquet files, here or at addresses of fsspec; a sample is a row, a dict by column.
+    """Return a stream over local or remote Parquet files; a sample is a row, a dict by column.
 
     Arguments:
-        columns: those to read; all if None.
-        options: of `Stream`. Lengths are read from the files' footers, sixteen at a time, unless they are given.
+        columns: the columns to read; None for all.
+        options: of `Stream`. Without `lengths`, they are read from the files' footers, sixteen at a time.
 
-    Cost: a row group is decoded when one of its rows is asked for; two of each open file are kept.
+    Cost: a row group is decoded when one of its rows is requested; two per open file are kept.
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed.
@@ -46,7 +46,7 @@ class _Read:
 
 
 class ParquetShard:
-    """`ParquetShard` is the rows of a file, by number."""
+    """`ParquetShard` has the rows of a file, by number."""
 
     def __init__(self, name: str, columns: list[str] | None) -> None:
         self._source = open_for_reading(name)

@@ -1,4 +1,4 @@
-"""A `Permutation` is a shuffle that can be indexed: it says where any position points, without the rest of the order.
+"""A `Permutation` is an indexable shuffle: it computes the index at any position, without the rest of the order.
 
 It is a Feistel network over pairs. An index x of [0, n) is written as (l, r) with x = l + a r, for a even and a b >= n:
 
@@ -7,8 +7,8 @@ It is a Feistel network over pairs. An index x of [0, n) is written as (l, r) wi
     round 3:  l <- (l + F3(r)) mod a        | --- F2 ---> +
     ...                                     + <-- F3 ---- |
 
-Every round can be undone, whatever F is, so the whole is a permutation of [0, a b). A result that is not below n goes
-in again until it is ("cycle walking"), which makes it a permutation of [0, n). Fewer than one in b results do.
+Every round is invertible for any F, so the whole is a permutation of [0, a b). A result of n or more is encrypted again
+until it is below n ("cycle walking"), which makes it a permutation of [0, n). Fewer than one in b results need this.
 
 Source: Black and Rogaway (2002), Ciphers with arbitrary finite domains, sections 4 and 5; the use of such a cipher to
 shuffle is that of Mitchell, Stokes, Frank and Holmes (2022), Bandwidth-optimal random shuffling for GPUs.
@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 Indices: TypeAlias = NDArray[np.uint64]
 
 # Six rounds mix a large domain: from four on, the tests of tests/data/test_permutation.py see no trace of the network.
-# A small domain has few values of each F and needs more rounds until all orders are equally likely (up to 7 samples,
-# counted: 12 are too few, 16 are enough); there they cost little.
+# A small domain has few values of each F and needs more rounds until all orders are equally likely (checked for up to 7
+# samples: 12 are too few, 16 are enough); there they cost little.
 ROUNDS = 6
 SMALL_ROUNDS = 24
 SMALL = 4096
 
 _HALF = np.uint64(32)
-# From the finalisers of MurmurHash3 and of SplitMix64: odd, and about half of their bits are set.
+# From the finalisers of MurmurHash3 and of SplitMix64: odd, with about half of their bits set.
 _MIX_1 = np.uint64(0xFF51AFD7ED558CCD)
 _MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
 
@@ -41,8 +41,8 @@ _MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
 class Permutation:
     """`Permutation` is a pseudorandom permutation of [0, length), the same for `length` and `key` on every machine.
 
-    Cost: no memory that grows with `length`; some 50 ns per index when asked for thousands at a time. It is not secret:
-    the rounds use a fast hash, and anyone who sees a part of the order can work out the rest.
+    Cost: no memory that grows with `length`; some 50 ns per index for thousands at a time. It is not secret: the rounds
+    use a fast hash, and a part of the order reveals the rest.
 
     Raises:
         ValueError: `length` is negative or above 2**63 - 1.
@@ -80,9 +80,9 @@ class Permutation:
 
 
 class WindowPermutations:
-    """`WindowPermutations` is a pseudorandom permutation for each of many short ranges, its numbered windows.
+    """`WindowPermutations` has a pseudorandom permutation for each of many short ranges, its numbered windows.
 
-    Cost: no memory; some 300 ns per index, whether the indices asked for are of one window or of thousands.
+    Cost: no memory; some 300 ns per index, for any number of windows.
     """
 
     def __init__(self, key: str) -> None:
@@ -103,7 +103,7 @@ class WindowPermutations:
 
 
 def _mix(numbers: Indices) -> Indices:
-    """Return numbers that have nothing in common for neighbours."""
+    """Hash numbers, so that neighbours get unrelated values."""
     mixed: Indices = (numbers + np.uint64(1)) * _MIX_1
     mixed ^= mixed >> _HALF
     mixed *= _MIX_2
@@ -120,7 +120,7 @@ def _encrypt(
 ) -> Indices:
     """Return x after one pass through the network, on [0, a b); arithmetic is modulo 2**64 throughout.
 
-    In arrays `a`, `b` and `tweaks` each x has its own: elements with other tweaks belong to other permutations.
+    The arrays `a`, `b` and `tweaks` have a value for each x: elements with other tweaks belong to other permutations.
     """
     moving_size, fixed_size = a, b
     fixed: Indices = x // a
@@ -139,7 +139,7 @@ def _encrypt(
         h *= moving_size  # a hash of 32 bits, scaled to [0, moving_size)
         h >>= _HALF
         moving += h
-        np.subtract(moving, moving_size, out=wrapped)  # too small a value wraps round to a huge one
+        np.subtract(moving, moving_size, out=wrapped)  # a value too small wraps round to a huge one
         np.minimum(moving, wrapped, out=moving)
         moving, fixed = fixed, moving
         moving_size, fixed_size = fixed_size, moving_size
@@ -149,6 +149,6 @@ def _encrypt(
 
 
 def _derive_round_keys(key: str, rounds: int) -> list[np.uint64]:
-    """Return `rounds` independent words of 64 bits; nearby keys have nothing in common."""
+    """Return `rounds` independent words of 64 bits; similar keys give unrelated words."""
     stream = hashlib.shake_128(key.encode()).digest(8 * rounds)
     return [np.uint64(word) for word in np.frombuffer(stream, dtype="<u8")]

@@ -1,4 +1,4 @@
-"""A `RandomStream` gives what reads data random numbers of its own, which are none of the model's."""
+"""A `RandomStream` gives data loading its own random numbers, separate from the model's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class RandomStream:
-    """A `RandomStream` stands in for the global generators of torch (CPU), Python and NumPy while it is entered.
+    """A `RandomStream` replaces the global generators of torch (CPU), Python and NumPy while it is entered.
 
-    What is drawn inside follows from the seed and from what was drawn inside before; what is drawn outside goes on as
-    if nothing had been drawn inside.
+    Numbers drawn inside depend only on the seed and on earlier draws inside; numbers drawn outside continue as if
+    nothing had been drawn inside.
 
-    Cost: some tens of microseconds each time that it is entered and left.
+    Cost: some tens of microseconds per entry.
     """
 
     def __init__(self, seed: int) -> None:
@@ -44,9 +44,9 @@ class RandomStream:
             self._numpy = self._swap_numpy(before_numpy)
 
     def _swap_numpy(self, state: Any) -> Any:
-        """Set NumPy's state, or that of this stream if it is None; return the one before.
+        """Set NumPy's state, or with None this stream's; return the previous one.
 
-        NumPy is left alone, with None as the result, if it was not imported, or has another kind of generator.
+        If NumPy was not imported, or has another kind of generator, do nothing and return None.
         """
         if "numpy" not in sys.modules:
             return None
@@ -62,7 +62,7 @@ class RandomStream:
         return before
 
     def iterate(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
-        """Yield what the iterator of `begin()` yields; it is made, and asked for each item, inside the stream."""
+        """Yield the items of the iterator `begin()`; it is created, and advanced, inside the stream."""
         with self:
             iterator = begin()
         while True:
@@ -75,5 +75,5 @@ class RandomStream:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Return the seed of an epoch, which torch, Python and NumPy take."""
+    """Return the seed of an epoch for torch, Python and NumPy."""
     return hash((seed, epoch)) & (2**63 - 1)

@@ -1,4 +1,4 @@
-"""`DistributedSampler` is PyTorch's, with a shuffle that can be indexed and a position that can be saved."""
+"""`DistributedSampler` is PyTorch's, with an indexable shuffle and a position that can be saved."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from phalanx.errors import CheckpointError
 
 
 class DistributedSampler(torch_sampler.DistributedSampler[int]):
-    """Give every sample of a dataset to exactly one rank, once per epoch.
+    """Assign every sample of a dataset to exactly one rank, once per epoch.
 
-    It is a drop-in for `torch.utils.data.DistributedSampler`: the same arguments, the same lengths, and with
-    `shuffle=False` the same indices. It is a subclass, so that code which asks for PyTorch's class finds it. What
-    differs:
+    It is a drop-in replacement for `torch.utils.data.DistributedSampler`: the same arguments, the same lengths, and
+    with `shuffle=False` the same indices. It is a subclass, so that `isinstance` with PyTorch's class is true. The
+    differences:
 
-    - The shuffle is a keyed permutation that is computed where it is needed: an epoch over any number of samples
-      starts at once and takes the memory of one block of indices. The order is another than PyTorch's.
-    - `padding=False` shares out the exact data, for evaluation: the last samples go to the first ranks, nothing is
-      repeated, and ranks may differ by one in how many they get.
-    - An epoch that nobody sets advances by itself: the k-th iteration uses epoch k. `set_epoch(e)` makes the next
+    - The shuffle is a keyed permutation that is computed on demand: an epoch over any number of samples starts at once
+      and needs the memory of one block of indices. The order differs from PyTorch's.
+    - `padding=False` assigns the exact data, for evaluation: the last samples go to the first ranks, nothing is
+      repeated, and ranks may differ by one sample.
+    - Without `set_epoch` the epoch advances by itself: the k-th iteration is epoch k. `set_epoch(e)` makes the next
       iteration epoch e and the one after it e + 1. An iteration begins with its first index, not with `iter()`.
-      Ranks must therefore iterate alike; a loop in which one rank alone looks at a batch must call `set_epoch`.
-    - `state_dict()` is the position of the whole job in samples, and another number of ranks can go on from it.
-    - Without a process group, and not started by a launcher, it is a job of one rank: a script also runs alone.
-    - Over a `phalanx.data.Stream` the order is the stream's own, in which its shards are read on from their beginnings.
+      Ranks must therefore iterate alike; a loop in which a single rank reads a batch must call `set_epoch`.
+    - `state_dict()` is the position of the whole job in samples, from which any number of ranks can continue.
+    - Without a process group, in a process that no launcher started, it is a job of one rank: a script also runs alone.
+    - Over a `phalanx.data.Stream` the order is the stream's own, in which its shards are read in sequence.
 
     Arguments:
-        dataset: anything with a length, which is read once, here.
-        num_replicas: how many ranks share the data; that of the default process group if None.
-        rank: which of them this is; that of the default process group if None.
-        shuffle: False leaves the dataset's order.
+        dataset: an object with a length, which is read once, here.
+        num_replicas: the number of ranks that share the data; None for that of the default process group.
+        rank: this process's rank; None for that in the default process group.
+        shuffle: False keeps the dataset's order.
         seed: the same on every rank; another seed gives another sequence of orders.
         drop_last: leave out the remainder that does not divide by the number of ranks.
         padding: repeat the first samples until all ranks have the same number; no effect with `drop_last`.
@@ -50,7 +50,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     Raises:
         TypeError: `dataset` has no length.
         ValueError: `rank` is not one of `num_replicas`, only one of the two is known, or a launcher started this
-            process and the group is not there yet.
+            process and there is no group yet.
     """
 
     def __init__(
@@ -71,25 +71,25 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self.num_samples = self._count(consumed=0)
         self.total_size = self.num_samples * num_replicas if padding or drop_last else self.length
         self._consumed = 0  # samples of epoch `self.epoch` that were consumed before the next pass
-        # the latest pass; None while the next one is to be epoch `self.epoch`
+        # the latest pass; None if the next one will be epoch `self.epoch`
         self._pass: IndexStream | None = None
         self._before_loader: object = None  # the latest pass when a DataLoader was about to begin one
-        self._loader_pass: LoaderPass | None = None  # the latest by workers of a DataLoader
+        self._loader_pass: LoaderPass | None = None  # the latest pass of a DataLoader's workers
         observe_loaders(self, DistributedSampler._note_loader, DistributedSampler._note_iterator)
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self._begin())
 
     def __len__(self) -> int:
-        """Return how many indices this rank gets in the current pass, or else in the next; fewer if the epoch is
-        resumed in the middle.
+        """Return how many indices this rank gets in the current pass, or otherwise in the next; fewer in an epoch that
+        is resumed in the middle.
         """
         if self._pass is None:
             return self._count(self._consumed)
         return self.num_samples if self._pass.is_over else self._pass.length
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration epoch `epoch`: from its start, unless `load_state_dict` put us inside that epoch."""
+        """Make the next iteration epoch `epoch`: from its start, unless `load_state_dict` set a position in it."""
         if self._pass is not None or epoch != self.epoch:
             self._consumed = 0
         self.epoch = epoch
@@ -98,12 +98,12 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the position of the whole job: its epoch, and how many samples of it all ranks together have consumed.
 
-        It is the same on every rank, provided that they stand at the same step. (With `padding=False` a rank whose part
-        is used up says that the epoch is over, also where rank 0 has one more batch: rank 0's position is the job's.)
+        It is the same on every rank, if they are at the same step. (With `padding=False` a rank at the end of its
+        partition reports the end of the epoch, even if rank 0 has one more batch: rank 0's position is the job's.)
 
-        A DataLoader with workers takes indices ahead of the training loop. `consumed` is what this rank has really
-        used since the epoch's first batch, in samples; without it, all that were handed out count (a
-        `CheckpointManager` asks `loop_state_dict` instead, which counts what the loop got):
+        A DataLoader with workers takes indices ahead of the training loop. `consumed` is the number of samples that
+        this rank has really used since the epoch's first batch; without it, all indices taken count (a
+        `CheckpointManager` calls `loop_state_dict` instead, which counts the samples that the loop received):
 
             for step, batch in enumerate(loader, start=1):
                 train(batch)
@@ -124,11 +124,11 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         return {"epoch": epoch, "consumed": done, **self._own_order}
 
     def loop_state_dict(self) -> dict[str, Any]:
-        """Return what `state_dict` does, for the samples that the loop got: what DataLoader workers took ahead is not
-        consumed. A sampler among the parts of a checkpoint is saved by this.
+        """Return `state_dict` for the samples that the loop received: indices that DataLoader workers took ahead do not
+        count. Checkpoints save a sampler with this.
 
         Raises:
-            CheckpointError: a DataLoader has workers, and does not say how many samples a batch has.
+            CheckpointError: a DataLoader has workers, and an unknown number of samples per batch.
         """
         ahead = self._loader_pass
         if ahead is None or ahead.stream is not self._pass:
@@ -139,13 +139,13 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self._before_loader = self._pass
 
     def _note_iterator(self, loader: Any, iterator: Any, _is_new: bool) -> None:
-        if self._pass is not self._before_loader:  # only workers begin a pass before the loop asks for a batch
+        if self._pass is not self._before_loader:  # only workers begin a pass before the loop requests a batch
             self._loader_pass = pass_of(loader, self, iterator, self._pass)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position that `state_dict` gave, on any number of ranks: the next iteration is the rest.
+        """Continue from a position of `state_dict`, on any number of ranks: the next iteration is the rest.
 
-        Nothing that was consumed comes again and nothing else is left out; padding and `drop_last` apply to the rest.
+        No consumed sample is repeated and no other is left out; padding and `drop_last` apply to the rest.
 
         Raises:
             CheckpointError: `state` is not such a position, or belongs to other data or another order.
@@ -156,7 +156,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self._pass = None
 
     def regroup(self, num_replicas: int, rank: int) -> None:
-        """Share the data among another number of ranks, from the next iteration on, which `load_state_dict` may place.
+        """Divide the data among another number of ranks, from the next iteration on; `load_state_dict` may follow.
 
         Raises:
             ValueError: `rank` is not one of `num_replicas`.
@@ -168,8 +168,8 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         self.total_size = self.num_samples * num_replicas if self.padding or self.drop_last else self.length
 
     def _begin(self) -> Iterator[Iterator[int]]:
-        # A generator, so that this runs when the first index is asked for: a DataLoader with workers calls iter()
-        # twice for one epoch.
+        # A generator, so that this runs when the first index is requested: a DataLoader with workers calls iter()
+        # twice per epoch.
         self._pass = stream = IndexStream(self._plan_partition(self._consumed_before_pass()), self._order())
         yield from stream.blocks()
 
@@ -185,7 +185,7 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
 
     @property
     def _own_order(self) -> dict[str, Any]:
-        """Return what a position must have been saved with, to belong to this order."""
+        """Return the values that a position must have been saved with, to be valid for this order."""
         own = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
         return own | self.dataset.describe_order() if isinstance(self.dataset, OrderedDataset) else own
 
@@ -214,7 +214,7 @@ def _length_of(dataset: Dataset[Any]) -> int:
 
 
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return both arguments; missing ones come from the default process group, or from a job of one rank."""
+    """Return both arguments; missing ones come from the default process group, or are those of a job of one rank."""
     if dist.is_available() and dist.is_initialized():
         return (
             dist.get_world_size() if num_replicas is None else num_replicas,
@@ -251,11 +251,11 @@ def _check_fits(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 class HandedOut:
-    """It counts the batches that an iterator hands to the loop, and keeps the count when the iterator is gone."""
+    """`HandedOut` counts the batches that the loop received from an iterator, even after the iterator is gone."""
 
     def __init__(self, iterator: Any) -> None:
         self._attributes: dict[str, Any] = vars(iterator)  # the iterator itself would keep its workers alive
-        self._before: int = iterator._num_yielded  # of earlier epochs, or of a state that was loaded
+        self._before: int = iterator._num_yielded  # of earlier epochs, or of a loaded state
         self._count = 0
         self._reference = weakref.ref(iterator, self._on_end)
 
@@ -265,7 +265,7 @@ class HandedOut:
 
     @property
     def num_batches(self) -> int:
-        """Return how many batches of this pass the loop got."""
+        """Return how many batches of this pass the loop received."""
         number: int = self._attributes.get("_num_yielded", self._count + self._before)
         return number - self._before
 
@@ -274,7 +274,7 @@ class HandedOut:
 class LoaderPass:
     """A pass over a sampler by a DataLoader whose workers take indices ahead.
 
-    `batch_size` is None where nobody can tell how many samples a batch has.
+    `batch_size` is None if the number of samples per batch is unknown.
     """
 
     stream: IndexStream
@@ -285,10 +285,10 @@ class LoaderPass:
 
     @property
     def samples(self) -> int:
-        """Return how many samples the loop has used up.
+        """Return how many samples the loop has received.
 
         Raises:
-            CheckpointError: nobody can tell.
+            CheckpointError: the number is unknown.
         """
         if self.batch_size is None:
             raise CheckpointError(
@@ -307,7 +307,7 @@ def pass_of(loader: Any, sampler: Any, iterator: Any, stream: Any) -> LoaderPass
     batches = getattr(loader, "batch_sampler", None)
     is_over = sampler is getattr(loader if batches is None else batches, "sampler", None)
     size = 1 if batches is None else getattr(batches, "batch_size", None)
-    # One with a state takes up the middle of a pass by itself.
+    # A loader with a state continues a pass in the middle by itself.
     known = is_over and isinstance(size, int) and not hasattr(loader, "state_dict")
     return LoaderPass(
         stream,

@@ -1,4 +1,4 @@
-"""Check the list of shards that a user gives: the letters of one path are no shards."""
+"""Check the user's list of shards: a single path must not be split into letters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def list_shards(called: str, what: str, shards: Iterable[Any]) -> list[Any]:
     """Return `shards` as a list.
 
     Raises:
-        TypeError: it is one path, or a pattern of paths.
+        TypeError: `shards` is one path, or a pattern of paths.
     """
     if isinstance(shards, str | bytes | os.PathLike):
         pattern = glob.has_magic(os.fspath(shards))
@@ -25,6 +25,6 @@ def list_paths(called: str, files: Iterable[str | os.PathLike[str]]) -> list[str
     """Return the paths of `files`.
 
     Raises:
-        TypeError: it is one path, or something in it is no path.
+        TypeError: `files` is one path, or has an element that is not a path.
     """
     return [os.fspath(one) for one in list_shards(called, "files", files)]

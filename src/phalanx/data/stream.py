@@ -1,4 +1,4 @@
-"""A `Stream` is a dataset of shards, read on from their beginnings, in an order that no number of ranks changes."""
+"""A `Stream` is a dataset of shards that are read in sequence, in an order independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from phalanx.errors import DataError, summary_of
 
 
 class UnreadableSample(Exception):
-    """A transform that is a part of reading raises this; the stream says where the sample is."""
+    """A transform during reading raises this; the stream adds the place of the sample."""
 
 
 class Stream(OrderedDataset):
-    """Read the samples of `shards`, shard after shard; `phalanx.DistributedSampler` takes them in the stream's order.
+    """Read the samples of `shards`; `phalanx.DistributedSampler` uses the stream's order.
 
         def read(url):
             with open(url) as file:
@@ -38,34 +38,34 @@ class Stream(OrderedDataset):
         sampler = phalanx.DistributedSampler(stream)
         loader = DataLoader(stream, batch_size=64, sampler=sampler, num_workers=4)
 
-    It is a map-style dataset: everything that takes one takes a stream, and all that the sampler promises holds, with
-    workers, too: no sample is lost and none comes twice, also where a job goes on in the middle of an epoch with other
-    ranks or workers. The order of an epoch is that of `phalanx.data.stream_order`; it depends on the lengths of the
-    shards, the seed, the epoch and the four numbers below, and on nothing else. A position in it is two numbers.
+    It is a map-style dataset, so it works wherever one does, with all guarantees of the sampler, also with workers: no
+    sample is lost or repeated, even if a job continues in the middle of an epoch with other ranks or workers. The order
+    of an epoch is that of `phalanx.data.stream_order`; it depends only on the lengths of the shards, the seed, the
+    epoch and the four numbers below. A position in it is two numbers.
 
     Cost: at the start of an epoch some numbers for each shard (10,000 take milliseconds); `window` samples in memory
-    for each open shard that has no index. To go on inside of a shard costs nothing where it has an index; else what
-    comes before is read again, or skipped, if its iterator has `skip`. Where the ranks of the job divide `interleave`,
-    the workers of a rank divide `readers`, and a step has `block` samples in all, each shard is read by one worker of
-    one rank; otherwise by up to as many workers as there are, each of which hands out its part.
+    for each open shard without an index. Resuming inside a shard costs nothing with an index; otherwise its beginning
+    is read again, or skipped, if its iterator has `skip`. If the number of ranks divides `interleave`, the number of
+    workers per rank divides `readers`, and a step has `block` samples in all, each shard is read by one worker of one
+    rank; otherwise by up to all workers, each of which uses its part.
 
     Arguments:
-        shards: names, addresses, numbers, or whatever `read` takes.
+        shards: names, addresses, numbers, or any other arguments of `read`.
         read: returns the samples of a shard: a sequence (`len()` and `[number]`), which is read by index, or any
-            iterable, which is read on. It is called in the DataLoader's workers.
-        lengths: the samples of each shard, or one number, if all have as many. Without it they are counted.
-        index: a file in which the counted lengths are kept, and from which they are read the next time; or its address.
-        count: how to count a shard; by default `read` it, and count.
-        transform: of each sample that is handed out, in the worker.
-        interleave: from so many shards samples are mixed.
-        readers: so many workers of a rank read shards of their own.
+            iterable, which is read in sequence. It is called in the DataLoader's workers.
+        lengths: the number of samples of each shard, or one number for all. Without it they are counted.
+        index: a file or an address that keeps the counted lengths for the next time.
+        count: how to count a shard; by default by reading it.
+        transform: applied to each returned sample, in the worker.
+        interleave: the number of shards whose samples are mixed.
+        readers: the number of workers of a rank that read their own shards.
         block: the samples of a step, of all ranks together.
-        window: samples of a shard are shuffled inside of windows of so many.
-        retry_s: for how long a read that fails as networks do is tried again.
+        window: the number of consecutive samples of a shard that are shuffled together.
+        retry_s: for how long network errors are retried.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense.
-        DataError: a shard cannot be counted; later, one cannot be read, or has not as many samples as was said.
+        ValueError, TypeError: an argument is invalid.
+        DataError: a shard cannot be counted; later, one cannot be read, or has another number of samples than given.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Stream(OrderedDataset):
             return sum(1 for _ in samples)
 
     def __len__(self) -> int:
-        """Return how many samples all shards have."""
+        """Return the number of samples of all shards."""
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
@@ -164,7 +164,7 @@ class Stream(OrderedDataset):
         return self._latest[1]
 
     def describe_order(self) -> dict[str, Any]:
-        """Return what makes the order: a saved position belongs to the same order only."""
+        """Return what determines the order: a saved position is valid only for the same values."""
         return describe_order([str(shard) for shard in self.shards], self.lengths, self.layout)
 
     def close(self) -> None:
@@ -173,11 +173,11 @@ class Stream(OrderedDataset):
             self._open.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a worker that is spawned, without open files."""
+        """Return the state for a spawned worker, without open files."""
         return {**self.__dict__, "_open": None, "_latest": None}
 
 
-# Find how many samples each shard has: given, read from an index file, or counted once and written there.
+# Find the number of samples of each shard: given, read from an index file, or counted once and written to it.
 #
 # {"phalanx_index": 1, "shards": {"data/a.tar": 1000, "data/b.tar": 998}}
 
@@ -194,11 +194,11 @@ def find_lengths(
 ) -> Indices:
     """Return the length of each shard.
 
-    With `index` the lengths in that file count, and missing ones are counted and written; of several processes of this
+    With `index`, lengths in that file are used, and missing ones are counted and written; of several processes on this
     machine one counts, and the others wait for it.
 
     Raises:
-        ValueError: `lengths` are not as many as shards, or no numbers.
+        ValueError: there are not as many `lengths` as shards, or they are not numbers.
         DataError: a shard cannot be counted, or the index file cannot be read.
     """
     if lengths is not None:
@@ -271,7 +271,7 @@ def _read_index(name: str) -> dict[str, int]:
 
 
 def _write_index(name: str, lengths: Mapping[str, int]) -> None:
-    """Write the file, whole or not at all."""
+    """Write the file, atomically."""
     content = json.dumps({"phalanx_index": _VERSION, "shards": dict(lengths)}, indent=0).encode()
     if is_address(name):
         files, path = split_address(name)
@@ -285,7 +285,7 @@ def _write_index(name: str, lengths: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Let no other process of this machine count for the same index file meanwhile; at an address, each may."""
+    """Exclude other processes of this machine that count for the same index file; not for an address."""
     if is_address(name):
         yield
         return

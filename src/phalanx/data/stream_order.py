@@ -1,20 +1,20 @@
-"""Compute the order in which a job goes through shards, as a function of their lengths, a key and four numbers.
+"""Compute the order in which a job reads shards, as a function of their lengths, a key and four numbers.
 
-    shards, shuffled          c a f d b e g h ...       in lanes, one shard behind the other: the next goes to the lane
-                                                        that has the fewest samples so far
-    reader 0    lane 0        c c c c c c|g g g g       a lane is shuffled inside of windows of its shards
+    shards, shuffled          c a f d b e g h ...       assigned to lanes: each shard goes to the lane with the fewest
+                                                        samples so far
+    reader 0    lane 0        c c c c c c|g g g g       a lane is shuffled within windows of its shards
                 lane 1        a a a a|h h h h h h
     reader 1    lane 2        f f f f f f f|...
                 lane 3        d d d d d|...
 
     positions                 c a c a c a c a   f d f d f d f d   c a c a ...
-                              └ a block of 8 ┘  └ the next one ┘              blocks come from the readers by turns,
-                                                                              and inside of one from its lanes by turns
+                              └ a block of 8 ┘  └ the next one ┘              readers take turns with blocks,
+                                                                              and lanes take turns inside a block
 
 The order does not depend on ranks or workers. If a step of the job has as many samples as a block, each of a
-DataLoader's workers has a reader's lanes, as batches come from workers by turns; and if ranks divide the lanes of a
-reader, they share them: each reads shards that no other process reads. With other numbers the order is the same, and
-some shards are read by several.
+DataLoader's workers reads one reader's lanes, as workers take turns with batches; and if the number of ranks divides
+the lanes of a reader, they divide them: each reads shards that no other process reads. With other numbers the order is
+the same, and some shards are read by several processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StreamLayout:
     There are `interleave` lanes for each of `readers`, blocks of `block` samples, and windows of `window`.
 
     Raises:
-        ValueError: one of the numbers is not 1 or more.
+        ValueError: one of the numbers is below 1.
     """
 
     interleave: int
@@ -51,7 +51,7 @@ class StreamLayout:
             raise ValueError(f"Stream: {', '.join(wrong)}: each must be a number of 1 or more")
 
     def fit(self, num_shards: int) -> StreamLayout:
-        """Return the layout for so few shards: no reader has more lanes than shards, and none is without any."""
+        """Return the layout for few shards: no reader has more lanes than shards, and every reader has a lane."""
         interleave = max(1, min(self.interleave, num_shards))
         divisors = (d for d in range(self.readers, 0, -1) if self.readers % d == 0)
         readers = next((d for d in divisors if d * interleave <= num_shards), 1)
@@ -63,8 +63,8 @@ class StreamOrder:
 
     A sample's index is its number among all samples, shard after shard.
 
-    Cost: of a few numbers for each shard, made once per epoch (10,000 shards take some milliseconds); then less than a
-    microsecond for each index, when asked for thousands at a time.
+    Cost: a few numbers for each shard, computed once per epoch (10,000 shards take some milliseconds); then less than
+    a microsecond per index, for thousands at a time.
     """
 
     def __init__(self, lengths: Indices, layout: StreamLayout, key: str | None) -> None:
@@ -77,10 +77,10 @@ class StreamOrder:
         by_lane = np.argsort(lanes, kind="stable")
         self.length = int(lengths.sum())
         self._lengths, self._window = lengths, np.uint64(layout.window)
-        self._begins = np.cumsum(lengths) - lengths  # where each shard begins, among all samples
-        self._shards = shards[by_lane]  # the shards in the order of lanes, and in each lane as it is read
+        self._begins = np.cumsum(lengths) - lengths  # the begin of each shard, among all samples
+        self._shards = shards[by_lane]  # the shards by lane, and in each lane in reading order
         in_lanes = np.cumsum(lengths[self._shards])
-        self._rows = in_lanes - lengths[self._shards]  # where each of them begins, counted through all lanes
+        self._rows = in_lanes - lengths[self._shards]  # the begin of each, counted through all lanes
         totals = np.zeros(layout.readers * layout.interleave, dtype=np.uint64)
         np.add.at(totals, lanes, lengths[shards])
         self._lane_rows = (np.cumsum(totals) - totals).reshape(layout.readers, layout.interleave)
@@ -112,7 +112,7 @@ class StreamOrder:
 
 
 def deal(lengths: Indices, num_lanes: int) -> Indices:
-    """Return the lane of each shard: the next shard goes to the lane that has the fewest samples so far."""
+    """Return the lane of each shard: the next shard goes to the lane with the fewest samples so far."""
     if len(lengths) and (lengths == lengths[0]).all():
         lanes: Indices = np.arange(len(lengths), dtype=np.uint64) % np.uint64(num_lanes)
         return lanes
@@ -126,25 +126,25 @@ def deal(lengths: Indices, num_lanes: int) -> Indices:
 
 
 def describe_order(names: list[str], lengths: Indices, layout: StreamLayout) -> dict[str, Any]:
-    """Return what distinguishes one order from another, as a part of a saved position."""
+    """Return the values that distinguish orders, as a part of a saved position."""
     digest = hashlib.blake2b(lengths.tobytes(), digest_size=8)
     for name in names:
         digest.update(f"{len(name)} {name}".encode())
     return {"shards": digest.hexdigest(), **asdict(layout)}
 
 
-# Deal positions to sequences by turns, as arithmetic.
+# Assign positions to sequences in turns, as arithmetic.
 #
 # three sequences of 5, 2 and 3, in turns of 2
 #
-# position    0 1   2 3   4 5   6 7   8   9        the last turn of a sequence may be a short one,
-# sequence    0 0   1 1   2 2   0 0   2   0        and who has nothing left is passed over
+# position    0 1   2 3   4 5   6 7   8   9        the last turn of a sequence may be short,
+# sequence    0 0   1 1   2 2   0 0   2   0        and a finished sequence is skipped
 # number      0 1   0 1   0 1   2 3   2   4
 
 
 @dataclass(frozen=True)
 class _Rounds:
-    """`_Rounds` are rounds from number `round` on, which begin at position `first`.
+    """`_Rounds` are rounds from number `round`, which begin at position `first`.
 
     Sequence `which[i]` gives `ends[i] - ends[i-1]` positions of each round.
     """
@@ -156,9 +156,9 @@ class _Rounds:
 
 
 class Turns:
-    """`Turns` is the order in which sequences of `lengths` are gone through, `turn` positions of each at a time.
+    """`Turns` is the order of reading sequences of `lengths`, `turn` positions of each at a time.
 
-    Cost: as many numbers as there are sequences, squared where all have other lengths.
+    Cost: as many numbers as there are sequences, squared if all lengths differ.
     """
 
     def __init__(self, lengths: Sequence[int], turn: int) -> None:
@@ -180,7 +180,7 @@ class Turns:
         self._firsts = np.array([one.first for one in self._rounds], dtype=np.uint64)
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the sequence to which each position belongs, and its number in that sequence.
+        """Return the sequence of each position, and the position's number in that sequence.
 
         Shape: (n), and so are both results.
         """

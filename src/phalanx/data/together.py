@@ -1,12 +1,12 @@
-"""Read several datasets together, so many samples of each in a step, as one dataset.
+"""Combine several datasets into one, with a fixed number of samples of each in a step.
 
     a: 10 samples, 4 in a step      b: 3 samples, 2 in a step
 
     unit          0        1        2        3        4      |   5       two samples of a, one of b: the steps' divisor
-    of a        a0 a1    a2 a3    a4 a5    a6 a7    a8 a9    |  a' a'     an epoch is that of the dataset that has most
-    of b        b0       b1       b2       b'0      b'1      |  b'2       the others go round, in a new order each time
+    of a        a0 a1    a2 a3    a4 a5    a6 a7    a8 a9    |  a' a'     an epoch is that of the largest dataset
+    of b        b0       b1       b2       b'0      b'1      |  b'2       the others repeat, in a new order each time
 
-A unit is an index, so that the position in all of them is one number.
+A unit is an index, so that the position in all datasets is one number.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class JoinedDataset:
 class Together(OrderedDataset):
     """`Together` has the units of `members` by name.
 
-    A unit of the DataLoader's batch is a list of samples of each; `collate` makes of several a dict of batches. If one
-    of the members drops its last batch where that is not full, an epoch has whole steps only: all batches are full.
+    A unit of the DataLoader's batch is a list of samples of each; `collate` turns several units into a dict of batches.
+    If a member drops an incomplete last batch, an epoch has only complete steps: all batches are full.
     """
 
     def __init__(self, members: Mapping[str, JoinedDataset]) -> None:
@@ -49,24 +49,24 @@ class Together(OrderedDataset):
         self._sizes = {name: one.batch_size // self.units_per_step for name, one in self.members.items()}
         lengths = {name: len(one.dataset) for name, one in self.members.items()}
         self.drop_last = any(one.drop_last for one in self.members.values())
-        """Whether an epoch has whole steps only; it has none if no dataset has a full batch."""
+        """Whether an epoch has only complete steps; it has none if no dataset has a full batch."""
         self._lengths = lengths
         self._length = max(map(self._units_of, self.members))
         self._orders: dict[tuple[str, int], IndexOrder | None] = {}
 
     def _units_of(self, name: str) -> int:
-        """Return how many units an epoch has that goes through a member once."""
+        """Return the number of units of an epoch that reads a member once."""
         length = self._lengths[name]
         if self.drop_last:
             return length // self.members[name].batch_size * self.units_per_step
         return -(-length // self._sizes[name])
 
     def __len__(self) -> int:
-        """Return how many units an epoch has."""
+        """Return the number of units of an epoch."""
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, list[Any]]:
-        """Return a unit by its number through all epochs."""
+        """Return a unit by its number, counted through all epochs."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, list[Any]]]:
@@ -81,7 +81,7 @@ class Together(OrderedDataset):
     def _numbers(self, name: str, index: int) -> list[tuple[int, int]]:
         """Return (epoch, position) of each sample of a member in a unit."""
         size, length = self._sizes[name], self._lengths[name]
-        if self._units_of(name) == self._length:  # an epoch of this member is one of all
+        if self._units_of(name) == self._length:  # an epoch of this member is an epoch of all
             epoch, unit = divmod(index, self._length)
             return [(epoch, position) for position in range(unit * size, min((unit + 1) * size, length))]
         return [divmod(index * size + i, length) for i in range(size)]
@@ -120,7 +120,7 @@ class Together(OrderedDataset):
         }
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> IndexOrder:
-        """Return the units of an epoch, one after another: members are shuffled by themselves."""
+        """Return the units of an epoch in order: members shuffle themselves."""
         return _Units(epoch * self._length)
 
     def describe_order(self) -> dict[str, Any]:

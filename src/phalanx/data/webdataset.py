@@ -1,4 +1,4 @@
-"""Read shards of webdataset: tar files, in which files with one name and several extensions are a sample."""
+"""Read shards of webdataset: tar files, in which files with the same name and different extensions are one sample."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from phalanx.data.shard_names import list_shards
 from phalanx.data.stream import Stream
 
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
-_METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset passes over these files
+_METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset skips these files
 
 
 def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
-    """Return a stream over tar files of webdataset; its samples are webdataset's: a dict with `__key__`, `__url__` and
-    the bytes of each file by its extension.
+    """Return a stream over webdataset's tar files; a sample is webdataset's: a dict with `__key__`, `__url__` and the
+    bytes of each file by its extension.
 
         decode = webdataset.autodecode.Decoder([webdataset.imagehandler("pil")])
         stream = from_webdataset("data/{000..999}.tar", index="index.json", transform=decode)
 
     Arguments:
-        urls: a list, or one string in webdataset's notation. Addresses are opened by fsspec, what is no file and no
-            address (`pipe:...`) by webdataset.
-        options: of `Stream`. Without `lengths`, the headers of files here are read once; others are read whole.
+        urls: a list, or one string in webdataset's notation. fsspec opens addresses; webdataset opens everything that
+            is neither a file nor an address (`pipe:...`).
+        options: of `Stream`. Without `lengths`, the headers of local files are read once; others are read whole.
 
-    Cost: an uncompressed tar file of this machine is read by index, from its headers. All others are read on.
+    Cost: an uncompressed local tar file is read by index, from its headers. All others are read in sequence.
 
     Raises:
         ModuleNotFoundError: webdataset is not installed.
@@ -44,7 +44,7 @@ def from_webdataset(urls: str | Sequence[str], **options: Any) -> Stream:
 
 
 def read_tar(url: str) -> Any:
-    """Return the samples of a tar file: a sequence, if it can be read by index."""
+    """Return the samples of a tar file, as a sequence if it can be read by index."""
     return IndexedTar(url) if _is_here(url) and not url.endswith(_COMPRESSED) else _read_on(url)
 
 
@@ -67,11 +67,11 @@ def _path(url: str) -> str:
 
 
 class IndexedTar:
-    """`IndexedTar` has the samples of a tar file of this machine, by number."""
+    """`IndexedTar` has the samples of a local tar file, by number."""
 
     def __init__(self, url: str) -> None:
         self._fd = os.open(_path(url), os.O_RDONLY)
-        # webdataset itself says what a sample is, given the places of files in the place of their contents.
+        # webdataset itself groups the files into samples; it gets their positions instead of their contents.
         self._samples = list(_iterators().group_by_keys(_places(self._fd, url)))
 
     def __len__(self) -> int:
@@ -118,20 +118,20 @@ def _iterators() -> Any:
     return require("webdataset.tariterators", extra="data", what="from_webdataset")
 
 
-# List the files in a tar archive: names, and where their bytes lie. It is several times as fast as `tarfile`.
+# List the files in a tar archive: names, and positions of their bytes. It is several times as fast as `tarfile`.
 #
 # A header is a block of 512 bytes: name (0 to 100), size in octal digits (124 to 136), kind (156), "ustar" (257),
-# prefix of the name (345 to 500). PAX headers (kind x) precede one whose name or size does not fit; and those of times,
-# which webdataset writes.
+# prefix of the name (345 to 500). PAX headers (kind x) precede a header whose name or size does not fit, and those of
+# times, which webdataset writes.
 
 BLOCK = 512
 
 
 def list_files(fd: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, offset, size) of each regular file in the archive that `fd` is.
+    """Yield (name, offset, size) of each regular file in the archive `fd`.
 
     Raises:
-        tarfile.ReadError: it is no archive, or is damaged.
+        tarfile.ReadError: `fd` is not an archive, or is damaged.
     """
     size_of_all = os.fstat(fd).st_size
     offset, records = 0, dict[str, str]()
