@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Pipeline":  # on first use: schedules are drawn without torch
+    if name == "Pipeline":  # on first use: drawing schedules needs no torch
         from phalanx.pipeline.pipeline import Pipeline
 
         return Pipeline

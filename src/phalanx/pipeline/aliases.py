@@ -1,8 +1,8 @@
-"""Refuse models of which a stage changes a tensor in place while another stage has a copy of the same memory.
+"""Refuse models in which a stage changes a tensor in place while another stage has a copy of the same memory.
 
-In one process a change of a tensor in place changes its views. Across a cut each value travels by itself. So the stages
-note, in the first micro-batch of a mode, which values that go from stage to stage overlap and which a stage changes;
-when all stages' parts of that are known, a model that would give something else is refused.
+In one process an in-place change of a tensor changes its views. Across a cut each value is sent separately. So in the
+first micro-batch of a mode the stages record which values sent between stages overlap and which a stage changes; with
+the records of all stages, a model that would give another result is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.pipeline.nested import tree_flatten
 
 @dataclass(frozen=True)
 class ValueAliases:
-    """`ValueAliases` pairs a stage's values that overlap, and lists foreign values that it changes, by node name."""
+    """`ValueAliases` holds a stage's pairs of overlapping values, and foreign values that it changes, by node name."""
 
     stage: int
     pairs: tuple[tuple[str, str], ...] = ()
@@ -27,7 +27,7 @@ class ValueAliases:
 
 
 def find_pairs(values: Mapping[fx.Node, object]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of `values` that have an element in common."""
+    """Return the pairs of `values` that share an element."""
     tensors = [(str(node), leaf) for node, value in values.items() for leaf in tree_flatten(value)[0]]
     dense = [(name, leaf) for name, leaf in tensors if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     return tuple(
@@ -52,9 +52,9 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def find_stale(seen: Sequence[ValueAliases], graph: fx.Graph, home: Mapping[fx.Node, int]) -> str:
-    """Return why a pipeline of these stages would use a copy that does not change with its original; "" if none would.
+    """Return why a pipeline of these stages would use an outdated copy of a value; "" if none would.
 
-    `home` is the stage in which a node is run.
+    `home` maps a node to its stage.
     """
     nodes = {str(node): node for node in graph.nodes}
     place = {node: at for at, node in enumerate(graph.nodes)}
@@ -77,9 +77,9 @@ def find_stale(seen: Sequence[ValueAliases], graph: fx.Graph, home: Mapping[fx.N
 
 
 class CopyCheck:
-    """A `CopyCheck` checks, in the first step of a mode, that no stage uses a copy of what another stage changes.
+    """A `CopyCheck` checks, in the first step of a mode, that no stage uses a copy of a value that another changes.
 
-    `home` is the stage in which a node of `graph` is run.
+    `home` maps a node of `graph` to its stage.
     """
 
     def __init__(self, graph: fx.Graph, home: Mapping[fx.Node, int]) -> None:
@@ -87,10 +87,10 @@ class CopyCheck:
         self._checked: set[tuple[bool, bool]] = set()
 
     def require_current(self, mode: tuple[bool, bool], seen: Iterable[ValueAliases], group: dist.ProcessGroup) -> None:
-        """Raise where a stage would use such a copy; `seen` is what this rank's stages know. All ranks call it.
+        """Raise if a stage would use such a copy; `seen` are the records of this rank's stages. All ranks call it.
 
         Raises:
-            ValueError: one does, on all ranks; the message names the values.
+            ValueError: a stage would, on all ranks; the message names the values.
         """
         if mode in self._checked or torch.is_inference_mode_enabled():
             return

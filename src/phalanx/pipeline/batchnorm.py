@@ -1,9 +1,9 @@
-"""Update BatchNorm's running statistics once in a step of a pipeline, by those of the whole mini-batch.
+"""Update BatchNorm's running statistics once per step of a pipeline, from the whole mini-batch.
 
-In training every micro-batch is normalized by its own statistics: those of the whole mini-batch are not known before
-its last micro-batch has come, and waiting for it would be no pipeline. What is kept for evaluation, though, is what a
-model sees that gets the mini-batch at once: one update a step, with mean and variance of all its values (as in GPipe).
-A layer that forward calls twice has two, one after the other.
+In training every micro-batch is normalized by its own statistics: the whole mini-batch's are known only after its last
+micro-batch, and waiting for it would defeat the pipeline. The running statistics for evaluation, though, are those of a
+model that gets the mini-batch at once: one update per step, with mean and variance of all its values (as in GPipe). A
+layer that forward calls twice gets two updates, one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from phalanx._base.torch_names import find
 
-# There is no public name for any BatchNorm.
+# torch has no public name for any BatchNorm.
 _BatchNorm: Any = find(
     "torch.nn.modules.batchnorm._BatchNorm",
     loses="a Pipeline knows PyTorch's own BatchNorm layers alone",
@@ -26,14 +26,14 @@ _BatchNorm: Any = find(
 )
 
 _Seen = list[tuple[float, Tensor, Tensor]]
-"""How many values each micro-batch had in a channel, and their means and variances."""
+"""The number of values per channel in each micro-batch, and their means and variances."""
 
 
 class MiniBatchStatistics:
-    """`MiniBatchStatistics` has some stages' BatchNorm layers. It leaves out those whose class has its own forward."""
+    """`MiniBatchStatistics` handles some stages' BatchNorm layers, except those whose class has its own forward."""
 
     def __init__(self, module: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
-        """Take the layers of `module`; `replicas` are ranks with the same layers, whose mini-batches count as one."""
+        """Find the layers of `module`; `replicas` are ranks with the same layers, whose mini-batches count as one."""
         self._replicas = replicas
         self._layers = [
             layer
@@ -53,7 +53,7 @@ class MiniBatchStatistics:
         return {id(tensor) for tensor in found}
 
     def measured(self) -> AbstractContextManager[None]:
-        """Let layers in training note, during one forward, the statistics of what they get; the running ones stay."""
+        """Record the statistics of training layers' inputs during one forward, without changing the running ones."""
         return self._watched() if self._layers else nullcontext()
 
     @contextmanager
@@ -72,7 +72,7 @@ class MiniBatchStatistics:
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
-        """Let the layers note nothing during the block: a micro-batch is run a second time."""
+        """Stop recording during the block: a micro-batch is run a second time."""
         seen, self._seen = self._seen, {}
         try:
             with self.measured():
@@ -81,7 +81,7 @@ class MiniBatchStatistics:
             self._seen = seen
 
     def update(self) -> None:
-        """Move the running statistics by all that was noted since the last time. All replicas call it."""
+        """Update the running statistics from all records since the last update. All replicas call it."""
         seen, self._seen = self._seen, {}
         moved = [(layer, _combine(call)) for layer in self._layers for call in seen.get(layer, ()) if call]
         if self._replicas is not None and moved:
@@ -99,12 +99,12 @@ class MiniBatchStatistics:
                 _move(layer, *_parts(statistics))
 
     def forget(self) -> None:
-        """Drop what was noted, since the step failed."""
+        """Drop the records of a failed step."""
         self._seen = {}
 
 
 class _Watch:
-    """A watch runs a layer on buffers of its own, which then hold the statistics of the micro-batch."""
+    """A `_Watch` runs a layer on separate buffers, which then hold the statistics of the micro-batch."""
 
     def __init__(self, seen: list[_Seen]) -> None:
         self._seen = seen

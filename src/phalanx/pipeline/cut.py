@@ -1,4 +1,4 @@
-"""Decide where a model is cut into stages: as the user says, or by what layers cost."""
+"""Decide where a model is cut into stages: as the user says, or by the layers' costs."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def split_points(wanted: Balance) -> list[str]:
 
 
 def check_balance(wanted: Any) -> None:
-    """Raise unless `wanted` is one of the words, numbers of layers, or names of modules.
+    """Raise unless `wanted` is a known word, numbers of layers, or names of modules.
 
     Raises:
-        TypeError: it is none of these.
-        ValueError: it is another word.
+        TypeError: `wanted` is none of these.
+        ValueError: `wanted` is an unknown word.
     """
     if isinstance(wanted, str):
         if wanted not in ("auto", "time", "memory"):
@@ -88,7 +88,7 @@ def check_balance(wanted: Any) -> None:
 
 
 def measure(layers: LayerList, wanted: Balance, example: Any) -> list[LayerCost] | None:
-    """Return what layers cost, where that is asked for and can be measured; layers can only be run with an example.
+    """Measure the layers' costs, if `wanted` asks for them and there is an `example` on which to run the layers.
 
     Raises:
         ValueError: the balance needs times, and there is no example.
@@ -115,10 +115,10 @@ def decide_counts(
     *,
     recompute: bool = False,
 ) -> tuple[list[int], str]:
-    """Return the layers per stage, and by what that was decided.
+    """Return the layers per stage, and the basis of the decision.
 
     Raises:
-        ValueError: the model cannot be cut so.
+        ValueError: the model cannot be cut in this way.
     """
     stages, names = schedule.num_stages, layers.names
     if len(names) < stages:
@@ -203,7 +203,7 @@ def _parameter_bytes(layers: LayerList) -> list[int]:
 
 
 def require_one_owner_of_buffers(layers: LayerList, parts: Sequence[LayerRange]) -> None:
-    """Refuse a module with buffers that two stages call: they would have two of them, which drift apart.
+    """Refuse a module with buffers that two stages call: their two copies would drift apart.
 
     Raises:
         ValueError: there is such a module.

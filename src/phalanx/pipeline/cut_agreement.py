@@ -1,4 +1,4 @@
-"""Agree on where a model is cut: one rank measures and decides, and all do the same."""
+"""Agree on where a model is cut: one rank measures and decides for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.pipeline.schedule import Schedule
 
 
 class Cut(NamedTuple):
-    """A cut has the layers per stage, what decided them, and what layers cost where that was measured."""
+    """A `Cut` has the layers per stage, the basis of the decision, and the layers' costs if measured."""
 
     counts: list[int]
     reason: str
@@ -30,11 +30,11 @@ def agree_on_cut(
     group: dist.ProcessGroup,
     data_group: dist.ProcessGroup | None,
 ) -> Cut:
-    """Let the first rank measure and decide, for all pipelines, once all have compared arguments. All ranks call it.
+    """Compare the arguments of all ranks, and let the first rank measure and decide for all pipelines. Collective.
 
     Raises:
-        MismatchError: ranks were asked for different pipelines.
-        Whatever keeps the first rank from deciding, on every rank.
+        MismatchError: ranks have different arguments.
+        Any error of the first rank's decision, on every rank.
     """
     asked = (layers.names, planned.name, planned.num_stages, planned.micro_batches, checkpoint)
     heard: list[Any] = [None] * group.size()
@@ -50,7 +50,7 @@ def agree_on_cut(
         try:
             costs = measure(layers, balance, example)
             decided = [Cut(*decide_counts(layers, balance, planned, costs, recompute=checkpoint != "never"), costs)]
-        except Exception as error:  # all ranks shall hear it
+        except Exception as error:  # all ranks raise it
             decided = [error]
     if data_group is not None and group.rank() == 0:
         dist.broadcast_object_list(decided, group=data_group, group_src=0)

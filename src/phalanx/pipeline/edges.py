@@ -1,4 +1,4 @@
-"""Define the edges between stages, what all stages know of a step, and the errors of a stage that failed."""
+"""Define the edges between stages, the data of a step that all stages share, and the errors of a failed stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from phalanx.errors import PeerLostError, PhalanxError
 
 
 class Edge(NamedTuple):
-    """An edge carries messages from one stage to another; `backward` if they are gradients. Each has its own order."""
+    """An `Edge` carries messages from one stage to another; `backward` if they are gradients.
+
+    Each is ordered by itself.
+    """
 
     source: int
     target: int
@@ -16,10 +19,10 @@ class Edge(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """A `StepPlan` is what all stages must know of a step: its micro-batches, the rows of this one and of all.
+    """A `StepPlan` is the data that all stages share of a step: its micro-batches, the rows of this one and of all.
 
-    `seed` is that of this micro-batch. `has_state` says that some stage has drawn numbers; then the first of the values
-    is the state of the generators after that. `micro_batch` is its number, which the sender alone knows.
+    `seed` is this micro-batch's. `has_state` says that some stage has drawn random numbers; then the first value is the
+    generators' state after that. `micro_batch` is its number, which only the sender knows.
     """
 
     micro_batches: int
@@ -31,8 +34,8 @@ class StepPlan(NamedTuple):
 
 
 class StageFailedError(PhalanxError):
-    """This error says that another stage has failed and told this one."""
+    """Another stage has failed and has notified this one."""
 
 
 class StageLostError(PeerLostError):
-    """This error says that another stage has lost a peer and told this one."""
+    """Another stage has lost a peer and has notified this one."""

@@ -1,4 +1,4 @@
-"""Carry out a rank's part of a schedule: receive, compute, send, action by action, and note the times."""
+"""Execute a rank's part of a schedule: receive, compute, send, action by action, and record the times."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from phalanx.pipeline.wire import AHEAD, Wire
 
 @dataclass
 class StepWork:
-    """A `StepWork` is what a step needs on this rank. The first stage has `inputs`, the last one `finish`."""
+    """`StepWork` is the input of a step on this rank. The first stage has `inputs`, the last one `finish`."""
 
     training: bool
-    """Whether random states travel, as dropout needs them."""
+    """Whether random states are sent along, as dropout needs them."""
     grad: bool
     recompute: str
     statistics: MiniBatchStatistics
@@ -44,7 +44,7 @@ class StepWork:
     """
     results: dict[int, Any] = field(default_factory=dict)
     seed: int = 0
-    """The seed of the random numbers of the first micro-batch, where random states travel."""
+    """The seed of the first micro-batch's random numbers, if random states are sent along."""
 
 
 class Executor:
@@ -59,12 +59,12 @@ class Executor:
         self._num_stages = num_stages
         self._random = random
         self._local: defaultdict[Edge, deque[Any]] = defaultdict(deque)
-        """The values received, or sent by a stage of this rank to another one, that have not been taken yet."""
+        """The values received, or sent by a stage of this rank to another one, that are still unused."""
         self._forms = Forms()
         self.step = StepProgress()
 
     def run(self, work: StepWork) -> None:
-        """Do this rank's actions; afterwards `work` holds results."""
+        """Execute this rank's actions; afterwards `work` has the results."""
         program_state = self._random.get() if work.training else None
         self._forms.begin()
         step = self.step
@@ -72,7 +72,7 @@ class Executor:
             first = min(self.stages)
             step.act(Action("F", first, 0))
             micro_batches = len(work.inputs)
-            if first:  # the first micro-batch says how many there are
+            if first:  # the first micro-batch has their number
                 received = self._receive(first - 1, first)
                 micro_batches = received[1].micro_batches
                 self._local[Edge(first - 1, first)].append(received)
@@ -129,7 +129,7 @@ class Executor:
                     self._unpack(stage, source, values, inputs, leaves)
         assert self.step.schedule is not None
         if work.grad:
-            for source in stage.part.receives:  # the values that came were sent after these gradients were there
+            for source in stage.part.receives:  # the received values were sent after these gradients had arrived
                 if source not in self.stages:
                     count = self.step.schedule.backwards_before[source, micro_batch]
                     with self.step.talk_to(source):
@@ -249,7 +249,7 @@ class Executor:
     # -- failure -------------------------------------------------------------------------------------------------
 
     def refuse(self, error: BaseException) -> BaseException:
-        """Tell the ranks that wait for this one what fails before the first action; return the error to raise."""
+        """Notify the ranks that wait for this one of an error before the first action; return the error to raise."""
         self.step.refuse()
         return self._fail(error)
 
@@ -261,7 +261,7 @@ class Executor:
         self._wire.tell_failure(self._edges(), text, lost=lost, leaves=True, between=True)
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Tell all ranks that wait for this one; return the error to raise here."""
+        """Notify all ranks that wait for this one; return the error to raise here."""
         where = describe_failure(self.step, self.stages, self._rank)
         if isinstance(error, (StageFailedError, StageLostError)):
             text = str(error)
@@ -291,15 +291,15 @@ class AwaitedMessage(NamedTuple):
     """An `AwaitedMessage` is a message, and the action of this rank that needs it."""
 
     at: int
-    """The action's place in the rank's order."""
+    """The action's position in the rank's order."""
     edge: Edge
     micro_batch: int
 
 
 def plan_receives(order: Sequence[Action], own: Mapping[int, LayerRange]) -> list[AwaitedMessage]:
-    """Return the messages from other ranks that actions in this order need, in order. `own` has this rank's stages.
+    """Return the messages from other ranks that these actions need, in order. `own` has this rank's stages.
 
-    All gradients that may come are among them: a micro-batch's values may turn out to need none.
+    They include all possible gradients: a micro-batch's values may turn out to need none.
     """
     found = []
     for at, (kind, stage, micro_batch) in enumerate(order):
@@ -316,7 +316,7 @@ def plan_receives(order: Sequence[Action], own: Mapping[int, LayerRange]) -> lis
 
 
 class ReceivesAhead:
-    """`ReceivesAhead` has the receives of a step that are still to be posted."""
+    """`ReceivesAhead` has the receives of a step that are not posted yet."""
 
     def __init__(
         self, receives: Sequence[AwaitedMessage], wire: Wire, stages: Mapping[int, Stage], step: StepProgress
@@ -327,12 +327,12 @@ class ReceivesAhead:
         self._stages = stages
         self._step = step
         self._posted_for: list[int] = []
-        """The places, in the order of actions, of those actions to come for which receives are posted."""
+        """The positions, in order, of coming actions for which receives are posted."""
 
     def post(self, at: int) -> None:
-        """Start to receive what the action at this place of the order needs, and a little of what is needed next.
+        """Post the receives of the action at this position, and some of the next ones.
 
-        It starts only receives of what is sure to come, and none of gradients of values that are still to be made.
+        It posts only receives of messages that are sure to arrive, and none of gradients of values not yet made.
         """
         if not self._receives:
             return

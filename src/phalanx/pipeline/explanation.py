@@ -11,20 +11,20 @@ from phalanx.pipeline.simulate import Timeline, ideal_efficiency, simulate, unit
 if TYPE_CHECKING:
     from rich.console import Console
 
-_COLUMNS = 400  # wider is no drawing
+_COLUMNS = 400  # the widest useful drawing
 _STYLES = {"F": "black on cyan", "B": "black on green", "I": "black on green", "W": "black on yellow"}
 _LIGHTNESS = {"F": 72, "B": 48, "I": 48, "W": 60}
 _HUES = {"F": 0, "B": 2, "I": 2, "W": 3}
-_CHUNKS = 3  # so many stages of a rank have colours of their own; further stages repeat them
+_CHUNKS = 3  # number of stages of a rank with colours of their own; further stages repeat them
 
 
 def ideal(schedule: Schedule, backward: float = 2.0) -> Timeline:
-    """Return the schedule with equal stages and messages that take no time."""
+    """Return the schedule with equal stages and zero transfer time."""
     return simulate(schedule, unit_seconds(schedule, backward))
 
 
 def facts(schedule: Schedule, timeline: Timeline) -> list[str]:
-    """Return what the numbers of a schedule say, line by line."""
+    """Describe a schedule's numbers, line by line."""
     per_rank = schedule.num_stages // schedule.num_ranks
     held = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.num_stages))
     bound = 1.0 - ideal_efficiency(schedule.num_ranks, schedule.micro_batches, per_rank)
@@ -58,14 +58,14 @@ def grid(
                 line.append(("." * (begin - at), "."))
             begin = max(begin, at)
             if span.action == failed:
-                end = max(end, begin + 2)  # it is seen however short it is
+                end = max(end, begin + 2)  # visible however short
             width = end - begin
             if width <= 0:
                 continue
             text = _label(schedule, span.action)[: width - 1] if width > 1 else ""
             mark = "!" if span.action == failed else span.action.kind
             if mark == "!" and len(text) == width - 1:
-                text = ""  # there is no room for both
+                text = ""  # too narrow for both
             fill = "x" if mark == "!" else "-"
             line.append(((text + fill * (width - 1 - len(text)) + " ")[:width], mark))
             at = end
@@ -153,7 +153,7 @@ def _legend(page: Drawing, x: float, y: float, schedule: Schedule) -> None:
         page.rect(x, y - 10, 12, 12, fill=fill, radius=2)
         page.text(x + 17, y, text, size=12, anchor="start")
         x += 40 + 7 * len(text)
-    if x < 820:  # it has room
+    if x < 820:  # it fits
         page.text(x, y, "numbers are micro-batches", size=12, anchor="start", fill=FAINT)
 
 

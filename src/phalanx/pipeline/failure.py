@@ -16,7 +16,7 @@ _MARK = "x"  # no other cell has it
 
 
 def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int) -> str:
-    """Return where it failed: 'Pipeline: stage 1 (rank 1), micro-batch 3, forward, in layer 'encoder.4''."""
+    """Return the place of a failure: 'Pipeline: stage 1 (rank 1), micro-batch 3, forward, in layer 'encoder.4''."""
     at = step.at
     if at is None:
         return f"Pipeline: rank {rank}"
@@ -33,7 +33,7 @@ def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int)
 
 
 def draw_failure(schedule: Schedule | None, at: Action | None) -> list[str]:
-    """Return the schedule with that cell marked; of a large one, return the part around the cell."""
+    """Draw the schedule with that cell marked; for a large one, the part around the cell."""
     if schedule is None or at is None:
         return []
     lines = plain(schedule, ideal(schedule), at, columns=None)
@@ -53,7 +53,7 @@ def draw_failure(schedule: Schedule | None, at: Action | None) -> list[str]:
 
 
 def with_note(error: BaseException, note: str) -> BaseException:
-    """Return the same error, whose message says where it was."""
+    """Return the same error, with its place in the message."""
     if type(error).__str__ in (Exception.__str__, BaseException.__str__) and len(error.args) == 1:
         error.args = (f"{error.args[0]}\n{note}",)
     elif sys.version_info >= (3, 11):

@@ -1,7 +1,7 @@
-"""Add up a small number over all ranks at the end of each step, with messages whose receives were posted before.
+"""Sum a few numbers over all ranks at the end of each step, with messages whose receives are posted early.
 
-The first stage is mostly the last one to finish. Over Gloo an all_reduce begins then, in a thread of its own that must
-get a core and exchanges notices first; here the others' numbers have come already, and one message goes to each.
+The first stage usually finishes last. A Gloo all_reduce would begin then, in a thread that first needs a core and
+exchanges notices; here the others' numbers have arrived already, and one message is sent to each.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _outliving: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[dist.Work, T
 
 
 FAREWELL_S = 5.0
-"""How long a rank that was interrupted stays for the others to hear of it."""
+"""How long an interrupted rank stays so that the others receive its message."""
 
 
 def outlive(group: dist.ProcessGroup, posted: Sequence[tuple[dist.Work, Tensor]]) -> None:
-    """Keep what is on the way as long as the group: Gloo takes no message any more once the memory of one is gone."""
+    """Keep memory of messages in flight as long as the group: Gloo fails once one message's memory is freed."""
     _outliving.setdefault(group, []).extend(posted)
 
 
 def meets_by_messages(group: dist.ProcessGroup) -> bool:
-    """Return whether messages pay: the backend `phalanx` has collectives as fast, which tell more of failures."""
+    """Return whether messages pay off: the backend `phalanx` has equally fast collectives with better error reports."""
     return phalanx_group(group) is None and dist.get_backend(group) == "gloo"
 
 
 class Meeting:
-    """A meeting belongs to the ranks of a group. In each step that has begun every rank calls `add` or `leave`."""
+    """A `Meeting` belongs to the ranks of a group. In each step that has begun every rank calls `add` or `leave`."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
         self._group, self._tag = group, tag
@@ -45,13 +45,15 @@ class Meeting:
         self._posted: list[tuple[dist.Work, Tensor]] = []
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._gone: RuntimeError | None = None
-        """The error that was raised for a rank whose connection had ended before the step began."""
+        """The error of a rank whose connection had ended before the step began."""
         self.lost: int | None = None
-        """The rank that was found to be gone first."""
+        """The first rank that was found to be lost."""
 
     def begin(self, count: int) -> None:
-        """Begin a step, at whose end so many numbers are added. That a rank is gone is raised there: other ranks count
-        on this one until then, and its neighbours find out by themselves.
+        """Begin a step, at whose end `count` numbers are added.
+
+        A lost rank is reported there: other ranks count on this one until then, and its neighbours detect it
+        themselves.
         """
         for other in self._others:
             numbers = torch.empty(count, dtype=torch.float64)
@@ -61,11 +63,12 @@ class Meeting:
                 self._gone = self._gone or self._of(other, error)
 
     def add(self, numbers: Tensor) -> None:
-        """Replace `numbers` by the sum of all ranks', in the order of ranks.
+        """Replace `numbers` by the sum over all ranks, in the order of ranks.
 
         Raises:
-            RuntimeError: a rank is gone. If it is another than the first, the first tells the rest with `leave`. If
-                it was lost after it had sent its numbers, the rest may have got the sum, and hear of it in their next.
+            RuntimeError: a rank is lost. Unless it is the first, the first notifies the rest with `leave`. If it was
+                lost after it had sent its numbers, the rest may have received the sum, and learn of the loss in the
+                next step.
         """
         if self._gone is not None:
             raise self._gone
@@ -88,19 +91,19 @@ class Meeting:
         self._sent.clear()
 
     def leave(self, numbers: Tensor, *, stay_s: float) -> None:
-        """Be counted with these numbers; stay until all have come, or so long, in case this process ends with it."""
+        """Contribute these numbers and leave; wait up to `stay_s` for the others, in case this process then ends."""
         deadline = Deadline.after(stay_s)
-        if not self._posted:  # this one is over; in the next, the others' numbers want to be taken, or they stay
+        if not self._posted:  # this meeting is over; in the next, the others' numbers must be received, or they wait
             self.begin(len(numbers))
-        self._send(numbers)  # to whom it can be sent
+        self._send(numbers)  # to every rank that is reachable
         for work, _ in self._posted if stay_s else ():
-            with contextlib.suppress(RuntimeError):  # this one is gone, or late; others may still come
+            with contextlib.suppress(RuntimeError):  # this rank is lost or late; others may still send
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
         outlive(self._group, [*self._posted, *self._sent])
         self._posted, self._sent = [], []
 
     def _send(self, numbers: Tensor) -> RuntimeError | None:
-        """Send to all ranks, also to those after one that is gone; return the first error."""
+        """Send to all ranks, also after a lost one; return the first error."""
         first = None
         for other in self._others:
             copied = numbers.clone()
@@ -111,7 +114,7 @@ class Meeting:
         return first
 
     def _of(self, other: int, error: RuntimeError) -> RuntimeError:
-        """Return the error, with the rank whose connection it is about."""
+        """Return the error, with the rank whose connection failed."""
         self.lost = other if self.lost is None else self.lost
         with_note(error, f"That is the connection to rank {other}.")
         return error

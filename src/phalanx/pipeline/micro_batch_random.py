@@ -1,8 +1,8 @@
-"""Seed the random generators for each micro-batch, and pass their state on from stage to stage.
+"""Seed the random generators for each micro-batch, and send their state from stage to stage.
 
-Micro-batch i of a step begins with the seed s + i, where s is drawn from the program's own generator when the step
-begins, and goes through the stages with it; from the first stage on that has drawn a number, so does the state. So
-dropout does what it does in this loop, however the model is cut:
+Micro-batch i of a step begins with the seed s + i, where s is drawn from the program's own generator at the step's
+beginning. The seed is sent along through the stages, and so is the state once a stage has drawn a number. So dropout
+works as in this loop, however the model is cut:
 
     s = torch.randint(2**62, ()).item()
     for i, (x, y) in enumerate(zip(inputs.chunk(m), targets.chunk(m))):
@@ -17,13 +17,13 @@ from torch import Tensor
 
 
 class MicroBatchRandom:
-    """This is the state of the generators that layers on `device` draw from, as one tensor of bytes."""
+    """`MicroBatchRandom` is the state of the generators of layers on `device`, as one tensor of bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def draw_seed(self) -> int:
-        """Return a seed from the program's own generator, which advances by one number, as where nothing is cut."""
+        """Draw a seed from the program's own generator, which advances by one number, as without a cut."""
         return int(torch.randint(2**62, ()).item())
 
     def seed(self, seed: int) -> None:
@@ -39,7 +39,7 @@ class MicroBatchRandom:
 
     def set(self, state: Tensor) -> None:
         size = len(torch.default_generator.get_state()) if self._device.type == "cuda" else len(state)
-        # A copy: torch 2.13 reads what is at the beginning of a tensor's memory, wherever in it the tensor begins.
+        # A copy: torch 2.13 reads from the beginning of a tensor's memory, wherever in it the tensor begins.
         torch.set_rng_state(state[:size].clone())
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(state[size:].clone(), self._device)

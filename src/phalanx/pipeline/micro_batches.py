@@ -1,4 +1,4 @@
-"""Cut a mini-batch into micro-batches along its first dimension, and put results together again."""
+"""Cut a mini-batch into micro-batches along its first dimension, and join their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def count_rows(values: Any, what: str) -> int:
     """Return the size of the first dimension of all tensors in `values`.
 
     Raises:
-        ValueError: they differ, there is no tensor, or none has rows.
+        ValueError: the sizes differ, there is no tensor, or none has rows.
     """
     tensors = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor) and t.dim()]
     sizes = {t.shape[0] for t in tensors}
@@ -32,23 +32,23 @@ def count_rows(values: Any, what: str) -> int:
 
 
 def cut(rows: int, micro_batches: int) -> list[int]:
-    """Return how many rows each micro-batch gets, as `Tensor.tensor_split` does; perhaps fewer rows than asked."""
+    """Return the number of rows of each micro-batch, as `Tensor.tensor_split` does; possibly fewer parts than asked."""
     count = min(rows, micro_batches)
     size, more = divmod(rows, count)
     return [size + (i < more) for i in range(count)]
 
 
 def take(values: Any, begin: int, rows: int) -> Any:
-    """Return these rows of every tensor in `values`; what has no dimension, or is no tensor, goes to all."""
+    """Return these rows of every tensor in `values`; scalars and non-tensors are the same for all micro-batches."""
     leaves, tree = tree_flatten(values)
     return tree_unflatten([v[begin : begin + rows] if isinstance(v, Tensor) and v.dim() else v for v in leaves], tree)
 
 
 def join(results: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Return the result of the mini-batch, of which the micro-batches have `results` of so many `rows`.
+    """Join the micro-batches' `results`, of `rows` rows each, into the mini-batch's result.
 
     Raises:
-        TypeError: a result holds something that can't be put together: no tensor, or one without dimensions.
+        TypeError: a result has a value that can't be joined: no tensor, or one without dimensions.
         ValueError: the first dimension of a tensor is not that of the samples, or of several for each of them.
     """
     flat = [tree_flatten(result) for result in results]
@@ -79,7 +79,7 @@ def _describe(value: Any) -> str:
 
 
 def take_each(values: Mapping[_Key, Any], rows: Sequence[int]) -> list[dict[_Key, Any]]:
-    """Return for each micro-batch, of so many `rows`, its part of every value."""
+    """Split every value into the parts of the micro-batches, of `rows` rows each."""
     begins = itertools.accumulate(rows, initial=0)
     return [
         {key: take(value, begin, count) for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""Take values that are nested in tuples, lists and dicts apart, and put them together, with torch's own tools."""
+"""Flatten values that are nested in tuples, lists and dicts, and unflatten them, with torch's own tools."""
 
 from __future__ import annotations
 

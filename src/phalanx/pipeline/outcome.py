@@ -1,11 +1,11 @@
-"""Agree at the end of a step how it has ended: with its loss on all ranks, or with an error on all of them.
+"""Agree at the end of a step on its result: its loss on all ranks, or an error on all of them.
 
-A rank that has done its part does not know yet that all others will do theirs: a first stage may fail in its last
-backward, when the last stage has long given its loss. So all ranks meet at the end, with one small all_reduce, as do
-replicas.
+A rank that has completed its part cannot know whether all others will complete theirs: a first stage may fail in its
+last backward, long after the last stage has computed its loss. So all ranks, and all replicas, meet at the end in a
+small all_reduce.
 
-Only the ranks of its own groups see that a rank is lost. A rank that sees it, and is in another group with ranks that
-do not, ends that group, so that they see it there. MPI calls this revoking a communicator.
+Only ranks in a lost rank's groups detect the loss. A rank that does, and shares another group with ranks that don't,
+ends that group, so that they detect it there. MPI calls this revoking a communicator.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ENDED_ALONE = (
     "Pipeline: this rank has done its part of the step; another was lost before the end, where all meet. Read its log."
 )
-_LOST, _INTERRUPTED = 1e6, 1e12  # each more than all ranks that have the one before
-_NAMED = -1.0  # in the place of the loss's dtype: in that of the loss is the rank that was lost
+_LOST, _INTERRUPTED = 1e6, 1e12  # each more than the sum of the previous over all ranks
+_NAMED = -1.0  # in the field of the loss's dtype: the field of the loss has the lost rank
 
 
 class StepOutcome:
-    """An outcome decides how a pipeline's steps end; `data_group` has one rank per replica. All ranks call it."""
+    """A `StepOutcome` decides how a pipeline's steps end; `data_group` has one rank per replica. All ranks call it."""
 
     def __init__(
         self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None, device: torch.device, tag: int
@@ -42,7 +42,7 @@ class StepOutcome:
         self._group, self._data_group, self._device = group, data_group, device
         self._last_words: list[Any] = []
         self.all_have_heard = False
-        """Whether the step failed, and every rank of the pipeline has come here and was told."""
+        """Whether the step failed, and every rank of the pipeline was notified at the meeting."""
 
     def begin(self) -> None:
         """Begin a step, which ends with `share` or `leave`."""
@@ -50,12 +50,12 @@ class StepOutcome:
             self._meeting.begin(3)
 
     def share(self, loss: Tensor | None, error: Exception | None, *, replicas: bool) -> Tensor:
-        """Return the loss, which one rank has given, on every rank; with `replicas` return the mean over them.
+        """Return the loss of the one rank that has it on every rank; with `replicas` return the mean over them.
 
         Raises:
             `error`, if this rank has one.
-            StageFailedError: another rank has one; the message is its own.
-            StageLostError: a rank of another pipeline is gone.
+            StageFailedError: another rank has an error; the message is that error's.
+            StageLostError: a rank of another pipeline is lost.
         """
         self.all_have_heard = False
         numbers = [0.0, 0.0] if loss is None else [loss.item(), float(_DTYPES.index(loss.dtype))]
@@ -81,19 +81,19 @@ class StepOutcome:
 
     @property
     def meets_by_messages(self) -> bool:
-        """Return whether nothing ends the group for ranks that see nothing of a loss themselves: each must be told."""
+        """Return whether ranks that see nothing of a loss must be notified, because nothing ends the group for them."""
         return self._meeting is not None
 
     def leave(self, *, lost: bool, who: int | None = None) -> None:
-        """End this rank's step without the others, which shall not wait: it was interrupted, or `lost` a peer.
+        """End this rank's step without making the others wait: it was interrupted, or `lost` a peer.
 
-        `who` is that peer, if it is known.
+        `who` is that peer, if known.
         """
         self._leave_meeting(lost=lost, who=who)
         groups = [self._data_group] if lost or self._meeting is not None else [self._group, self._data_group]
         for group, numbers in zip(groups, (2, 1)[-len(groups) :], strict=True):
             if group is not None:
-                with contextlib.suppress(RuntimeError):  # a peer is gone there, too
+                with contextlib.suppress(RuntimeError):  # a peer is lost there, too
                     words = torch.tensor([0.0] * numbers + [_LOST if lost else _INTERRUPTED], dtype=torch.float64)
                     self._last_words.append((dist.all_reduce(words, group=group, async_op=True), words))
 
@@ -102,18 +102,18 @@ class StepOutcome:
             return
         who = self._meeting.lost if who is None else who
         last = [0.0, 0.0, _LOST if lost else _INTERRUPTED]
-        if lost and who is not None and self._group.rank() == 0:  # the others get these numbers, and no sum
+        if lost and who is not None and self._group.rank() == 0:  # the others receive these numbers instead of a sum
             last[:2] = float(who), _NAMED
         self._meeting.leave(torch.tensor(last, dtype=torch.float64), stay_s=0.0 if lost else FAREWELL_S)
 
     def abandon(self, error: BaseException) -> None:
-        """Fail after the place where all meet, where the others may wait for this rank in either group.
+        """Fail after the meeting, while the others may wait for this rank in either group.
 
-        If they meet by messages, they find its last words at their next meeting.
+        If they meet by messages, they receive this rank's last message at their next meeting.
         """
         self._leave_meeting(lost=isinstance(error, Exception), who=None)
         if self._data_group is None and isinstance(error, (PeerLostError, DeadlineError)):
-            return  # its one group is over, and all see it
+            return  # its only group has ended, and all detect it
         _revoke(self._group)
         if self._data_group is not None:
             _revoke(self._data_group)
@@ -121,7 +121,7 @@ class StepOutcome:
     def _meet(
         self, group: dist.ProcessGroup, numbers: list[float], error: Exception | None
     ) -> tuple[list[float], Exception | None]:
-        """Return the sums of `numbers` over the group, and an error on all ranks if there is one on any."""
+        """Return the sums of `numbers` over the group, and an error on all ranks if any rank has one."""
         words = torch.tensor([*numbers, float(error is not None)], dtype=torch.float64)
         if self._meeting is not None and group is self._group:
             self._meeting.add(words)
@@ -144,15 +144,15 @@ class StepOutcome:
         dist.all_gather_object(told, mine, group=group)
         if error is not None:
             return numbers, error
-        # an error that did not follow from another comes first
+        # an error that is not the consequence of another comes first
         _, text, kind = min(one for one in told if one is not None)
         return numbers, StageFailedError(text if kind == StageFailedError.__name__ else f"{kind}: {text}")
 
 
 def _revoke(group: dist.ProcessGroup) -> None:
-    """End the group for all of its ranks: one that waits in it, or comes later, gets a lost rank's error.
+    """End the group for all of its ranks: a rank that waits in it, or calls it later, gets a lost rank's error.
 
-    Other backends' ranks hear of it when this process ends.
+    With other backends, the ranks detect it when this process ends.
     """
     if (ours := phalanx_group(group)) is not None:
         ours.abort()

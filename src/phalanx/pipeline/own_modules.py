@@ -1,4 +1,4 @@
-"""Hold the layers of the model that this rank has, under the names that they have in the whole model."""
+"""Hold the layers on this rank, under their names in the whole model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from phalanx._base.partition.parts import LayerRange
 
 
 class OwnModules(nn.Module):
-    """It has modules and tensors of some parts, at the places where they are in the whole model, and nothing else."""
+    """`OwnModules` has the modules and tensors of some parts, at their places in the whole model, and nothing else."""
 
     def __init__(self, root: nn.Module, parts: Iterable[LayerRange], extra: Sequence[str] = ()) -> None:
-        """Take the modules of `parts`; `extra` are parameters and buffers that no part uses, in this rank's care."""
+        """Add the modules of `parts`; `extra` are parameters and buffers that no part uses, assigned to this rank."""
         super().__init__()
         self.training = root.training
         parts = list(parts)
@@ -37,7 +37,7 @@ class OwnModules(nn.Module):
             holder._modules[last] = module
 
     def _reach(self, root: nn.Module, path: str) -> nn.Module:
-        """Return the module at `path`; it is made empty if there is none yet."""
+        """Return the module at `path`; create an empty one if there is none."""
         at: nn.Module = self
         for depth, step in enumerate(path.split(".") if path else ()):
             if step not in at._modules:
@@ -52,7 +52,7 @@ class OwnModules(nn.Module):
 def unused_tensors(root: nn.Module, parts: Iterable[LayerRange]) -> list[str]:
     """Return the names of the model's parameters and buffers that none of its parts uses."""
     used = OwnModules(root, parts)
-    known = {id(tensor) for tensor in (*used.parameters(), *used.buffers())}  # one may have several names
+    known = {id(tensor) for tensor in (*used.parameters(), *used.buffers())}  # a tensor may have several names
     every = (*root.named_parameters(), *root.named_buffers())
     return [name for name, tensor in every if id(tensor) not in known]
 

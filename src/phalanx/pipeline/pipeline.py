@@ -1,4 +1,4 @@
-"""`Pipeline` trains a model in stages on several ranks; it is what a program sees of this package."""
+"""`Pipeline` trains a model in stages on several ranks; the public class of this package."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from phalanx.pipeline.wire import PipelineNumbers, Wire
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 
-# Words of torchgpipe, torch.distributed.pipelining and Megatron for arguments of a Pipeline.
+# Names in torchgpipe, torch.distributed.pipelining and Megatron for arguments of a Pipeline.
 _ELSEWHERE = {
     "chunks": "micro_batches",
     "n_microbatches": "micro_batches",
@@ -58,7 +58,7 @@ _CHECKPOINTS = ("never", "except_last", "always")
 
 
 def names_our_arguments(make: _Make) -> _Make:
-    """Let a call with another library's word for an argument end in a TypeError that says our word."""
+    """Raise a TypeError with our argument's name if a call uses another library's name for it."""
 
     @functools.wraps(make)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def names_our_arguments(make: _Make) -> _Make:
 def check_arguments(
     micro_batches: int, ranks: int, schedule: str, checkpoint: str, reduction: str, outputs: str, balance: Any
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments make sense."""
+    """Raise ValueError or TypeError if an argument is invalid."""
     check_balance(balance)
     for name, value, allowed in (
         ("checkpoint", checkpoint, _CHECKPOINTS),
@@ -95,9 +95,9 @@ def check_arguments(
 class Pipeline(StageModule):
     """Train `module` in stages on the ranks of a group, through which the micro-batches of a mini-batch flow.
 
-    Losses, results, gradients and trained weights are those of the whole model in one process that gets the
-    micro-batches one after the other (`phalanx docs pipeline` leads to that loop). Collective: every rank constructs
-    its Pipeline, with the same model and arguments, and then calls the same steps. Each rank keeps only the layers of
+    Losses, results, gradients and trained weights are those of the whole model in one process that runs the
+    micro-batches one by one (`phalanx docs pipeline` shows that loop). Collective: every rank constructs its Pipeline,
+    with the same model and arguments, and then calls the same steps. Each rank keeps only the layers of
     its stages: delete your reference to `module` afterwards, or build it on the meta device if it is too large for one
     process.
 
@@ -105,13 +105,13 @@ class Pipeline(StageModule):
         module: an `nn.Sequential`, or another module whose `forward` torch.fx can trace. Its children are the layers
             between which it may be cut; a value may skip stages, and a parameter may be used in several.
         stages: the number of stages. Default: one on each rank; with the interleaved schedule two, or another multiple.
-        micro_batches: the number of parts of a mini-batch. More of them give shorter bubbles, and less work in each.
+        micro_batches: the number of parts of a mini-batch. More parts give shorter bubbles, but less work in each.
         schedule: the order in which stages work on micro-batches (`phalanx explain pipeline` draws it).
-        balance: where to cut. "time": so that the slowest stage is as fast as possible; "memory": so that the fullest
+        balance: where to cut. "time": so that the slowest stage is as fast as possible; "memory": so that the largest
             stage needs as little memory as possible; both run every layer on `example`. "auto" is "time" if there is an
             example; else the size of parameters decides. Or numbers of layers for each stage, or names of the modules
             at which stages begin.
-        checkpoint: the micro-batches whose forward is run again in the backward, instead of keeping its activations.
+        checkpoint: the micro-batches whose forward is recomputed in the backward, instead of keeping activations.
         loss_fn: called on the last stage with the model's result and the target of a micro-batch. Without one the
             model's result is the loss.
         loss_reduction: how `loss_fn` combines its samples. The loss of the mini-batch combines them in the same way.
@@ -128,8 +128,8 @@ class Pipeline(StageModule):
     micro-batches may be smaller; a mini-batch with fewer samples than micro-batches makes fewer micro-batches.
 
     Raises:
-        ValueError: an argument makes no sense, or the model can't be cut in this way; the message names the layer.
-        TypeError: an argument is of the wrong kind.
+        ValueError: an argument is invalid, or the model can't be cut in this way; the message names the layer.
+        TypeError: an argument has the wrong type.
         MismatchError: the ranks' models or arguments differ.
         RuntimeError: there is no process group.
     """
@@ -191,7 +191,7 @@ class Pipeline(StageModule):
             own.to(device)
         self._hold(own)
         dist.all_gather_object(left, (without, PipelineNumbers.next), group=self._group)
-        # names of all ranks: all shall refuse a step
+        # names of all ranks, so that all refuse a step
         self._without_values = [name for names, _ in left for name in names]
         number = PipelineNumbers.take(number for _, number in left)
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
@@ -222,11 +222,11 @@ class Pipeline(StageModule):
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of a mini-batch, add to the parameters' `grad`, and return the loss on every rank.
 
-        All ranks call it together. The first needs the model's arguments, the last the target; others may pass None.
+        All ranks call it. The first needs the model's arguments, the last the target; others may pass None.
 
         Shape: inputs and targets (N, ...), the loss ().
-        Cost: beside the model's own work, a message per micro-batch and cut; where ranks share memory, without the
-        data.
+        Cost: beside the model's own work, a message per micro-batch and cut; the message has no data if ranks share
+        memory.
 
         Raises:
             ValueError: inputs and targets have different numbers of rows or none; a shape differs between
@@ -242,7 +242,7 @@ class Pipeline(StageModule):
             if self._replicas is not None:
                 self._replicas.average()
             self._statistics.update()
-            if not self._shared:  # the first step has shown what goes from stage to stage
+            if not self._shared:  # the first step has shown the values between stages
                 self._shared = True
                 self._wire.share(self._plan(self._micro_batches, True).most_tensors)
         note_loss(loss)
@@ -288,7 +288,7 @@ class Pipeline(StageModule):
     def _try(
         self, args: Sequence[Any], kwargs: dict[str, Any], finish: Callable[[], Callable[..., Any]], *, grad: bool
     ) -> tuple[StepWork, Exception | None]:
-        """Do this rank's part of a step; return its work, and the error, if any, that others do not know yet."""
+        """Run this rank's part of a step; return its work, and the error, if any, that the others do not know yet."""
         work = StepWork(
             training=self.training,
             grad=grad,
@@ -309,7 +309,7 @@ class Pipeline(StageModule):
             self._run(work)
         except BaseException as error:
             self._step_end.fail(error)
-            if step.failure is None:  # it was interrupted before its first action, or behind its last one
+            if step.failure is None:  # interrupted before its first action, or after its last
                 self._executor.refuse(error)
             if isinstance(error, Exception) and step.failure is not None and not step.failure.leaves:
                 return work, error
@@ -320,7 +320,7 @@ class Pipeline(StageModule):
         return work, None
 
     def _end(self, work: StepWork, error: Exception | None) -> Tensor:
-        """Return the loss of a step in which all ranks did their part; zero for an evaluation, which has none."""
+        """Return the loss of a step that all ranks completed; zero for an evaluation, which has none."""
         loss = None
         if error is None and work.grad and (self._num_stages - 1) % self._size == self._rank:
             loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum()
@@ -332,12 +332,12 @@ class Pipeline(StageModule):
             seen = (stage.seen[mode] for stage in self._executor.stages.values() if mode in stage.seen)
             self._copies.require_current(mode, seen, self._group)
             with self._step_end.together():
-                # this waits until all ranks have done their part: one that failed takes no messages
+                # this waits until all ranks have completed their part: a failed rank receives no messages
                 self._wire.settle()
             self._wire.learn()
             return loss
         except Exception as failure:
-            if self._outcome.all_have_heard:  # and have told all whose receives may be posted
+            if self._outcome.all_have_heard:  # and have notified all whose receives may be posted
                 self._wire.end_receives()
             else:
                 self._step_end.tell_alone(failure, has_met=has_met)
@@ -404,10 +404,10 @@ class Pipeline(StageModule):
 def clip(
     parameters: Sequence[nn.Parameter], counted: Sequence[nn.Parameter], max_norm: float, group: dist.ProcessGroup
 ) -> Tensor:
-    """Scale the gradients of this rank's parameters, and return the norm before, equal on all ranks. All ranks call it.
+    """Clip the gradients of this rank's parameters; return the norm before clipping, equal on all ranks. Collective.
 
     Arguments:
-        counted: those of `parameters` that this rank adds to the norm; of one that several ranks have, one does.
+        counted: those of `parameters` that this rank adds to the norm; one rank adds each shared parameter.
 
     Raises:
         ValueError: max_norm is below zero.
@@ -419,12 +419,12 @@ def clip(
         if parameter.grad is not None:
             grad = parameter.grad.detach()
             values = grad.coalesce().values() if grad.is_sparse else grad
-            if values.is_complex():  # the square of |a + bi| is that of a and that of b
+            if values.is_complex():  # |a + bi| squared is a squared plus b squared
                 values = torch.view_as_real(values.resolve_conj())
             squares += values.double().square().sum().cpu()
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
-    # if the norm is not a number, neither is this, as in torch
+    # NaN if the norm is NaN, as in torch
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
     for parameter in parameters:
         if parameter.grad is not None:
@@ -433,15 +433,18 @@ def clip(
 
 
 class Loss:
-    """A `Loss` computes the loss on the last stage: by a function of result and target, or the result is the loss."""
+    """A `Loss` computes the loss on the last stage: with a function of result and target, or as the result itself."""
 
     def __init__(self, loss_fn: Callable[..., Tensor] | None, *, mean: bool) -> None:
-        """Compute by `loss_fn`. With `mean` it is a mean over samples, so that each micro-batch counts by its rows."""
+        """Compute with `loss_fn`.
+
+        With `mean` it is a mean over samples, so each micro-batch is weighted by its rows.
+        """
         self._loss_fn = loss_fn
         self._mean = mean
 
     def for_target(self, target: Any, result: Callable[[dict[fx.Node, Any]], Any]) -> Callable[..., Tensor]:
-        """Return a function that makes a loss of a micro-batch's values; micro-batches come in order, some twice."""
+        """Return a function that computes a micro-batch's loss; micro-batches come in order, some of them twice."""
         begins = {0: 0}
 
         def loss_of(micro_batch: int, step: StepPlan, results: dict[fx.Node, Any]) -> Tensor:
@@ -468,7 +471,7 @@ class Loss:
 def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Tensor], object] | None) -> list[str]:
     """Give every meta tensor of `own` memory and values: those of its module's `reset_parameters`, or of `init_fn`.
 
-    Tensors that two modules share stay shared. It returns the names of those that got no values; they are zero.
+    Tensors that two modules share stay shared. Return the names of tensors without initial values; they are zero.
     """
     new: dict[int, Tensor] = {}
     made: dict[str, nn.Module] = {}
@@ -497,9 +500,9 @@ def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Te
 
 
 class StepEnd:
-    """A `StepEnd` ends steps, on which `outcome` agrees; where messages do that, `executor` reports errors.
+    """A `StepEnd` ends steps with `outcome`; if that uses messages, `executor` reports errors.
 
-    `failed` says why an earlier step has failed; it is None if none has.
+    `failed` says why an earlier step has failed; None if none has.
     """
 
     def __init__(self, outcome: StepOutcome, wire: Wire, executor: Executor) -> None:
@@ -511,7 +514,7 @@ class StepEnd:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Let the other ranks hear of an error in what all of them do in this block."""
+        """Notify the other ranks of errors in this block, which all of them run."""
         try:
             yield
         except BaseException as error:
@@ -523,8 +526,8 @@ class StepEnd:
             raise
 
     def tell_alone(self, failure: Exception, *, has_met: bool) -> None:
-        """Tell the others that a peer was lost at the end of a step: they may have missed it, in the next step."""
-        is_news = isinstance(failure, (StageFailedError, StageLostError))  # that all have, or get
+        """Notify the others of a peer's loss at the end of a step: they may be in the next step already."""
+        is_news = isinstance(failure, (StageFailedError, StageLostError))  # these errors have reached all, or will
         if is_news or self._executor.step.failure is not None:
             return
         if self._outcome.meets_by_messages and isinstance(failure, RuntimeError):

@@ -1,4 +1,4 @@
-"""Find which ranks have the stages of a pipeline, and which ones the same stages in others."""
+"""Find the ranks with the stages of a pipeline, and those with the same stages in other pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StepProgress` knows how far this rank has come in a step, and how the step has failed here: states and transitions.
+"""`StepProgress` tracks how far this rank is in a step, and how the step has failed here: states and transitions.
 
   idle ──begin──▶ begun ──act──▶ acting ──wait_for──▶ waiting ──has_come──▶ acting ──act──▶ … ──end──▶ done
                     │              │                    │                                               │
@@ -24,20 +24,20 @@ Phase = Literal["idle", "begun", "acting", "waiting", "done", "failed"]
 
 @dataclass(frozen=True)
 class StepFailure:
-    """A `StepFailure` says how a step has failed on this rank."""
+    """A `StepFailure` describes how a step has failed on this rank."""
 
     leaves: bool
     """Whether this rank can't meet the others: it was interrupted, or its group is broken."""
 
 
 class StepProgress:
-    """A `StepProgress` is the present step of one rank, or its last one."""
+    """`StepProgress` is the current or last step of one rank."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what a failed step has left."""
+        """Drop the remains of a failed step."""
         self._clear("idle")
 
     def begin(self) -> None:
@@ -48,15 +48,15 @@ class StepProgress:
         self.phase: Phase = phase
         self.schedule: Schedule | None = None
         self.at: Action | None = None
-        """The action that is under way, or was when the step failed."""
+        """The action in progress, or in progress when the step failed."""
         self.turn = 0.0
-        """The time since when the action could have been done, in seconds of `time.perf_counter`."""
+        """The time since which the action could have run, in seconds of `time.perf_counter`."""
         self.awaited: int | None = None
-        """The stage whose message is waited for, or was when the step failed."""
+        """The stage whose message is awaited, or was when the step failed."""
         self.failure: StepFailure | None = None
 
     def act(self, action: Action) -> None:
-        """Go on to `action`, whose turn it is."""
+        """Begin `action`, whose turn it is."""
         assert self.phase in ("begun", "acting"), self.phase
         self.phase, self.at, self.turn = "acting", action, time.perf_counter()
 
@@ -66,12 +66,12 @@ class StepProgress:
         self.phase, self.awaited = "waiting", stage
 
     def has_come(self) -> None:
-        """Go on with the message that was waited for."""
+        """Continue after the awaited message has arrived."""
         self.phase, self.awaited = "acting", None
 
     @contextlib.contextmanager
     def talk_to(self, stage: int) -> Iterator[None]:
-        """Run the body, which waits for nobody, and fails at once where `stage` is known to be gone."""
+        """Run the body, which waits for no rank, and fail at once if `stage` is known to be lost."""
         try:
             yield
         except RuntimeError:
@@ -79,14 +79,14 @@ class StepProgress:
             raise
 
     def end(self) -> None:
-        """Note that the last action is done."""
+        """Record that the last action is complete."""
         assert self.phase == "acting", self.phase
         self.phase = "done"
 
     def refuse(self) -> None:
-        """Note that the failure is of no action, but of something before the first or after the last one."""
+        """Record that the failure belongs to no action, but happened before the first or after the last one."""
         self.at = self.awaited = self.schedule = None
 
     def fail(self, failure: StepFailure) -> None:
-        """Note how the step has failed, and that the ranks that may wait for this one are being told."""
+        """Record how the step has failed, and that the waiting ranks are being notified."""
         self.phase, self.failure = "failed", failure

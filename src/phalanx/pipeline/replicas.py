@@ -1,4 +1,4 @@
-"""Keep several pipelines the same that train one model on different data, stage by stage: gradients and buffers."""
+"""Keep pipelines equal that train one model on different data, stage by stage: gradients and buffers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ _BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class Replicas:
-    """It averages over this stage's replicas, one per pipeline; all begin with the first's values. Collective."""
+    """`Replicas` averages over this stage's replicas, one per pipeline; all begin with the first's values.
+
+    Collective.
+    """
 
     def __init__(self, group: dist.ProcessGroup, module: nn.Module, statistics: MiniBatchStatistics) -> None:
-        """Take the parameters and buffers of `module`; those of `statistics` are equal on all replicas without help."""
+        """Include the parameters and buffers of `module`; those of `statistics` are equal on all replicas anyway."""
         self.group = group
         self._module = module
         self._statistics = statistics
@@ -32,15 +35,15 @@ class Replicas:
         """The bytes of the buffers when they were last equal on all replicas."""
 
     def average(self) -> None:
-        """Replace gradients by their mean over the replicas, and buffers that a replica has changed by the first one's.
+        """Replace gradients by their mean over the replicas, and changed buffers by the first replica's.
 
-        A parameter that no replica used has no gradient, and one that is frozen keeps what it has. Where all gradients
-        of a parameter are sparse, so is their mean.
+        A parameter that no replica used has no gradient, and a frozen one keeps its gradient. If all gradients of a
+        parameter are sparse, so is their mean.
 
         Cost: one all_reduce of two numbers per parameter and one per buffer, one per 25 MiB of gradients and one per
         sparse gradient; buffers are compared with a copy, and those that have changed are sent.
         """
-        # Any of them may have been frozen or unfrozen since the last step, so all are asked for each time.
+        # Any parameter may have been frozen or unfrozen since the last step, so all are checked each time.
         parameters = list(self._module.parameters())
         buffers = self._buffers()
         used = [p.grad is not None and p.requires_grad for p in parameters]
@@ -72,7 +75,7 @@ class Replicas:
 
     def _average_sparse(self, parameter: nn.Parameter) -> None:
         grad = parameter.grad
-        if grad is None:  # nothing to contribute, and still the others wait for it
+        if grad is None:  # nothing to contribute, but the others wait for it
             grad = torch.sparse_coo_tensor(
                 torch.empty(1, 0, dtype=torch.int64),
                 torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype),
@@ -101,7 +104,7 @@ class Replicas:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """Return a view of the elements that a tensor has in memory: one for those of an expanded dimension."""
+    """Return a view of a tensor's elements in memory: one for all those of an expanded dimension."""
     tensor = tensor.detach()
     if 0 not in tensor.stride():
         return tensor

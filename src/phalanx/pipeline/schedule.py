@@ -1,7 +1,7 @@
-"""A schedule says which stage works on which micro-batch, in which order; it is run, drawn and simulated.
+"""A `Schedule` orders the stages' work on micro-batches; it is run, drawn and simulated.
 
 p ranks, v stages on each, m micro-batches; stage k is on rank k mod p. F forward, B backward; the backward of
-zero_bubble is cut in two: I, the gradient of the input, that the stage before waits for, and W, that of the weights.
+zero_bubble is cut in two: I, the gradient of the input, for which the previous stage waits, and W, that of the weights.
 
     gpipe          F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3           all forward, then all backward
     1f1b           F0 F1  .  . B0 F2 B1 F3 B2  . B3              at most p - stage micro-batches are in flight
@@ -10,7 +10,7 @@ zero_bubble is cut in two: I, the gradient of the input, that the stage before w
 
 Source: Huang et al. (2019), GPipe; Narayanan et al. (2019), PipeDream; Narayanan et al. (2021), Megatron-LM; Qi et al.
 (2023), Zero Bubble Pipeline Parallelism. `tests/pipeline/test_schedule.py` compares the orders with those of
-torch.distributed.pipelining, which can't be had without its stages.
+torch.distributed.pipelining, which can't be used without its stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """An action is a stage's work on one micro-batch."""
+    """An `Action` is a stage's work on one micro-batch."""
 
     kind: Kind
     stage: int
@@ -38,7 +38,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule says what every rank does, in which order. `orders[rank]` is its list of actions."""
+    """A `Schedule` orders the work of every rank. `orders[rank]` is its list of actions."""
 
     name: str
     num_stages: int
@@ -59,12 +59,12 @@ class Schedule:
         return range(rank, self.num_stages, self.num_ranks)
 
     def in_flight(self, stage: int) -> int:
-        """Return how many micro-batches a stage holds at most between forward and the end of backward."""
+        """Return the most micro-batches that a stage holds between forward and the end of backward."""
         return self._in_flight[stage]
 
     @property
     def most_tensors(self) -> int:
-        """Return how many tensors of a size a rank has at most: those in flight, and what layers make in between."""
+        """Return the most tensors of one size on a rank: those in flight, and intermediate results of layers."""
         return 8 * max(self.in_flight(stage) for stage in range(self.num_stages)) + 16
 
     @functools.cached_property
@@ -73,7 +73,7 @@ class Schedule:
 
     @functools.cached_property
     def backwards_before(self) -> dict[tuple[int, int], int]:
-        """Return, by stage and micro-batch, how many micro-batches' backward it has begun before that forward."""
+        """Return, by stage and micro-batch, how many micro-batches' backward has begun before that forward."""
         found, begun = {}, [0] * self.num_stages
         for order in self.orders:
             for kind, stage, micro_batch in order:
@@ -85,7 +85,7 @@ class Schedule:
 
     @functools.cached_property
     def last_backward(self) -> dict[int, int]:
-        """Return, by stage, the micro-batch whose backward is its last one, if that is in one piece."""
+        """Return, by stage, the micro-batch with the last backward, if that is in one piece."""
         return {stage: micro_batch for order in self.orders for kind, stage, micro_batch in order if kind == "B"}
 
     def _most_in_flight(self, stage: int) -> int:
@@ -100,12 +100,12 @@ class Schedule:
 def plan_schedule(
     name: str, num_ranks: int, micro_batches: int, num_stages: int | None = None, *, training: bool = True
 ) -> Schedule:
-    """Return the schedule of that name. `num_stages` is by default one per rank, two if it is interleaved.
+    """Return the schedule of that name. `num_stages` is by default one per rank, two for interleaved.
 
-    Without `training` it is the forward half alone.
+    Without `training` it is only the forward half.
 
     Raises:
-        ValueError: there is no such schedule, or it can't be had with these numbers.
+        ValueError: the schedule is unknown, or impossible with these numbers.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {name!r}")
@@ -144,8 +144,8 @@ def _order(name: str, rank: int, p: int, num_stages: int, m: int) -> list[Action
         return forwards + backwards
     if name == "zero_bubble":
         return _zero_bubble(rank, p, m)
-    # The last rank begins its first backward when it has the first micro-batch through all its stages; each rank
-    # before it is ahead by as many forwards as a micro-batch needs to come back to it.
+    # The last rank begins its first backward when its first micro-batch has passed all its stages; each rank before it
+    # is ahead by as many forwards as a micro-batch needs to return to it.
     ahead = p - 1 - rank if v == 1 else (v - 1) * len(_rounds(p, m)[0]) + 2 * (p - 1 - rank)
     return _one_forward_one_backward(forwards, backwards, min(ahead, len(forwards)))
 
@@ -173,7 +173,7 @@ def _backwards(rank: int, p: int, v: int, m: int) -> list[Action]:
 
 
 def _rounds(p: int, m: int) -> list[range]:
-    """Return micro-batches p by p; what is left over is spread over the rounds, so that none is shorter than p."""
+    """Return micro-batches p by p; the remainder is spread over the rounds, so that none is shorter than p."""
     count = max(1, m // p)
     size, more = divmod(m, count)
     begins = [i * size + min(i, more) for i in range(count + 1)]
@@ -181,8 +181,9 @@ def _rounds(p: int, m: int) -> list[range]:
 
 
 def _zero_bubble(rank: int, p: int, m: int) -> list[Action]:
-    """Return the order of ZB-H1: no stage has more than p micro-batches in flight; rank r keeps the weights' work of r
-    for the end.
+    """Return the order of ZB-H1: no stage has more than p micro-batches in flight.
+
+    Rank r keeps the weights' work of r micro-batches for the end.
     """
     ahead, order, weights = min(p - 1 - rank, m), [], 0
     order += [Action("F", rank, i) for i in range(ahead)]

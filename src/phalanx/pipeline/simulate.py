@@ -10,7 +10,7 @@ from phalanx.pipeline.schedule import Action, Schedule
 
 @dataclass(frozen=True)
 class Span:
-    """A span is an action and when it ran."""
+    """A `Span` is an action and its time."""
 
     action: Action
     begin: float
@@ -19,7 +19,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A timeline says what every rank did when. `ranks[r]` is in the order of time."""
+    """A `Timeline` has every rank's actions with their times. `ranks[r]` is in the order of time."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
@@ -35,7 +35,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds from the first action's begin to the last one's end."""
+        """Return the seconds from the beginning of the first action to the end of the last."""
         return self.end - self.begin
 
     def busy(self, rank: int) -> float:
@@ -44,13 +44,13 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return the share of all ranks' time in which they did not work."""
+        """Return the share of all ranks' time in which they were idle."""
         total = self.seconds * len(self.ranks)
         return 1.0 - sum(map(self.busy, range(len(self.ranks)))) / total if total else 0.0
 
 
 def depends_on(action: Action, schedule: Schedule) -> Sequence[Action]:
-    """Return the actions that must be over before an action can begin, besides what its rank does before it."""
+    """Return the actions that must end before an action can begin, besides earlier ones of its rank."""
     kind, stage, i = action
     split = schedule.name == "zero_bubble"
     if kind == "F":
@@ -63,7 +63,7 @@ def depends_on(action: Action, schedule: Schedule) -> Sequence[Action]:
 
 
 def simulate(schedule: Schedule, seconds: Callable[[Action], float], *, transfer_s: float = 0.0) -> Timeline:
-    """Return when everything happens if every action takes `seconds(action)` and a value between ranks `transfer_s`.
+    """Return the times if every action takes `seconds(action)` and every value between ranks `transfer_s`.
 
     Raises:
         ValueError: the orders of the ranks wait for each other.
@@ -96,8 +96,9 @@ def simulate(schedule: Schedule, seconds: Callable[[Action], float], *, transfer
 
 
 def unit_seconds(schedule: Schedule, backward: float = 2.0) -> Callable[[Action], float]:
-    """Return the seconds of an action for equal stages, whose backward takes `backward` times as long as their forward;
-    the forward takes one second for all stages of a rank together.
+    """Return the seconds of an action for equal stages, whose backward takes `backward` times as long as their forward.
+
+    The forward takes one second for all stages of a rank together.
     """
     share = schedule.num_ranks / schedule.num_stages
     of: Mapping[str, float] = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
@@ -105,5 +106,5 @@ def unit_seconds(schedule: Schedule, backward: float = 2.0) -> Callable[[Action]
 
 
 def ideal_efficiency(num_ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """Return m / (m + p - 1), the share of time in which ranks work if the parts are equal; bubbles are 1/v as long."""
+    """Return m / (m + p - 1), the ranks' busy share of time with equal parts; bubbles are 1/v as long."""
     return micro_batches / (micro_batches + (num_ranks - 1) / stages_per_rank)

@@ -1,8 +1,8 @@
-"""Run a backward in two parts: the gradients of the inputs first, for which another stage waits, then the weights'.
+"""Run a backward in two parts: first the gradients of the inputs, for which another stage waits, then the weights'.
 
-torch.distributed.pipelining knows how to cut the graph of autograd in two. This adds what it leaves out: parameters
-that reach the output by a way of their own, and not through anything that comes from an input, as a bias of the whole
-model does. They get their gradients with the inputs.
+torch.distributed.pipelining can cut the autograd graph in two. This module adds the missing case: parameters with a
+path to the output that does not depend on an input, such as a bias of the whole model. They get their gradients
+together with the inputs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from phalanx._comm.backend.imported_environment import environment_kept
 from phalanx.pipeline.gradients import added, address_of
 
 
-@functools.cache  # it is asked for in each backward
+@functools.cache  # called in each backward
 def _of_torch(path: str) -> Any:
     return find(path, loses="phalanx.Pipeline has no schedule with split backwards")
 
 
 @dataclass
 class WeightsBackward:
-    """This is the second part of a backward, ready to run."""
+    """`WeightsBackward` is the second part of a backward, ready to run."""
 
     parameters: Sequence[nn.Parameter]
     groups: list[dict[str, Any]]
@@ -52,12 +52,12 @@ class WeightsBackward:
 def backward_input(
     roots: list[Tensor], grads: list[Tensor | None], leaves: Sequence[Tensor], parameters: Sequence[nn.Parameter]
 ) -> WeightsBackward:
-    """Give every leaf its gradient, and return what gives the parameters theirs.
+    """Compute every leaf's gradient, and return the work that computes the parameters'.
 
-    A stage without such leaves, the first, leaves all for later, since no stage waits for it.
+    A stage without such leaves, the first, leaves all work for later, since no stage waits for it.
     """
     with environment_kept():
-        # Their import takes a second, as it brings much of torch's compiler: only where somebody needs it.
+        # Importing them takes a second, as it loads much of torch's compiler: only on use.
         get_grad_fn = _of_torch("torch.distributed.pipelining._backward._get_grad_fn_or_grad_acc")
         construct_reverse_graph = _of_torch("torch.distributed.pipelining._backward.construct_reverse_graph")
         get_param_groups = _of_torch("torch.distributed.pipelining._backward.get_param_groups")
@@ -90,7 +90,7 @@ def backward_input(
     for leaf, grad in zip(leaves, found, strict=False):
         leaf.grad = grad
     _accumulate(now, [p.grad for p in now], found[len(leaves) :], [*found[: len(leaves)], *grads])
-    for group in groups:  # an intermediate that no gradient came to passes none on
+    for group in groups:  # an intermediate without a gradient passes none on
         reached = [at for at, grad in enumerate(group["grads"]) if grad is not None]
         group["intermediates"] = [group["intermediates"][at] for at in reached]
         group["grads"] = [group["grads"][at] for at in reached]
@@ -103,10 +103,10 @@ def _accumulate(
     found: Sequence[Tensor | None],
     others: Sequence[Tensor | None],
 ) -> None:
-    """Add what was `found` to the gradients `before`, each in memory of its own and in its parameter's layout.
+    """Add `found` to the gradients `before`, each in separate memory and in its parameter's layout.
 
     Autograd returns the same tensor for two parameters that are added (a weight and its change), or one of `others`,
-    which another stage reads: what is added to one of them later must not reach the other.
+    which another stage reads: later additions to one of them must not change the other.
     """
     taken = {address_of(tensor) for tensor in others if tensor is not None}
     for parameter, was, grad in zip(parameters, before, found, strict=True):

@@ -1,4 +1,4 @@
-"""A `Stage` runs forward and backward of a micro-batch, and keeps what lies between the two."""
+"""A `Stage` runs forward and backward of a micro-batch, and keeps the state between the two."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from phalanx.pipeline.weight_gradients import WeightGradients, Weights, saved_by
 
 @dataclass
 class PendingMicroBatch:
-    """`PendingMicroBatch` is what a stage keeps of a micro-batch from its forward to the end of its backward."""
+    """A `PendingMicroBatch` is a stage's state of a micro-batch from its forward to the end of its backward."""
 
     inputs: dict[fx.Node, Any]
     leaves: dict[int, list[Tensor]] = field(default_factory=dict)
-    """The tensors from each other stage whose gradient that stage wants."""
+    """The tensors from each other stage whose gradient that stage expects."""
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
     """The tensors to each other stage whose gradient that stage may send."""
     needs: dict[int, list[bool]] = field(default_factory=dict)
-    """Whether each of all tensors that went to a stage is among its `outputs`."""
+    """Whether each tensor sent to a stage is among its `outputs`."""
     loss: Tensor | None = None
     random_state: Tensor | None = None
     buffers: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
@@ -40,11 +40,11 @@ class PendingMicroBatch:
     recompute: bool = False
     recomputed: bool = False
     weights: WeightsBackward | WeightGradients | None = None
-    """The work that is left for `backward_weights`."""
+    """The remaining work of `backward_weights`."""
 
 
 class Stage:
-    """A stage is a part of the model on this rank."""
+    """A `Stage` is a part of the model on this rank."""
 
     def __init__(
         self,
@@ -65,25 +65,25 @@ class Stage:
         self.parameters = parameters
         self._random_state = random_state
         self._mode = (False, False)
-        """Whether gradients are wanted, and whether layers are in training: another layer may work in place then."""
+        """Whether gradients are needed, and whether layers are in training: another layer may work in place then."""
         self._written: dict[tuple[bool, bool], set[fx.Node]] = {}
-        """The values of other stages that some layer changes in place, by mode, once a micro-batch was seen."""
+        """The values of other stages that some layer changes in place, by mode, once a micro-batch was run."""
         self.seen: dict[tuple[bool, bool], ValueAliases] = {}
         """The observations of the first micro-batch, by mode: which values overlap, and which are changed in place."""
         self._buffers = RecomputedBuffers(root.get_submodule(name) for name in part.modules)
         own = [module for name in part.modules for module in root.get_submodule(name).modules()]
         self._own = own
-        # torch's DDP hangs its hooks on the graph, where nobody sees them: its weights stay autograd's.
+        # torch's DDP puts its hooks on the graph, where they are invisible: autograd computes its weights' gradients.
         self._weights = None if any(isinstance(module, DistributedDataParallel) for module in own) else Weights()
         self._saved_bytes: int | None = None
-        """The number of bytes that a micro-batch keeps for its backward, once one was seen."""
+        """The number of bytes that a micro-batch keeps for its backward, once one was measured."""
         self.in_flight: dict[int, PendingMicroBatch] = {}
         self._most = 1
 
     def begin(self, most: int) -> None:
-        """Begin a step, in which at most so many micro-batches are in flight here."""
+        """Begin a step with at most `most` micro-batches in flight here."""
         self._most = most
-        # So does `register_backward_hook`, whose hooks see the gradients of weights that the last operation makes.
+        # So does `register_backward_hook`, whose hooks see the weight gradients of the last operation.
         if any(module._backward_hooks and module._is_full_backward_hook is False for module in self._own):
             self._weights = None
         if self._weights is not None:
@@ -101,10 +101,10 @@ class Stage:
         finish: Callable[[dict[fx.Node, Any]], Any] | None = None,
         making: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[dict[int, tuple[list[Any], list[bool]]], Any]:
-        """Return what each later stage gets, with which of its tensors need gradients; and what `finish` returned.
+        """Return each later stage's values, with which of their tensors need gradients; and the result of `finish`.
 
-        `finish` is the loss of the last stage: it is recomputed with the stage. What is sent is made in `making()`.
-        `training` says whether there will be a backward; `in_training` is the mode of the modules.
+        `finish` computes the loss of the last stage, and is recomputed with the stage. Values to send are made in
+        `making()`. `training` says whether there will be a backward; `in_training` is the mode of the modules.
         """
         held = PendingMicroBatch(inputs, leaves, finish=finish, recompute=recompute)
         self._mode = (training, in_training)
@@ -126,13 +126,13 @@ class Stage:
                 held.outputs[target] = [t for t, needed in zip(tensors, needs, strict=True) if needed]
         if training:
             held.loss = made if isinstance(made, Tensor) else None
-            if not recompute:  # autograd keeps what it needs of them
+            if not recompute:  # autograd keeps the needed ones
                 held.inputs = {}
             self.in_flight[micro_batch] = held
         return sends, made
 
     def recompute(self, micro_batch: int) -> None:
-        """Run forward again, with gradients, if it was run without."""
+        """Run forward again with gradients, if it was run without."""
         held = self.in_flight[micro_batch]
         if not held.recompute:
             return
@@ -149,10 +149,10 @@ class Stage:
             held.outputs[target] = [t for t, needed in zip(tensors, held.needs[target], strict=True) if needed]
 
     def prepare_backward(self, micro_batch: int, *, later_weights: bool = False, is_last: bool = True) -> None:
-        """Find what of the backward may come after its gradients are sent. This is called before they are there.
+        """Find the parts of the backward that may run after its gradients are sent. Called before the gradients arrive.
 
-        With `later_weights` there will be a call of `backward_weights`, some time, for all that can be left for it.
-        `is_last` says that no other micro-batch comes after this one. A convolution's gradients cost more in two calls
+        With `later_weights`, `backward_weights` will be called later for all deferrable work. `is_last` says that no
+        other micro-batch follows. A convolution's gradients cost more in two calls
         than in one: the stages before, which have work until then, gain nothing if the others are early.
         """
         held = self.in_flight[micro_batch]
@@ -160,15 +160,15 @@ class Stage:
             return
         roots = _roots(held)
         if not any(held.leaves.values()):
-            room = 0.0  # nobody waits
+            room = 0.0  # no stage waits
         else:
             room = float("inf") if later_weights else self._room(roots, recomputed=held.recomputed)
         held.weights = self._weights.find(roots, room, convolutions=later_weights or is_last)
 
     def _room(self, roots: Sequence[Tensor], *, recomputed: bool) -> float:
-        """Return how many bytes of a micro-batch may be kept until its gradients are sent, in memory taken anyway.
+        """Return how many bytes of a micro-batch may be kept until its gradients are sent, in memory used anyway.
 
-        The schedule lets so many micro-batches be in flight here; at its end there are fewer of them.
+        That is the memory of the micro-batches that the schedule allows in flight here; near its end there are fewer.
         """
         if self._saved_bytes is None:
             self._saved_bytes = saved_bytes(roots)
@@ -178,9 +178,9 @@ class Stage:
     def backward(
         self, micro_batch: int, grads: dict[int, list[Tensor | None]], *, later_weights: bool = False
     ) -> dict[int, list[Tensor | None]]:
-        """Return gradients for each stage that values came from, from those of the stages that values went to.
+        """Return the gradients for each source stage, from the gradients of the destination stages.
 
-        `backward_weights` is to be called afterwards; with `later_weights` as late as one likes.
+        Call `backward_weights` afterwards; with `later_weights` at any later time.
         """
         held = self.in_flight[micro_batch]
         roots: list[Tensor] = []
@@ -206,7 +206,7 @@ class Stage:
         return made
 
     def backward_weights(self, micro_batch: int) -> None:
-        """Add the gradients of the parameters that are not there yet."""
+        """Add the parameters' missing gradients."""
         held = self.in_flight.pop(micro_batch)
         if held.weights is not None:
             held.weights.run()
@@ -214,9 +214,9 @@ class Stage:
     def _run(
         self, inputs: dict[fx.Node, Any], making: Callable[[], AbstractContextManager[None]]
     ) -> dict[fx.Node, Any]:
-        """Run the layers on `inputs`, which stay as they are: a layer that works in place gets a copy.
+        """Run the layers on `inputs`, which stay unchanged: a layer that works in place gets a copy.
 
-        Which ones do is seen the first time, when all are copies.
+        The first run, on copies of all inputs, shows which layers do.
         """
         written = self._written.get(self._mode)
         given = {
@@ -224,7 +224,7 @@ class Stage:
             for node, value in inputs.items()
         }
         results = self.program.run(given, making)
-        if written is None and not torch.is_inference_mode_enabled():  # there nothing is counted: all stay copies
+        if written is None and not torch.is_inference_mode_enabled():  # versions are not counted there: all stay copies
             written = {node for node, value in given.items() if any(t._version for t in flat_tensors([value]))}
             self._require_last_readers(written)
             self._written[self._mode] = written
@@ -235,7 +235,7 @@ class Stage:
         return results
 
     def _require_last_readers(self, written: Iterable[fx.Node]) -> None:
-        """Raise if a later stage reads what a layer here has changed: it gets the value as it was before."""
+        """Raise if a later stage reads a value that a layer here has changed: it gets the earlier value."""
         own = set(self.part.nodes)
         for node in written:
             here = [user for user in node.users if user in own]
@@ -260,7 +260,7 @@ def _roots(held: PendingMicroBatch) -> list[Tensor]:
 
 
 def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that make the memory of `values`: not those that work in place, or pass their input on."""
+    """Return the nodes that create the memory of `values`, without those that work in place or return their input."""
     makers: set[fx.Node] = set()
     todo = [value for value in values if value in nodes]
     while todo:
@@ -272,7 +272,7 @@ def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Nod
             module = root.get_submodule(str(node.target))
             passes = getattr(module, "inplace", False) or isinstance(module, _PASSING)
         else:
-            passes = True  # a function may be a view of what it gets, or work in place
+            passes = True  # a function may return a view of its input, or work in place
         if passes:
             todo += [source for source in node.all_input_nodes if source in nodes]
     return makers
@@ -306,9 +306,9 @@ _Place = tuple[nn.Module, str]
 
 
 class RecomputedBuffers:
-    """These are the buffers of some modules.
+    """`RecomputedBuffers` are the buffers of some modules.
 
-    Which of them change, in a mode, is seen when the first of them is run again.
+    The first recomputation in a mode shows which of them change.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -322,7 +322,7 @@ class RecomputedBuffers:
 
     @contextmanager
     def as_they_were(self, values: Mapping[_Place, Tensor], mode: Hashable) -> Iterator[None]:
-        """Give modules copies of `values` for buffers during the block, so what they do to them is lost."""
+        """Replace the modules' buffers by copies of `values` during the block, whose changes are dropped."""
         now = {place: _buffer(place) for place in values}
         tried = {place: value.clone() for place, value in values.items()}
         for (module, name), value in tried.items():

@@ -1,4 +1,4 @@
-"""`StageModule` makes a module of a rank's stages, which have the names of the whole model."""
+"""`StageModule` makes a module of a rank's stages, with the names of the whole model."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 class StageModule(nn.Module):
-    """It looks like the whole model, whose parameters, buffers and modules of other ranks are left out."""
+    """A `StageModule` looks like the whole model without the parameters, buffers and modules of other ranks."""
 
     _own: OwnModules
     _no_parameter: nn.Parameter
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        """Take this rank's part of `module`, the whole model; `take_own` says what that is."""
+        """Keep this rank's part of `module`, the whole model, as defined by `take_own`."""
         super().__init__()
         self.training = module.training
         self._group = group
@@ -55,11 +55,12 @@ class StageModule(nn.Module):
         self._places = {name: at for at, name in enumerate(first.values())}
         self._without_values: list[str] = []
         self._data_group: dist.ProcessGroup | None = None
-        # An optimizer has this of a stage without parameters, which it would refuse; it is none of the module's.
+        # An optimizer gets this for a stage without parameters, which it would refuse; it does not belong to the
+        # module.
         object.__setattr__(self, "_no_parameter", nn.Parameter(torch.empty(0)))
 
     def _hold(self, own: OwnModules) -> None:
-        object.__setattr__(self, "_own", own)  # it is no child, since names would begin with it
+        object.__setattr__(self, "_own", own)  # not a child, whose names would begin with "_own"
         for name, parameter in self.named_parameters():
             register(name, parameter, self)
         register("", self._no_parameter, self)
@@ -70,12 +71,12 @@ class StageModule(nn.Module):
         """Yield the parameters of this rank's stages, with their names in the whole model."""
         found = self._own.named_parameters("", recurse, remove_duplicate)
         named = {self._first_names[name] if remove_duplicate else name: parameter for name, parameter in found}
-        for name in self._first_names:  # they are in the order of the whole model
+        for name in self._first_names:  # in the order of the whole model
             if name in named:
                 yield prefix + "." * bool(prefix) + name, named[name]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of this rank's stages; if there are none, one empty one, as optimizers refuse none."""
+        """Yield the parameters of this rank's stages; if there are none, an empty one, as optimizers refuse none."""
         found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
         yield from found or [self._no_parameter]
 
@@ -108,10 +109,9 @@ class StageModule(nn.Module):
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, rank0_only: bool = False
     ) -> Any:
-        """Return the state of the whole model, as it is without a pipeline. All ranks of the group call it.
+        """Return the whole model's state, as without a pipeline. All ranks of the group call it.
 
-        With `rank0_only` the first rank alone has the whole, and each other one its own part: that is for a model that
-        is too large for one process.
+        With `rank0_only` only the first rank gets the whole state, and each other rank its own part.
         """
         own = self._own_state(keep_vars=keep_vars)
         whole = gather_state(own, self._state_names, self._group, rank0_only=rank0_only)
@@ -131,7 +131,7 @@ class StageModule(nn.Module):
 
     def _own_state(self, *, keep_vars: bool) -> dict[str, Any]:
         own = OrderedDict(with_every_name(self._own.state_dict(keep_vars=keep_vars), self._first_state_names))
-        cast("Any", own)._metadata = self._metadata  # the versions by which modules know how to read it
+        cast("Any", own)._metadata = self._metadata  # the versions with which modules read it
         return own
 
     def gather_state_dict(self) -> dict[str, Any]:
@@ -139,11 +139,11 @@ class StageModule(nn.Module):
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take this rank's part of the whole model's state, however the model was cut when it was saved.
+        """Load this rank's part of the whole model's state, however the model was cut when it was saved.
 
         Raises:
-            RuntimeError: with `strict`, names are missing or unknown; or a shape is another.
-            ValueError: `assign`, which would replace the tensors that stages have.
+            RuntimeError: with `strict`, names are missing or unknown; or a shape differs.
+            ValueError: `assign`, which would replace the stages' tensors.
         """
         if assign:
             raise ValueError("Pipeline.load_state_dict copies into the stages' tensors; assign=True is not possible")
@@ -163,14 +163,14 @@ class StageModule(nn.Module):
     # -- the optimizer of the whole model ------------------------------------------------------------------------
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Return the state that one optimizer of the whole model would have, which any split takes, and plain PyTorch.
+        """Return the state of one optimizer of the whole model, which any split and plain PyTorch can load.
 
         All ranks of all pipelines call it, with their optimizer of this Pipeline's parameters (also a
-        ZeroRedundancyOptimizer over a mesh's axis "data"). With `rank0_only` the first rank has the whole, and each
-        other one its own part.
+        ZeroRedundancyOptimizer over a mesh's axis "data"). With `rank0_only` the first rank gets the whole state, and
+        each other rank its own part.
 
         Raises:
-            ValueError: the optimizer updates something else, or keeps a state that is of all its parameters at once.
+            ValueError: the optimizer updates other tensors, or keeps a state for all its parameters at once.
         """
         own, groups = self._own_entries(optimizer)
         is_first = self._data_group is None or self._data_group.rank() == 0
@@ -184,13 +184,13 @@ class StageModule(nn.Module):
         return whole
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of a state of the whole model's optimizer: of any split, or of plain PyTorch.
+        """Load this rank's part of the whole model's optimizer state, saved from any split or from plain PyTorch.
 
-        All ranks call it. Parameters are found by their names, if the state has them; else it must have the groups that
-        all ranks' optimizers have together, with the parameters in the order of the whole model.
+        All ranks call it. Parameters are matched by name, if the state has names; else the state must have the combined
+        groups of all ranks' optimizers, with the parameters in the order of the whole model.
 
         Raises:
-            ValueError: it does not fit; nothing was loaded on this rank.
+            ValueError: the state does not match; nothing was loaded on this rank.
         """
         fitting, problems = self.fit_optimizer_state(optimizer, state_dict, self.optimizer_layout(optimizer))
         if problems:
@@ -198,9 +198,9 @@ class StageModule(nn.Module):
         optimizer.load_state_dict(fitting)
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's entries of the whole state, under the numbers that they have there. All ranks call it.
+        """Return this rank's entries of the whole state, under their numbers in it. All ranks call it.
 
-        A sharded optimizer that says what its part is (`shard_state_dict`) gives that form, which has a "layout".
+        A sharded optimizer with `shard_state_dict` returns that form, which has a "layout".
         """
         if not hasattr(optimizer, "shard_state_dict"):
             own, groups = self._own_entries(optimizer)
@@ -221,9 +221,9 @@ class StageModule(nn.Module):
     def fit_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], layout: Layout | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return what of a whole state is this optimizer's, as it loads it, and what does not fit, in words.
+        """Return this optimizer's part of a whole state, in its own form, and descriptions of mismatches.
 
-        `layout` comes from `optimizer_layout`; without it a state must have names, or one group of all parameters.
+        `layout` is that of `optimizer_layout`; without it a state must have names, or one group of all parameters.
         """
         names = names_of(state, layout, list(self._places))
         if isinstance(names, str):
@@ -232,7 +232,7 @@ class StageModule(nn.Module):
         return fit(state, names, self._own_groups(optimizer), shapes, list(self._places))
 
     def _own_entries(self, optimizer: torch.optim.Optimizer) -> tuple[dict[tuple[Any, ...], Any], list[ParamGroup]]:
-        """Return this rank's state by number in the whole and key, and the groups of the whole."""
+        """Return this rank's state by whole number and key, and the groups of the whole."""
         groups = self._whole_groups(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
@@ -269,7 +269,7 @@ class StageModule(nn.Module):
         by_rank: list[Any] = [None] * self._group.size()
         try:
             mine: Any = self._own_groups(optimizer)
-        except ValueError as error:  # the others shall hear it, too
+        except ValueError as error:  # the others must learn of it, too
             mine = error
         dist.all_gather_object(by_rank, mine, group=self._group)
         if wrong := [one for one in by_rank if isinstance(one, ValueError)]:
@@ -294,23 +294,23 @@ def _nested(entries: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
-_SMALL_BYTES = 1024  # tensors up to here, as the numbers of steps that optimizers keep, go with the description
+_SMALL_BYTES = 1024  # tensors up to this size, such as optimizers' step counts, are sent with the description
 
 
 def gather_state(
     own: Mapping[_Key, Any], names: Sequence[_Key], group: dist.ProcessGroup, *, rank0_only: bool = False
 ) -> OrderedDict[_Key, Any]:
-    """Return the entries of all ranks in the order of `names`; with `rank0_only` the other ranks get only their own.
+    """Return all ranks' entries in the order of `names`; with `rank0_only` other ranks get only their own.
 
-    All ranks call it. What several ranks have is taken from the first of them.
-    Cost: with `rank0_only` every rank sends its own to the first; else all get all, one tensor at a time.
+    All ranks call it. Entries on several ranks come from the first of them.
+    Cost: with `rank0_only` every rank sends its entries to the first; else all ranks get all, one tensor at a time.
     """
     found = gather_entries(own, group, rank0_only=rank0_only)
     return OrderedDict((name, found[name]) for name in names if name in found)
 
 
 def gather_entries(own: Mapping[_Key, Any], group: dist.ProcessGroup, *, rank0_only: bool = False) -> dict[_Key, Any]:
-    """Return what `gather_state` does, in the order of the ranks."""
+    """Return the result of `gather_state`, in the order of the ranks."""
     rank = group.rank()
     described: list[Any] = [None] * group.size()
     dist.all_gather_object(described, {name: _describe(value) for name, value in own.items()}, group=group)
@@ -350,7 +350,7 @@ def _fetch(mine: Any, entry: tuple[str, Any, Any, Any], source: int, rank: int, 
 def first_names(module: nn.Module) -> dict[str, str]:
     """Return, for every key of the module's state, the first key of the same parameter, buffer or extra state.
 
-    They differ where a module is registered under several names, or a parameter in several modules.
+    They differ if a module is registered under several names, or a parameter in several modules.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     first: dict[tuple[int, str], str] = {}
@@ -365,20 +365,20 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 def with_every_name(own: Mapping[str, _Value], first: Mapping[str, str]) -> dict[str, _Value]:
-    """Return `own` with each entry under all the names that it has in the whole model; `first` is of `first_names`."""
+    """Return `own` with each entry under all its names in the whole model; `first` is the result of `first_names`."""
     known = {first.get(name, name): value for name, value in own.items()}
     others = {name: known[same] for name, same in first.items() if same in known and name not in own}
     return {**own, **others}
 
 
 def select_own(state: Mapping[str, Any], own: Iterable[str], first: Mapping[str, str]) -> dict[str, Any]:
-    """Return what of a whole state goes into the entries `own`; for an entry with several names, the last saved.
+    """Return the part of a whole state for the entries `own`; for an entry with several names, the last saved.
 
-    That is the one which stays where plain PyTorch loads the whole model.
+    That one also prevails if plain PyTorch loads the whole model.
     """
     last = {first.get(name, name): state[name] for name in dict.fromkeys([*first, *own]) if name in state}
     selected = OrderedDict((name, last[first.get(name, name)]) for name in own if first.get(name, name) in last)
-    if (versions := getattr(state, "_metadata", None)) is not None:  # by which modules know how to read it
+    if (versions := getattr(state, "_metadata", None)) is not None:  # with which modules read it
         selected._metadata = versions  # type: ignore[attr-defined]
     return selected
 

@@ -1,6 +1,7 @@
-"""Keep parameters equal that several stages use, as an embedding that is the output layer, too: each stage has one.
+"""Keep parameters equal that several stages use, such as an embedding that is also the output layer.
 
-Every step the gradients of all of them are added, in the order of the ranks, so that each rank makes the same update.
+Each stage has a copy. In every step the gradients of all copies are added, in the order of the ranks, so that each rank
+makes the same update.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _ABSENT, _DENSE, _SPARSE = range(3)
 
 @dataclass(frozen=True)
 class Tie:
-    """A tie is a parameter, by its first name in the whole model, and the ranks that have one.
+    """A `Tie` is a shared parameter, by its first name in the whole model, and the ranks that have it.
 
-    The first of these ranks adds up.
+    The first of these ranks sums the gradients.
     """
 
     name: str
@@ -54,7 +55,7 @@ def parameters_of(root: nn.Module, part: LayerRange) -> list[nn.Parameter]:
 
 
 class TiedGradients:
-    """It adds the gradients of this rank's tied parameters to those of the others. The ranks call it together."""
+    """`TiedGradients` sums the gradients of tied parameters over their ranks. The ranks call it together."""
 
     def __init__(self, ties: Sequence[Tie], own: dict[str, nn.Parameter], wire: Wire, rank: int) -> None:
         self._ties = [(tie, own[tie.name]) for tie in ties if rank in tie.ranks]
@@ -63,23 +64,23 @@ class TiedGradients:
         self._before: list[Tensor | None] = []
 
     def begin(self) -> None:
-        """Put away, before the first backward of a step, what earlier steps left, which is added up already."""
+        """Set aside, before the first backward of a step, the gradients of earlier steps, which are summed already."""
         self._before = [parameter.grad for _, parameter in self._ties]
         for _, parameter in self._ties:
             parameter.grad = None
 
     def add(self) -> None:
-        """Add up the gradients after the last backward of a step."""
+        """Sum the gradients after the last backward of a step."""
         for (tie, parameter), before in zip(self._ties, self._before, strict=True):
             parameter.grad = added(before, self._sum(tie, parameter))
 
     def counted_here(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those of `parameters` that no rank before this one has, too."""
+        """Return those of `parameters` that no earlier rank has."""
         others = {id(parameter) for tie, parameter in self._ties if tie.ranks[0] != self._rank}
         return [parameter for parameter in parameters if id(parameter) not in others]
 
     def share_values(self) -> None:
-        """Give every rank the first one's values."""
+        """Copy the first rank's values to all ranks."""
         with torch.no_grad():
             for tie, parameter in self._ties:
                 first, *others = tie.ranks
@@ -106,7 +107,7 @@ class TiedGradients:
         return total
 
     def _send(self, grad: Tensor | None, rank: int) -> None:
-        """Send a gradient behind a header, since ranks cannot know of each other's whether it is there and sparse."""
+        """Send a gradient after a header, since ranks cannot know whether another's exists and is sparse."""
         parts: list[Tensor] = []
         header = [_ABSENT, 0, 0]
         if grad is not None and grad.is_sparse:

@@ -1,4 +1,4 @@
-"""Check the values that go from stage to stage, and share a result with all ranks."""
+"""Check the values sent from stage to stage, and share a result with all ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.dev
 
 
 class Forms:
-    """`Forms` has the form of every value that a stage sends, as the first micro-batch of a step had it."""
+    """`Forms` has the form of every value that a stage sends, from the first micro-batch of a step."""
 
     def __init__(self) -> None:
         self._first: dict[fx.Node, tuple[int, int, list[Any]]] = {}
 
     def begin(self) -> None:
-        """Begin a new step, whose forms may be others."""
+        """Begin a new step, whose forms may differ."""
         self._first.clear()
 
     def check(
@@ -32,11 +32,11 @@ class Forms:
     ) -> None:
         """Raise unless all values can be sent, and differ from those of the step's first micro-batch only in rows.
 
-        A dimension other than the first may be that of the samples, too (the state of an nn.LSTM): it may differ as the
-        numbers of samples do.
+        Another dimension than the first may also be that of the samples (the state of an nn.LSTM): its size may then
+        vary with the number of samples.
 
         Raises:
-            TypeError: something in them is neither a tensor nor a plain constant.
+            TypeError: a value is neither a tensor nor a plain constant.
             ValueError: a tensor has another dtype, or another size in a dimension other than the first.
         """
         for node, value in zip(nodes, values, strict=True):

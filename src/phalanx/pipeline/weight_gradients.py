@@ -1,18 +1,18 @@
-"""Compute gradients of weights apart from the backward, and later, if another stage waits for the input's gradients.
+"""Compute weight gradients apart from the backward, and later if another stage waits for the input's gradients.
 
 The gradient is added in the product that makes it.
 
-Autograd makes the gradient of a weight for every micro-batch anew and adds it to those before: a large weight is
-written and read twice more than the product (`addmm_`) needs that adds to what is there. And it makes it before the
-gradient of the layer's input has gone on, for which the stage before waits. So where a weight is used by matrix
-products or convolutions alone, the graph is run without the gradient of the weight, what it is a product of is kept,
-and the product is made when the rest is sent:
+Autograd computes the gradient of a weight for every micro-batch anew and adds it to the sum: a large weight is written
+and read twice more than by a product that accumulates in place (`addmm_`). And autograd computes it before the gradient
+of the layer's input is sent, for which the previous stage waits. So if only matrix products or convolutions use a
+weight, the graph is run without the gradient of the weight, the factors are kept, and the product is computed after the
+rest is sent:
 
     autograd    every layer: grad_input = grad_output @ weight, weight.grad += grad_output.T @ input; send
     here        every layer: grad_input = grad_output @ weight; send; weight.grad.addmm_(grad_output.T, input)
 
-Gradients are those of autograd up to the rounding of sums. Whatever else wants to see a gradient (a hook on the
-parameter, a function of the program's own in the graph, activations that are kept elsewhere) gets it from autograd.
+Gradients are those of autograd up to the rounding of sums. Other consumers of a gradient (a hook on the parameter, a
+custom function in the graph, activations saved elsewhere) get it from autograd.
 
 Source: Narayanan et al. (2021), Megatron-LM, whose kernels fuse the addition; Qi et al. (2023), Zero Bubble.
 """
@@ -29,16 +29,16 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 _LEAST_PRODUCT = 2**22
-"""The number of multiplications below which a product is cheaper in autograd than in a call from Python."""
+"""The number of multiplications below which autograd computes a product faster than a call from Python."""
 
 
 @dataclass(slots=True)
 class _Product:
-    """A product is the gradient of `weight` by one micro-batch's use of it."""
+    """A `_Product` is the gradient of `weight` from one micro-batch's use of it."""
 
     weight: Tensor
     operand: Tensor | None
-    """The tensor that the weight was multiplied with: (N, in), or a convolution's input."""
+    """The other factor: (N, in), or a convolution's input."""
     transposed: bool = True
     """Whether the weight is (out, in), as a Linear has it."""
     bias: Tensor | None = None
@@ -46,7 +46,7 @@ class _Product:
     grad: Tensor | None = None
     """The gradient of the output, once autograd has computed it."""
     at_once: bool = False
-    """Whether it is added as soon as it can be had, and not later."""
+    """Whether the product is added as soon as possible, and not later."""
 
     def add(self) -> None:
         """Add the product to `weight.grad`. Its factors may be freed then."""
@@ -54,7 +54,7 @@ class _Product:
         self.grad = self.operand = None
         if grad is None or operand is None:
             return
-        # The loop may call us inside its autocast, which the layer was kept out of: its gradient is of its own dtype.
+        # The loop may call this inside its autocast, which the layer was kept out of: its gradient has its own dtype.
         with torch.autocast(grad.device.type, enabled=False):
             self._add(grad, operand)
 
@@ -75,16 +75,16 @@ class _Product:
 
 
 class WeightGradients:
-    """`WeightGradients` has the products that one micro-batch leaves for later, in the order of its backward."""
+    """`WeightGradients` has one micro-batch's deferred products, in the order of its backward."""
 
     def __init__(self, products: Sequence[tuple[Any, _Product]], others: Sequence[Tensor]) -> None:
-        """Take `products` with their nodes of the graph; `others` are all other tensors that get a gradient."""
+        """Store `products` with their nodes of the graph; `others` are all other tensors that get a gradient."""
         self._products = products
         self._others = others
         self._later: list[_Product] = []
 
     def backward(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
-        """Do what `torch.autograd.backward` does, except for the weights whose gradients are left for `run`."""
+        """Run `torch.autograd.backward`, except for the weights whose gradients are left for `run`."""
         handles = []
         try:
             for node, product in self._products:
@@ -96,7 +96,7 @@ class WeightGradients:
                 handle.remove()
 
     def run(self) -> None:
-        """Add what was left."""
+        """Add the deferred products."""
         later, self._later = self._later, []
         with torch.no_grad():
             for product in later:
@@ -121,17 +121,17 @@ class Weights:
         self._known: dict[Any, Tensor] = {}
         """The parameters, by their nodes in graphs."""
         self._fruitless: set[bool] = set()
-        """Whether convolutions were looked for, too, where this step's graphs had nothing."""
+        """Whether convolutions were included in a search that found nothing in this step's graphs."""
 
     def begin(self) -> None:
-        """Begin a step, whose graphs may be others."""
+        """Begin a step, whose graphs may differ."""
         self._fruitless.clear()
 
     def find(self, roots: Sequence[Tensor], room: float, *, convolutions: bool = True) -> WeightGradients | None:
-        """Return which of the gradients behind `roots` can be made apart; None if none can, or autograd must see all.
+        """Return the gradients behind `roots` that can be made apart; None if none can, or autograd must see all.
 
-        As many as find `room`, in bytes, for their factors are left for later: those that the backward comes to last,
-        when it has let go of what others have kept. Of the rest, a convolution's can't be added in the making. Without
+        As many as have `room`, in bytes, for their factors are deferred: those that the backward reaches last, when it
+        has freed the memory of others. Of the rest, a convolution's can't be accumulated in place. Without
         `convolutions` those are left to autograd.
         """
         convolutions = convolutions and room > 0
@@ -150,7 +150,7 @@ class Weights:
             if root.grad_fn is None:
                 return None
             if root.grad_fn not in uses:
-                uses[root.grad_fn] = 1  # by whoever has it; what is used besides has another gradient, too
+                uses[root.grad_fn] = 1  # its user; another use has another gradient, too
                 todo.append(root.grad_fn)
         ends = []
         while todo:
@@ -181,7 +181,7 @@ class Weights:
             if (found := self._product(node, edges, at, saved, uses, convolutions)) is not None:
                 products.append((node, *found))
         products = _leave_some(products, room)
-        while True:  # a weight is made here for all its uses, or for none
+        while True:  # a weight is handled here for all its uses, or for none
             made: dict[Any, int] = {}
             for _, _, nodes in products:
                 for end in nodes:
@@ -198,7 +198,7 @@ class Weights:
     def _product(
         self, node: Any, edges: Any, at: int, saved: str, uses: dict[Any, int], convolutions: bool
     ) -> tuple[_Product, tuple[Any, ...]] | None:
-        """Return a product, and the ends of the graph whose gradients it makes."""
+        """Return a product, and the ends of the graph whose gradients it computes."""
         source = edges[at][0]
         if source is None or getattr(node, f"_raw{saved}").unpack_hook is not None:
             return None
@@ -213,7 +213,7 @@ class Weights:
         if weight is None or (len(edges) == 3 and node._saved_alpha != 1):
             return None
         if edges[at - 1][0] is None and (len(edges) == 2 or edges[0][0] is None):
-            return None  # autograd would not come here for anything else
+            return None  # autograd would visit it for nothing else
         operand = getattr(node, saved)
         if operand.shape[0] * weight.numel() < _LEAST_PRODUCT or not _is_plain(operand, weight):
             return None
@@ -241,13 +241,13 @@ class Weights:
         return _Product(weight, operand, bias=bias, convolution=settings), (end,) if bias is None else (end, bias_end)
 
     def _weight(self, end: Any) -> Tensor | None:
-        """Return the parameter behind a node, if nothing else has to do with its gradient."""
+        """Return the parameter behind a node, if nothing else uses its gradient."""
         weight = self._known.get(end)
         if weight is None:
             weight = _parameter(end)
             if weight is None:
                 return None
-            self._known[end] = weight  # its node lives as long as somebody has it, and stays the same
+            self._known[end] = weight  # its node lives as long as it is referenced, and stays the same
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             return None
         if getattr(weight, "grad_dtype", weight.dtype) != weight.dtype:
@@ -265,7 +265,7 @@ _PRODUCTS = {
     "MmBackward0": (1, "_saved_self"),
     "ConvolutionBackward0": (1, "_saved_input"),
 }
-"""The edge to the weight, and the name of what it was multiplied with, for each kind of autograd's nodes."""
+"""The edge to the weight, and the name of the other factor, for each kind of autograd node."""
 
 
 def _variable(end: Any) -> Tensor | None:
@@ -292,14 +292,14 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
 
 
 def _leave_some(products: list[Any], room: float) -> list[Any]:
-    """Decide which products are left for later, and drop those that can be neither left nor added in the making."""
+    """Decide which products are deferred, and drop those that can be neither deferred nor accumulated in place."""
     if not products:
         return []
     if room < float("inf"):
         room += max(
             _nbytes(product.weight) for _, product, _ in products
-        )  # autograd would make it in memory of its own
-        products.sort(key=lambda item: item[0]._sequence_nr())  # the products of the first layers are made last
+        )  # autograd would allocate separate memory for it
+        products.sort(key=lambda item: item[0]._sequence_nr())  # the products of the first layers are computed last
         kept: set[int] = set()
         for node, product, _ in products:
             room -= _output_bytes(node)
@@ -311,7 +311,7 @@ def _leave_some(products: list[Any], room: float) -> list[Any]:
 
 
 def saved_bytes(roots: Sequence[Tensor]) -> int:
-    """Return the bytes that the graph behind `roots` keeps for its backward, except parameters. It visits all nodes"""
+    """Return the bytes that the graph behind `roots` keeps for its backward, except parameters. Visits all nodes."""
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Any] = set(todo)
     kept: list[Tensor] = []
@@ -335,7 +335,7 @@ def saved_bytes(roots: Sequence[Tensor]) -> int:
 
 
 def _held_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes under the tensors; shared memory counts once, and only the part that is looked at."""
+    """Return the bytes under the tensors; shared memory counts once, and only the viewed part."""
     views: dict[tuple[int, int], int] = {}
     for tensor in tensors:
         views[tensor.untyped_storage().data_ptr(), tensor.data_ptr()] = _nbytes(tensor)

@@ -2,7 +2,7 @@
 
 These functions are pure.
 
-Parameters are known by their names in the whole model. A whole state is what `state_dict()` of a plain optimizer gives
+Parameters are identified by their names in the whole model. A whole state is the `state_dict()` of a plain optimizer
 whose groups have the parameters in the order of the model, with their names (torch's "param_names").
 """
 
@@ -25,7 +25,7 @@ _SHOWN = 4
 class ParamGroup:
     """A `ParamGroup` is a group of parameters, by their names, and its options.
 
-    A parameter without a name is no part of the model.
+    A parameter without a name is not part of the model.
     """
 
     options: dict[str, Any]
@@ -35,9 +35,9 @@ class ParamGroup:
 def merge_groups(by_rank: Sequence[Sequence[ParamGroup]], order: Mapping[str, int]) -> list[ParamGroup]:
     """Return the groups that one optimizer of the whole model would have.
 
-    If ranks have as many groups, alike in their options, these are the same groups: each rank has a part of their
-    parameters. Else each group belongs to one rank (one for each layer, say); they are in the order of their first
-    parameters, and a parameter that several ranks have makes one of their groups.
+    If all ranks have equally many groups, with equal options, these are the same groups: each rank has a part of their
+    parameters. Otherwise each group belongs to one rank (one per layer, for example); they are in the order of their
+    first parameters, and groups with a common parameter are merged.
     """
     counts = {len(groups) for groups in by_rank}
     if len(counts) == 1 and all(
@@ -64,7 +64,7 @@ def _sorted(names: Sequence[str], order: Mapping[str, int]) -> list[str]:
 
 
 def number_names(layout: Layout) -> dict[str, int]:
-    """Return the number that a parameter has in the whole state."""
+    """Return the numbers of the parameters in the whole state."""
     return {name: number for number, name in enumerate(name for names in layout for name in names)}
 
 
@@ -78,15 +78,15 @@ def describe_groups(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group besides its parameters."""
+    """Return the entries of a group other than its parameters."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 def whole_names(state: Mapping[str, Any], layout: Layout | None, known: Sequence[str]) -> Layout | str:
-    """Return the names of a saved state's parameters, group by group, or why they are not known.
+    """Return the names of a saved state's parameters, group by group, or why they are unknown.
 
-    They are in the state (torch's "param_names", or the names as keys, as torch.distributed.checkpoint has them); or it
-    has the groups of `layout`; or one group with all parameters of the model, `known`.
+    They are in the state ("param_names", or keys as in torch.distributed.checkpoint); or the state has the groups of
+    `layout`; or one group with all parameters of the model, `known`.
     """
     groups = state["param_groups"]
     if all("param_names" in group for group in groups):
@@ -114,7 +114,7 @@ def fit(
     shapes: Mapping[str, torch.Size],
     known: Sequence[str],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the state of the groups `own`, as their optimizer loads it, and what does not fit, in words."""
+    """Return the state of the groups `own`, in their optimizer's form, and descriptions of mismatches."""
     problems = []
     home = {name: at for at, group in enumerate(names) for name in group}
     keys = {

@@ -1,4 +1,4 @@
-"""`Wire` carries messages between stages: values forward, gradients backward, and the news that a stage failed.
+"""`Wire` carries messages between stages: values forward, gradients backward, and notices of failed stages.
 
 A message is a header of fixed size, then what it announces: behind it in the same frame (`frames`), or, where that has
 no room, each part in a message of its own. Where the header says that a tensor lies in memory that both map, nothing
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
 
 # A frame is a message whose length both ends know before, so that its receive can be posted before it is sent.
 #
-# A frame is a header and what it announces, in one message. On each edge all frames have one length, whatever is in
-# them, as some transports compare lengths; what does not fit follows beside, in messages of its own. The length is that
-# of the header until a step has shown what goes there; both ends learn it from the messages that both have seen, at the
-# end of a step that went well on all ranks.
+# A frame is a header and the parts that it announces, in one message. On each edge all frames have one length, whatever
+# their contents, as some transports compare lengths; parts that do not fit follow in separate messages. The length is
+# that of the header until a step has shown how much is sent; both ends derive it from the messages that both have seen,
+# at the end of a step that succeeded on all ranks.
 #
-#     header | form, if it is news | tensors, each from a multiple of 64 bytes on | unused
+#     header | form, if it is new | tensors, each from a multiple of 64 bytes on | unused
 
 WORDS = 64
 HEADER_BYTES = 8 * WORDS
 MOST_BYTES = 2**20
-"""The most bytes of a frame: each is copied once on its way out, and a posted one takes memory before it is needed."""
+"""The most bytes of a frame: each is copied once when sent, and a posted one occupies memory in advance."""
 _ALIGNED = 64
 
 
 class Frames:
-    """`Frames` knows how long the frames of each edge are, in training and in evaluation."""
+    """`Frames` tracks the length of each edge's frames, in training and in evaluation."""
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[Edge, bool], int] = {}
@@ -73,14 +73,14 @@ class Frames:
         return self._lengths.get((edge, self._grad), HEADER_BYTES)
 
     def note(self, edge: Edge, needed: int) -> None:
-        """Note that a message needed so many bytes, whether or not its frame had them. Both ends note the same."""
+        """Record that a message needed so many bytes, whether or not they fit its frame. Both ends record the same."""
         key = edge, self._grad
         self._needed[key] = max(self._needed.get(key, 0), needed)
 
     def learn(self) -> None:
-        """End the step on all ranks: from now on frames are as long as its messages have needed, or were before.
+        """End the step on all ranks: from now on frames have the largest length that a message has needed so far.
 
-        Messages that would make a frame too long go beside it; the frame stays a header then.
+        Messages too long for a frame are sent separately; the frame is then only a header.
         """
         for key, needed in self._needed.items():
             if needed <= MOST_BYTES:
@@ -89,29 +89,29 @@ class Frames:
 
 
 def end_of(begin: int, nbytes: Iterable[int]) -> int:
-    """Return where a frame ends that has these parts from `begin` on."""
+    """Return the end of a frame with these parts from `begin` on."""
     return begin + sum(map(aligned, nbytes))
 
 
 def aligned(nbytes: int) -> int:
-    """Return how much room a part takes."""
+    """Return the aligned size of a part."""
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def tensor_in(frame: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor over the bytes of `frame` from `begin`. It is no view: each counts its in-place changes."""
+    """Return a tensor over the bytes of `frame` from `begin`. It is not a view: each counts its in-place changes."""
     flat = torch.empty(0, dtype=dtype)
     return flat.set_(frame.untyped_storage(), begin // dtype.itemsize, (math.prod(shape),), (1,)).view(shape)
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of the elements."""
+    """Return the size of the elements in bytes."""
     return math.prod(shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form has values without their data: `leaves` has an `Array` for each tensor, or a constant.
+    """A `Form` describes values without their data: `leaves` has an `Array` for each tensor, or a constant.
 
     `tree` is empty if the values are the leaves.
     """
@@ -125,7 +125,7 @@ class Form:
 
 
 class Array(NamedTuple):
-    """An array is a tensor without its data: all dimensions but the first, and strides if not contiguous."""
+    """An `Array` describes a tensor without its data: all dimensions but the first, and strides if not contiguous."""
 
     dtype: torch.dtype
     trailing: tuple[int, ...]
@@ -137,15 +137,16 @@ class Array(NamedTuple):
 _FIXED = 8
 _MOST = (WORDS - _FIXED) // 2
 _TAG = 1_000_000  # programs use lower tags on the same group
-_STAGES, _NUMBERS = 512, 1023  # stages and ranks, and pipelines, have tags of their own: all fit into 30 bits
-_EDGE_TAGS = 4 * _STAGES**2  # edges go there and back, in frames and beside them
+_STAGES, _NUMBERS = 512, 1023  # stages and ranks, and pipelines, have separate tags: all fit into 30 bits
+_EDGE_TAGS = 4 * _STAGES**2  # edges have two directions, in frames and beside them
 _VALUES, _FAILED, _LOST = 0, 1, 2
 _BY_MESSAGE, _ABSENT = -1, -2
 _LENT_BYTES = 16 * 1024  # smaller tensors travel in messages
 AHEAD = 2
-"""The number of messages beyond those of the present action for which a receive is posted. So many actions hide the
-time that the notice of a receive takes to the sender; on one host one action is enough. Each receive takes the memory
-of a message.
+"""The number of messages beyond those of the current action for which a receive is posted.
+
+So many actions hide the time in which the sender learns of a receive; on one host one action is enough. Each receive
+occupies the memory of a message.
 """
 _HAS_STATE, _INSIDE = 1, 2
 _WORD = 2**31
@@ -157,25 +158,25 @@ _Received = dict[Edge, tuple[Form, Any]]
 
 
 class PipelineNumbers:
-    """They number the pipelines of a job, so that those on common ranks differ; `next` is free on this rank."""
+    """`PipelineNumbers` numbers the pipelines of a job, so that those with common ranks differ; `next` is free here."""
 
     next = 0
 
     @classmethod
     def take(cls, free: Iterable[int]) -> int:
-        """Return a number that is free on all ranks, of which `free` has what each said, and take it."""
+        """Return and reserve a number that is free on all ranks; `free` has each rank's next free number."""
         number = max(free)
         cls.next = number + 1
         return number
 
 
 class Wire:
-    """A wire is this rank's end of all edges of a pipeline. Sends never wait for receivers; `settle` does."""
+    """A `Wire` is this rank's end of all edges of a pipeline. Sends never wait for receivers; `settle` does."""
 
     def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device, number: int = 0) -> None:
-        """Take the rank of each stage in `rank_of`; the numbers after those of stages are further edge ends.
+        """Create the wire; `rank_of` has the rank of each stage, and further numbers for other edge ends.
 
-        `number` is another for each pipeline of a group: what one that failed has left is no other's message.
+        `number` differs between the pipelines of a group: remains of a failed one are never another's message.
         """
         self._ends = max(_STAGES, len(rank_of))
         self._number = number
@@ -187,16 +188,16 @@ class Wire:
         """The forms that were sent and received, in evaluation and in training."""
         self._sent, self._forms = self._known[True]
         self._works: defaultdict[Edge | None, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
-        """The messages on the way and their micro-batches, in order on each edge; None has tensors without one."""
+        """The messages in flight and their micro-batches, in order on each edge; None has tensors without an edge."""
         self._frames = Frames()
         self._posted: defaultdict[Edge, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
-        """The receives of frames that nobody has taken yet, in order on each edge."""
+        """The receives of frames that were not read yet, in order on each edge."""
         self._farewells: list[tuple[dist.Work, Tensor]] = []
         self._lending: Lending | None = None
         self.posts_ahead = self._may_post_ahead()
-        """Whether receives are posted before they are needed: it gains nothing in memory that both map."""
+        """Whether receives are posted before they are needed: this gains nothing in shared memory."""
         self.sizes: Counter[int] = Counter()
-        """How often a large tensor of each size went by message."""
+        """How often a large tensor of each size was sent by message."""
 
     @property
     def meeting_tag(self) -> int:
@@ -211,13 +212,13 @@ class Wire:
         self._sent, self._forms = self._known[grad]
 
     def learn(self) -> None:
-        """Note that the step went well on all ranks."""
+        """Record that the step succeeded on all ranks."""
         self._frames.learn()
 
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send_values(self, edge: Edge, values: Sequence[Any], needs_grad: Sequence[bool], step: StepPlan) -> None:
-        """Send nested values; `needs_grad` says for each tensor in them whether its gradient is wanted back."""
+        """Send nested values; `needs_grad` says for each tensor in them whether its gradient is expected."""
         plain = all(isinstance(value, Tensor) for value in values)
         leaves, tree = (values, None) if plain else tree_flatten(list(values))
         wanted = iter(needs_grad)
@@ -242,7 +243,7 @@ class Wire:
         self._post(edge, step, news, rows, tensors)
 
     def send_gradients(self, edge: Edge, grads: Sequence[Tensor | None], step: StepPlan) -> None:
-        """Send gradients of the values that needed one, in their order; None for one that has none."""
+        """Send gradients of the values that needed one, in their order; None for a missing one."""
         self._post(edge, step, b"", [0] * len(grads), [None if grad is None else flatten(grad, None) for grad in grads])
 
     def _post(self, edge: Edge, step: StepPlan, news: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
@@ -294,13 +295,13 @@ class Wire:
         return place
 
     def making(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the tensors that this thread makes may be sent without a copy."""
+        """Return a context in which this thread's new tensors may be sent without a copy."""
         return contextlib.nullcontext() if self._lending is None else self._lending.making()
 
     def share(self, most: int) -> None:
-        """From now on, let tensors of the sizes sent so far stay in place, and be read there. All ranks call it.
+        """From now on, share tensors of the sizes sent so far in memory instead of copying them. All ranks call it.
 
-        `most` is how many of a size a rank may have at the same time. Nothing happens where ranks share no memory.
+        `most` is how many of a size a rank may have at the same time. Nothing happens unless ranks share memory.
         """
         ours = sharing_group(self._group)
         if self._lending is not None or ours is None:
@@ -308,9 +309,9 @@ class Wire:
         sizes: list[Any] = [None] * self._group.size()
         dist.all_gather_object(sizes, set(self.sizes), group=self._group)
         if every := set().union(*sizes):
-            from phalanx._comm.backend.lending import Lending  # needs the C core, which a group that shares memory has
+            from phalanx._comm.backend.lending import Lending  # needs the C core, which a group with shared memory has
 
-            with contextlib.suppress(PhalanxError):  # no room in the heap, on all ranks: messages it is
+            with contextlib.suppress(PhalanxError):  # no room in the heap, on all ranks: use messages
                 self._lending = Lending(ours, dict.fromkeys(every, most))
 
     def _send(self, edge: Edge | None, number: int, parts: Sequence[Tensor], dst: int, tag: int) -> None:
@@ -320,16 +321,16 @@ class Wire:
                 self._works[edge].append((number, work, part))
 
     def let_go(self, edge: Edge, micro_batches: int) -> None:
-        """Let go of what so many micro-batches sent, whose messages have been received.
+        """Release the messages of `micro_batches` micro-batches, which have been received.
 
-        Some backends do not tell when a send is over unless a thread waits, and keep its memory until then.
+        Some backends do not report a completed send unless a thread waits, and keep its memory until then.
         """
         works = self._works.get(edge)
         while works and works[0][0] < micro_batches:
             works.popleft()[1].wait()
 
     def settle(self) -> None:
-        """Return when all that was sent has left its memory."""
+        """Wait until all sent data has left its memory."""
         for edge, works in self._works.items():
             for _, work, _ in works:
                 try:
@@ -343,10 +344,11 @@ class Wire:
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def receive_values(self, edge: Edge) -> tuple[list[Any], StepPlan]:
-        """Return the next values on an edge; tensors whose gradient is wanted back require it.
+        """Return the next values on an edge; tensors whose gradient is expected require it.
 
         Raises:
-            StageFailedError, StageLostError: the stage there failed, or lost a peer; the message is its own.
+            StageFailedError, StageLostError: the sending stage failed, or lost a peer; the message is that of its
+                error.
         """
         header, step, parts = self._header(edge)
         if header[1]:
@@ -368,10 +370,10 @@ class Wire:
         return leaves if tree is None else tree_unflatten(leaves, tree), step
 
     def receive_gradients(self, edge: Edge, like: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of `like`, which were sent the other way; None where there is none.
+        """Return the gradients of `like`, which was sent in the other direction; None for missing ones.
 
         Raises:
-            StageFailedError: the stage there failed; the message is its own.
+            StageFailedError: the sending stage failed; the message is that of its error.
         """
         header, _, parts = self._header(edge)
         grads: list[Tensor | None] = []
@@ -388,7 +390,7 @@ class Wire:
         return parts.take(shape, dtype, self._device)
 
     def post(self, edge: Edge) -> None:
-        """Start to receive the next frame on the edge. It must be sure that one will come, or that its sender fails."""
+        """Post a receive for the next frame on the edge, which must come unless its sender fails."""
         frame = torch.empty(self._frames.length_of(edge) // 8, dtype=torch.int64)
         work = self._group.recv([frame], self._rank_of[edge.source], self._tag(edge))
         self._posted[edge].append((work, frame))
@@ -422,7 +424,7 @@ class Wire:
         return tensor
 
     def _stream(self, edge: Edge) -> PickleStream:
-        """Return where the forms that go over an edge stand among all pickles of the group."""
+        """Return the position of an edge's forms in the group's stream of pickles."""
         kind = f"form of Pipeline {self._number} from stage {edge.source} to stage {edge.target}, {edge.backward:d}"
         return PickleStream(kind, self._rank_of[edge.source], self._rank_of[edge.target])
 
@@ -432,11 +434,11 @@ class Wire:
     # -- between ranks -------------------------------------------------------------------------------------------
 
     def send_tensor(self, tensor: Tensor, rank: int) -> None:
-        """Send a tensor whose form the other rank knows."""
+        """Send a tensor whose form the receiver knows."""
         self._send(None, 0, [flatten(tensor, None)], rank, self._tags + _EDGE_TAGS - 1)
 
     def receive_tensor(self, tensor: Tensor, rank: int) -> Tensor:
-        """Fill `tensor`, which may have any strides, with what that rank sends."""
+        """Receive into `tensor`, which may have any strides."""
         received = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         self.receive(received, rank, self._tags + _EDGE_TAGS - 1)
         return tensor if received is tensor else tensor.copy_(received)
@@ -446,19 +448,19 @@ class Wire:
     def tell_failure(
         self, edges: Sequence[Edge], text: str, *, lost: bool, leaves: bool, between: bool = False
     ) -> None:
-        """Put the news on edges, for the rank that waits there, or comes next. If that fails the others are told.
+        """Send the failure on edges, for the rank that waits there, now or later; try all edges even if one fails.
 
-        `lost` says that a rank is gone; a rank that hears of it shall raise what it would if it had seen it itself.
-        `leaves` says that this rank will not meet the others any more, so it waits a little for them to hear it.
-        `between` says that it is not in the step, but at its end: the others may be in the next one, of whatever kind.
+        `lost` says that a rank is lost; a notified rank raises the same error as if it had detected the loss itself.
+        `leaves` says that this rank will not meet the others again, so it waits briefly until they receive the notice.
+        `between` says that the step has ended: the others may be in the next one, of whatever kind.
         """
         data, status = text.encode(), _LOST if lost else _FAILED
         for edge in edges:
-            with contextlib.suppress(RuntimeError):  # its end is gone; that of the next edge may see nothing of it
-                # Gloo takes a frame that is shorter than its receive, but none that is longer.
+            with contextlib.suppress(RuntimeError):  # that edge's end is lost; the next edge's may not have noticed
+                # Gloo accepts a frame shorter than its receive, but not a longer one.
                 self._tell(edge, status, data, HEADER_BYTES if between else self._frames.length_of(edge))
         deadline = Deadline.after(FAREWELL_S)
-        waits = leaves and not meets_by_messages(self._group)  # there it stays for the others where all meet
+        waits = leaves and not meets_by_messages(self._group)  # there it waits for the others in the meeting
         for work, _ in self._farewells if waits else ():
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
@@ -478,7 +480,7 @@ class Wire:
             self._farewells.append((self._group.send([tensor], dst, tag), tensor))
 
     def leave(self) -> None:
-        """Leave all that is on the way to the group, as not every rank could be waited for."""
+        """Leave all messages in flight to the group, as not every rank could be waited for."""
         sent = [(work, tensor) for works in self._works.values() for _, work, tensor in works]
         posted = [receive for receives in self._posted.values() for receive in receives]
         if meets_by_messages(self._group):
@@ -486,7 +488,7 @@ class Wire:
         self._posted.clear()
 
     def end_receives(self) -> None:
-        """Wait for the posted receives, once every rank has sent or told all that it will."""
+        """Wait for the posted receives, once every rank has sent its messages or notices."""
         posted = [receive for receives in self._posted.values() for receive in receives]
         self._posted.clear()
         for work, _ in posted:
@@ -495,7 +497,7 @@ class Wire:
 
 
 class _Parts:
-    """`_Parts` is what a header announces: in the frame behind it, or each part in the next message beside."""
+    """`_Parts` are the parts that a header announces: in the frame after it, or each in a message of its own."""
 
     def __init__(self, wire: Wire, src: int, tag: int, frame: Tensor | None) -> None:
         self.src = src
@@ -515,7 +517,7 @@ class _Parts:
 
 
 def _words(header: list[int], length: int = HEADER_BYTES) -> Tensor:
-    """Return a header, of a frame that holds nothing else."""
+    """Return the header of a frame without contents."""
     return torch.frombuffer(array("q", header + [0] * (length // 8 - len(header))), dtype=torch.int64)
 
 
