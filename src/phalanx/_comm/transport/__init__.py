@@ -1,7 +1,7 @@
-"""A transport carries a group's operations; this package has one interface and three transports behind it.
+"""A transport runs a group's operations; this package has the interface and three implementations.
 
 base           the interface and its contract
 shared_memory  the ranks of one host
 hierarchical   several hosts: memory inside each, an engine between
-gloo           where memory can't be shared
+gloo           ranks that cannot share memory
 """

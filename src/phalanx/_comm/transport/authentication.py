@@ -1,13 +1,14 @@
-"""Authenticate the pickles that travel between hosts: one that was changed or replayed is refused before it is read.
+"""Authenticate the pickles sent between hosts: a changed or replayed pickle is refused before it is read.
 
 Reading a pickle runs code. Gloo's connections between hosts are neither encrypted nor authenticated, so each pickle
-carries a MAC there, made with a key of the group: it follows from a secret that its ranks were told when they met, in
-the job's store. In a job of `phalanx run` on several hosts, the store only accepts processes that know the job's key.
+carries a MAC there, made with a key of the group: it is derived from a secret that the ranks received at the
+rendezvous, in the job's store. In a job of `phalanx run` on several hosts, the store only accepts processes that know
+the job's key.
 
     message   MAC | number | pickle
 
-Each message belongs to a stream, those of one kind from one rank (to one rank, or to all), and has a number there. The
-MAC covers both, so that a message is valid in one place only. It doesn't hide what is sent and doesn't cover tensors.
+Each message belongs to a stream, the messages of one kind from one rank (to one rank, or to all), and has a number in
+it. The MAC covers both, so that a message is valid in one place only. It does not encrypt, and does not cover tensors.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from phalanx.errors import PhalanxError
 MAC_BYTES = 32
 _NUMBER = struct.Struct("<Q")
 OVERHEAD_BYTES = MAC_BYTES + _NUMBER.size
-"""The number of bytes by which a message is longer than its pickle."""
+"""The number of bytes that a message adds to its pickle."""
 
 EVERYBODY = -1
 
 
 class PickleStream(NamedTuple):
-    """It has messages of one `kind` from rank `src` to rank `dst`, or to all ranks of the group."""
+    """A `PickleStream` has messages of one `kind` from rank `src` to rank `dst`, or to all ranks of the group."""
 
     kind: str
     src: int
@@ -41,10 +42,10 @@ class PickleStream(NamedTuple):
 
 
 class PickleAuthenticator:
-    """It is one rank's side of a group's streams: the key, and the number of messages sent and received in each."""
+    """A `PickleAuthenticator` is one rank's side of a group's streams: the key, and each stream's message counts."""
 
     def __init__(self, secret: str, group: str) -> None:
-        """Derive the key from `secret`, which only the group's ranks know. `group` is its name in messages."""
+        """Derive the key from `secret`, which only the group's ranks know. `group` is the group's name in errors."""
         self.key = hmac.digest(secret.encode(), b"phalanx pickles between hosts", "sha256")
         self._group = group
         self._lock = threading.Lock()
@@ -52,43 +53,43 @@ class PickleAuthenticator:
         self._received: Counter[PickleStream] = Counter()
 
     def send(self, pickle: bytes | memoryview, stream: PickleStream) -> bytes:
-        """Return what to send as the next message of the stream."""
+        """Return the next message of the stream, with MAC and number."""
         return self.sign(pickle, stream, self.count_sent(stream))
 
     def receive(self, message: bytes | memoryview, stream: PickleStream) -> bytes | memoryview:
-        """Return the pickle in the next message of the stream; raises what `verify` raises."""
+        """Return the pickle in the next message of the stream; errors are those of `verify`."""
         return self.verify(message, stream, self.count_received(stream))
 
     def count_sent(self, stream: PickleStream) -> int:
-        """Return the number of the next message that is sent."""
+        """Return the number of the next message to send."""
         with self._lock:
             self._sent[stream] += 1
             return self._sent[stream]
 
     def take_back(self, stream: PickleStream) -> None:
-        """Let the last number that `count_sent` gave be the next one again: nothing was sent."""
+        """Reuse the last number of `count_sent` for the next message: nothing was sent."""
         with self._lock:
             self._sent[stream] -= 1
 
     def count_received(self, stream: PickleStream) -> int:
-        """Return the number of the next message that is due."""
+        """Return the number of the next message to receive."""
         with self._lock:
             self._received[stream] += 1
             return self._received[stream]
 
     def sign(self, pickle: bytes | memoryview, stream: PickleStream, number: int, index: int = 0) -> bytes:
-        """Return the message; `index` tells several with one number apart."""
+        """Return the message; `index` distinguishes several messages with one number."""
         packed = _NUMBER.pack(number)
         return self._mac(pickle, stream, packed, index) + packed + pickle
 
     def verify(
         self, message: bytes | memoryview, stream: PickleStream, number: int, index: int = 0
     ) -> bytes | memoryview:
-        """Return the pickle in the message that is due: the one with this `number` and `index`.
+        """Return the pickle in the expected message: the one with this `number` and `index`.
 
         Raises:
-            PhalanxError: it is not what a rank of the group has sent, or stands in another place. Nothing of it was
-                read. Where messages are missing, the one after it is due next.
+            PhalanxError: no rank of the group has sent this message, or it was sent for another place. Nothing of it
+                was read. If messages are missing, the one after it is expected next.
         """
         mac, packed, pickle = message[:MAC_BYTES], message[MAC_BYTES:OVERHEAD_BYTES], message[OVERHEAD_BYTES:]
         if not hmac.compare_digest(mac, self._mac(pickle, stream, packed, index)):

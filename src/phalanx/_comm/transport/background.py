@@ -1,4 +1,4 @@
-"""Wait in an engine on threads of their own, so that the calling thread still hears signals and lost connections."""
+"""Wait in an engine on background threads, so that the calling thread still handles signals and lost connections."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TypeVar
 from phalanx._base.deadline import Deadline
 from phalanx._comm.engines.engine import Engine
 
-# A message that is whole once it has begun to come: the sender's kernel took it in one write, and sends it also for a
-# process that is killed.
+# A message that arrives whole once it has begun: the sender's kernel took it in one write, and sends it even if the
+# process is killed.
 WHOLE_BYTES = 2**14
 LOOK_EVERY_S = 0.5
 _GRACE_S = 0.05
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
-    """Return what `outcomes.get` returns; when time is up, wait a moment more, before the caller checks the peer.
+    """Return the result of `outcomes.get`; after `timeout_s`, wait a moment longer before the caller checks the peer.
 
-    To look is to write, and that closes a connection whose other end has left, with all that Gloo's thread has not read
-    from it yet. After this process has stood still (stopped, or without a core) both wake up at once.
+    A check writes to the connection, which closes a connection whose other end has left, with all data that Gloo's
+    thread has not read yet. After this process was stopped, or had no core, both threads wake up at once.
 
     Raises:
         queue.Empty: nothing came.
@@ -38,9 +38,9 @@ def get_soon(outcomes: queue.SimpleQueue[T], timeout_s: float) -> T:
 
 
 def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> Callable[[], None]:
-    """Return a `look` for `Background.run`: it raises error_of(what the engine says) if `peer`'s connection is gone.
+    """Return a `look` for `Background.run`: it raises error_of(the engine's error) if `peer`'s connection is lost.
 
-    The second time it sees that: the last message of a peer that has left is there by then.
+    It raises on the second observation: by then the last message of a peer that has left has arrived.
     """
     is_gone = False
 
@@ -57,7 +57,7 @@ def look_at(engine: Engine, peer: int, error_of: Callable[[str], Exception]) -> 
 
 
 class _Workers:
-    """They are the threads of this process that wait in engines: as many as operations are under way at once."""
+    """`_Workers` are this process's threads that wait in engines: as many as there are concurrent operations."""
 
     def __init__(self) -> None:
         self.num_users = 0
@@ -65,7 +65,7 @@ class _Workers:
         self._idle: list[_Worker] = []
 
     def start(self, operation: Callable[[], object], outcome: queue.SimpleQueue[BaseException | None]) -> None:
-        """Let a thread carry out `operation`, and put what it raises, or None, into `outcome`."""
+        """Run `operation` on a thread, and put its exception, or None, into `outcome`."""
         try:
             worker = self._idle.pop()
         except IndexError:
@@ -73,21 +73,21 @@ class _Workers:
         worker.tasks.put((operation, outcome))
 
     def enter(self) -> None:
-        """Count a user: the threads are kept as long as there is one."""
+        """Add a user: the threads are kept while there is one."""
         with self._lock:
             self.num_users += 1
 
     def leave(self) -> None:
-        """Count a user no more; after the last one the idle threads end, and the others when they are idle."""
+        """Remove a user; after the last one the threads end as soon as they are idle."""
         with self._lock:
             self.num_users -= 1
         if not self.num_users:
             self.end_idle()
 
     def end_idle(self) -> None:
-        """End the threads that carry out nothing."""
+        """End the idle threads."""
         ended = []
-        with contextlib.suppress(IndexError):  # another thread may take the last
+        with contextlib.suppress(IndexError):  # another thread may take the last one
             while True:
                 ended.append(self._idle.pop())
         for worker in ended:
@@ -97,7 +97,7 @@ class _Workers:
                 worker.thread.join(_JOIN_S)
 
     def take_back(self, worker: _Worker) -> bool:
-        """Take `worker` back; False if nobody needs it any more."""
+        """Return `worker` to the idle threads; False if it is no longer needed."""
         if not self.num_users:
             return False
         self._idle.append(worker)
@@ -105,7 +105,7 @@ class _Workers:
 
 
 class _Worker:
-    """A worker is a thread that carries out one operation at a time."""
+    """A `_Worker` is a thread that runs one operation at a time."""
 
     def __init__(self, workers: _Workers) -> None:
         self.tasks: queue.SimpleQueue[tuple[Callable[[], object], queue.SimpleQueue[BaseException | None]] | None] = (
@@ -122,10 +122,10 @@ class _Worker:
             error: BaseException | None = None
             try:
                 operation()
-            except BaseException as raised:  # whatever it was, the waiter must hear it
+            except BaseException as raised:  # the waiting thread must receive any exception
                 error = raised
-            del operation, task  # their objects may go while this thread waits for the next
-            goes_on = self._workers.take_back(self)  # before it is told: who goes on at once finds this thread
+            del operation, task  # release their objects while this thread waits for the next
+            goes_on = self._workers.take_back(self)  # first: the waiting thread may use this one at once
             outcome.put(error)
             del error, outcome
 
@@ -134,7 +134,7 @@ _workers = _Workers()
 
 
 def _begin_anew() -> None:
-    """Begin with no threads in the child of a fork, which has none of its parent's."""
+    """Start without threads in a forked child, which has none of its parent's."""
     global _workers
     _workers = _Workers()
 
@@ -144,18 +144,18 @@ if hasattr(os, "register_at_fork"):
 
 
 class Background:
-    """It runs the operations of one group for which other threads of this process wait."""
+    """A `Background` runs the operations of one group for which other threads of this process wait."""
 
     def __init__(self) -> None:
-        self._underway: dict[int, queue.SimpleQueue[BaseException | None]] = {}  # keyed by identity of the queue
+        self._underway: dict[int, queue.SimpleQueue[BaseException | None]] = {}  # keyed by the queue's identity
         self._workers = _workers
         self._workers.enter()
         self._is_closed = False
 
     def start(self, operation: Callable[[], object]) -> queue.SimpleQueue[BaseException | None]:
-        """Let another thread carry out `operation`; what it raises, or None, is put into the queue.
+        """Run `operation` on another thread; its exception, or None, is put into the returned queue.
 
-        Whoever has got that, or waits for it no more, calls `over` with the queue.
+        The caller must call `over` with the queue after receiving the result, or when it stops waiting.
         """
         outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._underway[id(outcome)] = outcome
@@ -163,7 +163,7 @@ class Background:
         return outcome
 
     def over(self, outcome: queue.SimpleQueue[BaseException | None]) -> None:
-        """Do not wait for this operation in `close`: it is over, or stuck until the engine lets it go."""
+        """Exclude this operation from the wait in `close`: it has ended, or is blocked until the engine ends it."""
         del self._underway[id(outcome)]
 
     def run(
@@ -172,10 +172,10 @@ class Background:
         look: Callable[[], None],
         interrupted: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """Carry out `operation`, and raise what it raises. `look` is called while it takes long, and may raise.
+        """Run `operation`, and raise its exception. `look` is called while it takes long, and may raise.
 
-        What a signal handler raises meanwhile is given to `interrupted`. After either, the operation goes on until the
-        engine ends it.
+        An exception of a signal handler meanwhile is passed to `interrupted`. After either, the operation continues
+        until the engine ends it.
         """
         outcome = self.start(operation)
         try:
@@ -195,7 +195,7 @@ class Background:
             raise error
 
     def close(self) -> None:
-        """Return when the interrupted operations are over, too: the engine is closed, or nothing ends them."""
+        """Wait until the interrupted operations are over, too: the engine is closed, or nothing ends them."""
         if self._is_closed:
             return
         self._is_closed = True

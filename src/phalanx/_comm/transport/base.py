@@ -1,16 +1,16 @@
-"""`Transport` is the interface between the process group and the code that carries its operations, with its contract.
+"""`Transport` is the interface between the process group and the code that runs its operations, with its contract.
 
     shared_memory   the ranks of one host                              memory that all of them map
     hierarchical    ranks on several hosts                             memory in each, an engine between
-    gloo            ranks that can't share memory, or have no core     torch's Gloo
+    gloo            ranks that cannot share memory, or lack the core   torch's Gloo
 
-**Order.** All ranks call the same collectives of a group in the same order. Every one carries a fingerprint (sequence
-number, operation, dtype, element count, root, reduction), which the ranks compare before a tensor changes. One
-collective of a group runs at a time: a second thread waits for the first one's. Messages are outside of that order, and
-keep an order of their own, per pair of ranks and tag.
+**Order.** All ranks call the same collectives of a group in the same order. Every call has a fingerprint (sequence
+number, operation, dtype, element count, root, reduction), which the ranks compare before a tensor changes. A group runs
+one collective at a time: a second thread waits for the first one's. Messages are not part of that order, and have their
+own, per pair of ranks and tag.
 
-**Blocking.** Everything here returns when the caller's tensors are done with; nothing is asynchronous. What is called
-with `async_op=True` the process group gives to a thread of its own. Methods may be called from any thread.
+**Blocking.** Every method returns when the caller's tensors are no longer used; nothing is asynchronous. The process
+group runs `async_op=True` calls on its own thread. Methods may be called from any thread.
 
 **Deadlines.** Every call has one, in its `CallContext`; waiting for another thread's collective counts.
 
@@ -23,18 +23,18 @@ message is as long as the tensor that receives it.
 
 **Errors**, and what has changed by then:
 
-    MismatchError   the ranks called different things; on every rank   no tensor was changed (one message: its tensor)
-    PeerLostError   a rank ended, left, or was interrupted             outputs hold undefined values, inputs their own
+    MismatchError   the ranks' calls differ; raised on every rank      no tensor was changed (one message: its tensor)
+    PeerLostError   a rank ended, left, or was interrupted             outputs are undefined, inputs unchanged
     DeadlineError   a rank did not come in time; it is named           the same
     ClosedError     this process has left, or was forked               nothing
-    ValueError      a call that this transport cannot carry out        nothing
+    ValueError      the transport does not support the call            nothing
 
-After any but the last two (and but a mismatch of a message's size with shared memory, which costs that message) the
-group is over: all ranks hear the same cause, also those that come later.
+After any but the last two (and except for a mismatch of a message's size with shared memory, which fails only that
+message) the group has failed: all ranks report the same cause, also in later calls.
 
-**The end.** `close` leaves: all ranks that wait for this one hear it at once. Where operations of this process are
-still inside, `leave_in_flight` wakes them first; `abandon` is for the end of the process, when nobody needs them to
-end.
+**The end.** `close` leaves the group: all ranks that wait for this one are notified at once. If operations of this
+process are still running, `leave_in_flight` wakes them first; `abandon` is for the end of the process, when they need
+not end.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ from phalanx._comm.transport.authentication import PickleAuthenticator
 
 
 class CallContext:
-    """It says how long an operation may take, and where it was called.
+    """A `CallContext` has an operation's timeout, in seconds, and its place in the program.
 
-    `timeout_s` seconds; `call_site` is the place in the rank's table.
-
-    `awaited` is true if the caller waits for the operation, whichever thread carries it out.
+    `call_site` is the place in the rank's table. `awaited`: the caller waits for the operation, whichever thread runs
+    it.
     """
 
     __slots__ = ("awaited", "call_site", "timeout_ns", "timeout_s")
@@ -70,7 +69,7 @@ class CallContext:
 
 
 class Collectives(ABC):
-    """It has the collectives that can be carried out where tensors lie, on the CPU or on a device."""
+    """`Collectives` are the collectives that can run where the tensors are, on the CPU or on a device."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, redop: int, ctx: CallContext, *, root: int = -1, factor: Any = None) -> None:
@@ -86,7 +85,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_gather_single(self, output: Tensor, tensor: Tensor, ctx: CallContext) -> None:
-        """Write rank r's `tensor` to part r of `output`, which is split in world_size equal parts."""
+        """Write rank r's `tensor` to part r of `output`, which is split into world_size equal parts."""
 
     @abstractmethod
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, ctx: CallContext) -> None:
@@ -102,11 +101,11 @@ class Collectives(ABC):
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, redop: int, ctx: CallContext, *, factor: Any = None
     ) -> None:
-        """Split `tensor` in equal parts, and write the reduction over ranks of this rank's part to `output`."""
+        """Split `tensor` into equal parts, and write the reduction over ranks of this rank's part to `output`."""
 
 
 class Transport(Collectives):
-    """A transport is one rank's side of a group. `group` is its name in messages."""
+    """A `Transport` is one rank's side of a group. `group` is its name in messages."""
 
     group: str
     rank: int
@@ -114,65 +113,65 @@ class Transport(Collectives):
     lock: threading.Lock
     """The lock that is held while a collective runs."""
 
-    # -- what it can do ------------------------------------------------------------------------------------------
+    # -- capabilities --------------------------------------------------------------------------------------------
 
     is_interruptible = True
-    """Whether its waits end with Ctrl-C. Else the main thread leaves them to another one."""
+    """Whether its waits end with Ctrl-C. Otherwise the main thread leaves them to another thread."""
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks on each of several hosts; nothing where all are on one, or nobody knows."""
+        """Return the ranks on each of several hosts; nothing if all are on one host, or the hosts are unknown."""
         return ()
 
     closes_in_flight = False
-    """Whether `close` may come while operations of this process are inside: its memory stays until they are out."""
+    """Whether `close` may be called during operations of this process: its memory stays until they have ended."""
 
     eager_bytes = 256
-    """The number of bytes a rank up to which an all_gather costs hardly more than its latency."""
+    """The bytes per rank up to which an all_gather costs little more than its latency."""
 
     pickles: PickleAuthenticator | None = None
     """The authenticator of pickles between the group's ranks; it is None on one host."""
 
     ranks_share_memory = False
-    """Whether all ranks map one memory. Then this is a `SharedMemoryTransport`, which can do more than is asked here:
-    symmetric tensors, reductions of them in place, steps that go on without some ranks, posted receives.
+    """Whether all ranks map the same memory. Then this is a `SharedMemoryTransport` with additional features:
+    symmetric tensors, in-place reductions of them, steps that skip some ranks, posted receives.
     """
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
         """Allocate `nbytes` for each rank, and return the tensors of this host's ranks, by rank. All ranks call it.
 
-        A rank writes its own and reads the others', which are there while it holds its own; what a rank has written
-        outlives it. Where ranks share no memory, each has its own alone.
+        A rank writes its own tensor and reads the others', which exist while it holds its own; data that a rank has
+        written outlive it. If ranks do not share memory, each has only its own.
         """
         return {self.rank: torch.empty(nbytes, dtype=torch.uint8)}
 
     def precede(self, action: Callable[[Deadline], None]) -> None:
-        """Call `action` in the next collective, before this rank takes part in it, where ranks are on several hosts.
+        """Call `action` in the next collective, before this rank joins it, if ranks are on several hosts.
 
-        What it raises is the failure of the collective.
+        An exception of `action` fails the collective.
         """
 
-    # -- where it is ---------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """Return whether this process has left, or is a fork of the one that came."""
+        """Return whether this process has left, or is a fork of the process that joined."""
 
     @property
     @abstractmethod
     def seq(self) -> int:
-        """Return how many collectives this rank has begun."""
+        """Return the number of collectives that this rank has begun."""
 
     @abstractmethod
     def call_site(self, place: tuple[str, int]) -> int:
-        """Return a number for a (file, line), as a `CallContext` takes it."""
+        """Return the number of a (file, line) for a `CallContext`."""
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Set how this process ends, in the words that the other ranks' errors will have."""
+        """Set how this process ends, as text for the other ranks' errors."""
 
     @abstractmethod
     def leave_in_flight(self) -> None:
@@ -180,21 +179,21 @@ class Transport(Collectives):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group. All ranks that wait for this one hear it at once."""
+        """Leave the group. All ranks that wait for this one are notified at once."""
 
     def abandon(self) -> None:
-        """Do what `close` does with `closes_in_flight`, at the process's end: operations inside need not wake up."""
+        """Close as with `closes_in_flight`, at the process's end: running operations need not wake up."""
         self.close()
 
     def settle(self, patience_s: float) -> bool:
-        """Return whether no thread of this process is in a collective, after at most `patience_s`."""
+        """Wait at most `patience_s`, and return whether no thread of this process is in a collective."""
         if not self.lock.acquire(timeout=min(patience_s, threading.TIMEOUT_MAX)):
             return False
         self.lock.release()
         return True
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        """End the operation, whose waiting thread was interrupted. Transports need this where waits hear no signal.
+        """End the operation of a waiting thread that was interrupted. Transports need this if waits ignore signals.
 
         `what` describes a message with `peer`; if it is empty, the operation is the collective.
         """
@@ -204,10 +203,10 @@ class Transport(Collectives):
 
     @abstractmethod
     def barrier(self, ctx: CallContext) -> None:
-        """Return when every rank has come."""
+        """Wait until every rank has called this."""
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
-        """Do what `all_reduce` does with SUM, for a contiguous tensor of this code's real dtype; this must be fast."""
+        """Do `all_reduce` with SUM, for a contiguous tensor of this code's real dtype; this must be fast."""
         self.all_reduce(tensor, SUM, CallContext(timeout_s, self.call_site(place)))
 
     @abstractmethod
@@ -224,7 +223,7 @@ class Transport(Collectives):
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Return when the bytes of `tensor` have left it."""
+        """Send `tensor`, and return when its memory may be reused."""
 
     @abstractmethod
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:

@@ -1,4 +1,4 @@
-"""Take the lock that a group's collectives take in turn, one thread after the other."""
+"""Acquire the lock that serialises a group's collectives between threads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from phalanx._comm.diagnostics.failure_report import occupied
 
 
 def take_call_lock(lock: threading.Lock, group: str, rank: int, timeout_s: float, check: Callable[[], None]) -> None:
-    """Take `lock` for a collective; `check`, which raises where the group is over, is called while others have it.
+    """Acquire `lock` for a collective; while others hold it, call `check`, which raises if the group has failed.
 
     Raises:
-        PhalanxError: what `check` raises.
-        DeadlineError: the other thread's collective was not over in time.
+        PhalanxError: the error of `check`.
+        DeadlineError: the other thread's collective did not end in time.
     """
     if lock.acquire(blocking=False):
         return

@@ -1,4 +1,4 @@
-"""Report the failures of a group, whatever carries its operations: ranks publish how they end and what has failed."""
+"""Report the failures of a group, on any transport: ranks publish how they end and which operations failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx._comm.diagnostics.flight_recorder import RankPosition
 
 
 class ReportingRank(Protocol):
-    """It is one rank's side of a group, as far as a report needs it."""
+    """A `ReportingRank` is one rank's side of a group, as far as reports need it."""
 
     group: str
     rank: int
@@ -22,32 +22,32 @@ class ReportingRank(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Return what people call each rank's process: 'pid 17 on node3'."""
+        """Return a description of each rank's process for users: 'pid 17 on node3'."""
 
     @property
     def seq(self) -> int:
-        """Return how many collectives this rank has begun."""
+        """Return the number of collectives that this rank has begun."""
 
     @property
     def entered_s(self) -> float:
-        """Return when the last of them began, as `time.monotonic` counts."""
+        """Return when the last of them began, in `time.monotonic`."""
 
     @property
     def position(self) -> RankPosition:
-        """Return where this rank is."""
+        """Return the position of this rank."""
 
     @property
     def closed(self) -> bool:
         """Return whether this process has left."""
 
     def end(self) -> None:
-        """Wake all threads that wait here, and all ranks that wait for this one: the group is over."""
+        """Wake all threads that wait here, and all ranks that wait for this one: the group has failed."""
 
 
 class GroupReports:
-    """These are the reports of the rank `here`: it publishes them in a `FailureStore`, and reads those of the others.
+    """`GroupReports` publish the reports of the rank `here` in a `FailureStore`, and read those of the others.
 
-    `report` says why the group is over; it is None while the group can be used. The first report of the group stays.
+    `report` has the group's failure; it is None while the group can be used. The first report of the group stays.
     """
 
     store: FailureStore
@@ -58,13 +58,13 @@ class GroupReports:
         self._has_published_exit = False
 
     def attach(self, store: FailureStore) -> None:
-        """Take the store; this is called before the first operation."""
+        """Set the store, before the first operation."""
         self.store = store
 
-    # -- what this rank knows ------------------------------------------------------------------------------------
+    # -- this rank's knowledge -----------------------------------------------------------------------------------
 
     def where(self) -> RankPosition:
-        """Return where this rank is, and for how long."""
+        """Return the position of this rank, and since when."""
         position = self.here.position
         return replace(position, seconds=time.monotonic() - self.here.entered_s) if position.inside else position
 
@@ -73,18 +73,18 @@ class GroupReports:
         return [r for r in range(self.here.world_size) if r != self.here.rank]
 
     def processes(self, *ranks: int) -> dict[int, str]:
-        """Return what people call the processes of `ranks`."""
+        """Return descriptions of the processes of `ranks`."""
         return {rank: self.here.names[rank] for rank in ranks}
 
     def missing(self, answers: Mapping[int, RankPosition]) -> list[int]:
-        """Return the ranks that have not come as far as this one, or do not answer."""
+        """Return the ranks that have not reached this rank's operation, or do not answer."""
         return [r for r in self.others() if r not in answers or answers[r].seq < self.here.seq]
 
     def report_lost(
         self, who: int, reason: str, peer: int | None, position: RankPosition | None = None
     ) -> FailureReport:
-        """Report that `who` is gone, from `position` where that is known. `peer` is the rank whose message is waited
-        for, any if below zero; None where a collective waits for all.
+        """Report that `who` is lost, at `position` if known. `peer` is the rank whose message is waited for, any if
+        negative; None if a collective waits for all.
         """
         positions = {} if position is None else {who: position}
         remarks: tuple[str, ...] = ()
@@ -93,11 +93,11 @@ class GroupReports:
         return FailureReport("lost", (who,), self.processes(who), positions, reason=reason, remarks=remarks)
 
     def _report_interrupted(self, reason: str, position: RankPosition) -> FailureReport:
-        """Report what ended an operation of this rank, which is no failure of the group."""
+        """Report an error that ended an operation of this rank, but is not a failure of the group."""
         me = self.here.rank
         return FailureReport("interrupted", (me,), self.processes(me), {me: position}, reason=reason)
 
-    # -- what the ranks tell each other --------------------------------------------------------------------------
+    # -- communication between ranks -----------------------------------------------------------------------------
 
     def publish_exit_reason(self, reason: str) -> None:
         """Write `reason` to the store before the connections close: a rank that loses one reads it; the first stays."""
@@ -106,36 +106,37 @@ class GroupReports:
             self.store.leave_exit_reason(reason, self.where())
 
     def linger(self) -> None:
-        """Wait until the other ranks have read the report, if there is one: the store may go with this rank."""
+        """Wait until the other ranks have read the report, if any: the store may end with this rank."""
         if self.report is not None:
             self.store.linger(self.report)
 
     def accept(self, report: FailureReport | None) -> None:
-        """Keep the report of a group that is over: the store may be gone when this rank comes to the next operation."""
+        """Keep the report of a failed group: the store may be gone when this rank begins the next operation."""
         self.report = self.report or report
         if report is not None:
             self.store.acknowledge()
         self.here.end()
 
     def publish(self, report: FailureReport) -> None:
-        """End the group with this report, unless another rank's is there already."""
-        # The monitor may have read the report of another rank meanwhile: that rank may be gone by now, with the store,
-        # for it was told that this one knows.
+        """End the group with this report, unless another rank has already published one."""
+        # The monitor may have read another rank's report meanwhile: that rank, and the store, may be gone by now, since
+        # this rank has confirmed the report.
         self.report = self.report or self.store.post(report)
         self.store.acknowledge()
         self.here.end()
 
     def give_up(self, error: BaseException, position: RankPosition | None = None) -> None:
-        """Tell the peers what ended the operation, since it is no failure of the group."""
+        """Notify the peers of the error that ended the operation, since it is not a failure of the group."""
         if not self.here.closed and self.report is None:
             self.report = self.store.post(self._report_interrupted(type(error).__name__, position or self.where()))
             self.here.end()
 
     def interrupted(self, error: BaseException, *, what: str = "", peer: int = -1) -> None:
-        """End the operation and the group: a thread that waited was interrupted (Ctrl-C, a signal handler that raised).
+        """End the operation and the group: a waiting thread was interrupted (Ctrl-C, a signal handler that raised).
 
-        It tells the peers, and says in `error` what was waited for. `what` describes a message with `peer`; if it is
-        empty, the operation is the collective. It takes a second at most, in which the others say where they are.
+        This notifies the peers, and adds to `error` which ranks were waited for. `what` describes a message with
+        `peer`; if it is empty, the operation is the collective. It takes at most a second, in which the others report
+        their positions.
         """
         if self.here.closed or self.report is not None:
             return

@@ -1,4 +1,4 @@
-"""A thread listens for failures while the ranks of this process compute, wait or hang; groups of a store share it."""
+"""A thread watches for failures while the ranks of this process compute, wait or hang; groups of a store share it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from phalanx._comm.diagnostics.failure_signals import FailureSignals
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.flight_recorder import RankPosition
 
-_JOIN_S = 2.0  # it may hang in a store whose host was cut off
+_JOIN_S = 2.0  # the thread may hang in a store whose host was cut off
 
 
 class HealthMonitor:
-    """It says where this rank is when another rank of the group asks, and when the group is over.
+    """A `HealthMonitor` publishes this rank's position when another rank requests it, and detects the group's failure.
 
-    `where` tells this rank's position. `is_over` looks at this host; `over` is called when the group is over here, and
-    (again) with the report when it is told, and wakes whoever still waits. Both are looked at five times a second,
-    as is what the launcher of this host tells of hosts that are lost. The store is read when a signal has come.
+    `where` returns this rank's position. `is_over` checks this host; `over` is called when the group has failed here,
+    and again with the report when it arrives, and wakes all waiting threads. This host, and its launcher's file of lost
+    hosts, are checked five times a second; the store is read after a signal.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class HealthMonitor:
         self._listener = _Listener.of(failure_store.signals, self)
 
     def look(self, signals: set[str]) -> None:
-        """Look whether the group is over. The listener's thread calls this, with the groups that were signalled."""
+        """Check whether the group has failed. The listener's thread calls this, with the groups that were signalled."""
         with self._looking:
             if self._is_closed:
                 return
-            # A signal that was sent before we listened is not among them.
+            # Earlier signals are not among them.
             if not self._looked or self._failure_store.group_key in signals:
                 self._failure_store.report_position(self._where())
                 report = self._failure_store.report()
@@ -56,7 +56,7 @@ class HealthMonitor:
             if report is not None:
                 self._is_closed = True
                 self._over(report)
-            elif not self._woken and self._is_over():  # the report is yet to come
+            elif not self._woken and self._is_over():  # the report is still to come
                 self._woken = True
                 self._over(None)
 
@@ -68,7 +68,7 @@ class HealthMonitor:
 
 
 class _Listener:
-    """It is the thread that asks the monitors of one store to look."""
+    """A `_Listener` is the thread that calls the monitors of one store."""
 
     _lock = threading.Lock()
     _running: ClassVar[dict[tuple[int, int], _Listener]] = {}  # the listeners, by process and signals
@@ -81,7 +81,7 @@ class _Listener:
 
     @classmethod
     def of(cls, signals: FailureSignals, monitor: HealthMonitor) -> _Listener:
-        """Return the listener of the store of `signals`, which runs, with `monitor` among its monitors."""
+        """Return the running listener of the store of `signals`, with `monitor` among its monitors."""
         with cls._lock:
             key = (os.getpid(), id(signals))
             listener = cls._running.get(key)
@@ -92,7 +92,7 @@ class _Listener:
             return listener
 
     def remove(self, monitor: HealthMonitor) -> None:
-        """Ask `monitor` no more; the thread ends with the last one."""
+        """Remove `monitor`; the thread ends with the last one."""
         with self._lock:
             self._monitors = [one for one in self._monitors if one is not monitor]
             if self._monitors or self._stop.is_set():

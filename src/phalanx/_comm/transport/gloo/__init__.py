@@ -1,6 +1,6 @@
-"""Carry groups over torch's own Gloo where memory cannot be shared, or the C core is not there.
+"""Run groups over torch's own Gloo if memory cannot be shared, or the C core is missing.
 
-session    agree, carry out, fail with one report
-numerics   what Gloo adds up, of our element types and reductions
+session    agree, run, fail with one report
+numerics   how Gloo reduces our element types
 transport  every collective is one of Gloo's; messages
 """

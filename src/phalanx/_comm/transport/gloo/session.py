@@ -1,9 +1,8 @@
-"""A `GlooSession` surrounds each operation over Gloo: the ranks agree first, and all tell one report of a failure.
+"""A `GlooSession` wraps each operation over Gloo: the ranks agree first, and all report the same failure.
 
-Gloo compares nothing, and says of a peer that is gone or late no more than that its connection broke. So the ranks
-first gather each other's fingerprints, and data may move if they are equal. The rank that sees a failure first finds
-out whose doing it is, posts the report in the job's store and closes its connections, which wakes all others: they tell
-the same report.
+Gloo compares nothing, and reports a lost or late peer only as a broken connection. So the ranks first gather each
+other's fingerprints, and move data if they are equal. The rank that detects a failure first finds out the cause,
+publishes the report in the job's store and closes its connections, which wakes all others: they raise the same report.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ from phalanx._comm.transport.health_monitor import HealthMonitor
 from phalanx._comm.transport.tensors import alias, flat
 
 _PAUSE_S = 0.02
-_SOON_S = 0.01  # Gloo counts milliseconds, and may give up one early
-_LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
+_SOON_S = 0.01  # Gloo counts milliseconds, and may time out one early
+_LONGEST_S = 1e8  # three years: an infinite timeout, as milliseconds for Gloo
 
 
 class GlooFailed(Exception):
-    """Gloo could not finish: a peer is gone or late, or the connections were closed here."""
+    """Gloo could not finish: a peer is lost or late, or the connections were closed here."""
 
 
 class GlooSession:
     """A `GlooSession` is one rank's side of a group over Gloo.
 
-    `names` is what people call each rank's process, 'pid 17 on node3'; `has_ended` says whether a rank's is gone.
-    It runs one collective at a time, and holds `lock` meanwhile.
+    `names` describe each rank's process for users, 'pid 17 on node3'; `has_ended` returns whether a rank's has ended.
+    The session runs one collective at a time, and holds `lock` meanwhile.
     """
 
     def __init__(
@@ -72,10 +71,10 @@ class GlooSession:
         self.world_size = engine.world_size
         self.lock = threading.Lock()
         self.names = tuple(names)
-        self.seq = 0  # how many collectives this rank has begun
+        self.seq = 0  # the number of collectives that this rank has begun
         self._sites: dict[str, int] = {"": 0}
         self._places = [""]  # by the number of the call site
-        self.entered_s = 0.0  # when the last collective began, as `time.monotonic` counts
+        self.entered_s = 0.0  # the begin of the last collective, in `time.monotonic`
         self._at = RankPosition()
         self.engine = engine
         self.reports = GroupReports(self)
@@ -88,15 +87,15 @@ class GlooSession:
         if self.world_size > 1:
             self._monitor = HealthMonitor(failure_store, self.reports.where, lambda: False, self.reports.accept)
 
-    # -- what the process group asks -----------------------------------------------------------------------------
+    # -- the process group's queries -----------------------------------------------------------------------------
 
     @property
     def position(self) -> RankPosition:
-        """Return where this rank is."""
+        """Return the position of this rank."""
         return self._at
 
     def call_site(self, place: tuple[str, int]) -> int:
-        """Return a number for a (file, line)."""
+        """Return the number of a (file, line)."""
         text = f"{short(place[0])}:{place[1]}" if place[0] else ""
         number = self._sites.get(text)
         if number is None:
@@ -105,16 +104,16 @@ class GlooSession:
         return number
 
     def place(self, ctx: CallContext) -> str:
-        """Return the 'file:line' of the call, or an empty string."""
+        """Return the 'file:line' of the call, or ""."""
         return self._places[ctx.call_site]
 
     @property
     def closed(self) -> bool:
-        """Return whether this process has left, or is a fork of the one that came."""
+        """Return whether this process has left, or is a fork of the process that joined."""
         return self._is_closed or os.getpid() != self._process
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Set how this process ends, in the words that the other ranks' errors will have."""
+        """Set how this process ends, as text for the other ranks' errors."""
         self.reports.publish_exit_reason(exit_reason)
         self.reports.linger()
 
@@ -124,7 +123,7 @@ class GlooSession:
         self.engine.close()
 
     def close(self) -> None:
-        """Leave the group. All ranks that wait for this one hear it at once."""
+        """Leave the group. All ranks that wait for this one are notified at once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -146,11 +145,11 @@ class GlooSession:
 
     @contextlib.contextmanager
     def collective(self, call: CollectiveCall, ctx: CallContext) -> Iterator[Deadline]:
-        """Agree on `call` with all ranks; what fails inside becomes the error that all ranks raise.
+        """Agree on `call` with all ranks; an error inside becomes the error that all ranks raise.
 
         Raises:
-            MismatchError: some rank called something else; no tensor was changed.
-            PeerLostError, DeadlineError: a rank is gone or late.
+            MismatchError: the ranks' calls differ; no tensor was changed.
+            PeerLostError, DeadlineError: a rank is lost or late.
         """
 
         def check() -> None:
@@ -166,11 +165,11 @@ class GlooSession:
 
     @contextlib.contextmanager
     def _running(self, call: CollectiveCall, ctx: CallContext) -> Iterator[Deadline]:
-        """Agree on `call` with all ranks, under `lock`. What fails inside becomes the error that all ranks raise.
+        """Agree on `call` with all ranks, under `lock`. An error inside becomes the error that all ranks raise.
 
         Raises:
-            MismatchError: some rank called something else; no tensor was changed.
-            PeerLostError, DeadlineError: a rank is gone or late.
+            MismatchError: the ranks' calls differ; no tensor was changed.
+            PeerLostError, DeadlineError: a rank is lost or late.
         """
         with torch.no_grad():
             self._check_open(FailedOperation(call.name, self.group, self.rank, call_site=call.place))
@@ -197,10 +196,10 @@ class GlooSession:
         self.run("_allgather_base", [into, head], deadline)
 
     def run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
-        """Carry out one of Gloo's collectives. Another thread waits for it, and this one waits for that thread.
+        """Run one of Gloo's collectives, waiting for it on another thread.
 
-        So this thread hears Ctrl-C, and learns that a connection is gone: Gloo tells that to a thread that waits for a
-        message, but not if the message had begun to come.
+        So this thread handles Ctrl-C, and detects a lost connection: Gloo reports that to a thread that waits for a
+        message, but not if the message has begun to arrive.
         """
         connected = set(self.reports.others())
         arguments = _aliases(arguments)
@@ -217,12 +216,12 @@ class GlooSession:
                     _, position = self.reports.store.exit_reason(peer)
                     if position is None or position.inside or position.seq < self.seq:
                         raise GlooFailed(str(error)) from error
-                    connected.discard(peer)  # it has done its part of this collective, and left
+                    connected.discard(peer)  # it has completed its part of this collective, and left
 
         self._background.run(carry_out, look, self.reports.interrupted)
 
     def wait_for(self, messages: Sequence[InTransit], peer: int, num_bytes: int, deadline: Deadline) -> None:
-        """Wait for what is under way with `peer`; if a message may be half there, in another thread, as in `run`."""
+        """Wait for a message with `peer`; if it may have arrived in part, wait on another thread, as in `run`."""
 
         def wait() -> None:
             with talking():
@@ -241,7 +240,7 @@ class GlooSession:
             raise self.reports.report.error(operation)
 
     def check_tag(self, tag: int, num_tags: int) -> None:
-        """Raise what is wrong before a message with `tag` is sent or received."""
+        """Raise the group's failure before a message with `tag` is sent or received."""
         self._check_open(FailedOperation("send and recv", self.group, self.rank))
         if not 0 <= tag < num_tags:
             raise ValueError(f"send and recv: tag must be in 0..{num_tags - 1}, got {tag}")
@@ -250,8 +249,8 @@ class GlooSession:
 
     @contextlib.contextmanager
     def reporting(self, operation: FailedOperation, deadline: Deadline, peer: int | None = None) -> Iterator[None]:
-        """Turn what fails inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
-        below zero, all if None.
+        """Turn an error inside into the error that all ranks raise. `peer` is the rank that is waited for, any if
+        negative, all if None.
         """
         try:
             yield
@@ -267,7 +266,7 @@ class GlooSession:
             raise
 
     def _explain(self, cause: Exception, deadline: Deadline, peer: int | None) -> FailureReport:
-        """Return what this rank makes of `cause`, unless a rank that knows more posts its report first."""
+        """Return this rank's report of `cause`, unless a rank that knows more publishes its report first."""
         if isinstance(cause, Disagreement):
             return FailureReport("mismatch", calls=cause.calls, is_collective=cause.is_collective)
         if deadline.left_s < _SOON_S:
@@ -290,7 +289,7 @@ class GlooSession:
         )
 
     def _find_lost(self, peer: int | None) -> FailureReport | None:
-        """Return a report of a rank that has said that it leaves, or whose process has ended; None if there is none."""
+        """Return the report of a rank that has left, or whose process has ended; None if there is none."""
         for r in self.reports.others():
             reason, position = self.reports.store.exit_reason(r)
             if reason:
@@ -300,12 +299,12 @@ class GlooSession:
 
     def _explain_late(self, timeout_s: float, peer: int | None) -> FailureReport:
         answers = self.reports.store.collect_positions()
-        if report := self.reports.store.report():  # another rank was faster
+        if report := self.reports.store.report():  # another rank published first
             return report
         return self._report_late(answers, timeout_s, peer)
 
     def _report_late(self, answers: Mapping[int, RankPosition], timeout_s: float, peer: int | None) -> FailureReport:
-        """Report that this rank gave up. `answers` has where the others say they are; `peer` is as for `reporting`."""
+        """Report that this rank gave up. `answers` has the others' positions; `peer` is as for `reporting`."""
         if peer is None:
             missing = self.reports.missing(answers)
         else:
@@ -315,7 +314,7 @@ class GlooSession:
 
 @contextlib.contextmanager
 def talking() -> Iterator[None]:
-    """Turn what Gloo raises inside into an error of its connections."""
+    """Turn Gloo's errors inside into an error of its connections."""
     try:
         yield
     except RuntimeError as error:
@@ -323,7 +322,7 @@ def talking() -> Iterator[None]:
 
 
 def timedelta_of(deadline: Deadline) -> timedelta:
-    """Return what is left, for Gloo's own wait."""
+    """Return the time left, for Gloo's own wait."""
     return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_S))
 
 
@@ -333,7 +332,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _aliases(arguments: Sequence[Any]) -> list[Any]:
-    """Return the arguments of one of Gloo's collectives with tensors that any thread may write."""
+    """Return the arguments of one of Gloo's collectives, with tensors that any thread may write."""
     found: list[Any] = []
     for each in arguments:
         found.append(_aliases(each) if isinstance(each, list) else alias(each) if isinstance(each, Tensor) else each)

@@ -1,4 +1,4 @@
-"""`GlooTransport` carries a group over Gloo: each collective is one of torch's own process group."""
+"""`GlooTransport` runs a group over Gloo: each collective is one of torch's own process group."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from phalanx._comm.transport.tensors import alias, dense, nbytes, scaled, write_
 
 
 class GlooTransport(Transport):
-    """It carries groups whose ranks cannot share memory, or have no C core to do it with.
+    """A `GlooTransport` runs groups whose ranks cannot share memory, or lack the C core.
 
-    Numerics: Gloo adds up, in an order of its own: the same for the same job, perhaps another for another number of
-    ranks. Half types add up in float32 and are rounded once; AVG divides the sum once.
-    Cost: one all_gather of 256 bytes a rank, in which the ranks agree, then Gloo's own; what is reduced is copied.
+    Numerics: Gloo sums in its own order: the same for the same job, perhaps another for another number of ranks. Half
+    types are summed in float32 and rounded once; AVG divides the sum once.
+    Cost: one all_gather of 256 bytes per rank, in which the ranks agree, then Gloo's own; reduced tensors are copied.
     reduce_scatter costs an all_reduce of all inputs, all_gather of uneven sizes that of the largest.
     """
 
@@ -47,7 +47,7 @@ class GlooTransport(Transport):
         self._session = GlooSession(group, engine, failure_store, names, has_ended)
         self.lock = self._session.lock
 
-    # -- where it is, and the end --------------------------------------------------------------------------------
+    # -- state and end -------------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -75,7 +75,7 @@ class GlooTransport(Transport):
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def barrier(self, ctx: CallContext) -> None:
-        """Return when every rank has come: the agreement is a barrier already."""
+        """Wait until every rank has called this: the agreement is already a barrier."""
         with self._session.collective(CollectiveCall("barrier", place=self._session.place(ctx)), ctx):
             pass
 
@@ -91,7 +91,7 @@ class GlooTransport(Transport):
 
     def _reduced(self, data: Tensor, redop: int, deadline: Deadline, root: int = -1) -> Tensor:
         """Return the reduction of all ranks' `data`, everywhere or on `root`."""
-        if not is_reducible(redop, data.dtype):  # it is a product of complex numbers
+        if not is_reducible(redop, data.dtype):  # a product of complex numbers
             parts = self._all_gather(bytes_of(data), [nbytes(data)] * self.world_size, deadline)
             return torch.stack([part.view(data.dtype) for part in parts]).prod(0).view(data.shape)
         work = summand(data, redop)
@@ -129,7 +129,7 @@ class GlooTransport(Transport):
             whole = self._reduced(dense(scaled(alias(tensor), factor)).view(-1), redop, deadline)
             write_back(output, whole[self.rank * count : (self.rank + 1) * count].view(output.shape))
 
-    # -- moves ---------------------------------------------------------------------------------------------------
+    # -- moving data ---------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, ctx: CallContext) -> None:
         tensor = alias(tensor)
@@ -173,7 +173,7 @@ class GlooTransport(Transport):
             write_back(output, torch.cat(parts).view(output.dtype).view(output.shape))
 
     def _all_gather(self, mine: Tensor, sizes: Sequence[int], deadline: Deadline) -> list[Tensor]:
-        """Return every rank's bytes, by rank. Gloo's pieces are of one size: there may be room behind the bytes."""
+        """Return every rank's bytes, by rank. Gloo's pieces have one size, so there may be padding after the bytes."""
         if self.world_size == 1:
             return [mine.clone()]
         most = max(sizes)
@@ -231,7 +231,7 @@ class GlooTransport(Transport):
             self._session.run("alltoall_base", [got, sent, list(awaited), list(sizes)], deadline)
 
     def _compare(self, sent: list[int], awaited: list[int], deadline: Deadline) -> None:
-        """Let every rank learn what all send and await, so that all find the same pairs that do not fit."""
+        """Exchange the sizes that all ranks send and expect, so that all find the same mismatches."""
         mine = bytes_of(torch.tensor([sent, awaited]))
         tables = torch.stack(self._all_gather(mine, [len(mine)] * self.world_size, deadline)).view(torch.int64)
         if calls := compare_splits(tables.view(self.world_size, 2, self.world_size).tolist()):
@@ -317,18 +317,18 @@ _ORDERED = (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 
 
 def operation_of(redop: int, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
-    """Return Gloo's reduction for the one with this number, of tensors of `dtype`."""
+    """Return Gloo's reduction for our reduction number and tensors of `dtype`."""
     op = _OP[redop]
     return _OP_OF_BOOL.get(op, op) if dtype == torch.bool else op
 
 
 def is_reducible(redop: int, dtype: torch.dtype) -> bool:
-    """Return whether Gloo has this reduction: it takes complex numbers as pairs of real ones, which only add."""
+    """Return whether Gloo has this reduction: it treats complex numbers as pairs of real ones, which only add."""
     return not dtype.is_complex or _OP[redop] != dist.ReduceOp.PRODUCT
 
 
 def summand(tensor: Tensor, redop: int) -> Tensor:
-    """Return a copy of a dense `tensor`, flat, in a type that Gloo reduces."""
+    """Return a flat copy of a dense `tensor` in a type that Gloo reduces."""
     flat = tensor.reshape(-1)
     if tensor.dtype == torch.uint64:
         signed = flat.view(torch.int64)
@@ -342,7 +342,7 @@ def summand(tensor: Tensor, redop: int) -> Tensor:
 
 
 def result_of(work: Tensor, like: Tensor, redop: int, world_size: int) -> Tensor:
-    """Return what has been reduced of `summand`s, as a tensor like `like`; divided where that is asked for."""
+    """Convert a reduction of `summand`s to a tensor like `like`, divided for AVG."""
     if like.is_complex():
         work = torch.view_as_complex(work.reshape(-1, 2))
     elif like.dtype == torch.uint64:

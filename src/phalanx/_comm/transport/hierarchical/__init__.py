@@ -1,9 +1,9 @@
-"""Carry groups whose ranks are on several hosts: through shared memory in each host, and by an engine between.
+"""Run groups whose ranks are on several hosts: through shared memory in each host, and by an engine between hosts.
 
-layout      who sits where, and who drives the rails
-session     agree, carry out, fail with one report      failure_reports: what it says
-agreement   the ranks learn that they call the same
-small, segmented, direct    collectives by size, and by where the bytes go      rails, compression: between the hosts
-messages    point to point                              preceding: what arrives before the next collective is over
+layout      which ranks are on which host, and which drive the rails
+session     agree, run, fail with one report            failure_reports: the report
+agreement   the ranks verify that they call the same
+small, segmented, direct    collectives by size and by destination of the data      rails, compression: between hosts
+messages    point to point                              preceding: messages that arrive before a collective ends
 transport   has all of these, and chooses
 """

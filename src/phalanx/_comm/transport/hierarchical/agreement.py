@@ -1,10 +1,10 @@
-"""Let the ranks of all hosts learn that they called the same operation, before a tensor of the user changes.
+"""Verify on all hosts that the ranks called the same operation, before a user's tensor changes.
 
-    1  the ranks of a host give their leader the heads of their calls, and little tensors with them: one sync
-    2  the leaders send each other these: one message each way, or some that are forwarded (see `bruck`)
-    3  whatever writes into a tensor of the user on this host waits for its leader, which comes there when all agree
+    1  the ranks of a host give their leader the heads of their calls, with small tensors: one sync
+    2  the leaders exchange these: one message each way, or forwarded messages (see `bruck`)
+    3  before writing into a user's tensor, a rank waits for its host's leader, which continues once all agree
 
-Between 1 and 3 data may travel from scratch to scratch.
+Between 1 and 3 data may be moved from scratch to scratch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, data_ta
 from phalanx._comm.transport.hierarchical.session import HierarchicalSession
 
 Piece = tuple[int, int]
-"""The place of some bytes, and their number."""
+"""The address and the number of some bytes."""
 _NOTHING: Mapping[int, Sequence[Piece]] = {}
 
 
 class _Envelope:
-    """It is memory for the head of a rank's call and for what the rank brings, one after the other."""
+    """An `_Envelope` is memory for the head of a rank's call, followed by the rank's data."""
 
     def __init__(self) -> None:
         self.tensor = torch.empty(HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
@@ -50,9 +50,9 @@ class _Envelope:
 
 
 class Agreement:
-    """An agreement takes the steps in which a collective of `session` begins; its caller is inside `session.running`.
+    """An `Agreement` runs the first steps of a collective of `session`; its caller is inside `session.running`.
 
-    A collective calls `agree` and may then write; or it takes the steps one by one, and sends small data with them:
+    A collective calls `agree` and may then write; or it runs the single steps, and sends small data with them:
 
         gather_to_leader   send_heads   receive_heads   release   broadcast_from_leader
     """
@@ -61,12 +61,12 @@ class Agreement:
         self.session = session
         self._layout = session.layout
         self._envelopes: list[_Envelope] | None = None
-        self._gathered: tuple[int, ...] | None = None  # on a leader: where the envelopes lie, and what is in them
+        self._gathered: tuple[int, ...] | None = None  # on a leader: the addresses of the envelopes, and their contents
         self._payloads: tuple[int, ...] = ()
         self._heads: Sequence[bytes] = ()  # on a leader: the heads of this host's ranks
 
     def stream(self, number: int) -> int:
-        """Return the tag of the `number`th stream of data that the collective under way sends between hosts."""
+        """Return the tag of the `number`th stream of data that the current collective sends between hosts."""
         return data_tag(digest_of(self.session.head), number)
 
     # -- 1 -------------------------------------------------------------------------------------------------------
@@ -74,9 +74,9 @@ class Agreement:
     def gather_to_leader(
         self, ctx: CallContext, deadline: Deadline, mine: Piece = (0, 0), sizes: Sequence[int] | int = 0
     ) -> Sequence[int]:
-        """Bring what this rank has to its host's leader, sizes[i] bytes from local rank i; a number: from each.
+        """Copy this rank's data to its host's leader, sizes[i] bytes from local rank i; a single number is for each.
 
-        On the leader it returns where the local ranks' bytes lie until the next operation.
+        On the leader, return the addresses of the local ranks' data, valid until the next operation.
         """
         count = len(self._layout.local_ranks)
         if count == 1:
@@ -112,27 +112,27 @@ class Agreement:
         return self._payloads
 
     def _report_mismatch_of_sizes(self, deadline: Deadline) -> None:
-        """Report that this host's ranks bring different sizes: they called different things, as their records say."""
+        """Report that this host's ranks have data of different sizes: their records show different calls."""
         called = self.session.reports.called_here()
         self._heads = [self.session.head, *(foreign_head(called[r]) for r in self._layout.local_ranks[1:])]
         try:
             self.send_heads(deadline)
             self.receive_heads(deadline)
         except ConnectionBroken:
-            raise Disagreement(called, complete=True) from None  # that much is certain
+            raise Disagreement(called, complete=True) from None  # the calls certainly differ
 
     # -- 2 -------------------------------------------------------------------------------------------------------
 
     def send_heads(self, deadline: Deadline, payloads: Mapping[int, Sequence[Piece]] = _NOTHING) -> None:
-        """Tell the other leaders what this host's ranks call, and host h what payloads[h] holds; leaders call it."""
+        """Send the other leaders the heads of this host's ranks, and payloads[h] to host h; leaders call it."""
         if self.session.leaders is not None:
             self.session.leaders.send(self._heads, payloads, deadline)
 
     def receive_heads(self, deadline: Deadline) -> Mapping[int, HostMessage]:
-        """Return what the other hosts sent, when all ranks are known to have called the same; only leaders call this.
+        """Return the other hosts' messages, once all ranks are known to have called the same; only leaders call this.
 
         Raises:
-            Disagreement: some did not; all leaders know every rank's call.
+            Disagreement: the calls differ; all leaders know every rank's call.
         """
         if self.session.leaders is None:
             return {}
@@ -146,14 +146,14 @@ class Agreement:
         return came
 
     def release(self) -> None:
-        """Give back the memory of what the other hosts sent, which is not needed any more; only leaders call this."""
+        """Release the memory of the other hosts' messages; only leaders call this."""
         if self.session.leaders is not None:
             self.session.leaders.done()
 
     # -- 3 -------------------------------------------------------------------------------------------------------
 
     def agree(self, ctx: CallContext, deadline: Deadline) -> None:
-        """Return when all ranks of all hosts are known to have called the same."""
+        """Wait until all ranks of all hosts are known to have called the same."""
         self.gather_to_leader(ctx, deadline)
         self.send_heads(deadline)
         self.receive_heads(deadline)
@@ -162,7 +162,7 @@ class Agreement:
             self.check(self.session.core.barrier(timeout_ns(deadline.left_s), ctx.call_site, ()))
 
     def broadcast_from_leader(self, ctx: CallContext, deadline: Deadline, address: int, nbytes: int) -> None:
-        """Copy `nbytes` at `address` from the leader, which comes here when all agree."""
+        """Copy `nbytes` at `address` from the leader, which continues once all agree."""
         if len(self._layout.local_ranks) > 1:
             left = timeout_ns(deadline.left_s)
             self.check(self.session.core.broadcast(address, nbytes, BYTES, 0, left, ctx.call_site, (nbytes,)))
@@ -193,7 +193,7 @@ class Agreement:
         )
 
     def broadcast_here(self, data: Tensor, local_root: int, ctx: CallContext, deadline: Deadline) -> None:
-        """Overwrite `data` (bytes) with that of `local_root`, on every rank of the host."""
+        """Overwrite `data` (bytes) with the data of `local_root`, on every rank of the host."""
         at, size = data.data_ptr(), len(data)
         self.check(
             self.session.core.broadcast(

@@ -4,9 +4,9 @@
     round 1             to host h + 2       those of h and h - 1
     round 2             to host h + 4       those of h, h - 1, h - 2 and h - 3            (numbers modulo the hosts)
 
-So each leader sends and receives ceil(log2 H) messages for an operation of H hosts, where each would send H - 1 to the
-others directly; in bytes it is the same. A round can begin when the one before it has ended, which costs a latency for
-each: for few hosts direct messages are sooner there.
+So each leader sends and receives ceil(log2 H) messages for an operation of H hosts, instead of H - 1 direct messages;
+the bytes are the same. A round can begin when the previous one has ended, which costs a latency for each round: with
+few hosts direct messages are faster.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, talking_to
 
-MOST_DIRECT = 5  # of more hosts leaders forward messages
-_HEADER_BYTES = 64  # in front of the messages of a round; the first word is the length of all
+MOST_DIRECT = 5  # with more hosts leaders forward messages
+_HEADER_BYTES = 64  # in front of the messages of a round; the first word is the total length
 
 
 class _Round(NamedTuple):
-    """It is one round of an operation: how many hosts further a leader sends, to whom, from whom it receives, and the
-    messages of how many hosts.
+    """A `_Round` is one round of an operation: the distance in hosts, the destination, the source, and the number of
+    hosts whose messages are sent.
     """
 
     step: int
@@ -49,7 +49,7 @@ class _Round(NamedTuple):
 
 
 class BruckExchange(LeaderExchange):
-    """It sends log2 of the number of hosts messages in each operation. All hosts get the same payload."""
+    """A `BruckExchange` sends log2 of the number of hosts messages per operation. All hosts get the same payload."""
 
     is_direct = False
 
@@ -57,7 +57,7 @@ class BruckExchange(LeaderExchange):
         hosts, me = layout.topology.hosts, layout.host
         size = len(hosts)
         self._engine = engine
-        # The hosts in the order in which their messages arrive, this one first, and how many ranks each has.
+        # The hosts in the order in which their messages arrive, this one first, and their numbers of ranks.
         self._order = [(me - n) % size for n in range(size)]
         self._sizes = [len(hosts[host]) for host in self._order]
         self._rounds = [
@@ -67,7 +67,7 @@ class BruckExchange(LeaderExchange):
         payload_bytes = max(SMALL_BYTES // (size - 1), ALWAYS_SMALL_BYTES)
         longest = [aligned(longest_message(num_ranks, payload_bytes)) for num_ranks in self._sizes]
         self._own = MessageBuffer(longest[0])
-        self._messages: list[tuple[int, int]] = []  # those of this operation: addresses and bytes, as in `_order`
+        self._messages: list[tuple[int, int]] = []  # this operation's: addresses and bytes, as in `_order`
         inboxes = Inboxes(
             engine,
             {number: one.sender for number, one in enumerate(self._rounds)},
@@ -86,7 +86,7 @@ class BruckExchange(LeaderExchange):
     def send(
         self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
     ) -> None:
-        """Do as `LeaderExchange.send` says; all payloads are the same, or there is none."""
+        """Send as `LeaderExchange.send`; all payloads are the same, or there is none."""
         end = write_message(self._own, heads, list(dict.fromkeys(heads)), next(iter(payloads.values()), ()))
         self._messages = [(self._own.address, aligned(end))]
         self._send_round(0, deadline)
@@ -103,7 +103,7 @@ class BruckExchange(LeaderExchange):
             outbox.pending = self._engine.send(one.receiver, outbox.first(end), FINGERPRINT)
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
-        """Do as `LeaderExchange.receive` says, and forward what others need of it."""
+        """Receive as `LeaderExchange.receive`, and forward messages to other hosts."""
         found: dict[int, HostMessage] = {}
         for number, one in enumerate(self._rounds):
             if number:
@@ -120,5 +120,5 @@ class BruckExchange(LeaderExchange):
 
 
 def open_exchange(engine: Engine, layout: Layout) -> LeaderExchange:
-    """Return the exchange for so many hosts; it is of the same kind on each."""
+    """Return the exchange for the layout's number of hosts; every host chooses the same kind."""
     return DirectExchange(engine, layout) if layout.num_hosts <= MOST_DIRECT else BruckExchange(engine, layout)

@@ -1,4 +1,4 @@
-"""Round sums to a shorter type for their way between hosts, or send them as they are."""
+"""Round sums to a shorter type for sending between hosts, or send them unchanged."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from phalanx._comm.engines.engine import InTransit
 
 _logger = get_logger(__name__)
 
-# Each rank may take this part of the host's memory, so that eight ranks take at most half of it.
+# The part of the host's memory for each rank, so that eight ranks take at most half of it.
 _SHARE = 1 / 16
-# A tensor that has not come while so many times all others have is not expected any more.
+# A tensor that was not reduced while all others were, so many times, is no longer expected.
 _ROUNDS = 4
 
 
 @dataclass
 class _Residual:
     values: Tensor
-    met: int  # the number of tensors at which it was last asked for
+    met: int  # the number of tensors when it was last used
 
 
 class Compression:
-    """It rounds float32 to `dtype` on the way out.
+    """A `Compression` rounds float32 to `dtype` for sending.
 
-    The sender also keeps what it sends, so all ranks end with the same bits: a partial sum is given away anyhow, and a
-    finished one must be the same at home as abroad.
+    The sender also keeps the rounded values, so all ranks end with the same bits: a partial sum is not used again, and
+    a finished sum must be the same on the sender and the receivers.
 
-    With error feedback, what rounding took from a tensor is added to the same tensor the next time. What is kept takes
-    at most `most_bytes`, by default a sixteenth of the host's memory. A tensor for which there is no room goes without,
-    and that is said once: to forget the oldest for it would, where tensors come in turn, forget each before it comes.
+    With error feedback, the rounding error of a tensor is added to the same tensor the next time. The kept errors take
+    at most `most_bytes`, by default a sixteenth of the host's memory. A tensor without room gets no feedback, with one
+    warning: evicting the oldest would, for tensors in a cyclic order, evict each before its use.
     Source: Seide et al. (2014), 1-bit SGD; Karimireddy et al. (2019), error feedback fixes SignSGD.
     """
 
@@ -47,13 +47,13 @@ class Compression:
         self._most_bytes = _memory_bytes() if most_bytes is None else most_bytes
         self._num_met = 0
         self._num_bytes = 0
-        self._residuals: OrderedDict[tuple[int, int], _Residual] = OrderedDict()  # the one met last is at the end
+        self._residuals: OrderedDict[tuple[int, int], _Residual] = OrderedDict()  # the last used one is at the end
 
     def rounds(self, dtype: torch.dtype) -> bool:
         return self._dtype is not None and dtype == torch.float32
 
     def begin(self, buffer: Tensor, *, key: int) -> Tensor | None:
-        """Add to `buffer` what the last rounding took from tensor `key`; return where to put this one's, if kept."""
+        """Add the last rounding error of tensor `key` to `buffer`; return memory for the new error, if it is kept."""
         if not self._feedback:
             return None
         name = (key, buffer.numel())
@@ -69,7 +69,7 @@ class Compression:
         return residual.values.zero_()
 
     def _keep(self, name: tuple[int, int], buffer: Tensor) -> _Residual | None:
-        """Make room for one more residual, instead of those long unused; return None if there is none."""
+        """Allocate one more residual, replacing unused ones; return None if there is no room."""
         nbytes = buffer.numel() * buffer.element_size()
         while self._residuals and self._num_bytes + nbytes > self._most_bytes:
             oldest, residual = next(iter(self._residuals.items()))
@@ -90,7 +90,7 @@ class Compression:
         return residual
 
     def shorten(self, view: Tensor, lost: Tensor | None) -> Tensor:
-        """Return `view` in the type that is sent. `view` becomes what arrives, and `lost` grows by the difference."""
+        """Return `view` rounded to the sent type. `view` becomes the received value; the error is added to `lost`."""
         assert self._dtype is not None
         short = view.to(self._dtype)
         if lost is not None:
@@ -99,12 +99,12 @@ class Compression:
         return short
 
     def staging(self, view: Tensor) -> Tensor:
-        """Return the memory in which to receive what becomes `view`."""
+        """Return the memory in which to receive data for `view`."""
         return torch.empty(view.numel(), dtype=self._dtype)
 
 
 class Widening:
-    """A `Widening` is a receive in the type that is sent; its end writes to `view`."""
+    """A `Widening` is a receive in the sent type; its wait writes to `view`."""
 
     def __init__(self, pending: InTransit, short: Tensor, view: Tensor) -> None:
         self._pending = pending
@@ -112,7 +112,7 @@ class Widening:
         self._view = view
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait until `view` holds what came."""
+        """Wait until `view` holds the received data."""
         self._pending.wait(timeout)
         self._view.copy_(self._short)
 

@@ -1,7 +1,7 @@
-"""Send data straight from rank to rank, for gather, scatter and all_to_all.
+"""Send data directly from rank to rank, for gather, scatter and all_to_all.
 
-A byte has one destination, so it crosses one edge once whoever carries it: between hosts each rank sends its own, and
-inside them they go through memory meanwhile.
+A byte has one destination, so it crosses one link once, whichever rank sends it: each rank sends its own bytes between
+hosts, while the bytes inside a host go through memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx._comm.transport.tensors import alias, dense, nbytes, write_back
 
 
 class DirectCollectives:
-    """They are the collectives of which each byte has one destination: each agrees first, then moves data."""
+    """`DirectCollectives` have one destination for each byte: each agrees first, then moves data."""
 
     def __init__(self, agreement: Agreement, small: SmallCollectives, segmented: SegmentedCollectives) -> None:
         self._agreement = agreement
@@ -82,7 +82,7 @@ class DirectCollectives:
         """Write rank r's inputs[rank] to outputs[r]; with `splits` sizes may differ, and are compared across ranks."""
         outputs, src = [alias(t) for t in outputs], [dense(alias(t)) for t in inputs]
         dst = [dense(t) for t in outputs]
-        # Whether there are splits may differ from rank to rank, as on one host; the sizes themselves are compared.
+        # Whether there are splits may differ from rank to rank, as on one host; only the sizes are compared.
         call = describe_call("all_to_all", src[0], self._session.place(ctx), count=-1)
         sent, awaited = [nbytes(t) for t in src], [nbytes(t) for t in dst]
         table = torch.tensor([sent, awaited])
@@ -123,7 +123,7 @@ class DirectCollectives:
     ) -> list[RailMessage]:
         """Start to send sends[r] to and receive receives[r] from each rank r of other hosts; None is skipped."""
         messages = []
-        # Receives first: an engine that asks the receiver before it sends, as Gloo does, would otherwise put a rank's
+        # Receives first: an engine whose receiver must answer before data are sent, as Gloo's, would otherwise queue a
         # consent behind what that rank itself sends, and a link would carry one direction at a time.
         for start, tensors in ((self._session.engine.recv, receives), (self._session.engine.send, sends)):
             for r, tensor in enumerate(tensors):

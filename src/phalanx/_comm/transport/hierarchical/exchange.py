@@ -1,10 +1,10 @@
-"""The hosts' leaders begin every operation with one message: what their ranks call, and small tensors with it.
+"""The hosts' leaders begin every operation with one message: the heads of their ranks' calls, with small tensors.
 
     leader of host A  ──heads of A's ranks, payload──>  leader of host B      (and the other way, at the same time)
 
-One message each way is all that a small operation costs between hosts. A message says how long it is, so one that its
-receiver did not expect (another operation, another size) still arrives, and is told for what it is. Between many hosts
-leaders forward each other's messages: see `bruck`.
+A small operation costs only this message between hosts, each way. A message contains its length, so that an unexpected
+one (another operation, another size) still arrives, and is reported as such. With many hosts, leaders forward each
+other's messages: see `bruck`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, talking_to, timedelta_of
 
-# A rank may bring so much to, or take so much from, an operation whose data travel with its heads, for each other host.
+# The most data that a rank sends or receives, per other host, in an operation whose data are sent with its heads.
 SMALL_BYTES = 2**18
-ALWAYS_SMALL_BYTES = 256  # a sum of so many bytes travels with the heads whatever the options and the number of hosts
-SENT = 2  # operations whose messages may be on their way out
+ALWAYS_SMALL_BYTES = 256  # a sum of so many bytes is sent with the heads whatever the options and the number of hosts
+SENT = 2  # operations whose messages may still be in transit
 _PREFIX = struct.Struct("<II")  # the number of different heads, and the payload's bytes
 _ALIGNED = 64
 
 
 @dataclass(frozen=True)
 class HostMessage:
-    """It has what another host's ranks call (`heads`, in their order), and its payload until the next operation."""
+    """A `HostMessage` has another host's `heads`, in rank order, and its payload, until the next operation."""
 
     heads: Sequence[bytes]
     address: int
@@ -41,18 +41,18 @@ class HostMessage:
 
 
 class LeaderExchange(abc.ABC):
-    """It carries the messages between this host's leader and those of the others. Only leaders have one.
+    """A `LeaderExchange` sends messages between this host's leader and the others. Only leaders have one.
 
-    `send` and `receive` alternate, one of each for an operation. The caller of `receive` hears Ctrl-C.
+    `send` and `receive` alternate, one of each per operation. The caller of `receive` handles Ctrl-C.
     """
 
     is_direct: bool
-    """Whether each host has a message of its own for each other one. If not, all of them get the same payload."""
+    """Whether each host sends an own message to each other one. If not, all of them get the same payload."""
 
     def __init__(self, layout: Layout, inboxes: Inboxes, outboxes: Mapping[int, Sequence[MessageBuffer]]) -> None:
         self.hosts = tuple(host for host in range(layout.num_hosts) if host != layout.host)
         self._scratch = MessageBuffer(SMALL_BYTES)
-        self.scratch = self._scratch.address  # for what the leader makes of its host's payloads
+        self.scratch = self._scratch.address  # for the leader's results from its host's payloads
         self.inboxes = inboxes
         self._outboxes = outboxes
         self._number = 0
@@ -65,19 +65,19 @@ class LeaderExchange(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
-        """Return what each other host sent in this operation; it stays as it is until `done`.
+        """Return the message of each other host in this operation; it is valid until `done`.
 
         Raises:
-            ConnectionBroken: some host's leader is gone or late.
+            ConnectionBroken: some host's leader is lost or late.
         """
 
     def done(self) -> None:
-        """Let the memory of this operation's messages, which have been used, receive others."""
+        """Reuse the memory of this operation's messages for others."""
         self._number += 1
         self.inboxes.done()
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when all that was sent has been taken, or can't be: a peer needs it even if this host does not."""
+        """Wait until all sent data were received, or cannot be: a peer needs them even if this host does not."""
         for outboxes in self._outboxes.values():
             for outbox in outboxes:
                 if outbox.pending is not None:
@@ -86,23 +86,23 @@ class LeaderExchange(abc.ABC):
                     outbox.pending = None
 
     def close(self) -> None:
-        """Let go of the messages after the engine is closed: nothing else ends receives for which nobody sends."""
+        """Release the messages after the engine is closed: nothing else ends receives without a sender."""
         self.inboxes.close()
         for outboxes in self._outboxes.values():
             for outbox in outboxes:
-                outbox.pending = None  # the engine's sockets live as long as a message on its way
+                outbox.pending = None  # the engine's sockets live as long as a pending message
 
     def free_outbox(self, key: int, peer: int, deadline: Deadline) -> MessageBuffer:
-        """Return the memory for this operation's message to `peer`, once the last but one has left it."""
+        """Return the memory for this operation's message to `peer`, once the last but one was sent from it."""
         outbox = self._outboxes[key][self._number % SENT]
-        if outbox.pending is not None:  # it is of the operation before the last, and most likely over
+        if outbox.pending is not None:  # of the operation before the last, and most likely complete
             with talking_to(peer):
                 outbox.pending.wait(timedelta_of(deadline))
         return outbox
 
 
 class DirectExchange(LeaderExchange):
-    """It sends each other host's leader one message in each operation."""
+    """A `DirectExchange` sends each other host's leader one message per operation."""
 
     is_direct = True
 
@@ -136,17 +136,17 @@ class DirectExchange(LeaderExchange):
 
 
 def all_agree(mine: bytes, *hosts: Sequence[bytes]) -> bool:
-    """Return whether all ranks of these hosts called what `mine` says."""
+    """Return whether all ranks of these hosts made the call of `mine`."""
     return all([head is mine or agree(mine, head) for heads in hosts for head in heads])
 
 
-# -- a host's message: two numbers, for each rank which head is its own, the different heads, the payload --------------
+# -- a host's message: two numbers, the index of each rank's head, the different heads, the payload --------------------
 
 
 def write_message(
     buffer: MessageBuffer, heads: Sequence[bytes], distinct: Sequence[bytes], pieces: Sequence[tuple[int, int]]
 ) -> int:
-    """Write a host's message to the beginning of `buffer`, and return where it ends."""
+    """Write a host's message to the beginning of `buffer`, and return its length."""
     start = _payload_offset(len(heads), len(distinct))
     end = start
     for address, nbytes in pieces:
@@ -159,7 +159,7 @@ def write_message(
 
 
 def read_message(buffer: MessageBuffer, at: int, num_ranks: int) -> tuple[HostMessage, int]:
-    """Return the message of a host with so many ranks that begins at `at`, and where the next one begins."""
+    """Return the message of a host with `num_ranks` ranks that begins at `at`, and the begin of the next one."""
     num_distinct, nbytes = _PREFIX.unpack_from(buffer.bytes, at)
     start = at + _payload_offset(num_ranks, num_distinct)
     first = start - num_distinct * HEAD_BYTES
@@ -169,18 +169,18 @@ def read_message(buffer: MessageBuffer, at: int, num_ranks: int) -> tuple[HostMe
 
 
 def length_of_message(buffer: MessageBuffer, num_ranks: int) -> int:
-    """Return the length of the message that has begun to arrive; it is a guess while its first bytes do."""
+    """Return the length of a message that has begun to arrive; it is a guess until its first bytes are there."""
     num_distinct, nbytes = _PREFIX.unpack_from(buffer.bytes)
     return _payload_offset(num_ranks, num_distinct) + int(nbytes)
 
 
 def longest_message(num_ranks: int, payload_bytes: int) -> int:
-    """Return the largest number of bytes in a message of a host with so many ranks."""
+    """Return the largest size in bytes of a message of a host with `num_ranks` ranks."""
     return _payload_offset(num_ranks, num_ranks) + payload_bytes
 
 
 def aligned(nbytes: int) -> int:
-    """Return the next place where a message may begin."""
+    """Return the next offset at which a message may begin."""
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 

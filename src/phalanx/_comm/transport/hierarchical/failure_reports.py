@@ -1,4 +1,4 @@
-"""Turn what a rank knows of a failure into the report that all ranks of the group then tell."""
+"""Turn a rank's observation of a failure into the report that all ranks of the group raise."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from phalanx._comm.transport.hierarchical.rails import ConnectionBroken
 from phalanx._comm.transport.shared_memory import SharedMemoryTransport
 from phalanx.errors import ClosedError
 
-# How long a broken connection waits for somebody who saw the cause: the dead rank's neighbours notice within 50 ms.
-_SOON_S = 0.01  # an engine counts milliseconds, and may give up one early
+# How long a broken connection waits for a rank that saw the cause: the dead rank's neighbours notice within 50 ms.
+_SOON_S = 0.01  # an engine counts milliseconds, and may time out one early
 
 
 class LocalFailure(Exception):
@@ -36,7 +36,7 @@ class LocalFailure(Exception):
 
 
 class FailureReports(GroupReports):
-    """These are the reports of a rank whose host has `memory`, in which its ranks also leave them for each other."""
+    """`FailureReports` are a rank's reports, which the ranks of its host also publish in the host's `memory`."""
 
     def __init__(self, here: ReportingRank, layout: Layout, memory: SharedMemoryTransport) -> None:
         super().__init__(here)
@@ -44,7 +44,7 @@ class FailureReports(GroupReports):
         self._memory = memory
 
     def attach(self, store: FailureStore) -> None:
-        """Take the store, once the memory is there."""
+        """Set the store, once the memory exists."""
         super().attach(store)
         store.told_here = self._told_here
 
@@ -53,8 +53,8 @@ class FailureReports(GroupReports):
         return self._memory.core
 
     def explain(self, cause: Exception, ctx: CallContext, deadline: Deadline, peer: int | None) -> FailureReport:
-        """Return what this rank makes of `cause`, unless a rank that knows more posts its report first."""
-        if isinstance(cause, LocalFailure) and cause.status == MISMATCH:  # their leader asks, and tells
+        """Return this rank's report of `cause`, unless a rank that knows more publishes its report first."""
+        if isinstance(cause, LocalFailure) and cause.status == MISMATCH:  # their leader asks, and reports
             known = self._reported_by_others(deadline.left_s + COLLECT_REPORT_S)
             return known or FailureReport("mismatch", calls=self.called_here())
         if isinstance(cause, Disagreement):
@@ -73,9 +73,9 @@ class FailureReports(GroupReports):
             return self._late(ctx.timeout_s, peer)
         if cause.status == PEER_LOST:
             local = self._core.poison()[1]
-            # if it is our own number, the monitor ended the memory for another cause
+            # with our own number, the monitor ended the memory for another cause
             if local != self._layout.local_rank:
-                # It may have ended this memory for a cause that it could tell nobody, without the store.
+                # It may have ended this memory for a cause that it could not publish without the store.
                 silence = self._server_lost(ctx.timeout_s, deadline)
                 return silence or self._lost(
                     self._layout.local_ranks[local], how_it_ended(self._memory.symm_mem, local), peer
@@ -87,9 +87,9 @@ class FailureReports(GroupReports):
         )
 
     def tell_here(self) -> None:
-        """Leave the report in this host's memory, where ranks read it also when the store, or this rank, has gone.
+        """Write the report to this host's memory, where ranks can read it even without the store or this rank.
 
-        What is told there first stands. Where the ranks are is left out if there is no room for it.
+        The first report there stays. The ranks' positions are left out if there is no room.
         """
         if self.report is None:
             return
@@ -98,9 +98,9 @@ class FailureReports(GroupReports):
                 return
 
     def _told_here(self) -> FailureReport | None:
-        """Return the report that a rank of this host has left."""
+        """Return the report of a rank of this host in the memory."""
         text = ""
-        with contextlib.suppress(ClosedError):  # another thread may have closed it meanwhile
+        with contextlib.suppress(ClosedError):  # another thread may have closed the memory meanwhile
             text = self._core.failure()
         return FailureReport.from_json(text) if text else None
 
@@ -111,7 +111,7 @@ class FailureReports(GroupReports):
         return report
 
     def called_here(self) -> dict[int, RankCall]:
-        """Return what each rank of this host called last, as its records say."""
+        """Return the last call of each rank of this host, from its records."""
         calls = {}
         for local, r in enumerate(self._layout.local_ranks):
             collectives = [record for record in read(self._core, local) if record.is_collective]
@@ -119,10 +119,10 @@ class FailureReports(GroupReports):
         return calls
 
     def _server_lost(self, timeout_s: float, deadline: Deadline) -> FailureReport | None:
-        """Return the report of the rank that serves the store, if the store is silent because that is gone or hangs.
+        """Return the report that the rank which serves the store is lost or hangs, if the store is silent.
 
-        Its neighbours heard of it first and closed their connections, without being able to say why: ranks that lost
-        those connections would blame them.
+        Its neighbours noticed first and closed their connections, without being able to publish why: ranks that lost
+        those connections would blame the neighbours.
         """
         fate = self.store.server_fate()
         if fate is None:
@@ -139,14 +139,14 @@ class FailureReports(GroupReports):
         )
 
     def _lost(self, who: int, how: str, peer: int | None) -> FailureReport:
-        """Report that `who` is gone. `peer` is given where a message was waited for, and not a collective."""
+        """Report that `who` is lost. `peer` is given for a message, and not for a collective."""
         reason, position = self.store.exit_reason(who)
         if position is None and who in self._layout.local_ranks:
             position = read_position(self._core, self._layout.local_ranks.index(who))
         return self.report_lost(who, reason or how, peer, position)
 
     def _late(self, timeout_s: float, peer: int | None) -> FailureReport:
-        here = self._late_here()  # before they come after all: the question where everybody is gives them time
+        here = self._late_here()  # before requesting all positions, which gives late ranks time
         answers = self._with_this_host(self.store.collect_positions(), here)
         if report := self._server_lost(timeout_s, Deadline.after(0.0)):
             return report
@@ -156,7 +156,7 @@ class FailureReports(GroupReports):
             missing = [peer] if peer >= 0 else self.others()
         remarks: tuple[str, ...] = ()
         if missing and self.store.is_gone:
-            # Nobody can be asked: those of this host have come, or the core would have said.
+            # No rank can be asked: those of this host are there, or the core would have reported them.
             missing = [r for r in missing if r not in self._layout.local_ranks] or missing
             remarks = ("The job's store does not answer either: this host may be cut off.",)
         return late(
@@ -166,9 +166,9 @@ class FailureReports(GroupReports):
     def _with_this_host(
         self, answers: Mapping[int, RankPosition], late_here: Collection[int]
     ) -> dict[int, RankPosition]:
-        """Add to `answers` where this host's ranks are that found no time to answer; its memory tells.
+        """Add to `answers` the positions of this host's ranks that did not answer in time, from its memory.
 
-        On a busy host a rank may take longer than it is given. A rank that is stopped is left out: it hangs.
+        On a busy host a rank may need longer than the timeout. A stopped rank is left out: it hangs.
         """
         found = dict(answers)
         for local, rank in enumerate(self._layout.local_ranks):
@@ -191,11 +191,11 @@ class FailureReports(GroupReports):
 def decide_missing(
     others: Sequence[int], answers: Mapping[int, RankPosition], seq: int, late_here: Collection[int], leader: int
 ) -> list[int]:
-    """Return those of `others` for which a rank in collective `seq` waits. `answers` says where others are.
+    """Return those of `others` for which a rank in collective `seq` waits. `answers` has the others' positions.
 
-    `late_here` are the ranks of this host that are behind in its memory; `leader` is its first. A rank that is in the
-    same collective is behind because it waits for other hosts: it is named only if nobody else is to blame. The leader,
-    which waits for them in every collective, is not named even then.
+    `late_here` are the ranks of this host that are behind in its memory; `leader` is its first. A rank in the same
+    collective is behind because it waits for other hosts: it is named only if no other rank is to blame. The leader,
+    which waits for other hosts in every collective, is not named even then.
     """
     waiting = {r for r in late_here if r in answers and answers[r].seq >= seq}
     missing = [r for r in others if r not in answers or answers[r].seq < seq]

@@ -1,8 +1,8 @@
-"""Messages for which receives are posted several operations ahead, and how a leader waits for them.
+"""Receives that are posted several operations ahead, and the wait of a leader for their messages.
 
-Receives are posted several at once: Gloo asks the receiver before it sends, and so it has the answer already. Where no
-signal is heard while the engine waits, a leader looks for a message where that will lie, for a moment, and then has a
-thread wait for it.
+Several receives are posted at once: Gloo requires the receiver's answer before it sends, and so has it already. If the
+engine's waits ignore signals, a leader polls the memory of the message for a moment, and then has a thread wait for the
+message.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from phalanx._comm.transport.hierarchical.rails import (
     timedelta_of,
 )
 
-_AHEAD = 8  # operations for which receives are posted; a peer may be one further than this host
-_TOGETHER = 6  # so many are posted at once: the peer's threads wake up once for them
-_LOOKS = 200  # at memory, for a message's first bytes, before a thread is asked to wait for it
-# A look takes so long only if another thread wanted this core, perhaps the one that brings the message. So many
-# messages are not looked for after that.
+_AHEAD = 8  # operations for which receives are posted; a peer may be one ahead of this host
+_TOGETHER = 6  # posted at once: the peer's threads wake up once for them
+_LOOKS = 200  # polls of memory for a message's first bytes, before a thread waits for it
+# A poll takes so long only if another thread wanted this core, perhaps the one that receives the message. So many
+# messages are not polled after that.
 _CROWDED_S = 2e-5
 _WITHOUT_LOOKS = 50
 
 
 class MessageBuffer:
-    """A buffer is memory for one message."""
+    """A `MessageBuffer` is memory for one message."""
 
     def __init__(self, nbytes: int) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8)
@@ -50,7 +50,7 @@ class MessageBuffer:
         self._part = self.tensor
 
     def first(self, nbytes: int) -> Tensor:
-        """Return the first `nbytes` of it as a tensor; most likely they are as many as the last time."""
+        """Return the first `nbytes` as a tensor, cached for the usual case of the same size as before."""
         if len(self._part) != nbytes:
             self._part = self.tensor[:nbytes]
         return self._part
@@ -60,9 +60,9 @@ class Inboxes:
     """`Inboxes` receive one message of each sender in each operation. The first word of a message is never zero.
 
     Arguments:
-        senders: the rank that sends, by whatever the caller calls it.
+        senders: the sending rank, by the caller's key.
         nbytes: the longest message of each sender.
-        length: returns the length of the message of a sender that has begun to arrive in a buffer.
+        length: returns the length of a sender's message that has begun to arrive in a buffer.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class Inboxes:
         self._buffers = {key: [MessageBuffer(nbytes[key]) for _ in range(_AHEAD)] for key in senders}
         self._number = 0
         self._background = Background()
-        self._without_looks = 0  # how many of the next messages are not looked for
-        self._used = 0  # slots whose messages have been used, and that are not posted again
+        self._without_looks = 0  # how many of the next messages are not polled
+        self._used = 0  # slots whose messages were used, and that are not posted again
         for slot in range(_AHEAD):
             self._post(slot)
 
     def receive(self, key: int, deadline: Deadline) -> MessageBuffer:
-        """Return this operation's message of a sender; it stays as it is until `done`.
+        """Return this operation's message of a sender; it is valid until `done`.
 
         Raises:
-            ConnectionBroken: the sender is gone or late.
+            ConnectionBroken: the sender is lost or late.
         """
         inbox, peer = self._buffers[key][self._number % _AHEAD], self._senders[key]
         if self._engine.is_interruptible or (self._sees(inbox) and self._length(key, inbox) <= WHOLE_BYTES):
@@ -99,9 +99,9 @@ class Inboxes:
         return inbox
 
     def _sees(self, inbox: MessageBuffer) -> bool:
-        """Return whether a message begins to arrive within a moment, in which other threads may have this core.
+        """Return whether a message begins to arrive within a moment, in which other threads may use this core.
 
-        Where they do take it, looking only hinders the engine's thread: then the next messages are not looked for.
+        If they do use it, polling only delays the engine's thread: then the next messages are not polled.
         """
         if self._without_looks > 0:
             self._without_looks -= 1
@@ -129,7 +129,7 @@ class Inboxes:
             except queue.Empty:
                 if deadline.passed:
                     raise ConnectionBroken(peer, "nothing came in time") from None
-            if inbox.first_word.value:  # a message that has begun to come may never end, and Gloo would not tell
+            if inbox.first_word.value:  # a message may end in the middle, and Gloo would not report that
                 try:
                     look()
                 except ConnectionBroken:
@@ -141,7 +141,7 @@ class Inboxes:
                 raise error
 
     def done(self) -> None:
-        """Let the memory of this operation's messages, which have been used, receive others."""
+        """Reuse the memory of this operation's messages for others."""
         self._number += 1
         self._used += 1
         if self._used == _TOGETHER:
@@ -155,12 +155,12 @@ class Inboxes:
             inbox.first_word.value = 0
             try:
                 inbox.pending = self._engine.recv(peer, inbox.tensor, FINGERPRINT)
-            except RuntimeError as error:  # it has left: nothing that is over needs it
+            except RuntimeError as error:  # it has left: no completed operation needs it
                 inbox.pending = NotBegun(error)
 
     def close(self) -> None:
-        """Let go of the messages after the engine is closed: nothing else ends receives for which nobody sends."""
+        """Release the messages after the engine is closed: nothing else ends receives without a sender."""
         self._background.close()
         for buffers in self._buffers.values():
             for buffer in buffers:
-                buffer.pending = None  # the engine's sockets live as long as a message on its way
+                buffer.pending = None  # the engine's sockets live as long as a pending message

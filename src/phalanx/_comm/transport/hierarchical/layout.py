@@ -1,4 +1,4 @@
-"""`Layout` knows which ranks are on which host, and which of them drive the rails between the hosts."""
+"""`Layout` has the ranks of each host, and which of them drive the rails between the hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx._comm.schedules import Topology
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout is one rank's view of the hosts of its group.
+    """A `Layout` is one rank's view of the hosts of its group.
 
     Rail i joins the i-th rank of every host; there are as many rails as the smallest host has ranks.
 
@@ -24,7 +24,7 @@ class Layout:
 
     @classmethod
     def of(cls, hosts: Sequence[str], rank: int) -> Layout:
-        """Return the layout, from each rank's host, whatever it is called. Hosts are numbered by their first rank."""
+        """Return the layout from each rank's host name. Hosts are numbered by their first rank."""
         by_host: dict[str, list[int]] = {}
         for r, host in enumerate(hosts):
             by_host.setdefault(host, []).append(r)
@@ -36,27 +36,27 @@ class Layout:
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """Return the group's ranks on this host; a place in it is a local rank."""
+        """Return the group's ranks on this host; an index in it is a local rank."""
         return self.topology.hosts[self.host]
 
     @cached_property
     def local_rank(self) -> int:
-        """Return this rank's place on its host."""
+        """Return this rank's local rank."""
         return self.local_ranks.index(self.rank)
 
     @cached_property
     def num_hosts(self) -> int:
-        """Return how many hosts the group has."""
+        """Return the number of hosts."""
         return len(self.topology.hosts)
 
     @cached_property
     def num_rails(self) -> int:
-        """Return how many slices travel between the hosts at once."""
+        """Return the number of slices that are sent between hosts at once."""
         return min(len(ranks) for ranks in self.topology.hosts)
 
     @cached_property
     def rail(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's rail, by host; it is empty for a rank that drives none."""
+        """Return the ranks of this rank's rail, by host; empty for a rank that drives none."""
         if self.local_rank >= self.num_rails:
             return ()
         return tuple(ranks[self.local_rank] for ranks in self.topology.hosts)

@@ -1,7 +1,7 @@
-"""Send and receive between ranks over the engine, even on one host, so that recv-any looks in one place only.
+"""Send and receive between ranks over the engine, even on one host, so that recv-any waits in one place only.
 
-A message is two of the engine's: a header (bytes, dtype), then the elements. The engine would take a wrong size for a
-broken connection; the header tells it apart.
+A message is two of the engine's: a header (bytes, dtype), then the elements. The engine would report a wrong size as a
+broken connection; the header distinguishes them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from phalanx._comm.transport.tensors import alias, dense, nbytes, write_back
 
 
 class HierarchicalMessages:
-    """They are the messages of `session`'s rank. Messages between two ranks keep their order per tag."""
+    """`HierarchicalMessages` are the messages of `session`'s rank. Messages of two ranks keep their order per tag."""
 
     def __init__(self, session: HierarchicalSession) -> None:
         self._session = session
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Return when the bytes of `tensor` have left it. It waits for the receive."""
+        """Send `tensor`, and return when its memory may be reused. This waits for the receive."""
         self._check_open(f"send to rank {dst}", tag, ctx)
         data = dense(alias(tensor))
         header = torch.tensor([nbytes(data), dtype_of(data.dtype).code])
@@ -77,9 +77,9 @@ class HierarchicalMessages:
         return source
 
     def _wait_for(self, messages: Sequence[RailMessage], peer: int, num_bytes: int) -> None:
-        """Wait for what is under way with `peer`, and notice its closed connection even amid a message.
+        """Wait for a message with `peer`, and detect a closed connection even within a message.
 
-        Gloo tells that only of a message that has not begun to come; so another thread waits for a long one.
+        Gloo reports it only for a message that has not begun to arrive; so another thread waits for a long one.
         """
 
         def wait() -> None:

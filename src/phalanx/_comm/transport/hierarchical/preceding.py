@@ -1,9 +1,9 @@
-"""Send messages that have arrived on other hosts by the time that the next collective is over on any rank.
+"""Send messages that arrive on other hosts before the next collective ends on any rank.
 
-    rank b ──message──▶ rank a        then both take part in the collective
+    rank b ──message──▶ rank a        then both join the collective
 
-A rank completes the collective only with a's part, and a takes part only when b's message has come. So nobody waits for
-an acknowledgement, and the message travels while b computes what it brings to the collective.
+A rank completes the collective only with a's part, and a joins only when b's message has arrived. So no rank waits for
+an acknowledgement, and the message is sent while b computes its input of the collective.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from phalanx._comm.engines.engine import Engine, InTransit
 from phalanx._comm.transport.background import WHOLE_BYTES, Background, look_at
 from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, NotBegun, RailMessage, talking_to
 
-# The tag of the first `PrecedingMessages` of a group; that of the next is one less. Collectives' data have lower ones.
+# The tag of a group's first `PrecedingMessages`; the next one's is one less. Collectives' data have lower tags.
 _FIRST_TAG, _NUM_TAGS = 0x7FFFFFFD, 64
-_AHEAD = 2  # messages of one sender for which receives are posted: Gloo asks the receiver before it sends
+_AHEAD = 2  # posted receives per sender: Gloo requires the receiver's answer before it sends
 _SENT = 2
-_PREFIX_BYTES = 64  # the first word is the message's length, with these
+_PREFIX_BYTES = 64  # the first word is the message's length, including this prefix
 
 Action = Callable[[Deadline], None]
 
@@ -46,7 +46,7 @@ class PrecedingMessages:
                 self._post(peer, box)
 
     def outbox(self, deadline: Deadline) -> Tensor:
-        """Return the memory for the next message, once the last but one has left it."""
+        """Return the memory for the next message, once the last but one was sent from it."""
         slot = self._number % _SENT
         underway, self._underway[slot] = self._underway[slot], []
         for peer, pending in underway:
@@ -57,7 +57,7 @@ class PrecedingMessages:
         """Start to send the first `nbytes` of the outbox.
 
         Raises:
-            ConnectionBroken: a receiver is gone.
+            ConnectionBroken: a receiver is lost.
         """
         slot = self._number % _SENT
         box = self._outboxes[slot]
@@ -69,10 +69,10 @@ class PrecedingMessages:
         self._number += 1
 
     def receive(self, peer: int, deadline: Deadline) -> Tensor:
-        """Return the next message of `peer`; it stays as it is until `done`.
+        """Return the next message of `peer`; it is valid until `done`.
 
         Raises:
-            ConnectionBroken: the peer is gone or late.
+            ConnectionBroken: the peer is lost or late.
         """
         box = self._inboxes[peer][0]
         assert box.pending is not None
@@ -81,13 +81,13 @@ class PrecedingMessages:
         return box.payload[: box.length.value - _PREFIX_BYTES]
 
     def done(self, peer: int) -> None:
-        """Let the memory of the last message of `peer`, which has been used, receive another."""
+        """Reuse the memory of the last message of `peer` for another."""
         boxes = self._inboxes[peer]
         boxes.rotate(-1)
         self._post(peer, boxes[-1])
 
     def close(self) -> None:
-        """Let go of the messages, once the engine is closed: its sockets live as long as a message on its way."""
+        """Release the messages, once the engine is closed: its sockets live as long as a pending message."""
         self._background.close()
         for boxes in self._inboxes.values():
             for box in boxes:
@@ -102,7 +102,7 @@ class PrecedingMessages:
             box.pending = NotBegun(error)
 
     def _wait(self, peer: int, pending: InTransit, deadline: Deadline, *, is_soon: bool) -> None:
-        """Wait on this thread if that `is_soon` over, or if the engine hears signals; else let another thread wait."""
+        """Wait on this thread if the message `is_soon` complete, or the engine handles signals; else on another."""
         message = RailMessage(pending, peer, deadline)
         if is_soon or self._engine.is_interruptible:
             message.wait()
@@ -111,7 +111,7 @@ class PrecedingMessages:
 
 
 class _Box:
-    """A box is memory for one message."""
+    """A `_Box` is memory for one message."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(_PREFIX_BYTES + nbytes, dtype=torch.uint8)
@@ -121,7 +121,7 @@ class _Box:
 
 
 class Preceding:
-    """`Preceding` holds what a group does before its next collective, and the messages that it sends there."""
+    """`Preceding` holds a group's actions before its next collective, and the messages that they send."""
 
     def __init__(self) -> None:
         self.action: Action | None = None
@@ -135,13 +135,13 @@ class Preceding:
         return self._opened[-1]
 
     def carry_out(self, deadline: Deadline) -> None:
-        """Do what is to be done before the collective that has begun."""
+        """Run the actions before the collective that has begun."""
         action, self.action = self.action, None
         if action is not None:
             action(deadline)
 
     def close(self) -> None:
-        """Let go of all messages, once the engine is closed."""
+        """Release all messages, once the engine is closed."""
         self.action = None
         for one in self._opened:
             one.close()

@@ -1,4 +1,4 @@
-"""A rail carries out step 2 of a collective: one slice is reduced or gathered between the ranks that hold it."""
+"""A rail runs step 2 of a collective: one slice is reduced or gathered between the ranks that hold it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from phalanx._comm.schedules.cost import ETHERNET, cheapest
 from phalanx._comm.schedules.schedule import Operation
 from phalanx._comm.transport.hierarchical.compression import Compression, Widening
 
-# Tags below DATA are those of the user's messages; from it on come those of collectives' data, then those of messages
-# that precede a collective, and last of all those of the fingerprints.
+# Tags below DATA are for users' messages; above are those of collectives' data, then of messages that precede a
+# collective, and last those of the fingerprints.
 FINGERPRINT = 0x7FFFFFFE
-_NUMBERS = 4000  # so many messages are told apart within one collective
-_LONGEST_WAIT_S = 1e8  # three years: what a timeout of "for ever" becomes in milliseconds
+_NUMBERS = 4000  # the most distinct messages within one collective
+_LONGEST_WAIT_S = 1e8  # three years: an infinite timeout, in milliseconds
 FOR_EVER = timedelta(seconds=_LONGEST_WAIT_S)
 
 
 class ConnectionBroken(Exception):
-    """The engine could not finish a message with `peer`: it is gone or late, or the engine was closed."""
+    """The engine could not complete a message with `peer`: the peer is lost or late, or the engine was closed."""
 
     def __init__(self, peer: int, said: str) -> None:
         super().__init__(said)
@@ -40,19 +40,19 @@ class ConnectionBroken(Exception):
 
 
 class NotBegun:
-    """A `NotBegun` takes the place of a receive that the engine refused: a wait for it raises the reason."""
+    """A `NotBegun` replaces a receive that the engine refused: a wait for it raises the reason."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
 
     def wait(self, timeout: timedelta) -> None:
-        """Raise what the engine said."""
+        """Raise the engine's error."""
         raise self._error
 
 
 @contextlib.contextmanager
 def talking_to(peer: int) -> Iterator[None]:
-    """Turn what the engine raises inside into an error of the connection with `peer`."""
+    """Turn the engine's errors inside into an error of the connection with `peer`."""
     try:
         yield
     except RuntimeError as error:
@@ -60,28 +60,28 @@ def talking_to(peer: int) -> Iterator[None]:
 
 
 def timedelta_of(deadline: Deadline) -> timedelta:
-    """Return what is left until the deadline, as an engine's wait takes it."""
+    """Return the time left until the deadline, for an engine's wait."""
     return timedelta(seconds=min(max(deadline.left_s, 0.001), _LONGEST_WAIT_S))
 
 
 @dataclass(frozen=True)
 class RailMessage:
-    """A `RailMessage` is under way with `peer`."""
+    """A `RailMessage` is a pending message with `peer`."""
 
     pending: InTransit | Widening
     peer: int
     deadline: Deadline
 
     def wait(self) -> None:
-        """Wait until the message is done; raise ConnectionBroken if it can't be."""
+        """Wait until the message is complete; raise ConnectionBroken if it cannot be."""
         with talking_to(self.peer):
             self.pending.wait(timedelta_of(self.deadline))
 
 
 def data_tag(call: int, number: int) -> int:
-    """Return the tag of a collective's `number`th stream of messages; `call` is a digest of what must agree.
+    """Return the tag of a collective's `number`th stream of messages; `call` is a digest of the fingerprint.
 
-    Ranks that called different things use different tags, so that nothing is taken for what it is not.
+    Ranks whose calls differ use different tags, so that no message is received by the wrong operation.
     """
     return DATA | (call & 0x3FFFF) << 12 | number % _NUMBERS
 
@@ -92,12 +92,12 @@ def plan(
 ) -> Schedule:
     """Return the schedule between hosts for slices of about 2**log_bytes bytes. It is the same on every rank.
 
-    `algorithm` is used for the operations that it offers; `link` is what the choice takes the network for.
+    `algorithm` is used for the operations that it offers; `link` is the network for the cost model.
     """
     topology = Topology.flat(num_hosts)
     offered = algorithm is not None and find(algorithm) in offering(operation)
     if operation == "all_reduce" and num_hosts == 2 and not offered:
-        # The ring's bytes in one step, and what is sent does not wait for what arrives. It costs twice the additions,
+        # It sends the ring's bytes in one step, without waiting for received data. It costs twice the additions,
         # which the model counts and a pipeline hides behind the wire.
         return build("doubling", operation, topology)
     if algorithm is None or not offered:
@@ -106,7 +106,7 @@ def plan(
 
 
 class Rail:
-    """A rail joins the ranks that share it, by host. `run` is a collective of them."""
+    """A `Rail` joins the ranks that share it, by host. `run` is a collective of them."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Rail:
         self._algorithm = algorithm
         self._compression = compression
         self._link = link
-        keep_freed_memory()  # each large operation takes and frees scratch memory
+        keep_freed_memory()  # each large operation allocates and frees scratch memory
 
     def run(
         self,
@@ -137,12 +137,12 @@ class Rail:
         bounds: Sequence[int] | None = None,
         key: int = 0,
     ) -> None:
-        """Play this host's part of `operation` on `buffer`, in place. `key` names the tensor, for error feedback.
+        """Run this host's part of `operation` on `buffer`, in place. `key` names the tensor, for error feedback.
 
         Numerics: as the schedule's `order` says; bitwise equal on all ranks of the rail.
 
         Raises:
-            ConnectionBroken: a peer is gone or late; `buffer` holds undefined values.
+            ConnectionBroken: a peer is lost or late; `buffer` holds undefined values.
         """
         schedule = plan(operation, len(self._ranks), buffer.nbytes.bit_length(), root, self._algorithm, self._link)
         for _ in self.play(schedule, buffer, deadline, tag=tag, redop=redop, bounds=bounds, key=key):
@@ -159,7 +159,7 @@ class Rail:
         bounds: Sequence[int] | None = None,
         key: int = 0,
     ) -> Iterator[None]:
-        """Do what `run` does by `schedule`, step by step, as `schedules.play` does; each has its own tags.
+        """Run `schedule` step by step, as `schedules.play` does; each step has its own tags.
 
         `buffer` is scratch: it may be written before the ranks of the rail have agreed.
         """
@@ -199,13 +199,13 @@ class Rail:
         )
         next(steps)
         yield
-        if shorter:  # only now the buffer holds what this host brings
+        if shorter:  # only now the buffer holds this host's data
             lost = self._compression.begin(buffer, key=key)
         yield from steps
 
 
 class PendingSend:
-    """A `PendingSend` is a send with the tensor that it reads, which the engine does not keep."""
+    """A `PendingSend` is a send with its tensor, which the engine does not keep alive."""
 
     def __init__(self, pending: Any, tensor: Tensor) -> None:
         self._pending = pending
