@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Launch(ModuleType):
-    """It is the type of this package, which is also a function: `phalanx.launch(fn, args)`."""
+    """`Launch` is the type of this package, which is also a function: `phalanx.launch(fn, args)`."""
 
     def __call__(
         self,

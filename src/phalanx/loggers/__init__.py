@@ -1,10 +1,10 @@
-"""Loggers take a run's curves: Weights & Biases, MLflow, TensorBoard, a CSV file, or any with Lightning's interface.
+"""Log a run's curves to Weights & Biases, MLflow, TensorBoard, a CSV file, or any logger with Lightning's interface.
 
     from phalanx.loggers import WandbLogger
     phalanx.Trainer(..., logger=WandbLogger(project="digits"))       # or logger="wandb", or several in a list
     phalanx.report.begin("runs/a", logger="csv")                     # in a loop of one's own
 
-One process of a job writes. A logger that fails is told of once, and never ends training.
+One process of a job writes. A logger's failure is reported once, and never ends training.
 """
 
 from __future__ import annotations

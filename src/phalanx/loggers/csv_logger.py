@@ -16,10 +16,10 @@ _TABLE, _SETTINGS = "metrics.csv", "hyperparameters.json"
 class CSVLogger(Logger):
     """Write `folder`/metrics.csv: a column for the step and one for each metric, a row for each call.
 
-    Rows are on the disk when a call returns. A run that goes on from a checkpoint drops the rows behind it, and
-    appends. One that begins anew in a folder keeps the table that is there as metrics.1.csv, metrics.2.csv, ...
+    Rows are on disk when a call returns. A run that resumes from a checkpoint drops the rows after it, and appends. A
+    new run in a folder renames the existing table to metrics.1.csv, metrics.2.csv, ...
 
-    Cost: a metric that was not there before has the file written anew.
+    Cost: a new metric rewrites the file.
     """
 
     def __init__(self, folder: str | os.PathLike[str] = "logs") -> None:
@@ -27,10 +27,10 @@ class CSVLogger(Logger):
         if not self.folder:
             raise ValueError("CSVLogger: needs the name of a folder, got ''")
         self.path = os.path.join(self.folder, _TABLE)
-        self._columns: list[str] | None = None  # None: the file was not looked at yet
+        self._columns: list[str] | None = None  # None: the file was not read yet
 
     def begin(self, again_from: int | None) -> None:
-        """Begin a table, or go on with the one of a checkpoint's run."""
+        """Begin a table, or continue that of a checkpoint's run."""
         if self._columns is not None or not os.path.exists(self.path):
             return
         if not again_from:
@@ -67,11 +67,11 @@ class CSVLogger(Logger):
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         with open(self.path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            rows = [row for row in reader if row["step"].isdecimal()]  # a kill may have torn the last one
+            rows = [row for row in reader if row["step"].isdecimal()]  # a kill may have torn the last row
             return list(reader.fieldnames or ["step"]), rows
 
     def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:
-        """Write the table anew, whole or not at all."""
+        """Write the table anew, atomically."""
         with open(f"{self.path}.part", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()

@@ -14,22 +14,22 @@ _MOST_IN_A_ROW = 3
 
 
 class GuardedLoggers:
-    """It calls each logger for what it has of `phalanx.loggers.interface`, where `writes` says that this process does.
+    """`GuardedLoggers` calls the methods of `phalanx.loggers.interface` that a logger has, if this process `writes`.
 
-    `writes` is asked each time: another process may become rank 0. The first failure of a logger is told in the log;
-    one that fails three times in a row is asked no more, because each time may be a timeout of its server.
+    `writes` is called each time: another process may become rank 0. The first failure of a logger is logged; after
+    three failures in a row a logger is no longer called, because each call may wait for its server's timeout.
     """
 
     def __init__(self, loggers: Sequence[LogsMetrics], writes: Callable[[], bool]) -> None:
         self._loggers, self._writes = list(loggers), writes
-        self._failures: dict[int, int] = {}  # how many in a row, by position
+        self._failures: dict[int, int] = {}  # failures in a row, by position
         self._told: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._loggers)
 
     def begin(self, again_from: int | None, params: Params) -> None:
-        """Begin, or go on, with these settings, from the step of a checkpoint on (see `Logger.begin`)."""
+        """Begin or resume with these settings, from the step of a checkpoint on (see `Logger.begin`)."""
         self._call("begin", again_from)
         self._call("log_hyperparams", dict(params))
 
@@ -40,22 +40,22 @@ class GuardedLoggers:
         self._call("log_file", path)
 
     def flush(self) -> None:
-        """Write what was logged to the disk."""
+        """Write logged values to disk."""
         self._call("flush")
 
     def finalize(self, status: str) -> None:
         """End the run: with "success", "failed" or "interrupted"."""
-        self._call("save")  # Lightning's: what is buffered
+        self._call("save")  # Lightning's: writes buffered values
         self._call("finalize", status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this package's loggers need to go on with the same runs; it is empty before they have begun."""
+        """Return the state with which this package's loggers resume the same runs; empty before they have begun."""
         ours = [(i, one) for i, one in enumerate(self._loggers) if isinstance(one, Logger)]
         states = {f"{type(one).__name__} {i}": one.state_dict() for i, one in ours}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the runs of another process, or of an earlier job."""
+        """Resume the runs of another process, or of an earlier job."""
         for i, one in enumerate(self._loggers):
             if isinstance(one, Logger) and (state := state_dict.get(f"{type(one).__name__} {i}")):
                 one.load_state_dict(state)
@@ -70,7 +70,7 @@ class GuardedLoggers:
             try:
                 method(*args)
             except NotImplementedError:
-                pass  # so say Lightning's loggers of what they have no place for
+                pass  # Lightning's loggers raise it for unsupported values
             except Exception as error:
                 self._failures[i] = self._failures.get(i, 0) + 1
                 if i not in self._told:

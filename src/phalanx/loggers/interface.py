@@ -3,7 +3,7 @@
     Lightning's   log_hyperparams(params)   log_metrics(metrics, step)   finalize(status)
     ours          begin(again_from)         log_file(path)   flush()     state_dict(), load_state_dict()
 
-`log_metrics` is all that a logger must have. The others are called where they are there.
+Only `log_metrics` is required. The other methods are called if they exist.
 """
 
 from __future__ import annotations
@@ -19,59 +19,59 @@ Params = Mapping[str, Any]
 
 @runtime_checkable
 class LogsMetrics(Protocol):
-    """It has Lightning's `log_metrics`."""
+    """A `LogsMetrics` has Lightning's `log_metrics`."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the values of these metrics at a step."""
+        """Log the values of these metrics at a step."""
 
 
 class Logger:
-    """It is the base of this package's loggers: everything but `log_metrics` does nothing unless it is overridden.
+    """`Logger` is the base of this package's loggers: all methods but `log_metrics` do nothing unless overridden.
 
-    A logger opens nothing before its first call, which only the process that writes makes: every rank may make one.
+    A logger opens nothing before its first call, which only the writing process makes: every rank may create one.
     """
 
     def begin(self, again_from: int | None) -> None:
-        """Begin, or go on from the checkpoint of the step `again_from`.
+        """Begin, or resume from the checkpoint of the step `again_from`.
 
-        It is 0 if there was no checkpoint, and None if the run keeps none. Forget all points from that step on, where
-        that is possible: they come again.
+        `again_from` is 0 if there was no checkpoint, and None if the run keeps none. Remove all points from that step
+        on, if possible: they are logged again.
         """
 
     def log_hyperparams(self, params: Params) -> None:
-        """Take the settings of the run; numbers, words and what `str` makes words of."""
+        """Log the settings of the run: numbers, strings, and values converted by `str`."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the values of these metrics at a step."""
+        """Log the values of these metrics at a step."""
         raise NotImplementedError
 
     def log_file(self, path: str) -> None:
-        """Take a copy of a file: the run's report."""
+        """Store a copy of a file: the run's report."""
 
     def flush(self) -> None:
-        """Write what was logged to the disk, before a checkpoint: whoever goes on from it does not log it again."""
+        """Write logged values to disk before a checkpoint: a run resumed from it does not log them again."""
 
     def finalize(self, status: str) -> None:
-        """End the run, with "success", "failed" or "interrupted"; what was logged is kept when this returns."""
+        """End the run with "success", "failed" or "interrupted"; logged values are stored when this returns."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later job needs to go on with the same run."""
+        """Return the state with which a later job resumes the same run."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the run of an earlier job. This comes before the first call of the others."""
+        """Resume the run of an earlier job; called before all other methods."""
 
 
 def require_installed(package: str, *, extra: str, what: str) -> None:
-    """Refuse a logger whose package is missing, without the time that its import takes: only one rank imports it.
+    """Refuse a logger whose package is missing, without importing it: only one rank does that.
 
     Raises:
-        ModuleNotFoundError: it is not installed; with the command that installs it.
+        ModuleNotFoundError: the package is not installed; the message has the command that installs it.
     """
     if importlib.util.find_spec(package) is None:
         extras.require(package, extra=extra, what=what)
 
 
 def as_scalar(value: Any) -> Any:
-    """Return a setting as every logger takes it: a number, a bool or a string."""
+    """Return a setting in the form that every logger accepts: a number, a bool or a string."""
     return value if isinstance(value, bool | int | float | str) else str(value)

@@ -11,22 +11,22 @@ from typing import Any
 from phalanx.loggers.interface import Logger, Params, as_scalar, require_installed
 
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-_MOST_PARAMS = 100  # MLflow takes so many in one request
-_MOST_CHARACTERS = 500  # a parameter's value may have so many
+_MOST_PARAMS = 100  # MLflow's limit per request
+_MOST_CHARACTERS = 500  # MLflow's limit for a parameter's value
 _MOST_OF_A_NAME = 200
-_FOREIGN = re.compile(r"[^\w. :-]", re.ASCII)  # what MLflow takes in a name, but for the slash
+_FOREIGN = re.compile(r"[^\w. :-]", re.ASCII)  # characters that MLflow refuses in a name, and the slash
 
 
 class MLflowLogger(Logger):
     """Log into a run of MLflow, which is begun at the first call.
 
     Arguments:
-        experiment: its name; it is made if it is not there.
-        name: of the run.
-        tracking_uri: of the server, the database or the folder. Default: MLflow's own, MLFLOW_TRACKING_URI.
-        run_id: go on with this run.
+        experiment: its name; created if missing.
+        name: the run's name.
+        tracking_uri: the server, database or folder; by default MLflow's own, MLFLOW_TRACKING_URI.
+        run_id: resume this run.
 
-    A job that goes on from a checkpoint goes on with the run of that checkpoint.
+    A job that resumes from a checkpoint resumes the run of that checkpoint.
 
     Raises:
         ModuleNotFoundError: neither mlflow nor mlflow-skinny is installed.
@@ -46,7 +46,7 @@ class MLflowLogger(Logger):
         self._client: Any = None
 
     def log_hyperparams(self, params: Params) -> None:
-        """Log the settings as parameters, named as `plan_names` says; what a run has already stays."""
+        """Log the settings as parameters, named as in `plan_names`; existing parameters of a run stay."""
         from mlflow.entities import Param
 
         client, names = self._open(), plan_names(params)
@@ -72,7 +72,7 @@ class MLflowLogger(Logger):
         self._open().log_artifact(self.run_id, path)
 
     def finalize(self, status: str) -> None:
-        """End the run with its status; a later call goes on with it."""
+        """End the run with its status; a later call resumes it."""
         client, self._client = self._client, None
         if client is not None:
             client.set_terminated(self.run_id, _STATUS.get(status, "FAILED"))
@@ -82,12 +82,12 @@ class MLflowLogger(Logger):
         return {} if self.run_id is None else {"run_id": self.run_id}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with that run."""
+        """Resume that run."""
         if self.run_id is None:
             self.run_id = state_dict.get("run_id")
 
     def _log_all(self, kind: str, items: Sequence[Any]) -> None:
-        """Log params or metrics; if a request is refused, each by itself, so that only those refused are lost."""
+        """Log params or metrics; if a request is refused, log each item by itself, to lose only refused ones."""
         client, refused = self._open(), []
         for first in range(0, len(items), _MOST_PARAMS):
             batch = items[first : first + _MOST_PARAMS]
@@ -105,7 +105,7 @@ class MLflowLogger(Logger):
             raise ValueError(f"MLflow refuses {len(refused)} of {len(items)} {kind}: {'; '.join(refused)}")
 
     def _open(self) -> Any:
-        """Return MLflow's client; there is then a run, which is running."""
+        """Return MLflow's client, with a running run."""
         if self._client is None:
             from mlflow.tracking import MlflowClient
 
@@ -121,18 +121,18 @@ class MLflowLogger(Logger):
 
 
 def plan_names(names: Iterable[str]) -> dict[str, str]:
-    """Return, for each name, one that every store of MLflow takes, and that no other name has.
+    """Return, for each name, a unique one that every store of MLflow accepts.
 
     In a folder a parameter is a file of its name, so that "optimizer/lr" needs "optimizer" to be a folder: a slash
     becomes a point. The same names get the same result in every run.
     """
     planned: dict[str, str] = {}
     taken: set[str] = set()
-    for name in sorted(names, key=lambda name: (_plain(name) != name, name)):  # a name that may stay as it is does
+    for name in sorted(names, key=lambda name: (_plain(name) != name, name)):  # names that may stay as they are do so
         plain, number = _plain(name), 1
         while (free := plain if number == 1 else f"{plain}-{number}").lower() in taken:
             number += 1
-        taken.add(free.lower())  # a disk may not tell them apart
+        taken.add(free.lower())  # a disk may ignore case
         planned[name] = free
     return planned
 
@@ -143,7 +143,7 @@ def _plain(name: str) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether MLflow, or the disk, refuses what is logged: then a part of it may be taken."""
+    """Return whether MLflow, or the disk, refuses the logged values: then a part of them may be accepted."""
     return isinstance(error, OSError) or getattr(error, "error_code", "") in (
         "INVALID_PARAMETER_VALUE",
         "INTERNAL_ERROR",

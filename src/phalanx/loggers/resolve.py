@@ -1,4 +1,4 @@
-"""Turn what a user gives as `logger=` into loggers: words, runs and writers of other packages, Lightning's loggers."""
+"""Turn the argument `logger=` into loggers: names, runs and writers of other packages, Lightning's loggers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WORDS: dict[str, Callable[[], Logger]] = {
 
 
 def resolve(given: Any, called: str) -> list[LogsMetrics]:
-    """Return the loggers that `given` names or is: none, one, or several in a list. `called` says whose argument it is.
+    """Return the loggers in `given`: none, one, or several in a list. `called` is the caller's name for messages.
 
     Raises:
         ModuleNotFoundError: the package of one is not installed; the message names the extra that installs it.
-        ValueError, TypeError: it is no logger.
+        ValueError, TypeError: `given` is not a logger.
     """
     if given is None or given is False:
         return []

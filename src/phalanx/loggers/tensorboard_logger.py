@@ -13,7 +13,7 @@ from phalanx.loggers.interface import Logger, Params, as_scalar, require_install
 class TensorBoardLogger(Logger):
     """Write events into `folder`; hyperparameters are a text there, and the report a file beside them.
 
-    A run that goes on from a checkpoint has TensorBoard forget what was written behind it.
+    A run that resumes from a checkpoint makes TensorBoard drop the points after it.
 
     Raises:
         ModuleNotFoundError: the package tensorboard is not installed.
@@ -28,7 +28,7 @@ class TensorBoardLogger(Logger):
         self._again_from: int | None = None
 
     def begin(self, again_from: int | None) -> None:
-        """Note from which step on TensorBoard forgets what is there."""
+        """Store the step from which TensorBoard drops existing points."""
         self._again_from = again_from
 
     def log_hyperparams(self, params: Params) -> None:
@@ -60,7 +60,7 @@ class TensorBoardLogger(Logger):
 
     def _open(self) -> Any:
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # most of a second to import: only who needs it pays
+            from torch.utils.tensorboard import SummaryWriter  # takes most of a second to import: imported on use
 
             self._writer = SummaryWriter(self.folder, purge_step=self._again_from)
             self._again_from = None

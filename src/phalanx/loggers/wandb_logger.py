@@ -17,8 +17,8 @@ class WandbLogger(Logger):
         run: a run that `wandb.init` has returned; it is not finished at the end.
         options: of `wandb.init`: project, name, dir, mode="offline", ...
 
-    A job that goes on from a checkpoint goes on with the run (`resume="allow"`); points between the checkpoint and the
-    end of the job before are then there twice, because wandb takes none back.
+    A job that resumes from a checkpoint resumes the run (`resume="allow"`); points between the checkpoint and the end
+    of the earlier job then appear twice, because wandb cannot remove any.
 
     Raises:
         ModuleNotFoundError: the package wandb is not installed.
@@ -32,13 +32,13 @@ class WandbLogger(Logger):
 
     @property
     def run(self) -> Any:
-        """Return the run of wandb; it begins now if it has not begun."""
+        """Return the run of wandb; begin it if necessary."""
         if self._run is None:
             import wandb
 
             again = {"resume": "allow"} if "id" in self._options else {}
             self._run = wandb.init(**{**again, **self._options})
-            self._options["id"] = self._run.id  # after `finalize`, and in a later job, it is the same run
+            self._options["id"] = self._run.id  # the same run after `finalize`, and in a later job
         if not self._is_open:
             self._is_open = True
             self._run.define_metric("step")
@@ -64,7 +64,7 @@ class WandbLogger(Logger):
             self.run.save(path, base_path=os.path.dirname(path) or ".", policy="now")
 
     def finalize(self, status: str) -> None:
-        """Finish the run, if it is ours."""
+        """Finish the run, unless the user passed it."""
         if self._is_ours and self._run is not None:
             run, self._run, self._is_open = self._run, None, False
             run.finish(exit_code=int(status != "success"))
@@ -74,6 +74,6 @@ class WandbLogger(Logger):
         return {"id": self._options["id"]} if "id" in self._options else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with that run."""
+        """Resume that run."""
         if self._is_ours and "id" in state_dict:
             self._options.setdefault("id", state_dict["id"])

@@ -24,7 +24,10 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """It is what batch normalization needs of a batch. `mean` and `m2` have shape (C,); `count` is whole."""
+    """`BatchStatistics` are a batch's statistics for normalization.
+
+    `mean` and `m2` have shape (C,); `count` is an integer.
+    """
 
     count: float
     mean: Tensor
@@ -37,7 +40,7 @@ class BatchStatistics:
 
     @property
     def unbiased_variance(self) -> Tensor:
-        """Return the unbiased variance, which running statistics keep. It needs a count above 1."""
+        """Return the unbiased variance, for running statistics. It needs a count above 1."""
         return self.m2 / (self.count - 1)
 
 
@@ -50,7 +53,7 @@ def measure(values: Tensor) -> Tensor:
     num_channels = values.shape[1]
     message = torch.zeros(2 * num_channels + 1, dtype=dtype, device=values.device)
     if values.numel():
-        # Half types are read as they are; that the statistics come as float32 is told by the dtype of running ones.
+        # Half types are read as they are; the dtype of the running statistics makes the kernel return float32.
         kept = torch.zeros(num_channels, dtype=dtype, device=values.device)
         mean, variance = torch.batch_norm_update_stats(values, kept, torch.ones_like(kept), 0.0)
         count = values.numel() // num_channels

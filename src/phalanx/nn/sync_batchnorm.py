@@ -1,4 +1,4 @@
-"""`SyncBatchNorm` normalizes over the batches of all ranks; the module also converts a model's layers to it."""
+"""`SyncBatchNorm` normalizes over the batches of all ranks; a class method converts a model's layers to it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SyncBatchNorm(_BatchNorm):
         bias: bool = True,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        if not bias:  # not every torch that we support has the argument
+        if not bias:  # not every supported version of torch has the argument
             self.register_parameter("bias", None)
         self.process_group = process_group
 
@@ -83,7 +83,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         return self._span(input, group)
 
-    @untraced  # collectives with results that decide what follows: torch.compile leaves them as they are
+    @untraced  # collectives whose results decide the control flow: torch.compile leaves them as they are
     def _span(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Normalize by the statistics of all ranks' inputs."""
         self._check_input_dim(input)
@@ -130,9 +130,9 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Let every BatchNorm layer in `module` normalize over `process_group` (None: all ranks); returns `module`.
+        """Make every BatchNorm layer in `module` normalize over `process_group` (None: all ranks); returns `module`.
 
-        Layers are converted where they stand: parameters, parametrizations, buffers, hooks, the training flag and every
+        Layers are converted in place: parameters, parametrizations, buffers, hooks, the training flag and every
         reference to a layer stay. `torch.nn.SyncBatchNorm` is converted as well. A layer whose class has a `forward` of
         its own, which a conversion would lose, stays as it is, and a warning is logged.
 
@@ -158,7 +158,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _parametrized(cls: type[nn.Module], before: type[nn.Module]) -> type[nn.Module]:
-    """Return `cls` with what `torch.nn.utils.parametrize` keeps in the class of a layer, which is that layer's own."""
+    """Return `cls` with the attributes that `torch.nn.utils.parametrize` adds to the class of a single layer."""
     own = {name: one for name, one in vars(before).items() if name not in ("__dict__", "__weakref__", "__doc__")}
     return type(f"Parametrized{cls.__name__}", (cls,), own)
 
@@ -187,7 +187,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def gather_statistics(values: Tensor, group: dist.ProcessGroup) -> BatchStatistics:
-    """Return the statistics of all ranks' `values` (N, C, ...) together; ranks may have different N, and zero.
+    """Return the statistics of all ranks' `values` (N, C, ...) together; N may differ between ranks, and be zero.
 
     Cost: one all_gather of 2C + 1 numbers.
     """
@@ -198,7 +198,7 @@ def gather_statistics(values: Tensor, group: dist.ProcessGroup) -> BatchStatisti
 
 
 class Normalize(torch.autograd.Function):
-    """It computes y = w (x - mean) / sqrt(variance + eps) + b with statistics that depend on x of all ranks.
+    """`Normalize` computes y = w (x - mean) / sqrt(variance + eps) + b with statistics that depend on all ranks' x.
 
     Cost: backward is one all_reduce of 2C numbers; there is none when x needs no gradient, on all ranks alike.
     Numerics: half types are computed in float32 and rounded once. Gradients of w and b are this rank's part, as those
@@ -216,7 +216,7 @@ class Normalize(torch.autograd.Function):
         group: dist.ProcessGroup,
         counts: bool,
     ) -> Tensor:
-        """Scale and shift `x`, in one pass; `counts` says whether the statistics are of it, too."""
+        """Scale and shift `x`, in one pass; `counts` says whether the statistics include `x`."""
         variance = statistics.variance if statistics.count else torch.ones_like(statistics.m2)
         ctx.save_for_backward(x, weight, statistics.mean, variance)
         ctx.count, ctx.eps, ctx.group = statistics.count, eps, group
@@ -234,7 +234,7 @@ class Normalize(torch.autograd.Function):
         """Return the gradients of x, w and b, from sums over all ranks.
 
         Raises:
-            RuntimeError: it was called with create_graph=True.
+            RuntimeError: backward was called with create_graph=True.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -247,7 +247,7 @@ class Normalize(torch.autograd.Function):
         values, slopes = x.to(mean.dtype), dy.to(mean.dtype)
         scale = None if weight is None else weight.to(mean.dtype)
         if ctx.counts:
-            # With statistics that are held to be constant this is dx's first term, and both sums, in one kernel.
+            # With statistics treated as constant this is dx's first term, and both sums, in one kernel.
             dx, sum_dy_xhat, sum_dy = torch.ops.aten.native_batch_norm_backward(
                 slopes, values, scale, mean, variance, None, None, False, ctx.eps, [needs_x, True, True]
             )

@@ -1,19 +1,19 @@
-"""Mark a batch that does not count: a replica that has no sample of a step takes part in it with one for nothing."""
+"""Mark a batch that does not count: a replica without samples in a step takes part in it with a dummy batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# They are the process's, not a thread's: autograd runs the recomputations of checkpointing on threads of its own.
+# Per process, not per thread: autograd runs the recomputations of checkpointing on its own threads.
 _open_marks: list[None] = []
 
 
 @contextmanager
 def uncounted_batch() -> Iterator[None]:
-    """Mark the forward and backward inside as those of a batch that is in no mean: its loss is multiplied by zero.
+    """Mark the forward and backward inside as those of a batch that does not count: its loss is multiplied by zero.
 
-    Layers that span ranks take part in their collectives with no value, so that the others get the same as without.
+    Layers that span ranks take part in their collectives without values, so that the others' results are unaffected.
     """
     _open_marks.append(None)
     try:
@@ -23,5 +23,5 @@ def uncounted_batch() -> Iterator[None]:
 
 
 def is_uncounted() -> bool:
-    """Return whether the forward that runs is of a batch that does not count."""
+    """Return whether the current forward is of a batch that does not count."""
     return bool(_open_marks)

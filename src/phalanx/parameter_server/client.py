@@ -283,7 +283,7 @@ class ParameterServer:
         max_norm: float | None = None,
         norm_type: float = 2.0,
     ) -> Tensor | None:
-        """Push as `push` does, with gradients by name; of a table ids and a row for each. Rows of one id are summed.
+        """Push as `push` does, with gradients by name; for a table, ids and rows. Rows of equal ids are summed.
 
         Shape: dense: that of the parameter; rows: ids (N), gradients (N, D).
 

@@ -15,7 +15,7 @@ AddGroup = Callable[[str, Group, dict[str, Tensor]], None]
 
 
 class ServerOptimizer(torch.optim.Optimizer):
-    """It is the servers' optimizer of dense parameters or tables: `param_groups`, without values and state.
+    """`ServerOptimizer` has the `param_groups` of the servers' optimizer of dense parameters or tables.
 
     Each push sends the options of its groups, which a scheduler or the user sets here, to the servers. Its tensors are
     the arguments of the `ParameterServer`, and do not change.

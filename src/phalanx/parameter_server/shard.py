@@ -44,7 +44,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class PushedGradients:
-    """It is what a trainer pushes to a server in a step: by name; of tables, the rows here and a gradient for each.
+    """`PushedGradients` are a trainer's gradients for a server in a step, by name; for tables, with row ids.
 
     `options` are this trainer's options of all groups; None leaves them unchanged.
     """

@@ -1,7 +1,7 @@
-"""A report shows people what a run has left behind: where its time went, what happened, and what to do about it.
+"""A report shows people a run: where its time went, what happened, and what to do about it.
 
-`phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` need nothing of this. A loop of your own, of which they see
-too little, says where it is:
+`phalanx run --report DIR` and `phalanx.Trainer(report=DIR)` do not need this module. A loop of your own can report its
+phases:
 
     phalanx.report.begin("runs/a")                # unless the launcher was given --report
     for batch in my_loader:                       # with torch's DataLoader, backward and optimizers it is seen
@@ -30,16 +30,16 @@ def begin(
     """Record this process's steps for a report in `folder`; every rank calls it, before its first step.
 
     Under `phalanx run` the launcher writes the report at the end, also when ranks have died; under another launcher, or
-    none, rank 0 writes it when it ends. If `phalanx run --report` was given a folder, that one is used.
+    none, rank 0 writes it when it ends. The folder of `phalanx run --report` overrides `folder`.
 
     Arguments:
-        logger: one, or several, as of `phalanx.Trainer`: rank 0 gives them what `log` is called with, and at its end
-            the curve of the loss and the report.
+        logger: one, or several, as for `phalanx.Trainer`: rank 0 logs the values passed to `log`, and at its end the
+            curve of the loss and the report.
         hyperparameters: for the loggers.
 
     Raises:
         OSError: the folder can't be written.
-        ModuleNotFoundError, ValueError, TypeError: a logger's package is not installed, or it is none.
+        ModuleNotFoundError, ValueError, TypeError: a logger's package is not installed, or `logger` is invalid.
     """
     from phalanx._job.report.recording import begin as begin_recording
 
@@ -51,13 +51,13 @@ def begin(
 
 
 def log(metrics: Mapping[str, float], step: int | None = None) -> None:
-    """Give the loggers of this run the values of metrics; only what rank 0 gives is logged.
+    """Log the values of metrics with the loggers of this run; only rank 0's are logged.
 
-    Without `step` it is the number of steps this process has recorded. It does nothing if `begin` got no logger.
+    `step` is by default the number of steps that this process has recorded. Does nothing if `begin` got no logger.
     """
     import sys
 
-    run_loggers = sys.modules.get("phalanx.report.run_loggers")  # else nobody has given one
+    run_loggers = sys.modules.get("phalanx.report.run_loggers")  # otherwise no logger was passed
     if run_loggers is not None:
         run_loggers.log(metrics, step)
 
@@ -65,19 +65,19 @@ def log(metrics: Mapping[str, float], step: int | None = None) -> None:
 def phase(
     name: Literal["data", "forward", "backward", "update", "other"],
 ) -> contextlib.AbstractContextManager[None]:
-    """Count what runs inside as this part of the step. It does nothing if nothing is recorded.
+    """Count the time inside as this part of the step. Does nothing if nothing is recorded.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: the name is unknown.
     """
     recorder = _current()
     return contextlib.nullcontext() if recorder is None else recorder.phase(name)
 
 
 def step(*, samples: float | None = None, loss: SupportsFloat | None = None) -> None:
-    """End a step here, which had so many samples of this rank. It does nothing if nothing is recorded.
+    """End a step with `samples` samples of this rank. Does nothing if nothing is recorded.
 
-    It waits for a loss on an accelerator.
+    Waits for a loss on an accelerator.
     """
     recorder = _current()
     if recorder is not None:
@@ -87,5 +87,5 @@ def step(*, samples: float | None = None, loss: SupportsFloat | None = None) -> 
 def _current() -> StepRecorder | None:
     import sys
 
-    recording = sys.modules.get("phalanx._job.report.recording")  # else nobody has begun
+    recording = sys.modules.get("phalanx._job.report.recording")  # otherwise no recording has begun
     return None if recording is None else recording.current()

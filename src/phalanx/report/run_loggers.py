@@ -1,4 +1,4 @@
-"""Log a run whose loop is the user's own: its metrics as they come, and its curves and its report at the end."""
+"""Log a run with the user's own loop: its metrics live, and its curves and its report at the end."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from phalanx.loggers.resolve import resolve
 
 
 class RunLoggers:
-    """These are the loggers that rank 0 writes to until its process ends; every rank makes one.
+    """`RunLoggers` are the loggers that rank 0 writes to until its process ends; every rank creates them.
 
-    At the end they get the curve of the loss and the page as it stands then: the launcher's own page, which also has
-    what came later, lies in the report's folder.
+    At the end they get the curve of the loss and the current page; the launcher's own page in the report's folder is
+    complete.
     """
 
     def __init__(self, given: Any, hyperparameters: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ class RunLoggers:
         self._step = 0
         self._loggers.begin(None, hyperparameters)
         self._note_failure()
-        # Behind what the loggers have registered themselves, so that this comes before it.
+        # Registered after the loggers' own exit functions, so that this runs first.
         self._pid = os.getpid()
         atexit.register(self._finish)
 
@@ -54,7 +54,7 @@ class RunLoggers:
         sys.excepthook = note
 
     def _finish(self) -> None:
-        """Log what is known at the end of the process; a child that it has forked has no part in that."""
+        """Log the final values at the end of the process; forked children do nothing."""
         if os.getpid() != self._pid or not self._writes():
             return
         folder = recording.current_folder()
@@ -71,11 +71,11 @@ class RunLoggers:
         self._loggers.finalize(self._status)
 
 
-_run_loggers: list[RunLoggers] = []  # the loggers of this process: one, or none
+_run_loggers: list[RunLoggers] = []  # this process's loggers: one, or none
 
 
 def begin_loggers(given: Any, hyperparameters: Mapping[str, Any] | None) -> None:
-    """Begin the loggers, once in a process: a further call begins no new ones."""
+    """Begin the loggers, once per process: a further call begins no new ones."""
     if given is not None and not _run_loggers:
         _run_loggers.append(RunLoggers(given, dict(hyperparameters or {})))
 

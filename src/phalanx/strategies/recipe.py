@@ -20,8 +20,9 @@ MakeOptimizer = Callable[[Any], Optimizer]
 
 @dataclass(frozen=True)
 class Recipe:
-    """It makes an optimizer: it has what is called for one, the groups' parameters by name with their options, and the
-    hooks of the first.
+    """A `Recipe` has a function that makes an optimizer, and the groups and hooks of the original.
+
+    Groups have parameters by name, and options.
 
     `call` is the optimizer's class with its defaults. If that would not reproduce the original's settings, `call` is
     the function that made the original.

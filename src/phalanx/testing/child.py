@@ -1,4 +1,4 @@
-"""Do, in a process of its own, what one rank of `run_ranks` does."""
+"""Run one rank of `run_ranks` in a separate process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from phalanx._base.processes import die_with_parent
 from phalanx._job.launch.calls import outcome
 from phalanx._job.launch.calls.payload import decode, encode_value
 
-# The parent sends it to a rank that is late; faulthandler answers without the interpreter's help.
+# The parent sends it to a late rank; faulthandler answers without the interpreter's help.
 SHOW_STACK = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """A task is what a rank is told. `folder` is the run's own: the store, the outcomes and the stacks lie in it."""
+    """A `RankTask` is the input of a rank.
 
-    call: tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # the bytes of one that was not forked together with us
+    `folder` belongs to the run: the store, the outcomes and the stacks are in it.
+    """
+
+    call: tuple[Callable[..., Any], tuple[Any, ...]] | bytes  # pickled, if this process was not forked with it
     rank: int
     world_size: int
     backend: str | None
@@ -37,22 +40,22 @@ class RankTask:
 
     @property
     def outcome_path(self) -> Path:
-        """Return where the outcome appears, whole or not at all."""
+        """Return the path of the outcome, which appears atomically."""
         return self.folder / f"outcome-{self.rank}"
 
     @property
     def stack_path(self) -> Path:
-        """Return where the stack appears when the rank crashes or is asked for it."""
+        """Return the path of the stack, written when the rank crashes or is asked for it."""
         return self.folder / f"stack-{self.rank}"
 
 
 def work(task: RankTask) -> None:
-    """Join the group, call the function, leave the group, and write down how it went."""
+    """Join the group, call the function, leave the group, and write the outcome."""
     die_with_parent(task.parent)
-    # Collections of this rank do not look at the parent's objects again: each would copy all of their pages, and end
-    # objects that live on there (a store's thread that is not in this process cannot be joined: SIGABRT).
+    # Garbage collections of this rank skip the parent's objects: visiting each would copy all of their pages, and
+    # destroy objects still in use there (a store's thread that is not in this process cannot be joined: SIGABRT).
     gc.freeze()
-    os.setpgrp()  # so that the parent can end this rank together with whatever it started
+    os.setpgrp()  # so that the parent can end this rank together with its children
     with task.stack_path.open("w") as stack:
         faulthandler.enable(stack)
         faulthandler.register(SHOW_STACK, stack)
@@ -71,9 +74,9 @@ def _call(task: RankTask) -> Any:
 
 @contextlib.contextmanager
 def _group(task: RankTask) -> Iterator[None]:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # it is for a torch that the function imports later
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for a torch that the function imports later
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(1)  # ranks share the cores, and the pools of a forked parent are not usable anyway
+        torch.set_num_threads(1)  # ranks share the cores, and a forked parent's thread pools are unusable anyway
     if task.backend is None:
         yield
         return
@@ -89,8 +92,8 @@ def _group(task: RankTask) -> Iterator[None]:
         timeout=timedelta(seconds=task.group_timeout_s),
     )
     if task.backend == "gloo":
-        # A rank whose function has nothing to say to the others may end while another is still connecting to it, and
-        # that one's start fails: "Connection closed by peer".
+        # A rank whose function sends nothing may end while another is still connecting to it, whose start then fails:
+        # "Connection closed by peer".
         store.set(f"connected/{task.rank}", "")
         others = [f"connected/{rank}" for rank in range(task.world_size)]
         store.wait(others, timedelta(seconds=task.group_timeout_s))

@@ -1,10 +1,10 @@
-"""A `ManualClock` stands still until a test turns it."""
+"""A `ManualClock` advances only when a test turns it."""
 
 from __future__ import annotations
 
 
 class ManualClock:
-    """Stand in for `time.monotonic` wherever a `Clock` is taken: `Deadline.after(5, clock=ManualClock())`."""
+    """Replace `time.monotonic` wherever a `Clock` is accepted: `Deadline.after(5, clock=ManualClock())`."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
@@ -16,7 +16,7 @@ class ManualClock:
         """Let `seconds` pass at once.
 
         Raises:
-            ValueError: `seconds` is negative; the clocks that this one stands in for never go back.
+            ValueError: `seconds` is negative; monotonic clocks never go back.
         """
         if seconds < 0:
             raise ValueError(f"a monotonic clock cannot be turned back: got {seconds} seconds")

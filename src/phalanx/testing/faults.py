@@ -1,4 +1,4 @@
-"""A fault is data that says what happens to a rank, and when: it strikes where the code under test says where it is.
+"""A `Fault` is data on what happens to a rank at which step; the code under test calls `strike` at each step.
 
 fault = faults.kill(rank=1, step=3)
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """It is what happens to `rank` when it reaches `step`. It is real: the process truly dies, stops or sleeps."""
+    """A `Fault` is what happens to `rank` at `step`. It is real: the process dies, stops or sleeps."""
 
     rank: int
     step: int
@@ -35,17 +35,17 @@ class Fault:
 
 
 def kill(rank: int, *, step: int = 0) -> Fault:
-    """Die by SIGKILL, like a rank that the kernel's out-of-memory killer picked: no handler and no exit hook runs."""
+    """Die by SIGKILL, like a rank killed by the kernel's out-of-memory killer: no handler and no exit hook runs."""
     return Fault(rank, step, functools.partial(_signal_self, signal.SIGKILL))
 
 
 def stop(rank: int, *, step: int = 0) -> Fault:
-    """Stop by SIGSTOP: the process exists and answers nothing, like a rank on a host that hangs."""
+    """Stop by SIGSTOP: the process exists but does not answer, like a rank on a hanging host."""
     return Fault(rank, step, functools.partial(_signal_self, signal.SIGSTOP))
 
 
 def leave(rank: int, *, step: int = 0, exit_code: int = 1) -> Fault:
-    """Leave through `os._exit`: no exit hook runs, and the peers are told nothing."""
+    """Exit through `os._exit`: no exit hook runs, and the peers are not notified."""
     return Fault(rank, step, functools.partial(os._exit, exit_code))
 
 

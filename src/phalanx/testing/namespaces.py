@@ -4,9 +4,9 @@
     plx-17-0-1 ──eth0── 10.77.0.2 ┼── bridge in plx-17-0-switch
     plx-17-0-2 ──eth0── 10.77.0.3 ┘
 
-Processes of different namespaces cannot reach each other but through these interfaces, whose counters and rates are
-real. They share one kernel: memory, process numbers and the machine's name are the same on all. A command that is run
-on a host (`Host.command`) sees a CLOCK_MONOTONIC of that host's own, as it counts from each host's start.
+Processes of different namespaces can reach each other only through these interfaces, whose counters and rates are real.
+They share one kernel: memory, process numbers and the machine's name are the same on all. A command run on a host
+(`Host.command`) sees that host's own CLOCK_MONOTONIC, which counts from the host's start.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Literal
 from phalanx.errors import PhalanxError
 
 _CLONE_NEWNET = 0x40000000
-# TCP hands so much to an interface at once; the headers that the bucket counts are included
+# TCP passes this much to an interface at once; the headers that the bucket counts are included
 _LONGEST_PACKET = 65536 + 256
-_NETWORKS = itertools.count()  # of this process: two may exist at a time
-_UP_LONGER_S = 100_000  # than the host before it
+_NETWORKS = itertools.count()  # in this process: two may exist at a time
+_UP_LONGER_S = 100_000  # longer than the previous host
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host is one namespace. `address` is its own; the other hosts reach it there.
+    """A `Host` is one namespace. `address` is where the other hosts reach it.
 
-    `up_s` is for how many seconds it has been running longer than the machine: its CLOCK_MONOTONIC is ahead by that.
-    `switch` and `port` are the namespace and the interface there to which its cable leads. `bucket` is what limits the
-    rate at which it sends, and with `both_ways` at which it receives, in the words of tc.
+    `up_s` is how many seconds its CLOCK_MONOTONIC is ahead of the machine's. `switch` and `port` are the namespace and
+    the interface at the other end of its cable. `bucket` limits the rate at which it sends, and with `both_ways` at
+    which it receives, in tc's notation.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Host:
     both_ways: bool = False
 
     def enter(self) -> None:
-        """Move the calling thread, and what it starts from now on, to this host; there is no way back.
+        """Move the calling thread, and its future children, to this host permanently.
 
         Raises:
-            OSError: not permitted, or the host is gone.
+            OSError: not permitted, or the host no longer exists.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.name}", "rb") as namespace:
@@ -61,7 +61,7 @@ class Host:
                 raise OSError(ctypes.get_errno(), f"cannot enter host {self.name}")
 
     def signal(self, signum: int) -> None:
-        """Send a signal to every process that runs on this host."""
+        """Send a signal to every process on this host."""
         network = f"net:[{os.stat(f'/run/netns/{self.name}').st_ino}]"
         for entry in filter(str.isdecimal, os.listdir("/proc")):
             with contextlib.suppress(OSError):  # it has ended
@@ -69,14 +69,14 @@ class Host:
                     os.kill(int(entry), signum)
 
     def bytes_sent(self) -> int:
-        """Return what has left this host through its interface since it was made, with all headers."""
+        """Return the bytes that have left this host through its interface since its creation, with all headers."""
         link = json.loads(_ip("-n", self.name, "-s", "-j", "link", "show", "dev", "eth0"))[0]
         return int(link["stats64"]["tx"]["bytes"])
 
     def cut_off(self, only: Literal["sent", "received", ""] = "") -> None:
-        """Pull the cable: nothing comes or goes any more, and no process is told.
+        """Pull the cable: no packet arrives or leaves any more, and no process is notified.
 
-        `only`: what it has "sent" is lost, or what it would have "received"; the other way goes on.
+        `only`: lose only packets that it has "sent", or would have "received"; the other direction works.
         """
         if only:
             self._queue(only, "blackhole")
@@ -90,7 +90,7 @@ class Host:
         self._queue("received", *(self.bucket if self.both_ways else ()))
 
     def _queue(self, way: str, *words: str) -> None:
-        """Have packets wait as `tc` says that the host sends, or that the switch sends to it; no words, no wait."""
+        """Queue packets as `tc` describes, in the host's or the switch's direction; without arguments, don't queue."""
         device = ["-n", self.name, "qdisc", "replace", "dev", "eth0"]
         if way == "received":
             device = ["-n", self.switch, "qdisc", "replace", "dev", self.port]
@@ -98,7 +98,7 @@ class Host:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the words that, before a command, run it on this host, with this host's clock where possible."""
+        """Return the prefix of a command that runs it on this host, with this host's clock if possible."""
         words = ("ip", "netns", "exec", self.name)
         return (*words, "unshare", "--time", "--monotonic", str(self.up_s)) if self.up_s and _has_clocks() else words
 
@@ -127,13 +127,13 @@ def why_no_hosts() -> str:
 
 
 def enter_own_network() -> None:
-    """Move the calling thread, and what it starts from now on, to a new host without a cable: it has only a loopback.
+    """Move the calling thread, and its future children, to a new host that has only a loopback interface.
 
-    Two such programs can use the same ports, and none of them can meet the other by accident.
+    Two such programs can use the same ports without reaching each other by accident.
 
     Raises:
         OSError: not permitted.
-        PhalanxError: the command ip (iproute2) is not there, or failed.
+        PhalanxError: the command ip (iproute2) is missing, or failed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0:
@@ -154,20 +154,20 @@ def hosts(
     one_clock: bool = False,
     network: str = "10.77.0",
 ) -> Iterator[list[Host]]:
-    """Yield `count` hosts joined by a switch; they are gone on the way out, whatever happens.
+    """Yield `count` hosts joined by a switch; they are always removed at the end.
 
     Arguments:
-        rate: limits what each host may send, in the words of tc ("1gbit"), by a token bucket.
-        burst_bytes: what the bucket holds: so much passes at once after a pause.
+        rate: limits the rate at which each host sends, in tc's notation ("1gbit"), by a token bucket.
+        burst_bytes: the size of the bucket: the burst that passes at once after a pause.
         network: the first three numbers of the hosts' IPv4 addresses.
-        both_ways: what each may receive is limited too, as at the port of a real switch.
+        both_ways: limit receiving, too, as the port of a real switch does.
         ipv6: the hosts have IPv6 addresses, and no others.
-        mtu: how long a packet may be, in bytes, if not the usual 1500; 1280 is the least that IPv6 allows.
-        one_clock: all have the machine's CLOCK_MONOTONIC, so that times of several hosts can be compared.
-        dead_end: each has a second interface, with addresses of one network and a default route, that leads nowhere.
+        mtu: the largest packet in bytes, by default 1500; at least 1280 for IPv6.
+        one_clock: all hosts have the machine's CLOCK_MONOTONIC, so that their times can be compared.
+        dead_end: each host has a second, unconnected interface, with addresses of one network and a default route.
 
     Raises:
-        PhalanxError: namespaces are not permitted, or ip or tc is not there (see `why_no_hosts`).
+        PhalanxError: namespaces are not permitted, or ip or tc is missing (see `why_no_hosts`).
         ValueError: `count` is not in 1..250.
     """
     if not 1 <= count <= 250:
@@ -188,7 +188,7 @@ def hosts(
             _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
             _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             _ip("-n", host.name, "link", "set", "lo", "up")
-            # "nodad": an IPv6 address may be used at once, without asking whether somebody else has it
+            # "nodad": use an IPv6 address at once, without detecting duplicates
             bits = ["64", "nodad"] if ipv6 else ["24"]
             _ip("-n", host.name, "address", "add", f"{host.address}/{bits[0]}", "dev", "eth0", *bits[1:])
             if mtu is not None:
@@ -202,7 +202,7 @@ def hosts(
                 _ip("-n", host.name, "link", "set", "ant1", "up")
                 _ip("-n", host.name, "route", "add", "default", "dev", "ant0")
             if rate is not None:
-                if burst_bytes < _LONGEST_PACKET:  # or the bucket would have to cut each packet, at the cost of a core
+                if burst_bytes < _LONGEST_PACKET:  # otherwise the bucket would split each packet, at the cost of a core
                     _ip("-n", host.name, "link", "set", "eth0", "gso_max_size", str(burst_bytes * 3 // 4))
                 host.plug_in()
             made.append(host)

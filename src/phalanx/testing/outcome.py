@@ -1,4 +1,4 @@
-"""`RankFailed` is the one exception that tells of all the ranks that ended badly."""
+"""`RankFailed` is the one exception that reports all the failed ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.errors import PhalanxError
 
 
 class RankFailed(PhalanxError):
-    """Some ranks of a `run_ranks` did not return. The message holds each one's traceback or last known place.
+    """Some ranks of a `run_ranks` did not return. The message has each one's traceback or last known place.
 
     `errors` maps a rank to the exception that it raised, where that can be pickled; `results` maps the ranks that
     returned to what they returned; `running` names the ranks that were still running when time was up.
@@ -32,7 +32,7 @@ class RankFailed(PhalanxError):
 
     @classmethod
     def of(cls, outcomes: Sequence[RankOutcome], *, call: str, timeout_s: float) -> RankFailed:
-        """Return the exception that tells of every failed outcome, in the order of the ranks."""
+        """Return the exception that reports every failed outcome, in the order of the ranks."""
         failed = [outcome for outcome in outcomes if outcome.failed]
         running = tuple(outcome.rank for outcome in failed if outcome.running)
         late = f", {name_ranks(running)} still running after {timeout_s:.1f} s" if running else ""

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a real process, and hand back what each returned."""
+"""Run a function on several ranks, each a real process, and return the results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from phalanx._job.launch.calls.outcome import RankOutcome, describe_exit
 from phalanx.testing.child import SHOW_STACK, RankTask, work
 from phalanx.testing.outcome import RankFailed
 
-_GLANCE_S = 0.05  # a process that a rank started may keep the sentinel open: look at exit codes this often
+_GLANCE_S = 0.05  # a process that a rank started may keep the sentinel open: check exit codes this often
 
 
 def run_ranks(
@@ -43,21 +43,21 @@ def run_ranks(
     """Call `fn(rank, world_size, *args)` on `world_size` processes and return what each returned, by rank.
 
     Each rank has one intra-op thread and, with `init`, a default process group over `backend` whose timeout is half of
-    `timeout`, so that a collective that never ends is told by the group and not only by this function.
-    Results are pickled. No process, descriptor or file is left, whatever happens.
+    `timeout`, so that the group itself reports a collective that never ends. Results are pickled. No process,
+    descriptor or file is left behind.
 
     Arguments:
         fn: any function: of a module, a closure, a lambda, one of `__main__` or of a notebook.
         timeout: seconds or a timedelta for the whole run.
-        init: False leaves the process group to `fn`; one that it leaves behind is not destroyed.
-        lost: ranks that the test itself kills or stops. They must not return; they are not waited for when all others
+        init: False leaves the process group to `fn`; a remaining one is not destroyed.
+        lost: ranks that the test itself kills or stops. They must not return; nobody waits for them when all others
             have ended, and their result is None.
         start: "fork" costs milliseconds and is the default on Linux; a caller with threads gets "spawn", which imports
-            torch again in each rank, and takes what no import would find there by value, as `phalanx.launch` does.
+            torch again in each rank, and sends functions that a rank cannot import by value, as `phalanx.launch` does.
 
     Raises:
         RankFailed: some rank raised, died, or was still running when time was up: one message with every traceback.
-        ValueError: `world_size`, `timeout` or `lost` make no sense.
+        ValueError: `world_size`, `timeout` or `lost` is invalid.
         TypeError: "spawn" is used, and something in `fn` or `args` cannot be sent to another process.
     """
     deadline = Deadline.after(timeout)
@@ -101,7 +101,7 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...]] | bytes
 
 
 def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[BaseContext, _Call]:
-    """Return what starts the processes, and what they call; as bytes where they do not have it from us."""
+    """Return the context that starts the processes, and the call, pickled unless they inherit it."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     if start is None:
         start = "fork" if sys.platform == "linux" and not others else "spawn"
@@ -119,14 +119,14 @@ def _prepare(start: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -
 
 @contextlib.contextmanager
 def _processes(context: BaseContext, tasks: Sequence[RankTask]) -> Iterator[list[BaseProcess]]:
-    """Yield one running process per task; every one of them, and all that they started, has ended on the way out."""
+    """Yield one running process per task; at the end, all of them and their children have ended."""
     processes: list[BaseProcess] = []
     try:
         for task in tasks:
             process: BaseProcess = context.Process(target=work, args=(task,), name=f"rank {task.rank}")  # type: ignore[attr-defined]
             processes.append(process)
             with warnings.catch_warnings():
-                # Python 3.12 warns of native threads too; those of torch's pools are not used in the ranks.
+                # Python 3.12 also warns of native threads; those of torch's pools are not used in the ranks.
                 warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
                 process.start()
         yield processes
@@ -146,7 +146,7 @@ def _end(process: BaseProcess) -> None:
 
 
 def _await(processes: Sequence[BaseProcess], deadline: Deadline, *, or_stopped: bool = False) -> None:
-    """Return when every process has ended (or stands still, where asked for), or time is up."""
+    """Wait until every process has ended (or, if requested, is stopped), or time is up."""
     while not deadline.passed:
         running = [p for p in processes if p.exitcode is None and not (or_stopped and _is_stopped(p))]
         if not running:
@@ -176,7 +176,7 @@ def _outcome(task: RankTask, process: BaseProcess, lost: Collection[int]) -> Ran
 
 
 def _stack(task: RankTask, process: BaseProcess) -> str:
-    """Return the stacks of a running rank's threads; a stopped rank is woken to tell."""
+    """Return the stacks of a running rank's threads; a stopped rank is continued to write them."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, SHOW_STACK)

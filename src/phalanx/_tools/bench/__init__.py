@@ -1,1 +1,1 @@
-"""`phalanx bench` makes these measurements on the reader's own machine; those of the project are in benchmarks/."""
+"""`phalanx bench` measures the user's own machine; the project's benchmarks are in benchmarks/."""

@@ -23,7 +23,7 @@ Seconds = dict[str, dict[int, float]]
 
 
 def refuse(device: str, cuda: bool, gpus: int) -> str:
-    """Return why nothing can be measured on `device`, or ""."""
+    """Return why `device` cannot be measured, or ""."""
     if device == "cuda" and not (cuda and gpus):
         return (
             f"--device cuda: this PyTorch ({torch.__version__}) sees no CUDA device. `phalanx doctor` says why; "
@@ -55,7 +55,7 @@ def _rank(rank: int, world_size: int, device: str, rounds: int) -> Seconds:
 
 
 def _call(name: str, size: int, device: torch.device, world_size: int) -> Callable[[], Any]:
-    """Return the collective, on a tensor of `size` bytes in all: what all ranks have, or what one has of all."""
+    """Return the collective on a tensor of `size` bytes in all: of all ranks together, or of one rank."""
     whole = torch.zeros(size // 4 // world_size * world_size, device=device)
     part = torch.zeros(whole.numel() // world_size, device=device)
     parts: list[Tensor] = list(whole.chunk(world_size))

@@ -33,7 +33,7 @@ _TAG = 0
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """It is the link between two hosts, and the median seconds of an exchange by its bytes, which tell it."""
+    """A `LinkMeasurement` is the link between two hosts, and the median seconds of an exchange by its bytes."""
 
     hosts: tuple[str, str]
     link: Link
@@ -44,7 +44,7 @@ def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int)
     """Measure the link between each two hosts. All ranks of the group call it; the result is the same on all.
 
     Arguments:
-        names: how people call each rank's host.
+        names: the name of each rank's host in messages.
 
     Raises:
         PeerLostError, DeadlineError: a rank died, or a link is too slow for ten minutes.
@@ -64,10 +64,10 @@ def measure(transport: HierarchicalTransport, names: Sequence[str], rounds: int)
 
 
 def find_link(seconds: Mapping[int, float]) -> Link:
-    """Return the link by which exchanges of so many bytes take so long; there must be at least two sizes.
+    """Return the link that fits the seconds of exchanges by bytes; there must be at least two sizes.
 
-    A few bytes tell the latency. The two largest sizes tell the bandwidth, by what the one takes longer than the other:
-    switches and clouds let a burst through faster than they go on.
+    The smallest size determines the latency. The difference of the two largest determines the bandwidth: switches and
+    clouds let an initial burst through faster.
     """
     few, *_, large, largest = sorted(seconds) if len(seconds) > 2 else (min(seconds), *sorted(seconds))
     longer_s = seconds[largest] - seconds[large]
@@ -96,7 +96,7 @@ def _exchange(transport: HierarchicalTransport, pair: tuple[int, int], rounds: i
 
 
 def slowest(measured: Sequence[LinkMeasurement]) -> Link:
-    """Return the link to reckon with where links differ: a collective is as slow as its slowest link."""
+    """Return the link to calculate with if links differ: a collective is as slow as its slowest link."""
     latency_s = max(one.link.latency_s for one in measured)
     return Link(latency_s, min(one.link.bytes_per_s for one in measured))
 
@@ -107,7 +107,7 @@ def is_slow(one: LinkMeasurement, measured: Sequence[LinkMeasurement]) -> bool:
 
 
 def as_option(link: Link) -> str:
-    """Return the option to type, with as many digits as a measurement deserves."""
+    """Return the command-line option for a link, with as many digits as the measurement supports."""
     numbers = f"latency_s={link.latency_s:.2g}, bytes_per_s={link.bytes_per_s:.3g}"
     return f"phalanx.Options(link=phalanx.collectives.Link({numbers}))"
 
@@ -119,7 +119,7 @@ def _own_name() -> str:
 
 
 def run(rounds: int, say: Callable[[str], None], *, in_json: bool) -> None:
-    """Carry out the whole command, on one rank of a job on several hosts; rank 0 says what came of it.
+    """Run the command on one rank of a job on several hosts; rank 0 prints the results.
 
     Raises:
         PhalanxError: all ranks are on one host, or the hosts' engine is another than Gloo or MPI.

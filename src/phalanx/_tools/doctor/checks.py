@@ -1,4 +1,4 @@
-"""Judge the facts: pure functions, one per topic, each of which says what it saw and what to do about it."""
+"""Judge the facts: pure functions, one per topic, each of which returns a finding and advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _oldest = ".".join(map(str, OLDEST))
 _GIB = 1 << 30
 # A rank that has imported torch and trains a small model; most of it is torch itself.
 _BYTES_PER_RANK = 512 << 20
-# DataLoader workers hand batches over in /dev/shm; Docker's default of 64 MiB is too little for images.
+# DataLoader workers pass batches in /dev/shm; Docker's default of 64 MiB is too little for images.
 _SHM_BYTES = 256 << 20
 _OPEN_FILES = 1024
 _PROCESSES_PER_CORE = 16
@@ -96,7 +96,7 @@ def check_shm(facts: DoctorFacts) -> CheckResult:
 
 
 def check_core(facts: DoctorFacts) -> CheckResult:
-    """Return whether the C core is there."""
+    """Return whether the C core exists."""
     core = facts.kernel.core
     if core.works:
         return CheckResult("C core", CheckStatus.OK, core.detail)
@@ -246,7 +246,7 @@ def check_gpus(facts: DoctorFacts) -> CheckResult:
 
 
 def check_name(facts: DoctorFacts) -> CheckResult:
-    """Return whether this machine's own name leads back to it: Gloo and many launchers take that for granted."""
+    """Return whether this machine's own name resolves to it: Gloo and many launchers rely on that."""
     host = facts.host
     if host.name_resolves.works:
         return CheckResult("host name", CheckStatus.OK, f"{host.name} is {host.name_resolves.detail}")
@@ -260,7 +260,7 @@ def check_name(facts: DoctorFacts) -> CheckResult:
 
 
 def check_network(facts: DoctorFacts) -> CheckResult:
-    """Find who could listen to what ranks on several hosts send each other, or send them something."""
+    """Return who could read or send messages between ranks of several hosts."""
     if facts.host.addresses is None:
         return CheckResult(
             "network",
@@ -318,7 +318,7 @@ def _judge_open_files(soft: int, hard: int | None, cores: int) -> CheckResult:
         return CheckResult(
             "limits", CheckStatus.WARNING, fact, f"{advice}ulimit -n {min(4 * _OPEN_FILES, hard or 4 * _OPEN_FILES)}"
         )
-    # Raising the soft limit with `ulimit -n` is no way out here.
+    # Raising the soft limit with `ulimit -n` does not help here.
     fact += f", and no more than {hard} are allowed"
     elsewhere = (
         f"raise the hard limit to {4 * _OPEN_FILES} (Docker: --ulimit nofile=; systemd: LimitNOFILE=; else"
@@ -336,7 +336,7 @@ def _judge_open_files(soft: int, hard: int | None, cores: int) -> CheckResult:
 
 
 def check_folder(facts: DoctorFacts) -> CheckResult:
-    """Return whether the current folder is there: PyTorch cannot be loaded in one that has been removed."""
+    """Return whether the current folder exists: PyTorch cannot be loaded in a removed one."""
     folder = facts.host.folder
     if folder is not None:
         return CheckResult("folder", CheckStatus.OK, folder)
@@ -372,7 +372,7 @@ def check_variables(facts: DoctorFacts) -> CheckResult:
 
 
 def check_scheduler(facts: DoctorFacts) -> CheckResult:
-    """Return whether a scheduler has started this command, as which node; or stands ready to start more than one."""
+    """Return whether a scheduler has started this command, and as which node, or could start several."""
     scheduler, unused = facts.host.scheduler, facts.host.unused_hosts
     if not scheduler.works:
         return CheckResult(
@@ -391,7 +391,7 @@ def check_scheduler(facts: DoctorFacts) -> CheckResult:
 
 
 def check_training(facts: DoctorFacts) -> CheckResult:
-    """Return whether two ranks could take a step: the one thing that all the rest is for."""
+    """Return whether two ranks could train for one step, the purpose of all other checks."""
     training: Probe = facts.training
     if training.works:
         return CheckResult("training", CheckStatus.OK, training.detail)

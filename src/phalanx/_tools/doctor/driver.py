@@ -1,6 +1,6 @@
-"""Ask NVIDIA's driver, through the library that comes with it, in a process of its own: a stuck driver never answers.
+"""Query NVIDIA's driver through its library, in a separate process: a stuck driver never answers.
 
-The process says what it heard in one line of JSON.
+The process prints the answer in one line of JSON.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from phalanx._tools.doctor.facts import Driver, Gpu, Probe
 
 _PATIENCE_S = 10.0
 _SM, _P2P_READ, _EXCLUSIVE, _PROHIBITED = 1, 0, 3, 2
-# These slow a GPU down against its owner's will; idleness and settings of its owner's do not count.
+# Reasons that slow a GPU down against its owner's will; idleness and the owner's settings do not count.
 _SLOWED = {0x4: "its power limit", 0x8: "hardware", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "the power supply"}
 
 
 def ask_driver(python: str = sys.executable) -> Driver:
-    """Return what the driver says of itself and its GPUs; of a host without one, that there is none."""
+    """Return the driver's information on itself and its GPUs; on a host without one, that there is none."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -43,7 +43,7 @@ def ask_driver(python: str = sys.executable) -> Driver:
 
 
 def main() -> None:
-    """Be the process that asks the driver."""
+    """Run as the process that queries the driver."""
     print(json.dumps(_ask(ctypes.CDLL("libnvidia-ml.so.1"))), flush=True)
 
 

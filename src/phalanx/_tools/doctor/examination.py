@@ -11,6 +11,6 @@ from phalanx._tools.doctor.trial import try_training
 
 
 def examine() -> DoctorFacts:
-    """Return everything that the checks look at; this takes the seconds that importing PyTorch takes."""
+    """Return all facts that the checks need; this takes the seconds of importing PyTorch."""
     torch, training = try_training()
     return DoctorFacts(phalanx.__version__, examine_host(), examine_kernel(), torch, training, ask_driver())

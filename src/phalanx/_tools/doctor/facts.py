@@ -1,4 +1,4 @@
-"""These classes hold what a host is found to be: plain data, gathered once."""
+"""These classes hold the facts of a host: plain data, gathered once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe is something that was tried. `detail` says what came of it, or why it failed."""
+    """A `Probe` is something that was tried. `detail` is the result, or the reason of the failure."""
 
     works: bool
     detail: str = ""
@@ -15,7 +15,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """It is the machine as this process sees it. Sizes are in bytes; None where the platform does not say."""
+    """`MachineFacts` is the machine as this process sees it.
+
+    Sizes are in bytes; None if the platform does not report one.
+    """
 
     platform: str
     python: str
@@ -36,17 +39,17 @@ class MachineFacts:
     gpus: tuple[str, ...] = ()
     gpu_tool: Probe = field(default_factory=lambda: Probe(False, "nvidia-smi is not installed"))
     variables: dict[str, str] = field(default_factory=dict)
-    scheduler: Probe = field(default_factory=lambda: Probe(True))  # what started this command; "" if nothing says so
+    scheduler: Probe = field(default_factory=lambda: Probe(True))  # the starter of this command; "" if unknown
     addresses: dict[str, tuple[str, ...]] | None = field(default_factory=dict)  # by interface; None: could not ask
-    unused_hosts: int = 0  # that the scheduler has given the job, of which one started command uses one
+    unused_hosts: int = 0  # hosts of the scheduler's allocation that the job leaves unused
     folder: str | None = "."
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """It says what the memory between ranks is made of, each part tried for real. None where the platform has no such.
+    """`Kernel` has the features behind memory between ranks, each one tried. None if the platform lacks one.
 
-    `namespaces` are the kinds ("pid", "user") that this process has of its own: it is in a container.
+    `namespaces` are the kinds ("pid", "user") of this process's own namespaces, which mean a container.
     """
 
     core: Probe
@@ -60,7 +63,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Gpu:
-    """It is a GPU as the driver tells of it; None where it does not."""
+    """A `Gpu` is a GPU as reported by the driver; None for unknown values."""
 
     name: str
     uuid: str = ""
@@ -73,7 +76,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """It is NVIDIA's driver, asked through NVML. `apart`: pairs of GPUs of which neither reads the other's memory."""
+    """`Driver` is NVIDIA's driver, queried through NVML. `apart`: pairs of GPUs that can't read each other's memory."""
 
     nvml: Probe = field(default_factory=lambda: Probe(False, "there is no libnvidia-ml.so.1"))
     version: str = ""
@@ -84,7 +87,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Torch:
-    """It is PyTorch as it imports here. `cuda` says whether it can use a GPU now, or why not."""
+    """`Torch` is PyTorch as it imports here. `cuda` says whether it can use a GPU now, or why not."""
 
     version: str
     backends: tuple[str, ...]
@@ -92,17 +95,17 @@ class Torch:
     cuda_version: str | None = None
     cuda: Probe = field(default_factory=lambda: Probe(False, "built without CUDA"))
     nccl: str = ""
-    pinned: Probe | None = None  # memory of the host that is page-locked, tried; None without a GPU
+    pinned: Probe | None = None  # page-locked memory of the host, tried; None without a GPU
 
 
 @dataclass(frozen=True)
 class DoctorFacts:
-    """It has everything that the checks look at, and the version of Phalanx.
+    """`DoctorFacts` are the facts for all checks, and the version of Phalanx.
 
-    `torch` is the reason in words where PyTorch could not be imported.
+    `torch` is the reason as text if PyTorch could not be imported.
     """
 
-    phalanx: str  # the version of Phalanx
+    phalanx: str
     host: MachineFacts
     kernel: Kernel
     torch: Torch | str

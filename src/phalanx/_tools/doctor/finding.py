@@ -1,4 +1,4 @@
-"""A `CheckResult` is what a check says."""
+"""A `CheckResult` is the result of a check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class CheckStatus(enum.Enum):
-    """`PROBLEM` means that training would not work; `WARNING` that it would, with a loss."""
+    """`PROBLEM` means that training would fail; `WARNING` that it would work, with a loss."""
 
     OK = "ok"
     WARNING = "warning"
@@ -16,7 +16,7 @@ class CheckStatus(enum.Enum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """It is what a check says. `advice` is what to do; it is empty only where all is well."""
+    """A `CheckResult` is the result of a check. `advice` is what to do; empty only if all is well."""
 
     topic: str
     status: CheckStatus

@@ -1,4 +1,4 @@
-"""Judge what the driver and PyTorch say of the GPUs: pure functions, asked only where there are some."""
+"""Judge the facts on GPUs from the driver and PyTorch: pure functions, used only if there are GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx._tools.doctor.finding import CheckResult, CheckStatus
 
 
 def check_driver(facts: DoctorFacts) -> CheckResult:
-    """Find which driver it is, and whether it answers."""
+    """Return the driver's version, and whether it answers."""
     driver = facts.driver
     if not driver.nvml.works:
         return CheckResult(
@@ -55,7 +55,7 @@ def check_peers(facts: DoctorFacts) -> CheckResult:
 
 
 def check_mig(facts: DoctorFacts) -> CheckResult:
-    """Return whether GPUs are cut in parts, or closed to a second process."""
+    """Return whether GPUs are partitioned, or closed to a second process."""
     cut = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.mig]
     closed = [str(i) for i, gpu in enumerate(facts.driver.gpus) if gpu.exclusive]
     if cut:
@@ -77,7 +77,7 @@ def check_mig(facts: DoctorFacts) -> CheckResult:
 
 
 def check_host_copies(facts: DoctorFacts) -> CheckResult:
-    """Return whether the host's memory can be page-locked, through which ranks that share a GPU exchange."""
+    """Return whether the host's memory can be page-locked, which ranks need to exchange data through a shared GPU."""
     return _judge(
         "page-locked",
         facts.torch.pinned if isinstance(facts.torch, Torch) else None,
@@ -86,7 +86,7 @@ def check_host_copies(facts: DoctorFacts) -> CheckResult:
 
 
 def _judge(name: str, probe: Probe | None, advice: str) -> CheckResult:
-    """Return the finding on what was tried; `advice` is for a failure."""
+    """Return the finding on a probe; `advice` is for a failure."""
     if probe is None:
         return CheckResult(name, CheckStatus.OK, "not tried: PyTorch uses no GPU here")
     if probe.works:
@@ -120,7 +120,7 @@ GPU_CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (
 
 
 def judge_gpus(facts: DoctorFacts) -> list[CheckResult]:
-    """Return every finding on GPUs; only that of the driver, if that does not answer; none without a driver."""
+    """Return every finding on GPUs; only the driver's if it does not answer; none without a driver."""
     driver = facts.driver
     if driver.gpus:
         return [check(facts) for check in GPU_CHECKS]

@@ -1,4 +1,4 @@
-"""Gather what the operating system says of this machine. Everything is read; nothing is changed."""
+"""Gather the operating system's facts on this machine. Everything is read; nothing is changed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from phalanx._tools.doctor.facts import MachineFacts, Probe
 from phalanx.errors import LaunchError
 
 _PATIENCE_S = 10
-# Left in a shell, they make a program believe that it is a rank of some job; or they steer who talks to whom.
+# Left in a shell, they make a program believe that it is a rank of some job, or they redirect its connections.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
 _RESOLVE = "import socket; print(*sorted({entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}))"
 
 
 def examine_host(root: Path = Path("/")) -> MachineFacts:
-    """Return the host, with `/proc` and `/sys` sought below `root`. It takes seconds if name resolution is slow."""
+    """Return the host, reading `/proc` and `/sys` below `root`. It takes seconds if name resolution is slow."""
     gpu_tool, gpus = _gpus()
     groups = find_groups(str(root))
     free, limited = _available_memory(root, groups)
@@ -70,7 +70,7 @@ def _scheduler() -> Probe:
 def _addresses() -> dict[str, tuple[str, ...]] | None:
     try:
         return interface_addresses()
-    except OSError:  # no descriptor is left to ask with
+    except OSError:  # no descriptor is left for the query
         return None
 
 
@@ -82,7 +82,7 @@ def _folder() -> str | None:
 
 
 def _available_memory(root: Path, groups: list[str]) -> tuple[int | None, bool]:
-    """Return the bytes that can be had, and whether a control group, not the machine, is what limits them."""
+    """Return the available bytes, and whether a control group limits them, not the machine."""
     machine = _meminfo(root).get("MemAvailable")
     free = math.inf if machine is None else machine
     limited = False
@@ -98,7 +98,7 @@ def _available_memory(root: Path, groups: list[str]) -> tuple[int | None, bool]:
 
 
 def _commit_headroom(root: Path) -> int | None:
-    """Return the bytes that may still be promised, if the kernel promises only what it has; None if it overcommits."""
+    """Return the bytes that may still be committed, if the kernel does not overcommit; else None."""
     if read_number(str(root), "proc/sys/vm/overcommit_memory") != 2:
         return None
     memory = _meminfo(root)
@@ -111,7 +111,7 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _processes(groups: list[str]) -> tuple[int | None, int | None]:
-    """Return the limit on processes and threads, and how many count against it; a control group's if tighter."""
+    """Return the limit on processes and threads, and their current number; those of a control group if tighter."""
     for group in groups:
         limit, used = read_number(group, "pids.max"), read_number(group, "pids.current")
         if limit is not None:
@@ -120,7 +120,7 @@ def _processes(groups: list[str]) -> tuple[int | None, int | None]:
 
 
 def _name_resolves() -> Probe:
-    try:  # in a process of its own: a name server that does not answer cannot be given a timeout otherwise
+    try:  # in a separate process: name resolution has no timeout otherwise
         run = subprocess.run(
             [sys.executable, "-I", "-c", _RESOLVE], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
         )

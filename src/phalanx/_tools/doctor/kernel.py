@@ -1,7 +1,7 @@
-"""Try what the memory between ranks is made of: the C core, /proc, futex, memfd, pidfd, Unix sockets, namespaces.
+"""Try the features behind memory between ranks: the C core, /proc, futex, memfd, pidfd, Unix sockets, namespaces.
 
-Each may be missing on an old kernel, in a sandbox such as gVisor, or behind a seccomp filter; asking for a version
-number would not tell, so each is used once.
+Each may be missing on an old kernel, in a sandbox such as gVisor, or behind a seccomp filter; a version number does not
+show that, so each is used once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from phalanx._tools.doctor.facts import Kernel, Probe
 
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}
 _FUTEX_WAKE = 1
-# The machine's own namespaces have the same numbers everywhere (include/linux/proc_ns.h); the network's has not.
+# The machine's own namespaces have the same numbers everywhere (include/linux/proc_ns.h), except the network's.
 _FIRST_NAMESPACES = {"pid": "pid:[4026531836]", "user": "user:[4026531837]"}
 
 
 def examine_kernel() -> Kernel:
-    """Try each of these on this host."""
+    """Try each feature on this host."""
     core = _try(_use_core)
     if sys.platform != "linux":
         return Kernel(core=core)

@@ -1,4 +1,4 @@
-"""Tell the findings: a table on a terminal, plain lines in a pipe, JSON for programs."""
+"""Print the findings: a table on a terminal, plain lines in a pipe, JSON for programs."""
 
 from __future__ import annotations
 

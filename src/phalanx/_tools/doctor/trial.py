@@ -1,6 +1,6 @@
-"""Import PyTorch and train for one step, in a process of its own: either may crash, and the doctor must live to say so.
+"""Import PyTorch and train for one step, in a separate process: either may crash, and the doctor must report it.
 
-The process says what it found in lines of JSON, one per stage; a stage without a line is where it died.
+The process prints its results in lines of JSON, one per stage; it died in the stage without a line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COPIED_BYTES = 64 << 20
 
 
 def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
-    """Return what PyTorch says of itself, or why it could not be imported, and how two ranks fared."""
+    """Return PyTorch's information on itself, or why it could not be imported, and the result of two ranks."""
     try:
         run = subprocess.run(
             [python, "-m", __name__],
@@ -38,7 +38,7 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
         how, output, complaint = _describe(run.returncode), run.stdout, run.stderr
     except subprocess.TimeoutExpired as expired:
         how, output, complaint = f"it was stopped after {expired.timeout:.0f} s", _text(expired.stdout), ""
-    except OSError as error:  # there are too few descriptors, processes or memory for one more process
+    except OSError as error:  # too few descriptors, processes or memory for one more process
         reason = f"no process could be started to try it: {error.strerror or error}"
         return reason, Probe(False, reason)
     said = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -57,7 +57,7 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
 
 
 def main() -> None:
-    """Be the process that tries PyTorch: print a line for PyTorch, one for the training, and one for a GPU in use."""
+    """Run as the process that tries PyTorch: print a line for PyTorch, for the training, and for a GPU in use."""
     _say(torch=_examine_torch())
     _say(training=_train())
     import torch
@@ -93,7 +93,7 @@ def _examine_torch() -> dict[str, Any]:
 
 
 def _try_gpu() -> dict[str, Any]:
-    """Return what exchanging tensors of a GPU needs, each tried for real on the first one."""
+    """Try each requirement of exchanging a GPU's tensors on the first GPU."""
     import torch
 
     nccl: Any = getattr(torch.cuda, "nccl", None)
@@ -144,7 +144,7 @@ def _train() -> dict[str, Any]:
         total = time.perf_counter() - begin
     except RankFailed as failure:
         return {"works": False, "detail": _summarise(failure)}
-    # it is as in `try_training`: this interpreter may open a descriptor more than another version
+    # as in `try_training`: this interpreter may open one descriptor more than another version
     except OSError as error:
         return {"works": False, "detail": f"no process could be started for a rank: {error.strerror or error}"}
     return {
@@ -177,12 +177,12 @@ def _seconds(call: Callable[..., Any], *args: Any) -> float:
 
 
 def _summarise(failure: RankFailed) -> str:
-    """Return one line if every rank says the same, else everything that is known."""
+    """Return one line if all ranks report the same, else all details."""
     said = {f"{type(error).__name__}: {error}" for error in failure.errors.values()}
     if len(failure.errors) == 2 and len(said) == 1:
         return f"every rank raised {said.pop()}"
     if len(failure.errors) == 2 and all(isinstance(error, PhalanxError) for error in failure.errors.values()):
-        # Their messages say all that their tracebacks, each of twenty of our own frames, would.
+        # The messages contain everything; their tracebacks would add twenty of our own frames each.
         return "\n".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in failure.errors.items())
     return str(failure)
 

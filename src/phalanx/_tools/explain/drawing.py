@@ -1,6 +1,6 @@
 """Draw a schedule as one picture: a column for each rank, a row for each step, an arrow for each transfer.
 
-A box is what a rank holds of a chunk. The ticks at its foot are the ranks, dark where that rank's part is in; the box
+A box is a rank's value of a chunk. The ticks at its foot are the ranks, dark if that rank's part is included; the box
 is filled when the value is final.
 """
 
@@ -25,7 +25,7 @@ def draw(schedule: Schedule) -> str:
     """Return the schedule as SVG.
 
     Raises:
-        ValueError: too many ranks, chunks or steps for a page that can be read.
+        ValueError: too many ranks, chunks or steps for a readable page.
     """
     boxes = schedule.world_size * schedule.num_chunks
     if boxes > MOST_BOXES or schedule.num_steps > MOST_STEPS:
@@ -45,7 +45,7 @@ def draw(schedule: Schedule) -> str:
 
 
 class _Page:
-    """A page knows where everything goes on the picture."""
+    """A `_Page` holds the layout of the picture."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -53,7 +53,7 @@ class _Page:
         self.rank_width = self.box * schedule.num_chunks
         width = _LEFT + _RIGHT + schedule.world_size * (self.rank_width + _BETWEEN_RANKS) - _BETWEEN_RANKS
         title, order = headline(schedule)
-        # Roughly the width of the letters at their size: nothing here can measure a font.
+        # Roughly the width of the letters at their size: no font can be measured here.
         width = max(width, 680.0, 48 + 10.4 * len(title))
         lines = textwrap.wrap(order, int((width - 48) / 6.8))
         self.top = _TOP + 16 * (len(lines) - 1)
@@ -102,13 +102,13 @@ class _Page:
             stroke = colour(t.start) if t.width == 1 else INK
             thick = 1.8 if t.width == 1 else 2.6
             self.drawing.arrow(start, end, stroke=stroke, width=thick, dashed=t.kind == "copy")
-            if t.width > 1:  # a bracket over all the chunks that travel
+            if t.width > 1:  # a bracket over all the transferred chunks
                 for y, rank in ((start[1], t.src), (end[1] + 1, t.dst)):
                     ends = [(self.box_left(rank, t.start) + 3, y), (self.box_left(rank, t.stop) - 3, y)]
                     self.drawing.line(ends, stroke=INK, width=1.6)
 
     def boxes(self, row: int, snapshot: Snapshot) -> None:
-        """Draw what every rank holds after the step."""
+        """Draw every rank's values after the step."""
         written = {(t.dst, chunk) for t in snapshot.transfers for chunk in range(t.start, t.stop)}
         for rank, values in enumerate(snapshot.state):
             for chunk, value in enumerate(values):

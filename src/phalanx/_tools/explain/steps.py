@@ -1,4 +1,4 @@
-"""Show a schedule step by step: which rank sends what to which, and what every rank holds afterwards."""
+"""Show a schedule step by step: which rank sends which chunks to which, and every rank's values afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx._tools.explain.symbols import chunk_name, chunks_name, value_text
 
 MOST_RANKS = 64
 
-# A longer text is summarised unless it is asked for: eight ranks around a ring take 280 lines.
+# A longer text is summarised unless requested: eight ranks around a ring take 280 lines.
 MOST_LINES = 300
 _MOVES_SHOWN = 3
 
@@ -26,7 +26,7 @@ _VALUES_SHOWN = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell is what a rank holds of a chunk, in symbols; whether the step wrote it, and whether it is final."""
+    """A `Cell` is a rank's value of a chunk, in symbols; whether the step wrote it, and whether it is final."""
 
     text: str
     written: bool
@@ -43,7 +43,7 @@ class StepView:
 
 
 def walk_steps(schedule: Schedule) -> Iterator[StepView]:
-    """Yield the state before the schedule, then each step. Raises ValueError for more ranks than a person can read."""
+    """Yield the state before the schedule, then each step. Raises ValueError for more ranks than are readable."""
     require_readable(schedule)
     before: State = ()
     for snapshot in trace(schedule):
@@ -56,13 +56,13 @@ def walk_steps(schedule: Schedule) -> Iterator[StepView]:
 
 
 def require_readable(schedule: Schedule) -> None:
-    """Raise ValueError for more ranks than a person can read about."""
+    """Raise ValueError for more ranks than are readable."""
     if schedule.world_size > MOST_RANKS:
         raise ValueError(f"at most {MOST_RANKS} ranks can be shown step by step, got {schedule.world_size}")
 
 
 def headline(schedule: Schedule) -> list[str]:
-    """Return what the schedule is, in a few lines."""
+    """Describe the schedule in a few lines."""
     chunks = chunks_name(0, schedule.num_chunks)
     return [
         f"{schedule.algorithm} {schedule.operation}: {_count(schedule.world_size, 'rank')}, "
@@ -72,7 +72,7 @@ def headline(schedule: Schedule) -> list[str]:
 
 
 def plain(schedule: Schedule) -> Iterator[str]:
-    """Yield the steps as lines of text; a star marks what a step wrote."""
+    """Yield the steps as lines of text; a star marks values written by the step."""
     yield from headline(schedule)
     yield "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; * was written in the step."
     names = [chunk_name(chunk) for chunk in range(schedule.num_chunks)]
@@ -89,7 +89,7 @@ def plain(schedule: Schedule) -> Iterator[str]:
 
 
 def count_lines(schedule: Schedule) -> int:
-    """Return how many lines `plain` gives, without making them."""
+    """Return the number of lines of `plain`, without creating them."""
     moves = sum(1 for step in schedule.steps() for _ in step.phase.transfers(step.within))
     return len(headline(schedule)) + 1 + moves + (schedule.num_steps + 1) * (schedule.world_size + 3)
 
@@ -114,7 +114,7 @@ def summary(schedule: Schedule) -> Iterator[str]:
 
 
 def show(schedule: Schedule, console: Console) -> None:
-    """Print the steps on a terminal: bold is what a step wrote, green is final."""
+    """Print the steps on a terminal: values written by a step are bold, final ones green."""
     for line in headline(schedule):
         console.print(escape(line), style="bold" if line.startswith(schedule.algorithm) else "", highlight=False)
     key = "a0+a1 is chunk a, the parts of ranks 0 and 1 combined; [bold]bold[/]: written; [green]green[/]: final."

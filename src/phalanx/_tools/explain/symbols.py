@@ -27,7 +27,7 @@ def chunks_name(start: int, stop: int) -> str:
 
 
 def value_text(value: Value | None, chunk: int, world_size: int) -> str:
-    """Return what a rank holds of `chunk`: a0+a1, a[0-5], Σa for all of more than four ranks, · for nothing."""
+    """Return a rank's value of `chunk`: a0+a1, a[0-5], Σa for all of more than four ranks, · for nothing."""
     if value is None:
         return "·"
     name, ranks = chunk_name(chunk), sorted(value.contributors)

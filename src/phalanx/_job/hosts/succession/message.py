@@ -1,4 +1,4 @@
-"""These functions encode and decode the agents' messages on the succession."""
+"""Encode and decode the agents' messages on the succession."""
 
 from __future__ import annotations
 
