@@ -1,4 +1,4 @@
-"""This package is PyTorch's process group over shared memory: the backend "phalanx" of torch.distributed."""
+"""PyTorch's process group over shared memory: the backend "phalanx" of torch.distributed."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ _UNSET = timedelta(0)
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """This error reports an argument that is wrong whatever the other ranks do.
+    """An `ArgumentError` reports an argument that is wrong whatever the other ranks do.
 
-    It is also the RuntimeError that torch's own groups raise then, and its message has their words in it.
+    It is also the RuntimeError that torch's own groups raise, and its message contains their text.
     """
 
 
 def timeout_of(options: Any, default_s: float) -> float:
-    """Return the seconds of `options.timeout`, or `default_s` where it is -1 ms: that means that nobody set it."""
+    """Return the seconds of `options.timeout`, or `default_s` if it is -1 ms, which means unset."""
     timeout: timedelta | None = getattr(options, "timeout", None)
     if timeout is None or timeout <= _UNSET:
         return default_s
@@ -39,7 +39,7 @@ def timeout_of(options: Any, default_s: float) -> float:
 
 
 def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]:
-    """Return the number of the reduction in the core, and the factor of PREMUL_SUM (else None).
+    """Return the core's number of the reduction, and the factor of PREMUL_SUM (else None).
 
     Raises:
         ValueError: there is no such reduction, or it has no meaning for `dtype`.
@@ -63,7 +63,7 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
 
 
 class _Door(threading.local):
-    """It holds the device whose tensors this thread's call may have, beside the CPU's."""
+    """A `_Door` holds the device whose tensors this thread's call may have, besides the CPU's."""
 
     device: torch.device | None = None
 
@@ -73,7 +73,7 @@ _door = _Door()
 
 @contextlib.contextmanager
 def carried_on(device: torch.device) -> Iterator[None]:
-    """Let calls of this thread have tensors on `device`, where a collective is carried out there."""
+    """Accept tensors on `device` in this thread's calls, while a collective runs there."""
     _door.device = device
     try:
         yield
@@ -82,7 +82,7 @@ def carried_on(device: torch.device) -> Iterator[None]:
 
 
 def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tensor:
-    """Return a dense tensor that this call carries, or raise what is wrong. A `written` tensor receives the result."""
+    """Return a dense tensor that this call supports, or raise. A `written` tensor receives the result."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu and tensor.device != _door.device:
@@ -108,7 +108,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 def one(
     tensors: Any, operation: str, *, words: str = "requires a single-element tensor list", written: bool = False
 ) -> Tensor:
-    """Return the single tensor of a list; `words` are torch's where there are more, or none."""
+    """Return the single tensor of a list; `words` is torch's error text for another number of tensors."""
     if isinstance(tensors, Tensor):
         return check_tensor(tensors, operation, written=written)
     if len(tensors) != 1:
@@ -117,7 +117,7 @@ def one(
 
 
 def check_alike(tensors: Sequence[Any], operation: str, *, written: bool = False) -> list[Tensor]:
-    """Check several tensors of one call that stand for one: they must have the same dtype and shape."""
+    """Check several tensors that one call treats as one: they must have the same dtype and shape."""
     checked = [check_tensor(t, operation, written=written) for t in tensors]
     for i, tensor in enumerate(checked if len(checked) > 1 else ()):
         _check_dtype(operation, i, f"tensor {i}", tensor, checked[0], "tensor 0")
@@ -186,12 +186,12 @@ def check_list(
 def check_apart(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], operation: str, name: str, *, suffix: str = ""
 ) -> bool:
-    """Return whether no tensor of a call lies where another does, so that no input must be copied first.
+    """Return whether no tensors of a call overlap, so that no input must be copied first.
 
-    Outputs that share memory are refused: which result stays there would depend on when each rank's comes.
+    Outputs that share memory are refused: the final result would depend on the order of arrival.
 
-    Cost: sorting as many addresses as there are tensors. The order of two tensors' elements is looked at only where
-    one begins before the other has ended.
+    Cost: sorting as many addresses as there are tensors. The order of two tensors' elements is checked only if one
+    begins before the other has ended.
     """
     written = [extent_of(tensor) for tensor in outputs]
     if not extents_overlap([extent_of(tensor) for tensor in inputs], written):
@@ -215,12 +215,12 @@ def _wrong_length(operation: str, side: str, name: str, found: int, world_size: 
 
 
 def is_sparse(tensor: Any) -> bool:
-    """Return whether it is a tensor of indices and values, which only all_reduce takes."""
+    """Return whether `tensor` consists of indices and values, which only all_reduce supports."""
     return isinstance(tensor, Tensor) and tensor.layout == torch.sparse_coo
 
 
 def check_sparse(tensors: Sequence[Tensor], op: Any) -> None:
-    """Allow only sums of CPU tensors that are all sparse and of one shape: what else would the missing entries be?"""
+    """Allow only sums of CPU tensors that are all sparse and of one shape: other reductions have no missing entries."""
     if getattr(op, "op", op) != ReduceOp.SUM:
         raise ArgumentError(
             f"all_reduce: unsupported reduction operation: sparse tensors can only be summed, not reduced with {op}"

@@ -1,4 +1,4 @@
-"""Connect the ranks of all hosts: build the engine that the group's options ask for."""
+"""Connect the ranks of all hosts: build the engine that the group's options select."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.options import Options
 from phalanx.errors import PhalanxError
 
-_SPARE_DESCRIPTORS = 64  # for what the process opens while the group connects
-_LONGEST_S = 1e8  # three years: "for ever", in a number of milliseconds that Gloo can hold
+_SPARE_DESCRIPTORS = 64  # for other files that the process opens while the group connects
+_LONGEST_S = 1e8  # three years: an infinite timeout, as milliseconds for Gloo
 
 
 @dataclass(frozen=True)
 class MetGroup:
-    """This is a group whose ranks have met and know each other. `key` is a word in `store` that only they use."""
+    """A `MetGroup` is a group after the rendezvous. `key` is a word in `store` that only its ranks use."""
 
     name: str
     key: str
@@ -49,14 +49,14 @@ class MetGroup:
 
 
 def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore) -> Engine:
-    """Build the engine that the group's options ask for. All ranks of the group call it.
+    """Build the engine that the group's options select. All ranks of the group call it.
 
     Raises:
-        PhalanxError: the ranks cannot reach each other in this way; the message says where they are.
+        PhalanxError: the ranks cannot connect with this engine; the message has their addresses.
         PeerLostError: another rank was interrupted meanwhile.
     """
     if settings.engine == "mpi":
-        # it is not imported at the top, since it is for those who have mpi4py
+        # imported here, since it needs mpi4py
         from phalanx._comm.backend.mpi_start import start_together
         from phalanx._comm.engines.mpi import MpiEngine
 
@@ -75,7 +75,7 @@ def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure
 def open_gloo(
     group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
 ) -> GlooEngine:
-    """Connect all ranks by Gloo, whatever engine is asked for, with `build_engine`'s errors and `num_threads`."""
+    """Connect all ranks by Gloo, whatever engine is selected, with `build_engine`'s errors and `num_threads`."""
     rank, infos, name = group.rank, group.infos, group.name
     size = len(infos)
 
@@ -125,10 +125,10 @@ def open_gloo(
 
 
 def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[], None], name: str) -> GlooEngine:
-    """Return what `connect` returns, from a thread of its own: Gloo connects in C++, where no signal is heard.
+    """Run `connect` on its own thread, since Gloo connects in C++, where signals are not handled.
 
-    `check_others` is called meanwhile. When it raises, or a signal handler does, the thread is left to itself: it
-    ends when Gloo's time is up, or with the process.
+    `check_others` is called meanwhile. When it raises, or a signal handler does, the thread is abandoned: it ends with
+    Gloo's timeout, or with the process.
     """
     outcomes: queue.SimpleQueue[GlooEngine | Exception] = queue.SimpleQueue()
     is_abandoned = threading.Event()
@@ -136,7 +136,7 @@ def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[],
     def run() -> None:
         try:
             engine = connect()
-        except Exception as error:  # raised where it was asked for
+        except Exception as error:  # raised in the calling thread
             outcomes.put(error)
             return
         outcomes.put(engine)
@@ -163,7 +163,7 @@ def _timedelta_of(deadline: Deadline) -> timedelta:
 
 
 def _unreachable(error: RuntimeError, group: MetGroup) -> PhalanxError:
-    """Return the error of a rank that Gloo could not connect with all others: which it should reach, and where."""
+    """Return the error of a rank that Gloo could not connect with all others, with their addresses."""
     infos = group.infos
     hosts = "\n".join(
         f"  {name_ranks(list(host))}: {infos[host[0]].hostname} at {infos[host[0]].address or 'an unknown address'}"

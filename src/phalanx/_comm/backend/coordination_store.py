@@ -1,6 +1,6 @@
-"""`CoordinationStore` is c10d's `Store` over the job's coordinator, in which the ranks of several hosts meet.
+"""`CoordinationStore` is c10d's `Store` over the job's coordinator, for rendezvous of ranks on several hosts.
 
-Ranks of one host have a faster one, in memory (`phalanx._comm.rendezvous.bootstrap`).
+Ranks of one host exchange data faster, in memory (`phalanx._comm.rendezvous.bootstrap`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from phalanx.errors import CoordinationError, DeadlineError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DEFAULT_TIMEOUT = timedelta(seconds=300)  # PyTorch's stores have this one
+_DEFAULT_TIMEOUT = timedelta(seconds=300)  # as in PyTorch's stores
 
-# torch's C++ holds a store without the Python object that does its work, which would go with the last name for it.
+# torch's C++ keeps a store without its Python object, which would be freed with the last Python reference.
 _kept: set[CoordinationStore] = set()
 
 
 def _in_torchs_words(
     method: Callable[Concatenate[CoordinationStore, P], R],
 ) -> Callable[Concatenate[CoordinationStore, P], R]:
-    """Raise what PyTorch's stores raise, which its callers catch."""
+    """Raise the errors of PyTorch's stores, which callers catch."""
 
     @functools.wraps(method)
     def call(self: CoordinationStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,23 +45,23 @@ def _in_torchs_words(
 
 
 class CoordinationStore(Store):
-    """This is a PyTorch `Store` whose keys lie in the coordinator at `address`. Threads and forks may share it.
+    """A `CoordinationStore` is a PyTorch `Store` at the coordinator at `address`. Threads and forks may share it.
 
-    A call that waits keeps no other thread's call waiting; clones share one connection. It stays open until `close`, or
-    the end of the process: torch does not say when it needs a store no more. A PrefixStore around it has queues once a
-    group of ours was made, or in a rank of `phalanx run`.
+    A waiting call does not delay other threads' calls; clones share one connection. The connection stays open until
+    `close`, or the end of the process: torch does not report when it no longer needs a store. A PrefixStore around it
+    has queues once a group of ours was made, or in a rank of `phalanx run`.
 
     Raises:
-        AuthenticationError, CoordinationError, DeadlineError: as `Client`. Its methods raise what TCPStore's do:
-            `torch.distributed.DistStoreError` for a key that does not come in time, and `DistNetworkError`.
+        AuthenticationError, CoordinationError, DeadlineError: as `Client`. Its methods raise TCPStore's errors:
+            `torch.distributed.DistStoreError` for a key that is not set in time, and `DistNetworkError`.
     """
 
     wait_is_interruptible = True
-    """Whether Ctrl-C ends a wait, and a wait of milliseconds says nothing: whoever waits need not ask again and again.
+    """Whether Ctrl-C ends a wait, and a wait of milliseconds prints nothing: then callers need not poll.
     """
 
     if TYPE_CHECKING:
-        timeout: timedelta  # torch's stub lacks it
+        timeout: timedelta  # missing in torch's stub
 
     def __init__(
         self,
@@ -72,31 +72,31 @@ class CoordinationStore(Store):
         client: Client | None = None,
     ) -> None:
         super().__init__()
-        self.set_timeout(timeout)  # the base has it: a PrefixStore around us sets that one
+        self.set_timeout(timeout)  # the base class has it: a PrefixStore around this store sets that one
         self._client = Client(address, key) if client is None else client
         self._asked = threading.local()
         _kept.add(self)
 
     @property
     def host(self) -> str:
-        """Return where the coordinator is, as TCPStore says it; the name is empty on its own host's socket."""
+        """Return the coordinator's host, as TCPStore does; "" on its own host's socket."""
         return self._client.address.host
 
     @property
     def port(self) -> int:
-        """Return where the coordinator is, as TCPStore says it; the port is 0 on its own host's socket."""
+        """Return the coordinator's port, as TCPStore does; 0 on its own host's socket."""
         return self._client.address.port
 
     def leads_to(self, address: str) -> bool:
-        """Return whether this is a way, still open, to the coordinator at `address`."""
+        """Return whether this is an open connection to the coordinator at `address`."""
         return not self._client.is_closed and str(self._client.address) == address
 
     def begin_get(self, key: str) -> PendingGet:
-        """Ask for the value of `key` without waiting for it; what is returned says when it has come."""
+        """Request the value of `key` without waiting, and return the pending request."""
         return self._client.begin_get(key)
 
     def close(self) -> None:
-        """Let go of the coordinator, for all clones as well."""
+        """Close the connection to the coordinator, for all clones as well."""
         _kept.difference_update([store for store in _kept if store._client is self._client])
         self._client.close()
 
@@ -114,12 +114,12 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def add_item(self, counter: str, prefix: str, value: str | bytes) -> int:
-        """Add one to `counter`'s number, set the key of `prefix` and that number to `value`, and return the old one."""
+        """Add one to `counter`'s number, set the key `prefix` + number to `value`, and return the old number."""
         return self._client.add_item(counter, prefix, value)
 
     @_in_torchs_words
     def read_and_check(self, key: str, checked: str) -> tuple[bytes, bool]:
-        """Return the value of `key`, which is set to "" if it is not there, and whether `checked` is there; at once."""
+        """Return the value of `key`, set to "" if missing, and whether `checked` exists, in one request."""
         return self._client.read_and_check(key, checked)
 
     @_in_torchs_words
@@ -135,7 +135,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set `key` to the desired value if it has the expected one; return the value that it has then."""
+        """Set `key` to the desired value if it has the expected one; return the value afterwards."""
         return self._client.compare_set(key, expected_value, desired_value)
 
     @_in_torchs_words
@@ -148,7 +148,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def delete_prefix(self, prefix: str) -> int:
-        """Delete the keys that start with `prefix`, and return how many they were."""
+        """Delete the keys that start with `prefix`, and return their number."""
         return self._client.delete_prefix(prefix)
 
     @_in_torchs_words
@@ -162,7 +162,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until all of `keys` are there, and return their values."""
+        """Wait until all `keys` exist, and return their values."""
         return self._client.multi_get(keys, self.timeout)
 
     @_in_torchs_words
@@ -177,11 +177,11 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Return the oldest item of the queue `key`.
+        """Pop the oldest item of the queue `key`.
 
         Raises:
-            QueueEmptyError: there is none, and `block` is False.
-            DistStoreError: none came in time.
+            QueueEmptyError: the queue is empty, and `block` is False.
+            DistStoreError: there was no item in time.
         """
         item = self._client.queue_pop(key, block, self.timeout)
         if item is None:
@@ -190,7 +190,7 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def queue_len(self, key: str) -> int:
-        """Return how many items are in the queue `key`."""
+        """Return the length of the queue `key`."""
         return self._client.queue_len(key)
 
     @_in_torchs_words
@@ -199,19 +199,19 @@ class CoordinationStore(Store):
         return self._client.list_keys(prefix)
 
     def has_extended_api(self) -> bool:
-        """Return whether `append`, `multi_get` and `multi_set` are there."""
+        """Return whether `append`, `multi_get` and `multi_set` are supported."""
         return True
 
     def clone(self) -> CoordinationStore:
-        """Return another store of the same keys, with a timeout of its own."""
+        """Return another store of the same keys, with its own timeout."""
         return CoordinationStore(str(self._client.address), timeout=self.timeout, client=self._client)
 
-    # torch's C++ calls these when a PrefixStore asks us.
+    # torch's C++ calls these through a PrefixStore.
     getNumKeys = num_keys
     deleteKey = delete_key
 
     def name_through(self, store: Store, key: str) -> str:
-        """Return what `store`, some PrefixStores around this one, makes of `key`; nothing is sent."""
+        """Return the name of `key` after the PrefixStores of `store` around this one; nothing is sent."""
         self._asked.keys = []
         try:
             store.check([key])

@@ -1,4 +1,4 @@
-"""Create the process group that torch asks for: the ranks meet and share memory, or use Gloo where they cannot."""
+"""Create the process group for torch: the ranks rendezvous and share memory, or use Gloo if they cannot."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ _NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
 
 
 def create_process_group(options: Any, backend_options: Any = None) -> Any:
-    """Return the process group that `init_process_group("phalanx")` and `new_group` ask for.
+    """Create the process group of `init_process_group("phalanx")` and `new_group`.
 
-    All ranks of the group call it. `backend_options` is what the user gave as `pg_options`: a `phalanx.Options`, or
-    None. The group is a `PhalanxProcessGroup`, over the memory of one host or across several. Where memory can't be
-    shared even inside a host (no C core) torch's Gloo carries everything, and the log says so once.
+    All ranks of the group call it. `backend_options` is the user's `pg_options`: a `phalanx.Options`, or None. The
+    group is a `PhalanxProcessGroup`, over the memory of one host or across several. If memory cannot be shared even
+    inside a host (no C core), torch's Gloo runs all operations, which is logged once.
 
     Raises:
-        ValueError: the timeout leaves no time at all, the ranks were given different options.
-        TypeError: `backend_options` is something else.
-        DeadlineError: some rank never came; the message names it, on every rank that did.
+        ValueError: the timeout is zero, or the ranks were given different options.
+        TypeError: `backend_options` has another type.
+        DeadlineError: some rank did not come; the message names it, on every rank that did.
         PhalanxError: hosts cannot reach each other.
     """
-    # For "cuda:nccl,cpu:phalanx" torch hands us, too, the options that it has filled in for NCCL.
+    # For "cuda:nccl,cpu:phalanx" torch also passes us the options that it has filled in for NCCL.
     if backend_options is not None and getattr(backend_options, "group_name", None) == options.group_id:
         backend_options = None
     if backend_options is not None and not isinstance(backend_options, Options):
@@ -97,7 +97,7 @@ def _new_group(options: Any, transport: Transport) -> Any:
 
 
 def _unconnected_group(options: Any, backend_options: Any) -> Any:
-    """Return a group without peers; `reconfigure` gives it members."""
+    """Return a group without peers; `reconfigure` adds members."""
     if options.timeout <= timedelta(0):
         raise ValueError(f"init_process_group: timeout must be above zero, got {options.timeout.total_seconds():g} s")
     group = _new_group(options, UnconnectedTransport(options.group_id, options.group_rank, options.group_size))
@@ -108,7 +108,7 @@ def _unconnected_group(options: Any, backend_options: Any) -> Any:
 
 
 def open_transport(options: Any, backend_options: Options | None) -> Transport:
-    """Meet the group's other ranks, and return the transport to them. Collective; errors: `create_process_group`'s."""
+    """Find the group's other ranks, and return the transport to them. Collective; errors: `create_process_group`'s."""
     settings = _with_variables(backend_options if backend_options is not None else Options())
     timeout: timedelta = options.timeout
     if timeout <= timedelta(0):
@@ -153,15 +153,15 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
 
 
 def _with_variables(settings: Options) -> Options:
-    """Return `settings`, filled with what a variable says where the options say nothing."""
+    """Return `settings` with unset options filled from environment variables."""
     interface = settings.interface or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
     allowed = settings.allow_public_address or os.environ.get("PHALANX_ALLOW_PUBLIC_ADDRESS", "") == "1"
     return replace(settings, interface=interface, allow_public_address=allowed)
 
 
 def _interface_problem(settings: Options) -> str:
-    """Return why the interface that was named for this rank cannot be used: where it was named, and those there are."""
-    here = interface_addresses()  # empty where the system does not tell
+    """Return why this rank's configured network interface cannot be used, with its source and the alternatives."""
+    here = interface_addresses()  # empty if the system does not list them
     if settings.interface is None or settings.interface in here or not here:
         return ""
     told = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -175,7 +175,7 @@ def _interface_problem(settings: Options) -> str:
 
 
 def _wrong_interface(infos: Sequence[RankInfo], settings: Options) -> str:
-    """Return which ranks were given an interface that they do not have, or "". The answer is the same on every rank."""
+    """Return which ranks lack their configured interface, or "". The answer is the same on every rank."""
     if settings.engine != "gloo":
         return ""
     problems: dict[str, list[int]] = {}
@@ -190,7 +190,7 @@ def _wrong_interface(infos: Sequence[RankInfo], settings: Options) -> str:
 
 
 def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
-    """Return why tensors must not travel between these ranks by an engine, or "". All ranks get the same answer."""
+    """Return why an engine must not send tensors between these ranks, or "". All ranks get the same answer."""
     if settings.allow_public_address or settings.engine != "gloo":
         return ""
     public = {info.address: info.hostname for info in infos if is_public(info.address)}
@@ -208,7 +208,7 @@ def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
 
 
 def _open_fd_server() -> tuple[FdServer | None, str]:
-    """Return the server at which the ranks of this host can fetch memory, or why this process can share none."""
+    """Return the server from which this host's ranks fetch memory, or why this process cannot share memory."""
     if reason := memfd.obstacle():
         return None, reason
     try:
@@ -237,12 +237,12 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
 
 
 def _my_address(store: Any, settings: Options) -> str:
-    """Return the address at which other hosts reach this rank; it is empty for a store in a file.
+    """Return the address at which other hosts reach this rank; "" for a store in a file.
 
-    It is the address of the interface asked for, else the one on the way to the job's store, which all have reached.
+    It is the address of the configured interface, else the local address of the route to the job's store.
     """
     if settings.interface and (addresses := interface_addresses().get(settings.interface)):
-        return next(filter(is_public, addresses), addresses[0])  # the engine may take any of them
+        return next(filter(is_public, addresses), addresses[0])  # the engine may use any of them
     if told := own_address():
         return told
     host = getattr(base_of(store), "host", "")
@@ -260,7 +260,7 @@ def _differing_options(infos: Sequence[RankInfo]) -> str:
 
 
 def _cannot_share(infos: Sequence[RankInfo]) -> str:
-    """Return why these ranks can't share memory, or "". The answer is the same on every rank."""
+    """Return why these ranks cannot share memory, or "". The answer is the same on every rank."""
     hindered: dict[str, list[int]] = {}
     for r, info in enumerate(infos):
         if info.obstacle:
@@ -274,7 +274,9 @@ def _cannot_share(infos: Sequence[RankInfo]) -> str:
 
 
 def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
-    from phalanx._comm.transport.shared_memory import SharedMemoryTransport  # here, because it needs the C core
+    from phalanx._comm.transport.shared_memory import (
+        SharedMemoryTransport,
+    )  # imported here, because it needs the C core
 
     infos = bootstrap.infos
     transport = SharedMemoryTransport(options.group_id)
@@ -284,7 +286,7 @@ def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadl
 
 
 def _group_class() -> Any:
-    """Return the class of groups, which looks for tensors of other devices only in processes that can have any."""
+    """Return the group class, which checks for tensors of other devices only in processes that can have any."""
     if device_backends.available():
         from phalanx._comm.backend.process_group.devices import RoutedProcessGroup
 
@@ -294,10 +296,10 @@ def _group_class() -> Any:
 
 @contextlib.contextmanager
 def _lack_told(here: str) -> Iterator[None]:
-    """Raise any error inside that found no free descriptor or no memory with the limit and what to do."""
+    """Extend errors of missing descriptors or memory inside by the limit and advice."""
     try:
         yield
-    except MemoryError:  # Python's own, which says nothing
+    except MemoryError:  # Python's own, which has no text
         raise PhalanxError(f"{here}: {os.strerror(errno.ENOMEM)}.\n{advice(errno.ENOMEM)}") from None
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
@@ -307,7 +309,7 @@ def _lack_told(here: str) -> Iterator[None]:
 
 def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
     """Share memory on each host, and build the engine between all ranks."""
-    # it is imported here, since it needs the C core
+    # imported here, since it needs the C core
     from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport
 
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
@@ -329,7 +331,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
 
 
 def _begin(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
-    """Return the transport once all ranks have come to it: from here on a failure is the group's."""
+    """Return the transport once all ranks have it: from here on a failure is the group's."""
     try:
         if options.group_rank == 0:
             bootstrap.forget()
@@ -341,7 +343,7 @@ def _begin(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: D
 
 
 def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> FailureReport | None:
-    """Return what the agent tells of a lost host, as a report of this group; None if none of its ranks was there."""
+    """Return the agent's report of a lost host as a report of this group; None if it had none of the group's ranks."""
     lost = find_lost_host()
     gone = [r for r, global_rank in enumerate(global_ranks) if lost is not None and global_rank in lost.ranks]
     if lost is None or not gone:
@@ -352,7 +354,7 @@ def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> 
 def _open_failure_store(
     options: Any, group_key: str, infos: Sequence[RankInfo], processes: Sequence[str]
 ) -> FailureStore:
-    """Open what the group's ranks tell each other; all groups share a connection, so `group_key` is only this one's."""
+    """Open the group's failure store; all groups share a connection, but `group_key` belongs to this one."""
     store, size = base_of(options.store), len(infos)
     signals = _signals_of(store)
     return FailureStore(
@@ -372,7 +374,7 @@ _signals: WeakValueDictionary[tuple[int, int], FailureSignals] = WeakValueDictio
 
 
 def _signals_of(store: Any) -> FailureSignals:
-    """Return the signals in `store`, the same object for all groups of this process that have met there."""
+    """Return the signals in `store`, the same object for all groups of this process with that store."""
     key = (os.getpid(), id(store))
     signals = _signals.get(key)
     if signals is None:
@@ -381,14 +383,14 @@ def _signals_of(store: Any) -> FailureSignals:
 
 
 def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: Deadline) -> Transport:
-    """Connect the ranks by Gloo where memory can't be shared, also those of one host."""
+    """Connect the ranks by Gloo, even on one host, because memory cannot be shared."""
     rank, name, infos = options.group_rank, options.group_id, bootstrap.infos
     layout = Layout.of([info.host for info in infos], rank)
     processes = [f"{info} {info.address}".rstrip() for info in infos]
     key = hashlib.blake2b(infos[0].secret.encode(), digest_size=16).hexdigest()
     failure_store = _open_failure_store(options, key, infos, processes)
     group = MetGroup(name, key, options.store, infos, layout)
-    # it carries out one collective at a time
+    # it runs one collective at a time
     engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)
     transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
     transport.pickles = PickleAuthenticator(infos[0].secret, name)
@@ -400,7 +402,7 @@ _exit_reason = ""
 
 
 def _leave_at_exit() -> None:
-    """Tell the peers at exit how this process ended without `destroy_process_group`, before MPI waits for all."""
+    """Notify the peers at exit of an end without `destroy_process_group`, before MPI waits for all."""
     global _exit_watched
     atexit.unregister(_leave)
     atexit.register(_leave)  # the last function registered is the first to run

@@ -1,4 +1,4 @@
-"""This table says which engine carries the tensors of which device; this backend itself carries the CPU's tensors."""
+"""The engines for tensors of each type of device; this backend itself handles CPU tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from phalanx._comm.engines import nccl
 
 @dataclass(frozen=True)
 class DeviceBackend:
-    """This is an engine for the tensors of one type of device.
+    """A `DeviceBackend` is an engine for the tensors of one type of device.
 
-    `open(store, rank, world_size, timeout, name, global_ranks)` returns one of torch's process groups; it is None where
-    only the host's memory leads from rank to rank. `identify` names a device for all ranks, and `obstacle` says why the
-    engine cannot carry tensors between ranks that use these, by rank, or nothing. What the engine does not carry goes
-    through the host's memory.
+    `open(store, rank, world_size, timeout, name, global_ranks)` returns one of torch's process groups; it is None if
+    the device has none, and tensors go through host memory. `identify` names a device for all ranks, and `obstacle`
+    returns why the engine cannot connect ranks that use these devices, by rank, or "". Operations that the engine lacks
+    go through host memory.
     """
 
     engine: str
@@ -58,7 +58,7 @@ def find_device(arguments: Sequence[Any]) -> torch.device | None:
 
 
 def no_backend_for(device: torch.device, operation: str, other: torch.device | None = None) -> str:
-    """Return the error for a tensor on a device that no engine reaches, with the ways out; `other` is the device of
+    """Return the error for a tensor on a device that no engine supports, with alternatives; `other` is the device of
     another tensor of the call.
     """
     device_backend = DEVICE_BACKENDS.get(device.type)

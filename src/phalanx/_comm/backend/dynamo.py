@@ -1,8 +1,8 @@
-"""Mark what torch.compile must not trace, above all the methods by which torch calls a group and its works.
+"""Mark functions that torch.compile must not trace, above all the methods of a group and its works.
 
-torch's own groups are C++, at which Dynamo ends its graph. Ours are Python, so it went on into them: locks, threads,
-objects that it takes for opaque ones. Told so, it treats both alike. `torch.compiler.disable` would say it too, but
-imports all of Dynamo, for a second; these are the two marks that it leaves.
+torch's own groups are C++, at which Dynamo ends its graph. Ours are Python, so Dynamo would trace into their locks,
+threads and opaque objects. With the marks it treats both alike. `torch.compiler.disable` would set the marks, too, but
+imports all of Dynamo, which takes a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(marked: _Marked) -> _Marked:
-    """Have Dynamo leave a function, or a class's own methods, and all that they call, to the interpreter."""
+    """Exclude a function, or a class's own methods, and all functions that they call, from Dynamo."""
     for member in vars(marked).values() if isinstance(marked, type) else [marked]:
         for function in _functions(member):
             _leave_alone(function)
@@ -33,7 +33,7 @@ def untraced(marked: _Marked) -> _Marked:
 
 
 def skipped(function: _Function) -> _Function:
-    """Have Dynamo run a function's own code as it is, and trace what it calls: `disable(recursive=False)`."""
+    """Exclude a function's own code from Dynamo, but not the functions that it calls: `disable(recursive=False)`."""
     _leave_alone(function, with_callees=False)
     return function
 
@@ -59,11 +59,11 @@ def _functions(member: Any) -> list[types.FunctionType]:
 
 
 def _leave_alone(function: Any, *, with_callees: bool = True) -> None:
-    function = inspect.unwrap(function)  # a decorator's own code, as of `torch.no_grad()`, is everybody's
-    # A call in code that is being traced ends the graph.
+    function = inspect.unwrap(function)  # a decorator's code, as of `torch.no_grad()`, is shared
+    # A call in traced code ends the graph.
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "a process group's operations are carried out, not traced"
-    # A frame that is reached otherwise, and all below it unless those are to be traced, is run as it is.
+    # A frame that is reached otherwise, and all below it unless those are to be traced, is interpreted.
     if _set_strategy is not None and _FrameAction is not None and _FrameExecStrategy is not None:
         callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
         _set_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))

@@ -1,4 +1,4 @@
-"""Import a part of torch, and take back the environment variables that its import sets for all child processes."""
+"""Import a part of torch, and undo the environment variables that the import sets for all child processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)  # torch sets it again where it compiles
+_SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)  # torch sets it again when it compiles
 
 
 @contextmanager
 def environment_kept() -> Iterator[None]:
-    """Take back, at the end, what torch's compiler has set in the environment meanwhile."""
+    """Undo, at the end, the environment variables that torch's compiler has set meanwhile."""
     before = {name: os.environ.get(name) for name in _SET_BY_IMPORTS}
     try:
         yield

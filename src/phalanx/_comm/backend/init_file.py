@@ -1,7 +1,7 @@
 """Check the file of `init_method="file://..."`, and refuse a file that no store has written.
 
-torch's FileStore appends records to its file, and each rank reads all of them. It takes the first bytes of whatever
-lies there for the length of a key, and waits for the rest, in its constructor already, where no timeout ends it.
+torch's FileStore appends records to its file, and each rank reads all of them. It reads the first bytes of any file as
+the length of a key, and waits for the rest, already in its constructor, where no timeout applies.
 
     u32 length | key | u32 length | value | u32 length | key | ...
 """
@@ -27,18 +27,18 @@ _POLL_S = 0.005
 def file_rendezvous(
     original: Callable[..., Iterator[Any]], url: str, timeout: timedelta, **kwargs: Any
 ) -> Iterator[Any]:
-    """Yield the handler of `file://`: torch's, once the file is known to be a store's, or is not there yet."""
+    """Yield torch's handler of `file://`, once the file is known to be a store's, or does not exist."""
     check_init_file(url, Deadline.after(timeout))
     yield from original(url, timeout=timeout, **kwargs)
 
 
 def check_init_file(url: str, deadline: Deadline) -> None:
-    """Refuse a `file://` URL that leads to something else than a FileStore's file; a file that is not there may come.
+    """Refuse a `file://` URL of a file that is not a FileStore's; a missing file is allowed.
 
-    It waits for the file's folder, which another rank may be making.
+    Wait for the file's folder, which another rank may be creating.
 
     Raises:
-        ValueError: no FileStore has written this file; the message says what to do.
+        ValueError: no FileStore has written this file; the message has advice.
         DeadlineError: its folder did not appear, or another process held the file's lock until the deadline.
     """
     path = unquote(urlsplit(url).path)
@@ -51,7 +51,7 @@ def check_init_file(url: str, deadline: Deadline) -> None:
     )
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:  # it is not there yet, or torch says why it can't be opened
+    except OSError:  # it does not exist yet, or torch reports why it cannot be opened
         return
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -68,11 +68,11 @@ def check_init_file(url: str, deadline: Deadline) -> None:
                 "which no file is yet, the same on every rank, or remove this file if nobody needs it."
             )
     finally:
-        os.close(file)  # gives the lock back
+        os.close(file)  # releases the lock
 
 
 def is_written_by_store(file: int) -> bool:
-    """Return whether an open file holds whole records of a FileStore, or nothing, by the length of each field."""
+    """Return whether an open file is empty or holds complete records of a FileStore, by the length of each field."""
     size = os.fstat(file).st_size
     position, fields = 0, 0
     while position < size:
@@ -87,12 +87,12 @@ def is_written_by_store(file: int) -> bool:
 
 
 def _lock(file: int) -> bool:
-    """Keep other ranks from writing while we read; False if one is writing now."""
+    """Exclude writes of other ranks while we read; return False if a rank is writing now."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks; torch says so
+    except OSError:  # a file system without locks; torch reports it
         pass
     return True
 

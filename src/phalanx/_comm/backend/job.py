@@ -1,4 +1,4 @@
-"""`init` joins the job that this process is part of, however it was started, and returns it as a `Job`."""
+"""`init` joins the job of this process, however it was started, and returns it as a `Job`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GPU_BACKENDS = {"phalanx", "nccl"}
 
 
 class Job:
-    """This is the process's place in the job. As a context manager it leaves the job on exit."""
+    """A `Job` is the process's place in the job. As a context manager it leaves the job on exit."""
 
     def __init__(self, rank: int, world_size: int, local_rank: int, device: torch.device) -> None:
         self.rank = rank
@@ -60,17 +60,17 @@ def init(
 ) -> Job:
     """Join the job as one of its ranks under `phalanx run`, torchrun, mpiexec or srun; else as a job of one process.
 
-    `backend` defaults to "phalanx". `timeout` (seconds) limits each operation of the group. If the process group
-    exists already, it is used as it is.
+    `backend` defaults to "phalanx". `timeout` (seconds) limits each operation of the group. An existing process group
+    is used as it is.
 
     `rank` and `world_size` are for processes that a program starts itself (mp.spawn). They find each other through the
     process that started them, or at `init_method` or MASTER_ADDR and MASTER_PORT, as in torch.
 
     Raises:
-        ValueError: a variable or argument says that this process is one of several, but not its rank, or not where the
-            ranks meet.
-        ValueError: torch knows no such backend.
-        DeadlineError: some rank never came; the message names it.
+        ValueError: a variable or argument shows that this process is one of several, but its rank or the address of the
+            rendezvous is unknown.
+        ValueError: torch does not know the backend.
+        DeadlineError: some rank did not come; the message names it.
     """
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if (rank is None) != (world_size is None):
@@ -81,7 +81,7 @@ def init(
         refuse_unknown_backend(name, "phalanx.init")
         if rank is not None and world_size is not None:
             _join_as(name, rank, world_size, init_method, limit)
-        elif "RANK" in os.environ or init_method is not None or name == "mpi":  # it finds out who we are
+        elif "RANK" in os.environ or init_method is not None or name == "mpi":  # it determines the rank itself
             _join_environment(name, init_method, limit)
         elif (launch := find_launch(os.environ)) is not None:
             _join_launch(name, launch, limit)
@@ -96,7 +96,7 @@ def init(
 
 
 def _join_as(name: str, rank: int, world_size: int, init_method: str | None, limit: timedelta) -> None:
-    """Join as `rank`, which the program itself gave us."""
+    """Join as `rank`, which the program itself passed."""
     if not 0 <= rank < world_size:
         raise ValueError(f"phalanx.init: rank {rank} of {world_size}: ranks are 0 to world_size - 1")
     if init_method is not None or all(variable in os.environ for variable in ("MASTER_ADDR", "MASTER_PORT")):
@@ -115,7 +115,7 @@ def _join_as(name: str, rank: int, world_size: int, init_method: str | None, lim
 
 
 def _join_environment(name: str, init_method: str | None, limit: timedelta) -> None:
-    """Join as the rank that the environment tells, at `init_method` if given."""
+    """Join as the rank in the environment, at `init_method` if given."""
     rank, world_size = -1, -1
     if init_method is not None and not init_method.startswith("env://"):
         launch = find_launch(os.environ)
@@ -132,7 +132,7 @@ def _join_environment(name: str, init_method: str | None, limit: timedelta) -> N
 
 
 def _join_launch(name: str, launch: LaunchedProcess, limit: timedelta) -> None:
-    """Join as the rank that mpiexec or Slurm has started, also with a backend of torch's, which knows neither."""
+    """Join as the rank that mpiexec or Slurm has started, also with torch's backends, which support neither."""
     if name == "phalanx":
         dist.init_process_group(name, timeout=limit)
     else:
@@ -177,7 +177,7 @@ def _device(local_rank: int) -> torch.device:
 
 
 def _ranks_here() -> int | None:
-    """Return how many ranks of the job this host has; None if we know only this rank's place among them."""
+    """Return the number of the job's ranks on this host; None if only this rank's place among them is known."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     launch = find_launch(os.environ)
     if told.isdecimal():
@@ -188,14 +188,14 @@ def _ranks_here() -> int | None:
 
 
 def _backend_of_cuda() -> str | None:
-    name = dist.get_backend()  # "phalanx", whose devices are not all told at the start; or a pair for each device
+    name = dist.get_backend()  # "phalanx", whose devices are not all known at the start; or a pair for each device
     return find_cuda_backend(name if name == "phalanx" else dist.get_backend_config())
 
 
 def find_cuda_backend(config: str) -> str | None:
-    """Return which backend of a group carries CUDA tensors: "nccl" of "cpu:gloo,cuda:nccl"; None if there is none.
+    """Return a group's backend of CUDA tensors: "nccl" for "cpu:gloo,cuda:nccl"; None if there is none.
 
-    A group whose configuration names no devices has one backend for all that it can carry.
+    A configuration without devices has one backend for all that it supports.
     """
     pairs = dict(pair.split(":", 1) for pair in config.lower().split(",") if ":" in pair)
     return pairs.get("cuda") if pairs else config.lower()
@@ -204,11 +204,11 @@ def find_cuda_backend(config: str) -> str | None:
 def decide_device(
     local_rank: int, ranks_here: int | None, gpus: int, ranks_per_gpu: int, backend: str | None
 ) -> torch.device:
-    """Return the device for a rank of a host with `gpus`: `ranks_per_gpu` neighbours share one.
+    """Return the device for a rank on a host with `gpus`: `ranks_per_gpu` neighbours share one.
 
-    If there are more ranks than the GPUs have room for, they were not counted by GPUs, and get the CPU; with NCCL,
-    which carries nothing else, they get a GPU in turn. Over Gloo and MPI, `backend` of CUDA's tensors, a rank that
-    wants a GPU takes one itself. If `ranks_here` is unknown, each rank that has room for itself gets a GPU.
+    If the GPUs do not have room for all ranks, the ranks were not counted by GPUs, and get the CPU; with NCCL, which
+    supports nothing else, they get the GPUs in turn. With Gloo or MPI as `backend` of CUDA tensors, a rank that needs a
+    GPU selects it itself. If `ranks_here` is unknown, each rank within the GPUs' room gets a GPU.
     """
     room = gpus * ranks_per_gpu
     fits = local_rank < room if ranks_here is None else ranks_here <= room

@@ -1,10 +1,10 @@
-"""Lend a tensor without a copy: another rank of the host reads it where it lies, and gives it back after use.
+"""Lend a tensor without a copy: another rank of the host reads it in place, and returns it after use.
 
 lender                                              borrower
 with lending.making(): y = layer(x)                 .
 place = lending.lend(y)       -- place, shape -->   y = lending.borrow(rank, place, shape, dtype)
-(keeps y)                                           uses y, as long as it likes
-(lets y go, and its memory is used anew)  <-- a word in shared memory is set when y dies
+(keeps y)                                           uses y, as long as necessary
+(releases y, whose memory is reused)      <-- a word in shared memory is set when y dies
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from phalanx._comm.backend.process_group import PhalanxProcessGroup
 from phalanx._comm.backend.shared import shared_empty
 from phalanx._comm.symmetric_memory.pool import SharedPool
 
-_PIECES = 1024  # a rank may have lent so many tensors at the same time
-_WORD = 40  # so many bits of a place say where; those above are the number of the piece
+_PIECES = 1024  # the most tensors that a rank may have lent at the same time
+_WORD = 40  # bits of a place for the position; those above are the number of the piece
 
 
 class Lending:
-    """This is a rank's part in lending. All ranks of `group` build theirs together with the same `sizes`.
+    """A `Lending` is a rank's part in lending. All ranks of `group` build theirs together with the same `sizes`.
 
     Arguments:
-        sizes: the bytes of the tensors that will be lent, and how many there may be of each size at the same time.
+        sizes: the bytes of the tensors to lend, and the most tensors of each size at the same time.
     """
 
     def __init__(self, group: PhalanxProcessGroup, sizes: Mapping[int, int]) -> None:
@@ -38,9 +38,9 @@ class Lending:
         self._rank = group.rank()
         self._memory: list[Tensor] = []
         self._pool = SharedPool(group.symm_mem, sizes, lambda nbytes: self._allocate(group, nbytes))
-        # Tensors of the pool may outlive us: a gradient may be one. Closed, it keeps its memory for them.
+        # Tensors of the pool may outlive this object, for example a gradient. A closed pool keeps their memory.
         weakref.finalize(self, self._pool.close).atexit = False
-        # A word for each piece that a rank has lent, which the borrower sets; all ranks' in one memory.
+        # A word for each piece that a rank has lent, which the borrower sets; those of all ranks are in one memory.
         words = shared_empty(group.size() * _PIECES, dtype=torch.int32, group=group, owner=0)
         if self._rank == 0:
             words.zero_()
@@ -49,7 +49,7 @@ class Lending:
         self._memory.append(words)
         self._lent: dict[int, Tensor] = {}
         self.copied = 0
-        """How many tensors were not made in `making()`, and had to be copied to be lent."""
+        """How many tensors were not made in `making()`, and had to be copied."""
         self._free = list(range(_PIECES))
 
     def _allocate(self, group: PhalanxProcessGroup, nbytes: int) -> Tensor:
@@ -59,7 +59,7 @@ class Lending:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Let the tensors of the sizes to be lent that this thread makes inside lie where others can read them."""
+        """Allocate the tensors of these sizes that this thread creates inside in memory that others can read."""
         was_inside = self._pool._enter()
         try:
             yield
@@ -68,8 +68,7 @@ class Lending:
                 self._pool.leave()
 
     def lend(self, tensor: Tensor) -> int | None:
-        """Return a place that tells a borrower where `tensor` is; None if it lies elsewhere and can't be copied to
-        us.
+        """Return the place of `tensor` for a borrower; None if it is elsewhere and cannot be copied.
 
         Cost: nothing if it was made in `making()`; else one copy.
         """
@@ -90,14 +89,14 @@ class Lending:
         return piece << _WORD | self._symm_mem.heap_offset(tensor.data_ptr())
 
     def collect(self) -> None:
-        """Let go of the tensors that borrowers have let go."""
+        """Release the tensors that borrowers have returned."""
         words = self._words[self._rank]
         for piece in [piece for piece in self._lent if words[piece]]:
             del self._lent[piece]
             self._free.append(piece)
 
     def borrow(self, rank: int, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor that `rank` lent. Its memory goes back when no tensor uses it any more."""
+        """Return the tensor that `rank` lent. Its memory is returned when no tensor uses it any more."""
         address = self._symm_mem.address_of(rank, place & ((1 << _WORD) - 1))
         buffer = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
         weakref.finalize(buffer, self._give_back, rank, place >> _WORD).atexit = False

@@ -18,7 +18,7 @@ _is_wrapped: Any = find("torch._C._functorch.is_functorch_wrapped_tensor", loses
 
 
 class FakeCall(Exception):
-    """The call got a fake tensor, which has a shape and no values: nothing is to be done, as with torch's backends."""
+    """The call got a fake tensor, which has a shape and no values: nothing is done, as with torch's backends."""
 
 
 def is_fake(tensor: Any) -> bool:
@@ -28,21 +28,21 @@ def is_fake(tensor: Any) -> bool:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return where the tensor's elements lie; 0 if they lie nowhere."""
+    """Return the address of the tensor's elements; 0 if they have none."""
     if is_fake(tensor):  # a fake tensor would warn
         return 0
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # torch says so of tensors inside vmap, and of others that only stand for something
+    except RuntimeError:  # for tensors inside vmap, and other placeholders
         return 0
 
 
 def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
-    """Return if the tensor, whose address is 0, can be taken all the same: it is empty, or zeros to be read.
+    """Check that a tensor with address 0 is acceptable: it is empty, or zeros to be read.
 
     Raises:
         FakeCall: it is fake.
-        TypeError: it wraps other tensors, or stands for something.
+        TypeError: it wraps other tensors, or is a placeholder.
         ValueError: it cannot be written, or its memory was freed.
     """
     if is_fake(tensor):
