@@ -1,1 +1,1 @@
-"""Engines carry tensors between hosts. They are PyTorch's: Phalanx has no network transport of its own."""
+"""Engines send tensors between hosts. They are PyTorch's: Phalanx has no network transport of its own."""

@@ -29,19 +29,19 @@ from phalanx._comm.engines.delivery import await_delivery, open_sockets
 from phalanx._comm.engines.engine import DATA, InTransit
 from phalanx._comm.rendezvous.torch_store import base_of
 
-c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack names used here
 _Options: Any = find(
     "torch.distributed.ProcessGroupGloo._Options", loses="ranks of several hosts do not reach each other through Gloo"
 )
 
-# No rank sends with this tag: one that receives with it learns only that time is up. See `GlooEngine.close`.
+# No rank sends with this tag: a receive with it can only time out. See `GlooEngine.close`.
 NOBODYS_TAG = 0x7FFFFFFF
-# torch's stub knows only some of what the class has.
+# torch's stub has only some of the class's methods.
 _ProcessGroupGloo: Any = ProcessGroupGloo
-_PORT_OF_NOTHING = 9  # "discard": a route is looked up, nothing is sent
+_PORT_OF_NOTHING = 9  # "discard": only a route is looked up, nothing is sent
 
 
-# Each collective is told in these.
+# The units of each collective.
 _OPTIONS: dict[str, Any] = {
     "allreduce": c10d.AllreduceOptions,
     "reduce": c10d.ReduceOptions,
@@ -54,21 +54,21 @@ _OPTIONS: dict[str, Any] = {
 
 
 class GlooEngine:
-    """It carries messages between the ranks of a group, wherever they run. All ranks build theirs together.
+    """A `GlooEngine` sends messages between the ranks of a group, on any hosts. All ranks build theirs together.
 
-    Sends and receives start at once and return something to wait for. Messages between two ranks with one tag arrive in
-    the order in which they were sent; a receive is as long as its message, or longer. A wait that times out ends the
-    engine for this rank, and its peers' waits with it.
+    Sends and receives start at once and return a handle to wait for. Messages between two ranks with one tag arrive in
+    the order of sending; a receive is at least as long as its message. A wait that times out ends the engine for this
+    rank, and its peers' waits with it.
 
     Arguments:
-        num_threads: how many threads carry out what `begin` starts. Messages need none.
+        num_threads: the number of threads for collectives of `begin`. Messages need none.
 
     Raises:
         RuntimeError: some rank cannot be reached within `timeout`.
     """
 
     name = "gloo"
-    is_interruptible = False  # it waits in C++
+    is_interruptible = False  # waits are in C++
     num_tags = DATA
 
     def __init__(
@@ -89,10 +89,10 @@ class GlooEngine:
         options._threads = num_threads
         before = open_sockets()
         with self._device.connecting():
-            # Gloo does not keep the Python half of a store.
+            # Gloo does not keep the Python half of a store alive.
             self._addresses = GlooAddresses(store, rank, world_size)
             self._group = _ProcessGroupGloo(self._addresses, rank, world_size, options)
-        # Another thread's may be among them: they are only asked.
+        # Another thread's sockets may be among them: they are only queried.
         self._sockets = {n: inode for n, inode in open_sockets().items() if before.get(n) != inode}
         self._nothing = torch.empty(1, dtype=torch.uint8)
         self.rank = rank
@@ -103,18 +103,18 @@ class GlooEngine:
         return pending
 
     def recv(self, src: int, tensor: Tensor, tag: int) -> InTransit:
-        """Start to receive into a contiguous tensor."""
+        """Start a receive into a contiguous tensor."""
         pending: InTransit = self._group.recv([tensor], src, tag)
         return pending
 
     def recv_any(self, tensor: Tensor, tag: int) -> Any:
-        """Start to receive from the first rank that sends; after the wait, `_source_rank()` says which it was."""
+        """Start a receive from the first rank that sends; after the wait, `_source_rank()` returns the rank."""
         return self._group.recv_anysource([tensor], tag)
 
     def begin(
         self, method: str, arguments: Sequence[Any], timeout: timedelta, *, op: Any = None, root: int | None = None
     ) -> Any:
-        """Start one of Gloo's own collectives, by c10d's name for it; return what to wait for."""
+        """Start one of Gloo's own collectives, by c10d's name, and return a handle to wait for."""
         options = _OPTIONS[method]()
         options.timeout = timeout
         if op is not None:
@@ -124,18 +124,18 @@ class GlooEngine:
         return getattr(self._group, method)(*arguments, options)
 
     def check(self, peer: int) -> None:
-        """Raise RuntimeError if the connection with `peer` is gone. Call it rarely: each call leaves bytes behind."""
+        """Raise RuntimeError if the connection with `peer` is lost. Call it rarely: each call sends some bytes."""
         self._group.recv([self._nothing], peer, NOBODYS_TAG)
 
     def deliver(self, deadline: Deadline) -> None:
-        """Wait before `close` until what was sent has arrived, or time is up."""
+        """Wait before `close` until all sent data have arrived, or the time is up."""
         await_delivery(self._sockets, deadline)
 
     def close(self) -> None:
         """Close the connections at once: a thread that waits in them, here or at a peer, gets an error.
 
-        Gloo has no call for that (`abort` wakes nobody in torch 2.13), but a wait that times out does it. One that
-        fails at once, because its peer has closed before, does not: then another peer's must.
+        Gloo has no call for that (`abort` wakes no thread in torch 2.13), but a wait that times out does it. A wait
+        that fails at once, because its peer has already closed, does not: then a wait for another peer must.
         """
         for offset in range(1, self.world_size):
             with contextlib.suppress(RuntimeError):
@@ -143,23 +143,23 @@ class GlooEngine:
                 self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
     def free(self) -> None:
-        """Free the sockets and threads now, not when the garbage collector comes; this is the last call, after `close`.
+        """Free the sockets and threads now, not at garbage collection; this is the last call, after `close`.
 
-        Do not call it after `begin`: Gloo's end waits for its collectives, and one in mid-message may never end.
+        Do not call it after `begin`: Gloo's destructor waits for its collectives, and an interrupted one may never end.
         """
         self._group = _Freed()
         self._device = None
 
 
 class _Freed:
-    """It replaces Gloo's group: a thread that is late gets what it would get from a closed connection."""
+    """A `_Freed` replaces Gloo's group: a late thread gets the same error as from a closed connection."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("the connections of this group are closed")
 
 
 def local_address(towards: str) -> str:
-    """Return the address under which this host is known on the way to `towards`, by the routing table alone.
+    """Return this host's address on the route to `towards`, from the routing table alone.
 
     Raises:
         OSError: there is no route, or no such name.
@@ -170,14 +170,14 @@ def local_address(towards: str) -> str:
         return str(s.getsockname()[0])
 
 
-# The ranks of a group tell each other together where Gloo listens, instead of each asking each.
+# The ranks of a group exchange Gloo's addresses in one round, instead of one request for each pair.
 #
-#     every rank   set  addresses/<n>      = what Gloo would have the others know of this rank
+#     every rank   set  addresses/<n>      = Gloo's record of this rank
 #     rank 0       get  all of them        → set  addresses#once = all together
-#     every rank   get  addresses#once     → whatever Gloo asks for is there already
+#     every rank   get  addresses#once     → Gloo's requests are then answered locally
 #
-# Gloo asks its store for each other rank by itself: 2N requests of each of N ranks, and 8N bytes of each for each. What
-# it writes is not read here; it is mostly a row of numbers that grow by one, which takes little room as such.
+# Gloo itself asks its store for each other rank: 2N requests of each of N ranks, and 8N bytes of each for each. The
+# records are not parsed here; they are mostly a sequence of numbers that increase by one, which compresses well.
 
 _EACH, _NUM_WRITTEN = "addresses/", "addresses"
 _TOGETHER = f"addresses{WRITE_ONCE}"  # ranks of one host fetch it once
@@ -186,9 +186,9 @@ _WORD_BYTES = 8
 
 
 class GlooAddresses(Store):
-    """One rank's Gloo finds the others in it; `store` is the store in which the group's ranks meet.
+    """A `GlooAddresses` is the store in which one rank's Gloo finds the others; `store` is the group's store.
 
-    All of `world_size` ranks use it, and each writes one value. Cost: 3 requests per rank of `store`, 3 more of rank 0.
+    All of `world_size` ranks use it, and each writes one value. Cost: 3 requests to `store` per rank, 3 more of rank 0.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -197,19 +197,19 @@ class GlooAddresses(Store):
         self._rank = rank
         self._world_size = world_size
         self._lock = threading.Lock()
-        self._found: dict[str, bytes] | None = None  # by Gloo's own keys, as `compress` leaves them
+        self._found: dict[str, bytes] | None = None  # by Gloo's own keys, as compressed by `compress`
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         text = json.dumps([key, b64encode(compress(data)).decode()])
         base = base_of(self._store)
-        if hasattr(base, "add_item"):  # with those of other ranks of this host, where that goes
+        if hasattr(base, "add_item"):  # together with other ranks of this host, where supported
             base.add_item(*(base.name_through(self._store, name) for name in (_NUM_WRITTEN, _EACH)), text)
         else:
             self._store.set(f"{_EACH}{self._rank}", text)
 
     def get(self, key: str) -> bytes:
-        """Return another rank's value; this waits until all ranks have written theirs."""
+        """Return another rank's value; wait until all ranks have written theirs."""
         return decompress(self._find_all(None)[key])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -217,7 +217,7 @@ class GlooAddresses(Store):
         self._find_all(timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all ranks have written, as far as was asked."""
+        """Return whether all ranks have written, as far as is known."""
         return self._found is not None and all(key in self._found for key in keys)
 
     def _find_all(self, timeout: timedelta | None) -> dict[str, bytes]:
@@ -231,7 +231,7 @@ class GlooAddresses(Store):
             return self._found
 
     def _put_together(self, timeout: timedelta | None) -> None:
-        keys = [f"{_EACH}{number}" for number in range(self._world_size)]  # they may be in any order
+        keys = [f"{_EACH}{number}" for number in range(self._world_size)]  # in any order
         self._wait(keys, timeout)
         self._store.set(_TOGETHER, pack_all(self._store.multi_get(keys)))
 
@@ -243,17 +243,17 @@ class GlooAddresses(Store):
 
 
 def pack_all(texts: Sequence[bytes]) -> bytes:
-    """Return what all ranks have written as one value."""
+    """Pack the records of all ranks into one value."""
     return zlib.compress(b"[" + b",".join(texts) + b"]")
 
 
 def unpack_all(data: bytes) -> dict[str, bytes]:
-    """Return what each rank's Gloo has written, as `compress` left it, by Gloo's key."""
+    """Return the compressed record of each rank, by Gloo's key."""
     return {key: b64decode(text) for key, text in json.loads(zlib.decompress(data))}
 
 
 def compress(data: bytes) -> bytes:
-    """Return the words of `data` as runs of equal differences, and what is left of a last word."""
+    """Compress the words of `data` as runs of equal differences, followed by an incomplete last word."""
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
     words = torch.frombuffer(bytearray(bytes(_WORD_BYTES) + data[:whole]), dtype=torch.int64)
     values, counts = torch.unique_consecutive(torch.diff(words), return_counts=True)
@@ -262,7 +262,7 @@ def compress(data: bytes) -> bytes:
 
 
 def decompress(data: bytes) -> bytes:
-    """Return what `compress` was given."""
+    """Invert `compress`."""
     (num_runs,) = struct.unpack_from("<I", data)
     end = 4 + num_runs * _RUN.size
     runs = torch.tensor([*_RUN.iter_unpack(data[4:end])], dtype=torch.int64).reshape(-1, 2)
@@ -270,22 +270,22 @@ def decompress(data: bytes) -> bytes:
     return ctypes.string_at(words.data_ptr(), len(words) * _WORD_BYTES) + data[end:]
 
 
-# Gloo connects the ranks of this process with those of others at one port, which all groups share.
+# Gloo connects the ranks of this process with others at one port, which all groups share.
 #
-#     a group's ranks connect     ──> the kernel takes connections
-#     no group is connecting      ──> the kernel drops whatever comes to the port
+#     a group's ranks connect     ──> the kernel accepts connections
+#     no group is connecting      ──> the kernel drops all packets to the port
 #
-# Gloo accepts whoever connects, for as long as the process lives, and a process without descriptors left is aborted. It
-# offers no call that stops it, so the kernel is asked to drop what comes (SO_ATTACH_FILTER of Linux). Connections that
-# are there stay as they are.
+# Gloo accepts every connection, as long as the process lives, and aborts a process without free descriptors. It has no
+# call to stop accepting, so the kernel drops the packets (SO_ATTACH_FILTER of Linux). Existing connections are not
+# affected.
 
 # <asm-generic/socket.h> and <linux/filter.h>; Python's socket module does not name them.
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction, BPF_RET|BPF_K: no byte of a packet is taken
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction, BPF_RET|BPF_K: accept no byte of a packet
 
 
 class GlooDevice:
-    """It is a port of this process on one network, and the thread that serves its connections. See `gloo_device`."""
+    """A `GlooDevice` is a port of this process on one network, with its service thread. See `gloo_device`."""
 
     def __init__(self, address: str, interface: str) -> None:
         before = open_sockets()
@@ -295,7 +295,7 @@ class GlooDevice:
             for descriptor, inode in open_sockets().items()
             if before.get(descriptor) != inode and _place(descriptor, inode) is not None
         }
-        # If there are two, it is not known which one another thread has opened meanwhile: that must stay as it is.
+        # If there are two, another thread may have opened one meanwhile, which must not change.
         self._listening = new if len(new) == 1 else {}
         self._lock = threading.Lock()
         self._num_connecting = 0
@@ -303,13 +303,13 @@ class GlooDevice:
 
     @property
     def ports(self) -> list[tuple[str, int]]:
-        """Return the addresses and ports at which it listens, as far as the system tells."""
+        """Return the addresses and ports at which it listens, as far as the system lists them."""
         places = (_place(descriptor, inode) for descriptor, inode in self._listening.items())
         return [place for place in places if place is not None]
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
-        """Take connections inside."""
+        """Accept connections inside."""
         with self._lock:
             self._num_connecting += 1
             self._filter()
@@ -321,7 +321,7 @@ class GlooDevice:
                 self._filter()
 
     def _filter(self) -> None:
-        """Let the kernel take what comes to the port, or drop it, as it is wanted now."""
+        """Make the kernel accept or drop packets to the port, as needed now."""
         if sys.platform != "linux":
             return
         for descriptor, inode in self._listening.items():
@@ -340,7 +340,7 @@ _devices_lock = threading.Lock()
 
 
 def gloo_device(address: str, interface: str) -> GlooDevice:
-    """Return this process's device on `interface`, or on that of `address`; it closes when nothing holds it any more.
+    """Return this process's device on `interface`, or on that of `address`; it closes with its last reference.
 
     Raises:
         RuntimeError: there is no such address or interface on this host.
@@ -355,7 +355,7 @@ def gloo_device(address: str, interface: str) -> GlooDevice:
 
 def _create(address: str, interface: str) -> Any:
     if not address and not interface:
-        # The job's store is a file: Gloo asks for this host's own name, or takes loopback.
+        # The job's store is a file: Gloo resolves this host's own name, or uses loopback.
         return _ProcessGroupGloo.create_default_device(lazy_init=False)
     named = {"interface": interface} if interface else {"hostname": address}
     return _ProcessGroupGloo.create_device(**named, lazy_init=False)
@@ -363,10 +363,10 @@ def _create(address: str, interface: str) -> Any:
 
 @contextlib.contextmanager
 def _socket_of(descriptor: int, inode: int) -> Iterator[socket.socket]:
-    """Yield the socket that has this descriptor, which stays Gloo's to close.
+    """Yield the socket with this descriptor, which Gloo owns.
 
     Raises:
-        OSError: the descriptor is closed, or belongs to something else by now.
+        OSError: the descriptor is closed, or belongs to another file by now.
     """
     if os.fstat(descriptor).st_ino != inode:
         raise OSError("the descriptor is another file's by now")

@@ -1,4 +1,4 @@
-"""Open NCCL, as PyTorch's CUDA builds have it, for tensors in GPU memory, between the GPUs of one or several hosts."""
+"""Open NCCL, from PyTorch's CUDA builds, for tensors in GPU memory, on one or several hosts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch.distributed as dist
 
 from phalanx._comm.diagnostics.rank_list import name_ranks
 
-c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
+c10d: Any = dist.distributed_c10d  # its stubs lack names used here
 
-_ProcessGroup: Any = dist.ProcessGroup  # torch's stub knows only some of what the class has
+_ProcessGroup: Any = dist.ProcessGroup  # torch's stub has only some of the class's methods
 
 
 def is_available() -> bool:
-    """Return whether this build of PyTorch has NCCL, and this process a GPU for it."""
+    """Return whether this build of PyTorch has NCCL, and this process has a GPU for it."""
     return dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def open_nccl(
     store: Any, rank: int, world_size: int, timeout: timedelta, name: str, global_ranks: Sequence[int]
 ) -> Any:
-    """Return a process group of torch's whose CUDA tensors NCCL carries. It sends nothing until it is first used."""
+    """Return a process group of torch's with NCCL for CUDA tensors. It sends nothing until it is first used."""
     nccl: Any = vars(c10d)["ProcessGroupNCCL"]  # a CPU build does not have it
     options = nccl.Options()
     options._timeout = timeout
@@ -47,12 +47,12 @@ def group_of(backend: Any, kind: str, device: torch.device, store: Any, rank: in
 
 
 def identify(device: torch.device) -> str:
-    """Return which GPU that is, whatever number it has in this process."""
+    """Return an identifier of a GPU, independent of its number in this process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def find_shared_gpu(gpus: Sequence[str]) -> str:
-    """Return why NCCL cannot carry tensors between ranks that use these GPUs, by rank, or ""."""
+    """Return why NCCL cannot connect ranks that use these GPUs, by rank, or ""."""
     users: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         users.setdefault(gpu, []).append(rank)

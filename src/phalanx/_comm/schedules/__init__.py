@@ -1,6 +1,6 @@
-"""Describe collectives as schedules: who combines what with whom in which step.
+"""Describe collectives as schedules: which ranks combine which data in which step.
 
-Algorithms are data that is executed, proved, printed and drawn from the same source. All of it is pure and torch-free.
+Algorithms are data that are executed, proved, printed and drawn from the same source. All of it is pure and torch-free.
 """
 
 from phalanx._comm.schedules.algorithms import ALGORITHMS, build

@@ -18,7 +18,7 @@ _MOST_DIRECT = 1024
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm is a family of schedules; `operations` maps what it can do to how topology and root build it."""
+    """An `Algorithm` is a family of schedules; `operations` maps each operation to its builder."""
 
     name: str
     title: str
@@ -97,7 +97,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def find(name: str) -> Algorithm:
-    """Return the algorithm called `name`; dashes and underscores mean the same. ValueError lists the valid names."""
+    """Return the algorithm called `name`; dashes and underscores are equivalent. ValueError lists the valid names."""
     algorithm = ALGORITHMS.get(name.replace("-", "_").lower())
     if algorithm is None:
         raise ValueError(f"algorithm {name!r} is unknown{_close(name, ALGORITHMS)} Valid: {', '.join(ALGORITHMS)}")
@@ -105,7 +105,7 @@ def find(name: str) -> Algorithm:
 
 
 def offering(operation: str) -> list[Algorithm]:
-    """Return the algorithms that can do `operation`. ValueError lists the valid operations."""
+    """Return the algorithms that offer `operation`. ValueError lists the valid operations."""
     if operation not in OPERATIONS:
         close = _close(operation, OPERATIONS)
         raise ValueError(f"operation {operation!r} is unknown{close} Valid: {', '.join(OPERATIONS)}")

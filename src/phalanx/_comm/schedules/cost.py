@@ -5,8 +5,8 @@
     γ  seconds per byte that is combined     1 / _REDUCE_BYTES_PER_S
 
 A transfer of a step takes α·m + β·n + γ·k: m messages of that rank in that direction, n bytes through the busier of the
-two ports, k bytes that the receiver combines in the step. A port carries both directions at once. A step takes as long
-as its longest transfer, and the next one starts when all are through. Every rank has a host of its own.
+two ports, k bytes that the receiver combines in the step. A port transfers both directions at once. A step takes as
+long as its longest transfer, and the next one starts when all are complete. Every rank has its own host.
 
 Source: Hockney (1994) for α and β; Thakur, Rabenseifner and Gropp (2005) for γ and the use made of it.
 """
@@ -21,23 +21,23 @@ from phalanx._comm.schedules.network import Link, Topology
 from phalanx._comm.schedules.schedule import Operation, Schedule, Transfer
 
 ETHERNET = Link(latency_s=30e-6, bytes_per_s=125e6)
-"""What is assumed between hosts: a measurement could change the choice, and with it the bits of a run."""
+"""The assumed link between hosts: measuring it could change the choice, and with it the bits of a run."""
 
 _REDUCE_BYTES_PER_S = 8e9
-# Times that are closer than this say nothing: measured runs are as far from them.
+# Closer times do not differ: measured runs deviate as much from them.
 _CLOSE = 1.1
 
 
 def cheapest(operation: Operation, nbytes: int, num_hosts: int, link: Link = ETHERNET) -> str:
-    """Return the name of the algorithm; the same arguments give the same name on every rank.
+    """Return the name of the cheapest algorithm; the same arguments give the same name on every rank.
 
-    Cost: it looks at each transfer, once where a phase repeats its steps, so callers keep the answer.
+    Cost: it visits each transfer, once if a phase repeats its steps, so callers keep the answer.
     """
     topology = Topology.flat(num_hosts)
     # On hosts of one rank the hierarchy is a ring, and there is no memory to share.
     names = [one.name for one in offering(operation) if not one.one_host and one.name != "hierarchical"]
     seconds = [seconds_of(build(name, operation, topology), nbytes, link) for name in names]
-    # Of those that are close, the one that `ALGORITHMS` lists first: a ring keeps to two connections.
+    # Of close ones, the first in `ALGORITHMS`: a ring needs only two connections.
     return next(name for name, one in zip(names, seconds, strict=True) if one <= min(seconds) * _CLOSE)
 
 

@@ -1,7 +1,7 @@
-"""In shared memory every rank reads what it needs straight out of the others' memory.
+"""In shared memory every rank reads its input directly from the others' memory.
 
 The ranks of one host see each other's buffers, so no rank sends: rank r combines chunk r from all ranks' memory, all
-wait, then all copy the finished chunks. This schedule explains and prices what the C core does.
+wait, then all copy the finished chunks. This schedule explains and prices the C core.
 
 Steps: 2, a barrier each. Bytes read per rank: S(P-1)/P in each (S bytes).
 Order: by rank, as the core adds: ((x[0] + x[1]) + …) + x[P-1].

@@ -1,4 +1,4 @@
-"""In recursive doubling whole buffers are swapped, in few steps, and with many bytes if there are many ranks.
+"""In recursive doubling ranks exchange whole buffers, in few steps, but with many bytes if there are many ranks.
 
 Distance d = 1, 2, 4, … Q/2: every rank swaps all it has with the rank whose number differs in that bit; both combine.
 
@@ -9,7 +9,7 @@ Distance d = 1, 2, 4, … Q/2: every rank swaps all it has with the rank whose n
 P ranks that are not a power of two are folded to the Q below, as in `halving_doubling`.
 
 Steps: log2 Q, plus 2 if folded. Bytes sent by the busiest rank: S·log2 Q, plus S if folded (S bytes). Between two ranks
-these are the ring's bytes in half its steps, and nothing that is sent waits for what arrives.
+these are the ring's bytes in half its steps, and no send waits for a receive.
 Order: a balanced tree, the nearest ranks first (folded neighbours before them): (x0 + x1) + (x2 + x3).
 
 Source: Thakur, Rabenseifner and Gropp (2005), Optimization of collective communication operations in MPICH.

@@ -7,8 +7,8 @@ and combines the half that it is itself in. Doubling runs the same exchanges bac
     d = 2   sends cd to 2    sends cd to 3    sends ab to 0    sends ab to 1     then 0, 1 work on ab and 2, 3 on cd
     d = 1   sends b to 1     sends a to 0     sends d to 3     sends c to 2      then rank r has chunk r
 
-P ranks that are not a power of two are folded to the Q below: of the first 2(P-Q) ranks the odd ones hand everything
-to their even neighbour, stand aside, and receive the result at the end.
+P ranks that are not a power of two are folded to the Q below: of the first 2(P-Q) ranks the odd ones send all their
+data to their even neighbour, stay idle, and receive the result at the end.
 
 Steps: 2 log2 Q, plus 2 if folded. Bytes sent by the busiest rank: 2S(Q-1)/Q, plus S if folded (S bytes).
 Order: a balanced tree, the farthest ranks first (folded neighbours before them): (x0 + x2) + (x1 + x3).
@@ -28,7 +28,7 @@ ORDER = "a balanced binary tree: folded neighbours first, then the farthest rank
 
 @dataclass(frozen=True)
 class Fold:
-    """It folds P ranks into Q actors, Q the power of two at or below P, each responsible for a run of chunks.
+    """A `Fold` folds P ranks into Q actors, the greatest power of two up to P, each responsible for a run of chunks.
 
     `chunk_per_rank` gives each actor the chunks of the ranks it acts for, as reduce_scatter and all_gather need;
     without it there is one chunk for each actor, all of one size.
@@ -44,25 +44,25 @@ class Fold:
 
     @property
     def folded(self) -> int:
-        """Return how many ranks stand aside."""
+        """Return the number of idle ranks."""
         return self.world_size - self.actors
 
     @property
     def num_chunks(self) -> int:
-        """Return how many chunks the buffer has."""
+        """Return the number of chunks of the buffer."""
         return self.world_size if self.chunk_per_rank else self.actors
 
     def rank(self, actor: int) -> int:
         return 2 * actor if actor < self.folded else actor + self.folded
 
     def actor(self, rank: int) -> int | None:
-        """Return the actor that `rank` is; None if the rank stands aside."""
+        """Return the actor number of `rank`; None if the rank is idle."""
         if rank >= 2 * self.folded:
             return rank - self.folded
         return None if rank % 2 else rank // 2
 
     def first_chunk(self, actor: int) -> int:
-        """Return where the chunks of `actor` begin; those of the last one end at first_chunk(actors)."""
+        """Return the begin of the chunks of `actor`; those of the last one end at first_chunk(actors)."""
         return self.rank(actor) if self.chunk_per_rank else actor
 
 
@@ -92,7 +92,7 @@ def _exchange(name: str, fold: Fold, kind: Kind) -> SchedulePhase:
 def neighbours(
     name: str, fold: Fold, kind: Kind, *, inward: bool, chunks: Callable[[int], tuple[int, int]]
 ) -> SchedulePhase:
-    """Return the step between a rank that stands aside (odd) and the one that acts for it; none if none is folded."""
+    """Return the step between an idle (odd) rank and the one that acts for it; none if no rank is folded."""
 
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
         if rank >= 2 * fold.folded or rank % 2 != inward:
@@ -134,8 +134,8 @@ def reduce_scatter(world_size: int) -> Schedule:
 
 
 def all_gather(world_size: int) -> Schedule:
-    """Return a schedule that takes in the chunks of ranks that stand aside, doubles and hands all back: log2 Q steps,
-    plus 2 if P is not Q.
+    """Return a schedule that collects the chunks of idle ranks, doubles and returns all to them: log2 Q steps, plus 2
+    if P is not Q.
     """
     require_world_size(world_size)
     fold = Fold(world_size, chunk_per_rank=True)

@@ -1,7 +1,7 @@
 """An all-reduce on two levels reduces in each host's memory, combines slices across hosts, and gathers in memory.
 
 The buffer is cut into L slices, L the most ranks on any host. Inside a host of R ranks each combines its L/R slices
-(rounded up or down) straight out of the others' memory. Each slice is then all-reduced across the H hosts by the ranks
+(rounded up or down) directly from the others' memory. Each slice is then all-reduced across the H hosts by the ranks
 that hold it, by any flat algorithm; all slices at once, so that every rank drives a part of its host's link. Finally
 the ranks of a host copy the finished slices from each other.
 
@@ -29,7 +29,7 @@ from phalanx._comm.schedules.schedule import Kind, Schedule, SchedulePhase, Tran
 
 @dataclass(frozen=True)
 class _Slices:
-    """It says which local rank of each host drives which slices, and so which chunks; `width` chunks to a slice."""
+    """`_Slices` assigns slices, and so chunks, to the local ranks of each host; a slice has `width` chunks."""
 
     topology: Topology
     width: int
@@ -49,7 +49,7 @@ class _Slices:
 
 
 def _inside(name: str, slices: _Slices, kind: Kind) -> SchedulePhase:
-    """Return one step in each host at once: all read the slices they drive (reduce), or others drive (copy)."""
+    """Return one step in each host at once: all read the slices that they (reduce) or others (copy) drive."""
     topology = slices.topology
     local_rank = _local_ranks(topology)
 
@@ -75,7 +75,7 @@ def _inside(name: str, slices: _Slices, kind: Kind) -> SchedulePhase:
 
 
 def _across(phase: SchedulePhase, slices: _Slices) -> SchedulePhase:
-    """Return `phase`, which is written for hosts, carried out for every slice by the ranks that drive it."""
+    """Apply `phase`, which is written for hosts, to every slice, on the ranks that drive it."""
     topology = slices.topology
     local_rank = _local_ranks(topology)
 

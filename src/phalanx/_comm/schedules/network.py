@@ -1,4 +1,4 @@
-"""Describe what the ranks run on: which of them share a host, and how fast links inside and between hosts are."""
+"""Describe the network of the ranks: which of them share a host, and the speed of links inside and between hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Topology:
-    """A topology says which ranks run on which host. Each rank of 0..P-1 is on exactly one; hosts differ in size."""
+    """A `Topology` assigns each rank of 0..P-1 to exactly one host; hosts differ in size."""
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -44,7 +44,7 @@ class Topology:
 
     @classmethod
     def flat(cls, world_size: int) -> Topology:
-        """Return a topology of every rank on a host of its own."""
+        """Return a topology with a host for every rank."""
         return cls.of_sizes([1] * world_size)
 
     @classmethod

@@ -1,7 +1,7 @@
-"""Carry out one rank's part of a schedule over any way of sending and receiving.
+"""Run one rank's part of a schedule over any implementation of send and receive.
 
-Nothing here knows what a buffer is made of: it has a length, and a slice of it is a view, as with a one-dimensional
-numpy array or torch tensor.
+The code is independent of the buffer's type: a buffer has a length, and a slice of it is a view, as with a
+one-dimensional numpy array or torch tensor.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from phalanx._comm.schedules.schedule import RankStep, Schedule, chunk_bounds
 
 
 class PendingTransfer(Protocol):
-    """A handle is a send or receive under way."""
+    """A `PendingTransfer` is a pending send or receive."""
 
     def wait(self) -> object:
-        """Wait until it is done; raise if it failed."""
+        """Wait until it is complete; raise if it failed."""
 
 
 class Buffer(Protocol):
@@ -47,24 +47,24 @@ def play(
 ) -> Iterator[None]:
     """Play `rank`'s part of `schedule` on `buffer`, in place; the other ranks must play theirs.
 
-    It pauses 1 + `schedule.num_steps` times. At the first pause all receives are started, so that no sender waits for
-    this rank; `buffer` may still be written. At each of the others a step is started, an idle one too. Going on waits
-    for the step and starts the next. Several plays may be carried out in turns, so that the messages of one are under
-    way while another computes, if all ranks take the same turns and messages of different plays are told apart.
+    It pauses 1 + `schedule.num_steps` times. At the first pause all receives have been started, so that no sender waits
+    for this rank; `buffer` may still be written. At each later pause a step has been started, even an idle one.
+    Resuming waits for the step and starts the next. Several plays may run in turns, so that the messages of one are
+    sent while another computes, if all ranks take the same turns and messages of different plays are distinguished.
 
     `send(dst, view)` and `recv(src, view)` start and return a handle, or None if there is nothing to wait for. Neither
-    may wait for what the peer does. Messages between two ranks arrive in the order they were sent.
+    may wait for an action of the peer. Messages between two ranks arrive in the order of sending.
     `combine(into, first, second)` stores the combination of `first` and `second`, of which `first` came from the lower
-    rank, in `into`, which is one of them; `scratch(n)` gives an uninitialised buffer of n elements. `bounds` are the
-    chunks' bounds where they are not even (num_chunks + 1 numbers from 0 to the length).
+    rank, in `into`, which is one of them; `scratch(n)` returns an uninitialised buffer of n elements. `bounds` are the
+    chunks' bounds if they are not even (num_chunks + 1 numbers from 0 to the length).
 
-    Empty chunks are not sent. What arrives early lies in scratch, or overwrites a chunk whose last value has left this
-    rank: a result that is handed to a rank contains what that rank has sent. Memory: what arrives to be combined is
-    staged, for all steps together. Numerics: see `Schedule.order`; bitwise equal on all ranks.
+    Empty chunks are not sent. Data that arrive early are stored in scratch, or overwrite a chunk whose last value has
+    been sent: a result received by a rank contains that rank's own data. Memory: scratch for all received data that
+    will be combined, in all steps together. Numerics: see `Schedule.order`; bitwise equal on all ranks.
 
     Raises:
-        ValueError: `bounds` do not fit the schedule or the buffer.
-        Exception: whatever `send`, `recv`, `combine` or a handle raises; the buffer then holds undefined values.
+        ValueError: `bounds` do not match the schedule or the buffer.
+        Exception: any error of `send`, `recv`, `combine` or a handle; the buffer then holds undefined values.
     """
     bounds = chunk_bounds(len(buffer), schedule.num_chunks) if bounds is None else bounds
     _require_bounds(bounds, schedule.num_chunks, len(buffer))
@@ -87,7 +87,7 @@ def play(
 
 @dataclass
 class _Arrivals:
-    """`_Arrivals` is what one step receives: its handles, and what to combine in which order, as `combine` takes it."""
+    """`_Arrivals` are one step's receives: their handles, and the combinations in order, as arguments of `combine`."""
 
     handles: list[PendingTransfer | None]
     parts: list[tuple[Any, Any, Any]]
@@ -98,7 +98,7 @@ def _receive(
 ) -> _Arrivals:
     arrivals = _Arrivals([], [])
     used = 0
-    below: dict[int, B] = {}  # by rank: what came from lower ranks, by chunk; our own part is added to that
+    below: dict[int, B] = {}  # by rank: data from lower ranks, by chunk; our own part is added to them
     for t in step.recvs:
         begin, end = bounds[t.start], bounds[t.stop]
         if end == begin:
@@ -135,7 +135,7 @@ def _finish(sent: Sequence[PendingTransfer | None], arrivals: _Arrivals, combine
     for handle in (*sent, *arrivals.handles):
         if handle is not None:
             handle.wait()
-    # Only now: a chunk may be sent and combined in one step, and what is sent is its value from before.
+    # Only now: a chunk may be sent and combined in one step, and the sent value is the one from before.
     for into, first, second in arrivals.parts:
         combine(into, first, second)
 

@@ -1,14 +1,14 @@
-"""In a ring every rank only ever sends to the next one, one chunk at a time.
+"""In a ring every rank only sends to the next one, one chunk at a time.
 
-P ranks, P chunks. Scatter-reduce, step s: rank r sends chunk r-1-s, combined with all that has come so far, to rank
-r+1. After P-1 steps rank r holds the reduction of chunk r. All-gather, step s: rank r sends chunk r-s on, unchanged.
+P ranks, P chunks. Scatter-reduce, step s: rank r sends chunk r-1-s, combined with all data received so far, to rank
+r+1. After P-1 steps rank r holds the reduction of chunk r. All-gather, step s: rank r forwards chunk r-s unchanged.
 
     P = 3   before      step 0           step 1                step 0, 1 of all-gather
     rank 0  a0 b0 c0    sends c0         sends b0+b2           Σa Σb Σc
     rank 1  a1 b1 c1    sends a1         sends c0+c1           Σa Σb Σc
     rank 2  a2 b2 c2    sends b2         sends a1+a2           Σa Σb Σc
 
-Steps: P-1 for each phase. Bytes sent per rank: S(P-1)/P for each phase (S bytes), which no all_reduce can undercut.
+Steps: P-1 for each phase. Bytes sent per rank: S(P-1)/P for each phase (S bytes), the minimum of any all_reduce.
 Order: chunk c is combined along the ring starting at rank c+1: ((x[c+1] + x[c+2]) + …) + x[c].
 
 Source: Patarasuk and Yuan (2009), Bandwidth optimal all-reduce algorithms for clusters of workstations.

@@ -1,12 +1,12 @@
-"""A schedule is a collective as data: who sends which chunks to whom in which step, to be combined or copied.
+"""A schedule is a collective as data: the ranks that send chunks in each step, to be combined or copied.
 
     Schedule ── Phase ("scatter-reduce") ── step 0, 1, …  ── Transfer (src → dst, chunks [start, stop), reduce | copy)
 
-The buffer of every rank is cut into the same chunks (`chunk_bounds`). Within a step every transfer reads what its
-source held *before* the step; what arrives takes effect after it. The same object is executed (`play`), proved
-(`symbolic`), drawn (`drawing`) and priced (`cost`), so what is explained is what runs.
+The buffer of every rank is cut into the same chunks (`chunk_bounds`). Within a step every transfer reads the value of
+its source *before* the step; received data take effect after it. The same object is executed (`play`), proved
+(`symbolic`), drawn (`drawing`) and priced (`cost`), so the explanation is what runs.
 
-Nothing is stored per step: a phase computes its transfers when asked, because a ring of 65,536 ranks has 8.6 billion.
+Nothing is stored per step: a phase computes its transfers on demand, because a ring of 65,536 ranks has 8.6 billion.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 class Transfer(NamedTuple):
-    """`src` hands its chunks [start, stop) to `dst`, which combines them with its own or overwrites them.
+    """`src` sends its chunks [start, stop) to `dst`, which combines them with its own or overwrites them.
 
-    It is a tuple rather than a dataclass, since simulating many ranks makes millions of them.
+    A `Transfer` is a tuple rather than a dataclass, since simulating many ranks makes millions of them.
     """
 
     src: int
@@ -34,17 +34,17 @@ class Transfer(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Return how many chunks travel."""
+        """Return the number of chunks sent."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class SchedulePhase:
-    """A phase is a run of steps that follow one rule.
+    """A `SchedulePhase` is a run of steps that follow one rule.
 
-    `sends(step, rank)` is what `rank` hands over in `step`, counted from 0 within the phase; it is the only statement
-    of the rule. `sources(step, rank)` names the ranks that hand something to `rank`, in the order in which it combines;
-    `senders(step)` names the ranks that hand over anything (none missing; a rank that sends nothing may be among them).
+    `sends(step, rank)` are the transfers of `rank` in `step`, counted from 0 within the phase; only this defines the
+    rule. `sources(step, rank)` lists the ranks that send to `rank`, in the order in which it combines;
+    `senders(step)` lists the ranks that send anything (all of them, and perhaps some that send nothing).
     """
 
     name: str
@@ -60,37 +60,38 @@ class SchedulePhase:
     """The most transfers from one rank to one other in a step; they arrive in the order in which they are listed."""
 
     def transfers(self, step: int) -> Iterator[Transfer]:
-        """Yield everything that travels in `step`, of all ranks."""
+        """Yield all transfers in `step`, of all ranks."""
         for rank in self.senders(step):
             yield from self.sends(step, rank)
 
     def recvs(self, step: int, rank: int) -> tuple[Transfer, ...]:
-        """Return what arrives at `rank` in `step`, in the order in which it is combined."""
+        """Return the transfers to `rank` in `step`, in the order in which they are combined."""
         return tuple(t for src in self.sources(step, rank) for t in self.sends(step, src) if t.dst == rank)
 
 
 class Step(NamedTuple):
-    """It is one step of a whole schedule, or of one rank's part in it; `number` counts from 0 over all phases."""
+    """A `Step` is one step of a whole schedule, or of one rank's part; `number` counts from 0 over all phases."""
 
     number: int
     phase: SchedulePhase
     within: int
-    """The step's number within the phase, from 0 on."""
+    """The step's number within the phase, from 0."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule is a collective for `world_size` ranks over `num_chunks` chunks.
+    """A `Schedule` is a collective for `world_size` ranks over `num_chunks` chunks.
 
-    What each operation promises, with chunks numbered as in the buffer:
+    The result of each operation, with chunks numbered as in the buffer:
         all_reduce      every rank ends with the reduction of every chunk.
         reduce_scatter  rank r ends with the reduction of chunk r (one chunk per rank); the rest is scratch.
         all_gather      rank r starts with chunk r only; every rank ends with every chunk.
         broadcast       `root` starts with every chunk; every rank ends with them.
         reduce          `root` ends with the reduction of every chunk; the other ranks' buffers are scratch.
 
-    `order` says in words how the contributions to one chunk are combined. A chunk's combination is the same wherever
-    its final value ends up (up to a + b = b + a, which is exact in floating point), so all ranks get the same bits.
+    `order` describes in words how the contributions to one chunk are combined. A chunk's combination is the same
+    wherever its final value ends up (up to a + b = b + a, which is exact in floating point), so all ranks get the same
+    bits.
     """
 
     algorithm: str
@@ -113,11 +114,11 @@ class Schedule:
 
     @property
     def contributions(self) -> int:
-        """Return how many ranks' parts a final value is made of."""
+        """Return the number of ranks whose parts a final value combines."""
         return 1 if self.operation in ("all_gather", "broadcast") else self.world_size
 
     def steps(self) -> Iterator[Step]:
-        """Yield every step in order; `step.phase.transfers(step.within)` is what travels in it."""
+        """Yield every step in order; `step.phase.transfers(step.within)` are its transfers."""
         number = 0
         for phase in self.phases:
             for within in range(phase.num_steps):
@@ -125,7 +126,7 @@ class Schedule:
                 number += 1
 
     def for_rank(self, rank: int) -> Iterator[RankStep]:
-        """Yield the part that `rank` plays, without the steps in which it is idle; others' parts cost nothing."""
+        """Yield the steps of `rank`, without its idle ones; other ranks' parts cost nothing."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
         for number, phase, within in self.steps():
@@ -135,7 +136,7 @@ class Schedule:
 
 
 class RankStep(NamedTuple):
-    """What one rank sends and receives in one step; it combines in this order (see `SchedulePhase.by_rank`)."""
+    """The transfers of one rank in one step; it combines in this order (see `SchedulePhase.by_rank`)."""
 
     number: int
     phase: str
@@ -145,7 +146,7 @@ class RankStep(NamedTuple):
 
 
 def chunk_bounds(length: int, num_chunks: int) -> list[int]:
-    """Return where chunk c of a buffer of `length` elements begins (entry c) and ends (entry c + 1).
+    """Return the begin (entry c) and the end (entry c + 1) of chunk c of a buffer of `length` elements.
 
     Sizes differ by at most one, the longer ones first; with fewer elements than chunks some chunks are empty.
     """

@@ -1,8 +1,8 @@
-"""Carry out a schedule with symbols instead of numbers, to prove it and to draw it.
+"""Run a schedule with symbols instead of numbers, to prove it and to draw it.
 
-Every value is known by the ranks that contributed to it and by the tree in which they were combined. That is enough to
-prove a schedule for given P and C: nothing is read that is not there, nothing is counted twice, every rank ends with
-what the operation promises, and all copies of a chunk were combined in the same way, so that they have the same bits.
+Every value is represented by the ranks that contributed to it and by the tree of their combination. That suffices to
+prove a schedule for given P and C: no undefined value is read, no contribution is counted twice, every rank ends with
+the operation's result, and all copies of a chunk were combined in the same way, so that they have the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx._comm.schedules.schedule import Schedule, SchedulePhase, Step, Tran
 
 
 class Value(NamedTuple):
-    """A value is what a rank holds of a chunk; equal values have equal bits."""
+    """A `Value` is a rank's content of a chunk; equal values have equal bits."""
 
     contributors: frozenset[int]
     tree: int
@@ -24,12 +24,12 @@ class Value(NamedTuple):
 
 
 State = tuple[tuple[Value | None, ...], ...]
-"""The value of each chunk on each rank, `state[rank][chunk]`; None where a rank holds nothing that means anything."""
+"""The value of each chunk on each rank, `state[rank][chunk]`; None if it is undefined."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot is the state after a step, and what travelled in it; `step` is None for the state before the first."""
+    """A `Snapshot` is the state after a step, and the step's transfers; `step` is None for the initial state."""
 
     step: Step | None
     transfers: tuple[Transfer, ...]
@@ -37,7 +37,7 @@ class Snapshot:
 
 
 class _Trees:
-    """It numbers combination trees: leaves are the ranks 0..P-1, an unordered pair of numbers is a new one."""
+    """`_Trees` numbers combination trees: leaves are the ranks 0..P-1, an unordered pair of numbers is a new one."""
 
     def __init__(self, world_size: int) -> None:
         self._next = world_size
@@ -52,7 +52,7 @@ class _Trees:
 
 
 def trace(schedule: Schedule) -> Iterator[Snapshot]:
-    """Carry `schedule` out and yield the state before it and after each step.
+    """Run `schedule`, and yield the state before it and after each step.
 
     Raises:
         ValueError: a step breaks a rule; the message names the step, the transfer and the rule.
@@ -72,7 +72,7 @@ def trace(schedule: Schedule) -> Iterator[Snapshot]:
 
 
 def check(schedule: Schedule) -> None:
-    """Prove that `schedule` keeps its promise, for its number of ranks and chunks; costs P·C per step.
+    """Prove that `schedule` computes its operation, for its number of ranks and chunks; costs P·C per step.
 
     Raises:
         ValueError: it does not; the message says where and how.
@@ -131,7 +131,7 @@ def _must_end_with(schedule: Schedule, rank: int, chunk: int) -> bool:
 
 
 def _refuse_impossible(schedule: Schedule, phase: SchedulePhase, transfers: tuple[Transfer, ...]) -> None:
-    """Refuse what is wrong with a step whatever the ranks hold."""
+    """Refuse errors of a step that do not depend on the ranks' values."""
     for t in transfers:
         if not (0 <= t.src < schedule.world_size and 0 <= t.dst < schedule.world_size and t.src != t.dst):
             raise ValueError(f"{_words(t)}: source and destination must be two different ranks of the schedule")
@@ -149,7 +149,7 @@ def _apply(step: Step, state: list[list[Value | None]], trees: _Trees, transfers
     sent = {(t.src, chunk) for t in transfers for chunk in range(t.start, t.stop)}
     written: dict[tuple[int, int], Transfer] = {}
     for rank in range(len(state)):
-        below: dict[int, Value] = {}  # by rank: what came from lower ranks, to which our own part is added
+        below: dict[int, Value] = {}  # by rank: data from lower ranks, to which our own part is added
         for t in step.phase.recvs(step.within, rank):
             received.append(t)
             for chunk in range(t.start, t.stop):
@@ -174,7 +174,7 @@ def _apply(step: Step, state: list[list[Value | None]], trees: _Trees, transfers
                 state[rank][chunk] = value
         for chunk, value in below.items():
             mine = state[rank][chunk]
-            assert mine is not None  # or it had been refused above
+            assert mine is not None  # otherwise refused above
             state[rank][chunk] = trees.combine(value, mine)
     if sorted(received) != arrivals:
         wrong = next(iter(set(received) ^ set(arrivals)))

@@ -1,7 +1,7 @@
 """The binomial tree reduces towards the root and broadcasts back, whole buffers over few steps.
 
 Ranks are counted from the root (v = rank - root mod P). In step k of the reduction every v that is an odd multiple of
-2^k sends everything it has to v - 2^k and is done. The broadcast runs the same edges backwards.
+2^k sends all its data to v - 2^k and is done. The broadcast uses the same edges in reverse.
 
     P = 6   step 0    1→0   3→2   5→4        broadcast: step 0   0→4
             step 1    2→0                               step 1   0→2

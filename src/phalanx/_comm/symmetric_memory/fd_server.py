@@ -1,6 +1,7 @@
-"""Hand file descriptors to the other ranks of a host, who come in at a `LocalListener`.
+"""Pass file descriptors to the other ranks of a host, which connect to a `LocalListener`.
 
-They begin with a message of its token and their rank. A connection that sends nothing does not hold up the others.
+A rank first sends a message with the listener's token and its rank. A connection that sends nothing does not delay the
+others.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from phalanx._base.ipc.local_listener import MOST_PENDING, LocalAddress, LocalLi
 from phalanx.errors import DeadlineError, PhalanxError
 
 _SLICE_S = 0.5
-_HELLO_TIMEOUT_S, _HELLO_BYTES = 5.0, 256  # a connection has so long to send its token and rank, in so many bytes
+_HELLO_TIMEOUT_S, _HELLO_BYTES = 5.0, 256  # limits of time and size for the token and rank
 
 Notice = Callable[[set[int]], None]
 
 
 class FdServer(LocalListener):
-    """It is the side of local rank 0. Arguments and errors are those of `LocalListener`."""
+    """An `FdServer` is local rank 0's side. Arguments and errors are those of `LocalListener`."""
 
     def __enter__(self) -> FdServer:
         return self
@@ -47,15 +48,15 @@ class FdServer(LocalListener):
         """Send `fds` to each of `ranks` as it connects, followed by its `own` descriptor, if there is one.
 
         Raises:
-            DeadlineError: some rank did not come; `missing` says which.
-            OSError: this process may open no descriptor for a rank that connects.
+            DeadlineError: some rank did not connect; `missing` lists them.
+            OSError: this process has no free descriptor for a connection.
         """
         own = own or {}
         missing = set(ranks)
         connections: dict[int, _Connection] = {}
         try:
             while missing:
-                is_late = deadline.passed  # but read once more from who has connected
+                is_late = deadline.passed  # but read once more from connected ranks
                 sources: list[socket.socket | Channel] = [
                     *self.sockets,
                     *(connection.channel for connection in connections.values()),
@@ -67,7 +68,7 @@ class FdServer(LocalListener):
                 for fd, connection in list(connections.items()):
                     rank = connection.read_rank(self.address.token)
                     if rank in missing:
-                        with contextlib.suppress(OSError):  # it gave up, or died, while it waited
+                        with contextlib.suppress(OSError):  # it gave up, or died, during its wait
                             connection.channel.put({}, [*fds, *([own[rank]] if rank in own else [])])
                             if not connection.channel.broken and not connection.channel.waiting:
                                 missing.discard(rank)
@@ -93,7 +94,7 @@ class FdServer(LocalListener):
                 connections[sock.fileno()] = _Connection(sock)
                 if len(connections) > MOST_PENDING:
                     connections.pop(next(iter(connections))).channel.close()
-        except OSError:  # there are no more descriptors
+        except OSError:  # no free descriptors
             if not admitted and not connections:
                 raise
             if not admitted:
@@ -101,7 +102,7 @@ class FdServer(LocalListener):
 
 
 class _Connection:
-    """It is a connection of this user that has yet to send the token and its rank."""
+    """A `_Connection` is a connection of this user that has yet to send the token and its rank."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.channel = Channel(sock, max_bytes=_HELLO_BYTES, max_fds=0)
@@ -109,7 +110,7 @@ class _Connection:
         self._deadline = Deadline.after(_HELLO_TIMEOUT_S)
 
     def read_rank(self, token: str) -> int | None:
-        """Return the rank, once it and the right token have arrived; `is_done` is set when nothing more will arrive."""
+        """Return the rank, once it and the right token have arrived; set `is_done` if nothing more will arrive."""
         messages = self.channel.take(1)
         self.is_done = bool(messages) or self.channel.is_garbled or self.channel.gone or self._deadline.passed
         hello = messages[0].content if messages else {}
@@ -126,14 +127,14 @@ def receive_fds(
     wait_for_leader: bool = False,
     look_around: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """Return the `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
+    """Receive the `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
 
-    With `wait_for_leader` it may not listen yet: try until it does. An address in the abstract namespace is always
-    tried until it answers: local rank 0 opens it when it knows that some rank needs it. `look_around` is called again
-    and again during the wait, and may raise: a process that has ended opens nothing any more.
+    With `wait_for_leader` it may not listen yet: retry until it does. An address in the abstract namespace is always
+    retried: local rank 0 opens it when it knows that some rank needs it. `look_around` is called repeatedly during the
+    wait, and may raise: a process that has ended will not answer.
 
     Raises:
-        PhalanxError: local rank 0 is gone, or refused this process.
+        PhalanxError: local rank 0 is lost, or refused this process.
         DeadlineError: it did not answer in time.
     """
     try:
@@ -168,7 +169,7 @@ def _connect(address: LocalAddress, deadline: Deadline, wait: bool, look_around:
         try:
             return connect(address, deadline, whose, keep_trying=wait, look_around=look_around)
         except OSError as error:
-            # /proc may not be read of a process in another container, and for ordinary users of one that has ended.
+            # /proc of a process in another container is unreadable, and for ordinary users that of an ended one.
             if error.errno not in (errno.EACCES, errno.EPERM):
                 raise
     return connect(address.for_containers, deadline, whose, keep_trying=True, look_around=look_around)

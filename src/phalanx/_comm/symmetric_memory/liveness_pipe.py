@@ -1,13 +1,13 @@
-"""Notice that a rank is gone where no pidfd can tell: in another pid namespace, or where a filter forbids pidfds.
+"""Detect the end of a rank where pidfds do not work: in another pid namespace, or where a filter forbids them.
 
 There is a pipe per rank, in which nothing is ever written. Only its rank holds the writing end, and all ranks hold the
-reading end. When the rank ends, however it does, the kernel closes its end, and all others find the end of the pipe.
+reading end. When the rank ends, for any reason, the kernel closes its end, and all others read the end of the pipe.
 
     rank 0   own end of 0     reads 1 2
-    rank 1   own end of 1     reads 0 2          the reading end can be read  <=>  its rank is gone
+    rank 1   own end of 1     reads 0 2          the reading end is readable  <=>  its rank has ended
     rank 2   own end of 2     reads 0 1
 
-The leader makes the pipes, hands them over with the memory, and keeps no end that is another's.
+The leader creates the pipes, passes them on with the memory, and closes the other ranks' ends.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collections.abc import Iterator, Sequence
 
 from phalanx._comm.symmetric_memory.watch import ProcessId, can_watch_each_other
 
-MOST_RANKS = 250  # Linux hands over 253 descriptors at once: two memories, a rank's own end, and everybody's
+MOST_RANKS = 250  # Linux passes 253 descriptors at once: two memories, a rank's own end, and one for each rank
 
 
 def needs_liveness_pipes(processes: Sequence[ProcessId]) -> bool:
-    """Return whether these processes of one host need pipes to notice each other's end; the same for all."""
+    """Return whether these processes of one host need pipes to detect each other's end; the same for all."""
     return len(processes) > 1 and not can_watch_each_other(processes)
 
 
 def why_unwatched(processes: Sequence[ProcessId]) -> str:
-    """Return why there are no liveness pipes for processes that need them, or "". All of them get the same answer."""
+    """Return why processes that need liveness pipes have none, or "". All of them get the same answer."""
     if len(processes) <= MOST_RANKS or not needs_liveness_pipes(processes):
         return ""
     return (
@@ -37,7 +37,7 @@ def why_unwatched(processes: Sequence[ProcessId]) -> str:
 
 
 class LivenessPipes:
-    """They are one rank's ends of the pipes, its own last in `fds`. The ends are copied: the caller keeps its own."""
+    """`LivenessPipes` are one rank's ends of the pipes, its own last in `fds`. They are copies of the caller's ends."""
 
     def __init__(self, fds: Sequence[int], rank: int) -> None:
         with contextlib.ExitStack() as undo:
@@ -52,7 +52,7 @@ class LivenessPipes:
         self._open = copies
 
     def close(self) -> None:
-        """Let go of all ends: for the other ranks this one is gone."""
+        """Close all ends: the other ranks then detect this rank's end."""
         for fd in self._open:
             os.close(fd)
         self._open = []

@@ -1,9 +1,9 @@
-"""Create memory without a name that processes can share: nothing is to clean up, however any of them dies.
+"""Create unnamed memory for several processes, which needs no cleaning up, however any of them dies.
 
-It is a `memfd`. Where the kernel or a seccomp filter has none, it is a file that is unlinked before anything is in it,
-in /dev/shm or else in the folder for temporary files. That file system may be small, and a write beyond its end would
-be a bus error: what will be written is reserved first. For the same reason the size of a memfd that is mapped is
-sealed: no process that holds it can change it.
+It is a `memfd`. If the kernel has none, or a seccomp filter forbids it, it is an unlinked empty file in /dev/shm or
+else in the folder for temporary files. That file system may be small, and a write beyond its end would be a bus error:
+so memory is reserved before it is written. For the same reason the size of a mapped memfd is sealed: no process that
+has it open can change it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class Sparse:
-    """It is an anonymous file whose pages exist once they are touched; `reserve` before you touch them."""
+    """A `Sparse` is an anonymous file whose pages exist once they are touched; call `reserve` before that."""
 
     fd: int
     in_folder: str = ""
@@ -45,7 +45,7 @@ def memory(name: str, nbytes: int) -> Iterator[int]:
     """Yield `nbytes` of anonymous writable memory, which lives while a process has the descriptor open or mapped.
 
     Raises:
-        PhalanxError: there is neither a memfd nor a folder with room; the message says of each why not.
+        PhalanxError: there is neither a memfd nor a folder with room; the message gives the reasons.
     """
     with _first_that_works(name, nbytes, reserved=True) as sparse:
         yield sparse.fd
@@ -53,7 +53,7 @@ def memory(name: str, nbytes: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def sparse_memory(name: str, nbytes: int) -> Iterator[Sparse]:
-    """Yield memory as `memory` does, but reserve nothing: `nbytes` are addresses to choose from.
+    """Yield memory as `memory` does, but reserve nothing: `nbytes` is only address space.
 
     Raises:
         PhalanxError: as `memory`.
@@ -73,7 +73,7 @@ def create(name: str) -> int:
 
 
 def obstacle() -> str:
-    """Return why there can be no anonymous memory in this process, in words, or ""."""
+    """Return why this process cannot have anonymous memory, or ""."""
     try:
         with _first_that_works("phalanx-probe", 0, reserved=False, warns=False):
             return ""
@@ -84,12 +84,12 @@ def obstacle() -> str:
 @contextlib.contextmanager
 def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = True) -> Iterator[Sparse]:
     problems = []
-    sealable = os.MFD_ALLOW_SEALING if nbytes else 0  # one that grows is read and written, not mapped
+    sealable = os.MFD_ALLOW_SEALING if nbytes else 0  # a file that grows is read and written, not mapped
     for folder in _folders():
         try:
             fd = _unnamed_file(folder) if folder else os.memfd_create(name, os.MFD_CLOEXEC | sealable)
         except OSError as error:
-            if error.errno == errno.EMFILE:  # so will the others
+            if error.errno == errno.EMFILE:  # the others will fail, too
                 raise PhalanxError(f"no memory can be shared: {error.strerror}. {describe_limit()}") from None
             problems.append(f"{folder or 'memfd_create'}: {error.strerror}")
             continue
@@ -117,26 +117,29 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = T
 
 
 def _seal(fd: int) -> None:
-    """Fix a memfd's size for good; holes may still be punched."""
+    """Fix a memfd's size permanently; holes may still be punched."""
     with contextlib.suppress(OSError):  # a sandbox whose kernel has memfds and no seals
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 def _warn_where(folder: str, problems: Sequence[str]) -> None:
-    from phalanx._base.log import get_logger, warn_once  # here, because the agent starts in a few milliseconds
+    from phalanx._base.log import (
+        get_logger,
+        warn_once,
+    )  # imported here, because the agent must start in a few milliseconds
 
     text = f"shared memory lies in files without a name in {folder}, because {'; '.join(problems)}"
     warn_once(get_logger(__name__), text)
 
 
 def _folders() -> Iterator[str]:
-    yield ""  # it is a memfd
+    yield ""  # a memfd
     yield "/dev/shm"
-    import tempfile  # it is imported here for the same reason
+    import tempfile  # imported here for the same reason
 
     try:
         folder = tempfile.gettempdir()
-    except FileNotFoundError:  # there is none that we may write to
+    except FileNotFoundError:  # there is no writable folder
         return
     yield folder
 

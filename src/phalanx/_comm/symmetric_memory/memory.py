@@ -1,4 +1,4 @@
-"""`SymmetricMemory` lets the ranks of one host share one piece of memory."""
+"""`SymmetricMemory` is one memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from phalanx._comm.symmetric_memory.sizes import STAGE_BYTES, channel_bytes
 from phalanx._comm.symmetric_memory.watch import Pidfds, ProcessId
 from phalanx.errors import ClosedError, InternalError, PhalanxError
 
-SPIN_NS = 100_000  # for so long a rank looks at memory before it sleeps: a few times what waking it up costs
+SPIN_NS = 100_000  # how long a rank polls memory before it sleeps: a few times the cost of waking it up
 
-# All ranks' heaps together may take so much of the address space, on a machine with less than half as much memory.
+# The address space for all ranks' heaps together, on a machine with less than half as much memory.
 _HEAPS_BYTES = 1 << 42
 
 Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 _BLOCK = struct.Struct("=qQQq")
-_NO_ROOM, _DISK_FULL = -1, -2  # they take the place of a block's index
+_NO_ROOM, _DISK_FULL = -1, -2  # returned instead of a block's index
 
 
 @dataclass(frozen=True)
 class LocalRank:
-    """It is a rank of this host: its process, the cores that it may use, and its threads there while it waits."""
+    """A `LocalRank` is a rank of this host: its process, its allowed cores, and its number of threads in a wait."""
 
     process: ProcessId
     cpus: frozenset[int]
@@ -46,13 +46,13 @@ class LocalRank:
 
 
 def is_oversubscribed(members: Sequence[LocalRank]) -> bool:
-    """Return whether there are more threads than cores for them: then a thread that waits must sleep, not spin."""
+    """Return whether there are more threads than cores: then a waiting thread must sleep, not spin."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
     return sum(member.threads for member in members) > len(cores)
 
 
 def _background_spin_ns(members: Sequence[LocalRank]) -> int:
-    """Return how long a thread other than the main one spins before it sleeps: 0 where ranks have one core each."""
+    """Return how long a background thread spins before it sleeps: 0 if ranks have one core each."""
     cores: frozenset[int] = frozenset().union(*(member.cpus for member in members))
     return SPIN_NS if len(cores) >= 2 * len(members) else 0
 
@@ -69,11 +69,11 @@ def heap_bytes(world_size: int) -> int:
 
 
 def decide_heap_bytes(world_size: int, memory_bytes: int, limits: Sequence[int]) -> int:
-    """Return the address space for one rank's heap: all memory that the machine has, if that goes.
+    """Return the address space for one rank's heap: all memory of the machine, if possible.
 
-    Every rank maps every rank's heap, so it is their sum that must fit: into half of what each of `limits` leaves (of
-    files, `ulimit -f`, and of address space, `ulimit -v`), and, in any case, into the larger of 4 TiB and twice the
-    memory. A process has 128 TiB of addresses on most machines, and dozens of groups may have a heap.
+    Every rank maps every rank's heap, so their sum must fit: into half of the remainder of each of `limits` (of files,
+    `ulimit -f`, and of address space, `ulimit -v`), and always into the larger of 4 TiB and twice the memory. A
+    process has 128 TiB of addresses on most machines, and dozens of groups may have a heap.
     """
     most = min(-(-memory_bytes // (1 << 30)) << 30, 1 << 40)
     most = min(most, max(_HEAPS_BYTES, 2 * memory_bytes) // world_size)
@@ -98,9 +98,9 @@ def _address_space_used() -> int:
 
 
 class SymmetricMemory:
-    """It is one rank's side of the memory that it shares with the other ranks of its host.
+    """A `SymmetricMemory` is one rank's side of the memory that it shares with the other ranks of its host.
 
-    `core` runs the collectives. `allocate` is one, too: all ranks call it with the same size.
+    `core` runs the collectives. `allocate` is collective, too: all ranks call it with the same size.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SymmetricMemory:
         self.rank = rank
         self.world_size = len(members)
         self._members = tuple(members)
-        self._lock = threading.RLock()  # a finalizer may come in the middle, in the same thread
+        self._lock = threading.RLock()  # a finalizer may run at any point, in the same thread
         self._heap: int | None = None
         self.one_memory: dict[int, range] = {}
         """The addresses of the blocks that are one memory for all ranks, by their index."""
@@ -129,7 +129,7 @@ class SymmetricMemory:
         self._heap_file: Sparse | None = None
         try:
             self._control = _core.map(control, self._control_bytes)
-            # One page of the heap keeps it alive until somebody wants it: a thousand idle groups hold no descriptor.
+            # One page of the heap keeps it alive until it is needed: a thousand idle groups hold no descriptor.
             self._heap_page: int | None = _core.map(heap, _core.PAGE)
             if heap_folder:  # the leader reserves room there
                 self._heap_file = Sparse(os.dup(heap), heap_folder)
@@ -155,19 +155,19 @@ class SymmetricMemory:
         return self._members[rank].process
 
     def rank_of(self, process: ProcessId) -> int | None:
-        """Return the rank of a process, if it is one of the group."""
+        """Return the rank of a process, if it is in the group."""
         return next((rank for rank, member in enumerate(self._members) if member.process == process), None)
 
     def allocate(
         self, nbytes: int, deadline: Deadline, call_site: int, check: Callable[[int], None], *, owner: int | None = None
     ) -> Buffer:
-        """Return this rank's piece of a block that lies at one offset of every rank's heap, as a buffer of `nbytes`.
+        """Return this rank's piece of a block at the same offset of every rank's heap, as a buffer of `nbytes`.
 
-        With `owner` it is that rank's piece, on every rank: one memory for all. The other pieces stay unused, and what
-        is not used has no pages. The memory outlives its owner.
+        With `owner` it is that rank's piece, on every rank: one memory for all. The other pieces stay unused, without
+        pages. The memory outlives its owner.
 
-        All ranks call it. The block is let go when the buffer is collected; its memory is used anew, or given back,
-        once every rank has let it go. `check` raises for a status of the core that is not zero.
+        All ranks call it. The block is released when the buffer is collected; its memory is reused, or returned to the
+        system, once every rank has released it. `check` raises for a nonzero status of the core.
 
         Raises:
             PhalanxError: the heap has no room for it.
@@ -175,7 +175,7 @@ class SymmetricMemory:
         with self._lock:
             if self._closed:
                 raise ClosedError("shared_empty: the group was destroyed")
-            self._blocks_in_use += 1  # from here on another thread that closes the memory leaves the heap to us
+            self._blocks_in_use += 1  # from here on another thread that closes the memory leaves the heap to this one
         try:
             return self._allocate(nbytes, deadline, call_site, check, owner)
         except BaseException:
@@ -183,7 +183,7 @@ class SymmetricMemory:
             raise
 
     def pieces(self, own: Buffer) -> list[Buffer]:
-        """Return every rank's piece of a block, by rank; `own` is this rank's, from `allocate`, and keeps them all."""
+        """Return every rank's piece of a block, by rank; `own` is this rank's, from `allocate`, and keeps all alive."""
         begin = ctypes.addressof(own) - self.rank * self._heap_bytes
         others = [(ctypes.c_char * len(own)).from_address(begin + r * self._heap_bytes) for r in range(self.world_size)]
         return [own if rank == self.rank else other for rank, other in enumerate(others)]
@@ -210,9 +210,9 @@ class SymmetricMemory:
                 f"or {_core.BLOCKS} blocks are in use.\nLet go of tensors that you no longer need."
             )
         if leaders != [nbytes, piece]:
-            self.core.set_poison(MISMATCH, self.rank)  # the next sync tells everybody
+            self.core.set_poison(MISMATCH, self.rank)  # the next sync notifies all ranks
         self.core.claim(index)
-        # Nobody may find the flag of the last use and free the block: all have claimed it before anybody can let go.
+        # No rank may see the flag of the last use and free the block: all claim it before any can release it.
         check(self.core.barrier(span_ns, call_site, (nbytes,)))
         assert self._heap is not None
         whose = self.rank if owner is None else owner
@@ -223,7 +223,7 @@ class SymmetricMemory:
         return buffer
 
     def _place(self, nbytes: int, owner: int | None) -> tuple[int, int]:
-        """Return, on the leader, the index and offset of a new block, or a negative number for why there is none."""
+        """Return, on the leader, the index and offset of a new block, or a negative number as the reason for none."""
         self._collect()
         assert self._placement is not None
         block = self._placement.place(nbytes)
@@ -241,23 +241,23 @@ class SymmetricMemory:
         return block.index, block.offset
 
     def heap_offset(self, address: int) -> int:
-        """Return where in this rank's heap an address lies; an allocation lies at the same offset on every rank."""
+        """Return the offset of an address in this rank's heap; an allocation has the same offset on every rank."""
         if self._heap is None or not 0 <= address - (self._heap + self.rank * self._heap_bytes) < self._heap_bytes:
             raise InternalError(f"address {address:#x} is not in the group's heap. Please report this.")
         return address - self._heap - self.rank * self._heap_bytes
 
     def address_of(self, rank: int, offset: int) -> int:
-        """Return where `rank`'s heap has this offset, in this process."""
+        """Return the address of this offset of `rank`'s heap in this process."""
         if self._heap is None or not (0 <= rank < self.world_size and 0 <= offset < self._heap_bytes):
             raise InternalError(f"offset {offset:#x} of rank {rank} is not in the group's heap. Please report this.")
         return self._heap + rank * self._heap_bytes + offset
 
     def holds(self, address: int) -> bool:
-        """Return whether an address lies in the heap, in this rank's piece or another's."""
+        """Return whether an address is in the heap, in this rank's piece or another's."""
         return self._heap is not None and 0 <= address - self._heap < self._heap_bytes * self.world_size
 
     def _collect(self) -> None:
-        """Take back, on the leader, the blocks that all have let go, and give their pages to the system."""
+        """Free, on the leader, the blocks that all ranks have released, and return their pages to the system."""
         if self._placement is None:
             self._placement = BlockPlacement(self._heap_bytes, _core.BLOCKS)
         assert self._heap is not None
@@ -269,7 +269,7 @@ class SymmetricMemory:
 
     def _let_go(self, index: int) -> None:
         self.one_memory.pop(index, None)
-        self.core.release(index)  # it does nothing once the group is closed
+        self.core.release(index)  # no effect once the group is closed
         self._put_back()
 
     def _put_back(self) -> None:
@@ -304,9 +304,9 @@ class SymmetricMemory:
             self._heap_page = None
 
     def close(self) -> None:
-        """Leave. Ranks that wait for this one hear it at once, and so do threads of this process that are inside.
+        """Leave. Ranks that wait for this one are notified at once, and so are threads of this process that are inside.
 
-        The memory goes with the last of these. Shared tensors stay valid as long as they are held.
+        The memory is freed with the last of these. Shared tensors stay valid while they exist.
         """
         with self._lock:
             if self._closed:
@@ -316,7 +316,7 @@ class SymmetricMemory:
         self.core.close(self._let_go_of_memory)
 
     def close_for_good(self) -> None:
-        """Close at the end of the process: threads that are inside stay there, and so does the memory."""
+        """Close at the end of the process: threads that are inside stay there, and the memory stays, too."""
         with self._lock:
             if self._closed:
                 return
@@ -325,7 +325,7 @@ class SymmetricMemory:
         self.core.close(None)
 
     def _let_go_of_memory(self) -> None:
-        """Let go of the memory, now that no thread is inside, and none will be."""
+        """Release the memory, once no thread is inside or will be."""
         _core.unmap(self._control, self._control_bytes)
         self._watchers.close()
         with self._lock:
@@ -337,11 +337,11 @@ class SymmetricMemory:
                 self._unmap_heap()
 
     def abandon(self) -> None:
-        """Touch nothing that is shared, in a forked child: this memory is the parent's."""
+        """Touch nothing shared in a forked child: the memory is the parent's."""
         self._closed = True
         self.core.abandon()
         if isinstance(self._watchers, LivenessPipes):
-            self._watchers.close()  # or the parent would live on in them after its end
+            self._watchers.close()  # otherwise the parent would seem alive after its end
 
 
 _all: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
@@ -391,13 +391,13 @@ def open_as_leader(
     stage_bytes: int = STAGE_BYTES,
     show: Callable[[int], object] | None = None,
 ) -> SymmetricMemory:
-    """Create the memory as rank 0 of the host, and hand it to the others.
+    """Create the memory as rank 0 of the host, and pass it to the others.
 
-    What is copied on its way through the memory goes in chunks of `stage_bytes`, each with a sync.
-    `show` is called with the control memory's descriptor before any rank waits, so that a process can look on.
+    Data are copied through the memory in chunks of `stage_bytes`, each with a sync. `show` is called with the control
+    memory's descriptor before any rank waits, so that another process can observe the group.
 
     Raises:
-        DeadlineError: some rank did not fetch it; `missing` says which.
+        DeadlineError: some rank did not fetch it; `missing` lists them.
     """
     world_size = len(members)
     with (
@@ -427,11 +427,11 @@ def open_as_member(
     idle: Callable[[float], None],
     look_around: Callable[[], None] = lambda: None,
 ) -> SymmetricMemory:
-    """Fetch the memory from rank 0 of the host; `look_around` is called between two attempts to reach it.
+    """Fetch the memory from rank 0 of the host; `look_around` is called between two attempts.
 
     Raises:
-        DeadlineError: it did not answer in time.
-        PhalanxError: it is gone.
+        DeadlineError: rank 0 did not answer in time.
+        PhalanxError: rank 0 is lost.
     """
     count = 2 + (len(members) + 1 if needs_liveness_pipes(_processes(members)) else 0)
     fds = receive_fds(address, rank, count, deadline, look_around=look_around)
@@ -444,16 +444,16 @@ def open_as_member(
 
 # The shared heap has a part of the same size for every rank, and all ranks have mapped all of them.
 #
-# A block lies at the same offset of every rank's heap, so an offset names P pieces of memory, one per rank. The leader
-# places blocks; the others are told. A block may be placed anew when every rank has let it go, whenever its garbage
-# collector came round to it: `released` flags in the control memory say so.
+# A block has the same offset in every rank's heap, so an offset names P pieces of memory, one per rank. The leader
+# places blocks and sends the offsets. A block may be reused when every rank has released it, whenever its garbage
+# collector does so: `released` flags in the control memory record this.
 
-ALIGN = 4096  # pages: a block that is let go can be given back to the system
+ALIGN = 4096  # pages: a released block can be returned to the system
 
 
 @dataclass(frozen=True)
 class HeapBlock:
-    """It is a piece of every rank's heap: `index` in the flags, `offset` and `nbytes` in the heap."""
+    """A `HeapBlock` is a piece of every rank's heap: `index` in the flags, `offset` and `nbytes` in the heap."""
 
     index: int
     offset: int
@@ -461,7 +461,7 @@ class HeapBlock:
 
 
 class BlockPlacement:
-    """It says where blocks lie, by first fit over the gaps between live blocks; only the leader keeps one."""
+    """A `BlockPlacement` places blocks, by first fit in the gaps between live blocks; only the leader keeps one."""
 
     def __init__(self, heap_bytes: int, max_blocks: int) -> None:
         self.heap_bytes = heap_bytes
@@ -474,7 +474,7 @@ class BlockPlacement:
         return [block for _, block in self._live]
 
     def place(self, nbytes: int) -> HeapBlock | None:
-        """Return a block of at least `nbytes`, or None when the heap has no gap or no index left."""
+        """Place a block of at least `nbytes`; return None if the heap has no gap or no index left."""
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         if not self._free_indices:
             return None
@@ -490,6 +490,6 @@ class BlockPlacement:
         return block
 
     def remove(self, block: HeapBlock) -> None:
-        """Free `block`, which every rank has let go."""
+        """Free `block`, which every rank has released."""
         self._live.remove((block.offset, block))
         self._free_indices.append(block.index)

@@ -13,20 +13,20 @@ from phalanx import _core
 from phalanx._base.log import get_logger, warn_once
 from phalanx._comm.symmetric_memory.memory import SymmetricMemory
 
-_SPARE = 2  # blocks of a size for each tensor that is expected: autograd may need one more to make the next
+_SPARE = 2  # blocks of a size for each expected tensor: autograd may need one more to compute the next
 
 _logger = get_logger(__name__)
 
 
 class SharedPool:
-    """It serves tensors of `expected` sizes (bytes -> how many) to this thread between `enter` and `leave`.
+    """A `SharedPool` serves tensors of `expected` sizes (bytes -> count) to this thread between `enter` and `leave`.
 
-    If a tensor of such a size is made in between, it may lie in the group's heap; `holds` tells. It is an ordinary
-    tensor otherwise, may live as long as it is wanted, and gives its block back when it dies. What the pool has no
-    block for lies in ordinary memory: so does everything, if torch's allocator can't be reached.
+    A tensor of such a size that is created meanwhile may be in the group's heap; `holds` tests this. Otherwise it is an
+    ordinary tensor, may live for any time, and returns its block when it dies. Without a free block a tensor is in
+    ordinary memory: so are all, if torch's allocator cannot be replaced.
 
-    All ranks build theirs together, for the same sizes. Tensors need not lie at the same offset on every rank.
-    `allocate` gives it so many bytes of symmetric memory; pages that are not touched cost nothing.
+    All ranks build theirs together, for the same sizes. Tensors may have different offsets on different ranks.
+    `allocate` returns symmetric memory of a given size; untouched pages cost nothing.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SharedPool:
         self._gives = True
         try:
             self._pool = _core.Pool(begin, nbytes, classes)
-        except OSError as error:  # this is another build of torch, or there are too many pools
+        except OSError as error:  # another build of torch, or too many pools
             self._step_aside(error)
 
     def _step_aside(self, why: OSError) -> None:
@@ -56,11 +56,11 @@ class SharedPool:
         )
 
     def enter(self) -> None:
-        """Let this thread's tensors lie in the pool from here on."""
+        """Allocate this thread's tensors in the pool from here on."""
         self._enter()
 
     def _enter(self) -> bool:
-        """Enter as `enter` does; return whether this thread was inside already."""
+        """Enter as `enter` does; return whether this thread was already inside."""
         if self._pool is not None and self._gives and not self._symm_mem.closed:
             try:
                 return self._pool.enter()
@@ -69,7 +69,7 @@ class SharedPool:
         return False
 
     def leave(self) -> None:
-        """Let this thread's tensors lie in the pool up to here."""
+        """Stop allocating this thread's tensors in the pool."""
         if self._pool is not None:
             self._pool.leave()
 
@@ -81,7 +81,7 @@ class SharedPool:
         return tensor.data_ptr() in self._range
 
     def empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return a new tensor in the pool, as `torch.empty_strided` does; None if there is no room."""
+        """Return a new tensor in the pool, like `torch.empty_strided`; None if there is no room."""
         was_inside = self._enter()
         try:
             made = torch.empty_strided(shape, stride, dtype=dtype)
@@ -91,7 +91,7 @@ class SharedPool:
         return made if self.holds(made) else None
 
     def close(self) -> None:
-        """Give out no more blocks; those in use stay until their tensors die."""
+        """Stop giving out blocks; those in use stay until their tensors die."""
         if self._pool is not None:
             self._pool.leave()
             _closed[self._pool] = self._memory
@@ -103,10 +103,10 @@ _closed: dict[_core.Pool, Tensor] = {}
 
 
 def _sweep() -> None:
-    """Let go of closed pools that no tensor uses any more.
+    """Free closed pools that no tensor uses any more.
 
-    Any code that runs here may run a finalizer that closes another pool, and sweeps: so this looks at a copy, and takes
-    out only what it has seen.
+    Any code that runs here may run a finalizer that closes another pool, and sweeps: so this iterates over a copy, and
+    removes only the pools in it.
     """
     for pool in list(_closed):
         if pool.delete():

@@ -1,7 +1,7 @@
 """Read the memory of another process of this host, without its help: `process_vm_readv`, as MPI's CMA does.
 
-The copy is made once, from where the bytes lie to where they are wanted; the kernel asks for the right to trace the
-other process (the same user; under Yama's `ptrace_scope=1` also its consent, which is given by `readable`).
+Data are copied once, directly to the destination; the kernel requires the right to trace the other process (the same
+user; under Yama's `ptrace_scope=1` also its consent, which `readable` gives).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 _PR_SET_PTRACER = 0x59616D61
 _ANYBODY = ctypes.c_ulong(-1)
-_PIECE_BYTES = 32 << 20  # one system call, which can't be interrupted, copies so much
+_PIECE_BYTES = 32 << 20  # copied by one system call, which cannot be interrupted
 _MOST_THREADS = 4
 
 
@@ -25,7 +25,7 @@ class _Span(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Copy:
-    """It copies `nbytes` from the address `source` of the other process to the address `place` of this one."""
+    """A `Copy` is a copy of `nbytes` from address `source` of the other process to address `place` of this one."""
 
     place: int
     source: int
@@ -34,7 +34,7 @@ class Copy:
 
 @contextlib.contextmanager
 def readable() -> Iterator[None]:
-    """Let processes of the same user read this one's memory inside. Without Yama they always may."""
+    """Allow processes of the same user to read this one's memory inside. Without Yama they always may."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PTRACER, _ANYBODY, 0, 0, 0)
     try:
@@ -44,12 +44,12 @@ def readable() -> Iterator[None]:
 
 
 def read_process(pid: int, copies: Sequence[Copy]) -> None:
-    """Make the copies. Both processes keep their memory as it is meanwhile.
+    """Run the copies. Both processes must not change the memory meanwhile.
 
     Cost: one copy, by up to four threads.
 
     Raises:
-        OSError: the process has ended, may not be read (EPERM), or this system does not know how (ENOSYS).
+        OSError: the process has ended, may not be read (EPERM), or this system has no such call (ENOSYS).
     """
     pieces = [
         Copy(copy.place + at, copy.source + at, min(_PIECE_BYTES, copy.nbytes - at))
@@ -70,7 +70,7 @@ def _read(pid: int, piece: Copy) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         call = libc.process_vm_readv
-    except AttributeError:  # this is not Linux
+    except AttributeError:  # not Linux
         raise OSError(38, "this system has no process_vm_readv") from None
     call.restype = ctypes.c_ssize_t
     done = 0

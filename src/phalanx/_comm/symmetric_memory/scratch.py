@@ -1,4 +1,4 @@
-"""Allocate tensors that come and go in a piece of symmetric memory, into which FSDP2 gathers parameters."""
+"""Allocate short-lived tensors in a piece of symmetric memory, into which FSDP2 gathers parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from phalanx.errors import PhalanxError
 
 _LINE = 128
-_LARGEST_BYTES = 1 << 36  # addresses; what nobody uses has no pages
+_LARGEST_BYTES = 1 << 36  # address space; unused memory has no pages
 
 
 class Scratch:
-    """It has the blocks in `piece`, bytes of this rank's heap.
+    """A `Scratch` has the blocks in `piece`, bytes of this rank's heap.
 
-    Each rank places its own blocks, wherever there is room: collectives find tensors at any offset. A block is used
-    again when its tensor has died, for a tensor of the same size.
+    Each rank places its own blocks wherever there is room: collectives accept tensors at any offset. A block is reused
+    when its tensor has died, for a tensor of the same size.
     """
 
     def __init__(self, piece: Tensor) -> None:
@@ -29,7 +29,7 @@ class Scratch:
         self._free: dict[int, list[int]] = {}
 
     def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor of `count` elements; in ordinary memory where there is no room left."""
+        """Return an uninitialised tensor of `count` elements; in ordinary memory if there is no room left."""
         nbytes = -(-count * dtype.itemsize // _LINE) * _LINE
         free = self._free.setdefault(nbytes, [])
         if free:
@@ -39,7 +39,7 @@ class Scratch:
         else:
             return torch.empty(count, dtype=dtype)
         buffer = (ctypes.c_char * nbytes).from_address(self._memory.data_ptr() + offset)
-        # The block keeps the heap, through this bound method, until its tensor dies.
+        # The block keeps the heap alive, through this bound method, until its tensor dies.
         weakref.finalize(buffer, self._let_go, nbytes, offset).atexit = False
         return torch.frombuffer(buffer, dtype=dtype, count=count)
 
@@ -48,9 +48,9 @@ class Scratch:
 
 
 def take_scratch(heap_bytes: int, allocate: Callable[[int], Tensor]) -> Scratch:
-    """Return a scratch in a quarter of a heap, of which `allocate` takes so many bytes. All ranks call both."""
+    """Return a scratch in a quarter of a heap, for which `allocate` is called. All ranks call both."""
     try:
         piece = allocate(min(_LARGEST_BYTES, heap_bytes // 4))
-    except PhalanxError:  # on all ranks: memory in a file system is reserved, and there is not as much
+    except PhalanxError:  # on all ranks: memory in a file system is reserved, and there is not enough
         piece = torch.empty(0, dtype=torch.uint8)
     return Scratch(piece)

@@ -1,11 +1,11 @@
-"""The sizes of what a group's control memory has for each rank, and for each pair of ranks."""
+"""The sizes in a group's control memory for each rank, and for each pair of ranks."""
 
 from __future__ import annotations
 
-# Two stages of this size per rank, chosen so that a chunk on its way through lies in a second-level cache.
+# Two stages of this size per rank, chosen so that a chunk in transit fits in a second-level cache.
 STAGE_BYTES = 128 * 1024
-# Between hosts each sync of a rank's background thread waits for a core that backward has, and no link is faster than
-# what a cache saves: fewer syncs, of larger chunks.
+# Between hosts each sync of a rank's background thread waits for a core that backward uses, and no link is faster than
+# the gain of a cache: fewer syncs, of larger chunks.
 STAGE_BYTES_BETWEEN_HOSTS = 1024 * 1024
 
 

@@ -1,11 +1,11 @@
-"""Notice that a process is gone, without being its parent: one `pidfd` per process, shared by all groups.
+"""Detect the end of a process that is not a child: one `pidfd` per process, shared by all groups.
 
-A pidfd becomes readable when the process ends, whatever ended it, and cannot be fooled by a reused process number:
-the start time is compared once, when it is opened. Where processes have no numbers for each other (pid namespaces), or
+A pidfd becomes readable when the process ends, for any reason, and a reused process number cannot deceive it: the
+start time is compared once, when the pidfd is opened. If processes have no numbers for each other (pid namespaces), or
 may not open pidfds, `liveness_pipe` does the same with pipes.
 
-The kernel frees a process's memory before the pidfd tells, which takes a tenth of a second and more for a gigabyte.
-So whoever waits for a process looks at its /proc/PID/stat, too, which says at once that it is being ended.
+The kernel frees a process's memory before it signals the pidfd, which takes a tenth of a second or more per gigabyte.
+So waits also read /proc/PID/stat, which shows at once that the process is being ended.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class ProcessId:
-    """It names a process for good: its number, when it started (clock ticks after boot), and where these hold.
+    """A `ProcessId` identifies a process uniquely: its number, its start (clock ticks after boot), and the namespace.
 
-    `namespace` names the pid and time namespace; it is empty where the process cannot tell. `has_pidfds` says that the
-    kernel lets it open pidfds.
+    `namespace` names the pid and time namespace; it is "" if unknown. `has_pidfds`: the kernel lets the process open
+    pidfds.
     """
 
     pid: int
@@ -40,7 +40,7 @@ class ProcessId:
         return cls(pid, ticks or 0, _namespace() if ticks is not None else "", _has_pidfds())
 
     def has_ended(self) -> bool:
-        """Return whether the process is known to run no more; False also if this process cannot see it."""
+        """Return whether the process is known to have ended; False also if this process cannot see it."""
         return self._can_be_seen() and not self._is_there()
 
     def is_running(self) -> bool:
@@ -56,7 +56,7 @@ class ProcessId:
 
 
 def can_watch_each_other(processes: Sequence[ProcessId]) -> bool:
-    """Return whether each can open a pidfd of each other one. All of them get the same answer."""
+    """Return whether each process can open a pidfd of each other one. All of them get the same answer."""
     return len({p.namespace for p in processes}) == 1 and all(p.namespace and p.has_pidfds for p in processes)
 
 
@@ -71,14 +71,14 @@ def _namespace() -> str:
 def _has_pidfds() -> bool:
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):  # this is another system, or there is an old kernel, or a filter
+    except (AttributeError, OSError):  # another system, an old kernel, or a filter
         return False
     return True
 
 
 def wait_status(process: ProcessId) -> int | None:
-    """Return how it ended, or is being ended, as `waitpid` would say, as long as its parent has not heard of it and if
-    we may look at it; else None.
+    """Return the wait status of a process that has ended, or is being ended, until its parent reaps it, if it is
+    readable; else None.
     """
     if process.namespace != _namespace():
         return None
@@ -87,9 +87,9 @@ def wait_status(process: ProcessId) -> int | None:
 
 
 class WatchedProcess(NamedTuple):
-    """It is a process that this one watches.
+    """A `WatchedProcess` is a process that this one watches.
 
-    `pidfd` can be read once it is gone. `stat` is its open /proc/PID/stat, or -1 where that cannot be read.
+    `pidfd` is readable once the process has ended. `stat` is its open /proc/PID/stat, or -1 if that is unreadable.
     """
 
     pidfd: int
@@ -97,17 +97,17 @@ class WatchedProcess(NamedTuple):
 
 
 class _Watch:
-    """It has the descriptors of processes, counted: many groups watch the same few processes."""
+    """A `_Watch` has the descriptors of processes, with counts: many groups watch the same few processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[ProcessId, tuple[WatchedProcess, int]] = {}
 
     def acquire(self, process: ProcessId) -> WatchedProcess:
-        """Return descriptors of `process`, which may be gone already. `can_watch_each_other` holds.
+        """Return descriptors of `process`, which may have ended already. `can_watch_each_other` must be true.
 
         Raises:
-            PhalanxError: this process may not have one more descriptor.
+            PhalanxError: this process has no free descriptor.
         """
         with self._lock:
             watched, uses = self._open.get(process, (None, 0))
@@ -120,7 +120,7 @@ class _Watch:
             return watched
 
     def release(self, process: ProcessId) -> None:
-        """Give back what one `acquire` has returned."""
+        """Release the result of one `acquire`."""
         with self._lock:
             watched, uses = self._open.get(process, (None, 0))
             if watched is not None and uses > 1:
@@ -137,17 +137,20 @@ def _open(process: ProcessId) -> WatchedProcess:
         return _of_the_gone()
     try:
         stat = os.open(f"/proc/{process.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # there is no /proc, it hides others' processes, or no descriptor is free
+    except OSError:  # no /proc, or it hides others' processes, or no descriptor is free
         stat = -1
     watched = WatchedProcess(pidfd, stat)
-    if read_start_ticks(process.pid) not in (process.start_ticks, None):  # that of the process whose `stat` is open
+    if read_start_ticks(process.pid) not in (
+        process.start_ticks,
+        None,
+    ):  # the start of the process whose `stat` is open
         _close(watched)
         return _of_the_gone()
     return watched
 
 
 def _of_the_gone() -> WatchedProcess:
-    """Return a descriptor that can be read at once."""
+    """Return a descriptor that is readable at once."""
     reading, writing = os.pipe()
     os.close(writing)
     return WatchedProcess(reading, -1)
@@ -163,7 +166,7 @@ watch = _Watch()
 
 
 class Pidfds:
-    """It is one rank's view of `processes`, its own the `rank`-th: descriptors for each, -1 for itself."""
+    """`Pidfds` is one rank's view of `processes`, its own the `rank`-th: descriptors for each, -1 for itself."""
 
     def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
         self._watched: list[ProcessId] = []
@@ -180,7 +183,7 @@ class Pidfds:
         self.stat_fds = tuple(one.stat for one in found)
 
     def close(self) -> None:
-        """Let go of all descriptors."""
+        """Close all descriptors."""
         for process in self._watched:
             watch.release(process)
         self._watched = []

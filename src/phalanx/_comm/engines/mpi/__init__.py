@@ -1,11 +1,11 @@
-"""MPI carries the bytes through mpi4py, whatever MPI the job was started with.
+"""An engine over MPI through mpi4py, for any MPI that started the job.
 
-runtime   the MPI of this process: found, started once, ended in order
+runtime   the MPI of this process: found, started once, finalized
 polling   waiting for MPI with a deadline
-engine    messages between the ranks of a group; how a rank says that it leaves
+engine    messages between the ranks of a group; how a rank leaves
 
-Every call into MPI returns at once, and waiting is asking again: so each wait has a deadline, and Ctrl-C ends it.
-Calls come from several threads, which MPI must allow (MPI_THREAD_MULTIPLE).
+Every call into MPI returns at once, and waits poll: so each wait has a deadline, and Ctrl-C ends it. Calls come from
+several threads, which MPI must allow (MPI_THREAD_MULTIPLE).
 """
 
 from __future__ import annotations

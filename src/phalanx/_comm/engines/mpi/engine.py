@@ -1,4 +1,4 @@
-"""`MpiEngine` carries messages between the ranks of a group over MPI, and tells when a rank leaves."""
+"""`MpiEngine` sends messages between the ranks of a group over MPI, and detects a rank that leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx._comm.engines.engine import DATA
 from phalanx._comm.engines.mpi.polling import wait_until
 from phalanx._comm.engines.mpi.runtime import Runtime
 
-# A message may take so long when its sender or receiver has said that it leaves: it may be under way.
+# The time for a message to arrive after its sender or receiver has announced that it leaves: it may be in transit.
 _GRACE_S = 0.2
 _GOODBYE_S = 0.05
 _ANYBODY = -1
@@ -31,7 +31,7 @@ class TimedOut(RuntimeError):
 
 
 class PeerLeft(RuntimeError):
-    """`peer`, which is waited for, has left."""
+    """`peer`, for which this rank waits, has left."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(f"rank {peer} has left the group")
@@ -39,9 +39,9 @@ class PeerLeft(RuntimeError):
 
 
 class PendingOperation:
-    """It is an operation that MPI has begun, and the memory that it uses, which stays while MPI may touch it.
+    """A `PendingOperation` is an MPI operation with its memory, which stays alive while MPI may access it.
 
-    `start` returns MPI's request; or nothing, as long as there is no message to receive: then it is asked again.
+    `start` returns MPI's request; or None while there is no message to receive: then it is called again.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class PendingOperation:
         self.is_over = False
 
     def test(self) -> bool:
-        """Ask MPI whether the operation is over, and return that.
+        """Poll MPI, and return whether the operation is complete.
 
         Raises:
-            RuntimeError: MPI says that it failed, or this rank has left.
+            RuntimeError: MPI reports an error, or this rank has left.
         """
         with self._testing:
             if not self.is_over:
@@ -90,7 +90,7 @@ class PendingOperation:
         self._engine._forget(self)
 
     def give_up(self) -> bool:
-        """Try to take a receive back; return whether MPI has let go of the memory."""
+        """Try to cancel a receive; return whether MPI has released the memory."""
         with self._testing:
             if self._request is None:
                 self._error = EngineClosed("this rank has left the group")
@@ -103,10 +103,10 @@ class PendingOperation:
         return True
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait until the operation is over.
+        """Wait until the operation is complete.
 
         Raises:
-            TimedOut, EngineClosed, PeerLeft: it is not over.
+            TimedOut, EngineClosed, PeerLeft: it is not complete.
             RuntimeError: as `test`.
         """
 
@@ -124,7 +124,7 @@ class PendingOperation:
 
 
 class PeerWatch:
-    """It looks, during one wait, whether the rank that is waited for has left."""
+    """A `PeerWatch` checks, during one wait, whether the awaited rank has left."""
 
     def __init__(self, engine: MpiEngine, peer: int) -> None:
         self._engine = engine
@@ -145,18 +145,18 @@ class PeerWatch:
 
 
 class MpiEngine:
-    """It carries messages between the ranks of a group. All ranks build theirs together, and wait for each other.
+    """An `MpiEngine` sends messages between a group's ranks. All ranks build theirs together, and wait for each other.
 
     Sends and receives start at once; MPI moves their bytes while this process waits for any of them. A rank that leaves
-    tells all others.
+    notifies all others.
 
     Raises:
         TimedOut: some rank did not come within `timeout`.
-        RuntimeError: MPI cannot make a communicator (it has a few thousand).
+        RuntimeError: MPI cannot create a communicator (it has a few thousand).
     """
 
     name = "mpi"
-    is_interruptible = True  # it asks, again and again
+    is_interruptible = True  # waits poll
 
     def __init__(self, runtime: Runtime, world_ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
         mpi = runtime.mpi
@@ -167,7 +167,7 @@ class MpiEngine:
         self.departed: set[int] = set()
         self.is_closed = False
         self._underway: set[PendingOperation] = set()
-        self._unread: list[tuple[Any, bytearray]] = []  # what nobody has received when all had left
+        self._unread: list[tuple[Any, bytearray]] = []  # messages that no rank had received when all had left
         self._guard = threading.RLock()
         everybody = mpi.COMM_WORLD.Get_group()
         group = everybody.Incl(list(world_ranks))
@@ -175,20 +175,20 @@ class MpiEngine:
         self.comm.Set_errhandler(mpi.ERRORS_RETURN)
         group.Free()
         everybody.Free()
-        # An MPI's tags may have as few as 15 bits, often 20 or 29: half for messages, half for what collectives send.
+        # An MPI's tags may have as few as 15 bits, often 20 or 29: half for messages, half for collectives.
         self._half = 1 << ((int(self.comm.Get_attr(mpi.TAG_UB)) + 1).bit_length() - 2)
-        self._goodbye_tag = 2 * self._half - 1  # no collective's, whose last twelve bits are never all set
+        self._goodbye_tag = 2 * self._half - 1  # not a collective's tag, whose last twelve bits are never all set
         runtime.add_listener(self.listen)
 
     def _in_time(self, call: Callable[[], Any], timeout: timedelta) -> Any:
-        """Return what `call` returns, from another thread: MPI offers no way to ask for this and come back later."""
+        """Return the result of `call`, from another thread: MPI offers no non-blocking variant."""
         answers: list[Any] = []
         errors: list[Exception] = []
 
         def run() -> None:
             try:
                 answers.append(call())
-            except Exception as error:  # raised where it was asked for
+            except Exception as error:  # raised in the calling thread
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="phalanx-mpi-create", daemon=True)
@@ -219,10 +219,10 @@ class MpiEngine:
         return self._begin(lambda: self.comm.Irecv(data, src, self._tag(tag)), tensor, src, receives=True)
 
     def recv_any(self, tensor: Tensor, tag: int) -> PendingOperation:
-        """Start to receive from the first rank that sends; after the wait, `_source_rank()` says which it was.
+        """Start a receive from the first rank that sends; after the wait, `_source_rank()` returns the rank.
 
-        The message is looked for before it is received: MPICH 5.0.2 over UCX does not find one that came before a
-        receive from any rank, where there are hosts of several ranks.
+        The message is probed before it is received: MPICH 5.0.2 over UCX does not find a message that came before a
+        receive from any rank, on hosts with several ranks.
         """
         data, anybody = self._bytes(tensor), self.runtime.mpi.ANY_SOURCE
 
@@ -235,7 +235,7 @@ class MpiEngine:
     def _begin(
         self, start: Callable[[], Any], memory: Tensor | None, peer: int = _ANYBODY, *, receives: bool = False
     ) -> PendingOperation:
-        """Begin an operation on the memory of a tensor; `start` returns MPI's request for it."""
+        """Begin an operation on a tensor's memory; `start` returns MPI's request for it."""
         with self._guard:
             if self.is_closed:
                 raise EngineClosed("this rank has left the group")
@@ -244,7 +244,7 @@ class MpiEngine:
             return operation
 
     def _bytes(self, tensor: Tensor) -> list[Any]:
-        """Return a contiguous tensor's bytes, in place, as MPI takes them."""
+        """Return a contiguous tensor's bytes, in place, for MPI."""
         mpi = self.runtime.mpi
         return [mpi.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size()), mpi.BYTE]
 
@@ -255,12 +255,12 @@ class MpiEngine:
         self._underway.discard(operation)  # no lock: `close` holds it while it tests
 
     def check(self, peer: int) -> None:
-        """Do nothing: a thread that waits hears that a peer has left."""
+        """Do nothing: a waiting thread is notified when a peer has left."""
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def listen(self) -> bool:
-        """Receive what ranks send that leave, which is empty; return False once this rank has left."""
+        """Receive the empty messages of ranks that leave; return False once this rank has left."""
         with self._guard:
             if not self.is_closed:
                 self._receive_goodbyes()
@@ -277,10 +277,10 @@ class MpiEngine:
         return self._begin(lambda: self.comm.Isend([None, 0, mpi.BYTE], peer, self._goodbye_tag), None, peer)
 
     def deliver(self, deadline: Deadline) -> None:
-        """Do nothing: MPI delivers what was sent, also after this rank has left."""
+        """Do nothing: MPI delivers sent data even after this rank has left."""
 
     def close(self) -> None:
-        """Leave at once: say goodbye to all others, and wake the threads that wait here."""
+        """Leave at once: notify all other ranks, and wake the threads that wait here."""
         with self._guard:
             if self.is_closed:
                 return
@@ -299,12 +299,12 @@ class MpiEngine:
                 self.runtime.sweep()
 
     def free(self) -> None:
-        """Do nothing: MPI lets go of a communicator when all others have left it as well: see `close`."""
+        """Do nothing: MPI releases a communicator when all other ranks have left it as well: see `close`."""
 
     def _is_free(self) -> bool:
         """Free the communicator once all others have left and every message is received; return whether it is freed.
 
-        MPI gives its number to the next communicator, which would receive what is left: a late rank's last message.
+        MPI reuses its number for the next communicator, which would receive remaining messages of a late rank.
         """
         mpi, status = self.runtime.mpi, self.runtime.mpi.Status()
         with self._guard:
@@ -321,6 +321,6 @@ class MpiEngine:
 
 
 def _tag_of(world_ranks: Sequence[int]) -> int:
-    """Return a tag that keeps apart groups that different ranks make at the same time."""
+    """Return a tag that distinguishes groups that different ranks create at the same time."""
     digest = hashlib.blake2b(repr(list(world_ranks)).encode(), digest_size=2).digest()
-    return int.from_bytes(digest, "little") >> 1  # MPI promises tags up to 32767
+    return int.from_bytes(digest, "little") >> 1  # MPI guarantees tags up to 32767

@@ -1,4 +1,4 @@
-"""Wait for MPI with a deadline: ask at once, again and again, then with pauses."""
+"""Wait for MPI with a deadline: poll without pauses at first, then with pauses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PAUSE_S = 50e-6
 
 
 def wait_until(is_done: Callable[[], bool], look_around: Callable[[], None], timeout_s: float) -> bool:
-    """Return whether `is_done` came true within `timeout_s`. It is asked twice at least, so 0 takes what is there.
+    """Poll `is_done` until it is true, and return True, or False after `timeout_s`. It is called at least twice.
 
-    MPI moves bytes only while it is asked, so pauses stay short. `look_around` is called during long waits and may
-    raise to end them.
+    MPI moves bytes only during calls, so pauses stay short. `look_around` is called during long waits and may raise to
+    end them.
     """
     begin = time.monotonic()
     while not is_done():
@@ -24,7 +24,7 @@ def wait_until(is_done: Callable[[], bool], look_around: Callable[[], None], tim
         if waited < _SPIN_S:
             continue
         if waited < _YIELD_S:
-            time.sleep(0)  # lets another process of this core go first
+            time.sleep(0)  # lets another process of this core run first
             continue
         look_around()
         time.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""Find the MPI of this process through mpi4py, start it once, and end it in order when the process ends in order."""
+"""Find the MPI of this process through mpi4py, start it once, and finalize it when the process exits normally."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ _EXIT_SWEEP_S = 1.0
 
 @dataclass(frozen=True)
 class Launcher:
-    """It started this process. It has a name for messages, a number of ranks, and whether it speaks an MPI's
-    language.
+    """A `Launcher` started this process. It has a name for messages, a number of ranks, and whether it is MPI's.
 
-    `name` is "Open MPI" or "MPICH" (and those that descend from it) for an `mpiexec`; others are no MPI's launcher.
+    `name` is "Open MPI" or "MPICH" (and those derived from it) for an `mpiexec`; other launchers are not MPI's.
     """
 
     name: str
@@ -38,7 +37,7 @@ class Launcher:
 
 @dataclass
 class Runtime:
-    """It is MPI, started. `mpi` is the module `mpi4py.MPI`; `rank` and `size` are those of MPI_COMM_WORLD."""
+    """A `Runtime` is MPI, started. `mpi` is the module `mpi4py.MPI`; `rank` and `size` are those of MPI_COMM_WORLD."""
 
     mpi: Any
     rank: int
@@ -46,30 +45,30 @@ class Runtime:
     vendor: str
     pid: int
     failed: bool = False
-    # Operations that will never end, with their memory: MPI may still write there.
+    # Operations that will never complete, with their memory: MPI may still write to it.
     abandoned: list[Any] = field(default_factory=list)
-    # These remain to be done for groups that this process has left; each says whether it is done.
+    # Remaining work for groups that this process has left; each function returns whether it is done.
     pending_frees: list[Callable[[], bool]] = field(default_factory=list)
     _listeners: list[Callable[[], bool]] = field(default_factory=list)
     _guard: Any = field(default_factory=threading.Lock)
 
     def sweep(self) -> bool:
-        """Do what can be done for groups that this process has left; return whether nothing remains."""
+        """Try the remaining work for groups that this process has left; return whether nothing remains."""
         self.pending_frees[:] = [pending_free for pending_free in self.pending_frees if not pending_free()]
         return not self.pending_frees
 
     @property
     def is_over(self) -> bool:
-        """Return whether MPI was finalized, or this process is a fork of the one that started it: no call is
+        """Return whether MPI was finalized, or this process is a fork of the one that started it: then no call is
         allowed.
         """
         return self.pid != os.getpid() or bool(self.mpi.Is_finalized())
 
     def add_listener(self, listen: Callable[[], bool]) -> None:
-        """Call `listen` many times a second, from a thread of its own, as long as it returns True.
+        """Call `listen` many times a second, from a background thread, as long as it returns True.
 
-        MPI moves bytes only while it is called. A rank that computes, or waits in memory, has perhaps sent something
-        that is still on its way.
+        MPI moves bytes only during calls. A rank that computes, or waits in memory, may have sent messages that are
+        still in transit.
         """
         with self._guard:
             self._listeners.append(listen)
@@ -81,7 +80,7 @@ class Runtime:
             time.sleep(_PAUSE_S)
             for listen in list(self._listeners):
                 goes_on = False
-                with contextlib.suppress(RuntimeError):  # MPI failed: whoever waits there will say so
+                with contextlib.suppress(RuntimeError):  # MPI failed: the waiting threads report it
                     goes_on = not self.is_over and listen()
                 if not goes_on:
                     with self._guard:
@@ -110,13 +109,13 @@ _starting = threading.Lock()
 
 
 def start(launcher: Launcher | None) -> Runtime:
-    """Return the MPI of this process, started unless it was; `launcher` is what the environment says.
+    """Start the MPI of this process, unless it is started, and return it; `launcher` is from the environment.
 
-    It waits for all processes of the job, as MPI_Init does. At the end of the process MPI is finalized, which waits for
-    all as well; after an uncaught exception, or with operations that never ended, the job is ended instead (MPI_Abort).
+    This waits for all processes of the job, as MPI_Init does. At the end of the process MPI is finalized, which also
+    waits for all; after an uncaught exception, or with incomplete operations, the job is aborted instead (MPI_Abort).
 
     Raises:
-        PhalanxError: mpi4py or MPI is not there; the launcher is another MPI's or none; this MPI serves one thread.
+        PhalanxError: mpi4py or MPI is missing; the launcher is another MPI's or none; this MPI supports one thread.
     """
     global _runtime
     with _starting:
@@ -130,9 +129,9 @@ def start(launcher: Launcher | None) -> Runtime:
 
 
 def why_not(launcher: Launcher | None) -> str:
-    """Return why MPI cannot be started in this process, as far as that can be said without starting it; or "".
+    """Return why MPI cannot be started in this process, as far as is known without starting it; or "".
 
-    Ranks tell each other before any of them starts MPI: one that cannot would let all others wait in there.
+    Ranks exchange this before any of them starts MPI: a rank that could not would make all others wait.
     """
     if _runtime is not None:
         return ""
@@ -146,7 +145,7 @@ def why_not(launcher: Launcher | None) -> str:
         return ""
     vendor = _vendor(mpi)
     if launcher.is_mpi and (launcher.name == "Open MPI") != (vendor == "Open MPI"):
-        # An MPI below another one's launcher starts alone, or ends the process.
+        # An MPI under another MPI's launcher starts alone, or ends the process.
         return (
             f"MPI: this process was started by the mpiexec of {launcher.name}, but mpi4py has loaded {vendor}.\n"
             f"Start it with the mpiexec of {vendor}, or name the library of {launcher.name} in MPI4PY_LIBMPI."
@@ -157,7 +156,7 @@ def why_not(launcher: Launcher | None) -> str:
 
 
 def _load() -> Any:
-    """Return the module mpi4py.MPI; if it was not there before, without its habit of starting MPI on import."""
+    """Return the module mpi4py.MPI; on first import, without its default of starting MPI."""
     if "mpi4py.MPI" in sys.modules:
         return sys.modules["mpi4py.MPI"]
     try:
@@ -200,7 +199,7 @@ def _start(mpi: Any) -> Runtime:
 
 
 def _unlike(launcher: Launcher, vendor: str, size: int) -> str:
-    """Return the message for a launcher and an MPI that count ranks differently."""
+    """Return the error of a launcher and an MPI with different numbers of ranks."""
     if launcher.is_mpi:
         return (
             f"MPI: mpiexec ({launcher.name}) started {launcher.world_size} processes, but {vendor} sees {size}.\n"
@@ -224,16 +223,16 @@ def _remember_failure(runtime: Runtime) -> None:
 
 
 def _finish(runtime: Runtime, ours: bool) -> None:
-    """Finish at the end of the process, after all groups were left."""
+    """Finalize MPI at the end of the process, after all groups were left."""
     if runtime.is_over:
         return
     if runtime.failed or runtime.abandoned:
-        # MPI_Finalize would wait for ranks that wait for this one. A moment for the others to say what they saw.
+        # MPI_Finalize would wait for ranks that wait for this one. Give the others a moment to report their errors.
         wait_until(runtime.sweep, lambda: None, _EXIT_SWEEP_S)
         sys.stdout.flush()
         sys.stderr.flush()
         runtime.mpi.COMM_WORLD.Abort(1)
-    while not runtime.sweep():  # MPI_Finalize waits for all as well, but Ctrl-C does not end that
+    while not runtime.sweep():  # MPI_Finalize also waits for all, but Ctrl-C does not end that
         time.sleep(_PAUSE_S)
     if ours:
         runtime.mpi.Finalize()
