@@ -1,13 +1,13 @@
 """An `Attempt` is one attempt at a job on this host: it reports events to the deciders, and executes their actions.
 
-              ┌─ Supervision  what becomes of the ranks             decide, and know nothing
-              ├─ Elastic      what becomes of the job after a loss  of processes or clocks
+              ┌─ Supervision  decisions about the ranks            know nothing
+              ├─ Elastic      decisions after a loss               of processes or clocks
 Attempt ──────┤
               ├─ HostRanks    the processes of this host's ranks
               ├─ RankNumbers  which ranks they are, where they meet
               ├─ HostLink     the other hosts: none, those that this one leads, or the first
-              ├─ Requests     who comes over the agent's socket
-              └─ SilentRanks  who keeps the others waiting
+              ├─ Requests     requests at the agent's socket
+              └─ SilentRanks  ranks that keep the others waiting
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Attempt:
     """An `Attempt` forks this host's ranks and follows them to their end."""
 
     def __init__(self, plan: JobPlan, host: HostResources, restart_count: int, link: HostLink | None = None) -> None:
-        """Make an attempt. `link` leads to the job's other hosts; None stands for a job on one host."""
+        """Create an attempt. `link` leads to the job's other hosts; None means a job on one host."""
         self.plan = plan
         self.host = host
         self.restart_count = restart_count
@@ -258,10 +258,10 @@ class Attempt:
             if progress is not None and progress.state is not None:
                 self.elastic.on_step(progress.state.steps)
         actions = self.elastic.on_exit(exit, time.monotonic()) if self.state.phase == "running" else None
-        if self.state.phase == "settling":  # another rank has told of its end first
+        if self.state.phase == "settling":  # another rank has reported its end first
             self.elastic.note_early_loss(exit)
         if actions is None:
-            if self.elastic.has_trained:  # the others do work of their own now, saving perhaps, and may take their time
+            if self.elastic.has_trained:  # the others work alone now, perhaps saving, and may take their time
                 self.state.settle_s = self.state.grace_s
             self.do(self.state.on_exit(exit))
             return
@@ -294,7 +294,7 @@ class Attempt:
         if number == signal.SIGCHLD:  # the zygote's end shows on its socket
             self.ranks.on_child_signal()
             return
-        if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop with us, and go on with us
+        if number == signal.SIGTSTP:  # Ctrl-Z: the ranks stop and continue with us
             if self.place.num_nodes > 1:  # the other hosts would hear nothing of this one, and count it as lost
                 self.host.display.say(
                     "phalanx run: SIGTSTP (Ctrl-Z): a job on several hosts cannot be suspended; it goes on"
@@ -311,7 +311,7 @@ class Attempt:
                 return  # a scheduler signals all hosts itself
             self.ranks.abandon_rest()
             if self.state.phase == "running":
-                self.do_elastic([self.elastic.give_up()])  # what was lost is not replaced any more
+                self.do_elastic([self.elastic.give_up()])  # lost ranks are not replaced any more
             if self.state.phase == "killing":  # the third signal ends all patience
                 self.ranks.give_up_zygote()
                 return
@@ -494,8 +494,8 @@ class Pages:
         self._fds.clear()
 
 
-MAX_OBSERVED = 64  # the agent keeps the memory of at most so many groups alive
-_MAX_ENDED = 64  # it keeps the logs of so many groups whose memory was closed
+MAX_OBSERVED = 64  # the most groups whose memory the agent keeps alive
+_MAX_ENDED = 64  # the most logs of groups with closed memory
 
 
 class Flights:
@@ -506,9 +506,9 @@ class Flights:
         self._ended: deque[GroupLog] = deque(maxlen=_MAX_ENDED)
 
     def add(self, message: Mapping[str, Any], fds: Sequence[int], lost: Collection[int] = ()) -> None:
-        """Add a group that a rank shows; the descriptors become ours. A group that cannot be read is not kept.
+        """Add a group that a rank shares, and own its descriptors. An unreadable group is dropped.
 
-        `lost` are processes that have ended while others have gone on: the groups of those are over.
+        `lost` are processes that have ended while others continue: their groups have ended.
         """
         kept = -1
         try:

@@ -12,8 +12,8 @@
     any of them a rank finishes its training ───────▶ FINISHED: an ordinary job from now on
                 nobody holds the state, or replacements would not help ──▶ GIVEN_UP: an ordinary failure
 
-A rank is known by its slot, the number that it was started with (`agent.generation`); a replacement has the
-slot of the one that it replaces, and a process number of its own.
+A rank is identified by its slot, the number with which it was started (`agent.generation`); a replacement has the slot
+of the rank that it replaces, and another process number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from phalanx._job.agent.elastic_rank import ElasticRank
 from phalanx._job.agent.failure import ExceptionReport, Exit, RankFailure, summarise
 from phalanx._job.agent.generation import Limits, SlotPlan, plan_generation
 
-BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: whoever scheduled the job may start it again
+BELOW_MINIMUM_EXIT_CODE = 75  # EX_TEMPFAIL: the job's scheduler may start it again
 ALL_LEFT = "all ranks have left their group"
 _HAS_ENDED = "another rank has ended its training"
 
@@ -77,7 +77,7 @@ TRANSITIONS: Mapping[ElasticPhase, Set[ElasticPhase]] = {
 
 
 class Elastic:
-    """`Elastic` makes the decisions for an elastic job. Every method takes an event and returns what to do now."""
+    """`Elastic` makes the decisions for an elastic job. Every method takes an event and returns actions."""
 
     def __init__(self, slot_plan: SlotPlan, max_replacements: int | None = None, limits: Limits | None = None) -> None:
         self.slot_plan = slot_plan
@@ -87,15 +87,15 @@ class Elastic:
         self.generation = plan_generation(0, slot_plan)
         self.losses: list[LostRank] = []
         self.num_replaced = 0
-        self.has_trained = False  # a rank has returned from training, and has said so
+        self.has_trained = False  # a rank has returned from training, and has reported it
         self.finished = False  # a rank has finished its training, or has ended in order
         self._over: ElasticPhase | None = None  # ENDING or GIVEN_UP, once that was decided
         self._outrun = False  # the ranks finished in the generation before the newest, which will never form
         self.is_script_elastic = False  # its source says so; a rank reports it later
         self.began_at = 0.0
-        self._has_joined = False  # a rank has come to its first `elastic.run`
-        self._killed_early_at: float | None = None  # when a rank was killed before all had come to the first one
-        self._ending: dict[str, Any] = {}  # the message that told the ranks to save and end
+        self._has_joined = False  # a rank has reached its first `elastic.run`
+        self._killed_early_at: float | None = None  # when a rank was killed before all had reached the first
+        self._ending: dict[str, Any] = {}  # the message that asked the ranks to save and end
         self.next_due: float | None = None
         self._exits: list[tuple[Exit, ExceptionReport | None]] = []  # the losses that are not decided yet
         self._newest: list[LostRank] = []  # the same losses, in words for people
@@ -410,7 +410,7 @@ class Elastic:
         if not any(member.holds_state for member in self.members.values()):
             why = "no rank that is left holds the state of the training"
             said = Say(f"phalanx run: the job ends: {why}. Start again from a checkpoint.")
-            return [*([said] if self.losses else []), *self._fail(why)]  # without losses before, ranks say why
+            return [*([said] if self.losses else []), *self._fail(why)]  # without earlier losses, the ranks report why
         if why := self._repetition.find_hopeless(self._exits, self.rank_of):
             return [Say(f"phalanx run: {why}"), *self._fail(why)]
         living = frozenset(self.members) | self._forking
@@ -548,7 +548,7 @@ class Repetition:
         self.best_step = -1
         self._losses = 0
         self._disagreements = 0
-        self._disagreement = ""  # the last disagreement, in the words of a rank
+        self._disagreement = ""  # the last disagreement, as reported by a rank
         self._raised: dict[tuple[tuple[str, ...], str, int], int] = {}  # by exception and step: how often it was raised
 
     def on_step(self, step: int) -> None:

@@ -1,11 +1,11 @@
-"""Hold the connections of an elastic job's ranks to their agent: they carry messages, and decide nothing.
+"""Hold the connections of an elastic job's ranks to their agent, which carry messages, and decide nothing.
 
     rank ──{"kind": "elastic", …}──▶ agent             the first message, which opens the connection
     rank ◀──welcome, a descriptor── agent              `phalanx.elastic.channel.outlive_zygote`
     rank ──lost, regrouped, progress, …──▶ agent
     rank ◀──generation, joining, end── agent
 
-The agent never waits: what a rank does not take yet is queued.
+The agent never waits: messages to a slow rank are queued.
 """
 
 from __future__ import annotations

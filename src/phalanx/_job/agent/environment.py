@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from phalanx._comm.rendezvous.launchers import describe_rank, find_launch
 
-# The job's key as a variable is for the agent: whoever gets the environment of a rank, or its dump, needs none.
+# Only the agent needs the job's key as a variable: readers of a rank's environment, or of its dump, must not get it.
 KEY_VARIABLE = "PHALANX_KEY"
 
 # What a launcher sets for a rank, whatever the user set. An outer launcher's values must never reach our ranks.
@@ -72,7 +72,7 @@ class JobEnvironment:
     columns: int | None = None
     terminal: bool = False
     rank_variables: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)  # what the ranks inherit
+    environment: Mapping[str, str] = field(default_factory=dict)  # inherited by the ranks
     generation: int = 0  # the generation of an elastic job
     run: str = ""
 
@@ -126,12 +126,12 @@ def plan_environment(
     first_env: Mapping[str, str] | None = None,
     first_passed: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the environment that the ranks of a host inherit. The first of these that has a variable decides:
+    """Return the environment that the ranks of a host inherit. The first of these with a variable decides:
 
     1. `env`: what --env names on this host, with a value, or with None for the value in `own`
     2. `first_env`: what --env names on the first host
     3. `own`: the environment of this command
-    4. `first_passed`: what the first host passes on unasked
+    4. `first_passed`: the variables that the first host passes on by default
 
     `plan_rank_environment` adds the launcher's variables.
     """
@@ -165,7 +165,7 @@ def plan_zygote_environment(environment: Mapping[str, str], threads: int) -> dic
 def find_disagreements(environ: Mapping[str, str], world_size: int, *, standalone: bool = False) -> list[str]:
     """Return why a job of `world_size` ranks must not be started from this environment; empty if it may be.
 
-    `standalone`: the user says that it is a job of its own, however often this command was started.
+    `standalone`: the user declares it a separate job, however often this command was started.
     """
     problems = []
     ranks = [f"{name}={environ[name]}" for name in ("RANK", "LOCAL_RANK") if environ.get(name)]

@@ -19,7 +19,7 @@ from phalanx._job.agent.failure import ExceptionReport
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _ATTEMPT = "attempt_"
-_MAX_BYTES = 1 << 24  # at most so much of a file is read: a script may write there what it likes
+_MAX_BYTES = 1 << 24  # the most bytes read of a file, to which a script may write anything
 
 
 class ErrorFiles:

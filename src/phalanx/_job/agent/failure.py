@@ -15,8 +15,8 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._job.inspect.stacks.dump import without_launcher
 from phalanx._job.output.held_tracebacks import without_numbers
 
-# How much later than its cause a silent death (a signal, os._exit) may be seen: the kernel closes the dying rank's
-# sockets first, so peers can raise because of it before its parent hears of it.
+# How much later than its cause a silent death (a signal, os._exit) may be detected: the kernel closes the dying rank's
+# sockets first, so peers can raise because of it before its parent is notified.
 
 _MAX_REPORT_BYTES = 100_000  # a report is one datagram; the default socket buffer takes about 200 kB
 _OUTSIDE_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)

@@ -22,7 +22,7 @@ from phalanx._job.agent.error_files import is_attempt, remove_empty
 _PREFIX = "phalanx-"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _RANDOM_DIGITS = 5
-_MARK = ".phalanx-job"  # stands in each, so that nothing else is ever removed, whatever its name
+_MARK = ".phalanx-job"  # in each folder, so that nothing else is ever removed, whatever its name
 _MAX_TRIES = 100
 
 
@@ -66,7 +66,7 @@ def remove(path: str) -> None:
     """Remove a job's folder with all in it but the errors that ranks have left, if it is one; never raises."""
     mark = os.path.join(path, _MARK)
     if not path or not os.path.lexists(mark):
-        return  # there was none, or somebody was faster
+        return  # it did not exist, or another process was faster
     with contextlib.suppress(OSError):
         os.unlink(mark)
     remove_empty(path)
@@ -127,7 +127,7 @@ def _remove_if_dead(path: str) -> None:
         status = os.lstat(path)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             return
-        os.lstat(os.path.join(path, _MARK))  # raises where it is somebody's own folder
+        os.lstat(os.path.join(path, _MARK))  # raises for a folder of a user's own
         fd = _lock(path)  # raises while its job lives
         try:
             remove(path)

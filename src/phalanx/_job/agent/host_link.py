@@ -2,7 +2,7 @@
 
 HostLink       there are none                              here
 LeaderLink     this is the first host, which decides       `phalanx._job.hosts.leader`
-FollowerLink   this is another one, and does as told       `phalanx._job.hosts.follower`
+FollowerLink   another host, which follows orders          `phalanx._job.hosts.follower`
 """
 
 from __future__ import annotations

@@ -63,7 +63,10 @@ class HostRanks:
         numbers: RankNumbers,
         listener: ProcessListener,
     ) -> None:
-        """Make them. `state` and `elastic` say whom to fork and whose loss the job survives; `numbers` names ranks."""
+        """Create them.
+
+        `state` and `elastic` decide on forks and on losses that the job survives; `numbers` names ranks.
+        """
         self._plan = plan
         self._host = host
         self._place = place
@@ -78,7 +81,7 @@ class HostRanks:
         self._next = 0  # how many were forked
         self._looks_for_ends = False
         self._stillborn = 0  # how many zygotes in a row died before a rank was asked of them
-        self._zygote_is_new = False  # the current zygote has replaced another one, and has forked nobody yet
+        self._zygote_is_new = False  # the current zygote has replaced another one, and has not forked yet
         self._sweep_due: float | None = None
         self.is_swept = False
         self.has_started = False
@@ -121,7 +124,7 @@ class HostRanks:
 
     def abandon_rest(self) -> None:
         """Stop forking: ranks that were not forked are abandoned."""
-        if self._zygote_is_new and self._elastic.awaited:  # nobody waits for its import any more
+        if self._zygote_is_new and self._elastic.awaited:  # its import is no longer needed
             for rank in self._elastic.awaited:
                 self._state.on_retired(rank)
             self._host.zygote.kill()
@@ -198,7 +201,7 @@ class HostRanks:
                 self._early.append(report)
 
     def _take_report(self, report: ExceptionReport) -> None:
-        # the script may have passed the descriptor on, to a child or as a file of its own: only ranks are heard
+        # the script may have passed the descriptor on, to a child or as a file of its own: only ranks count
         if self.processes.pids.get(report.rank) == report.pid:
             self._reported.add(report.pid)
             path = self._host.errors.find(report.rank - self._place.first_rank)
@@ -257,7 +260,7 @@ class HostRanks:
         """Start another zygote after one has ended, if the ranks outlive it; else end the job."""
         zygote, adopted = self._host.zygote, self._host.adopted
         ranks = {pid: rank for rank, pid in self.processes.pids.items() if self._state.is_running(rank)}
-        # A rank that is lost was started: what becomes of it may not be decided yet.
+        # A lost rank was started, but the decision about it may be pending.
         expected = {*self._state.started, *self._elastic.awaited}
         unstarted = any(rank not in expected and self._state.is_running(rank) for rank in self._place.ranks)
         outlive = any(member.outlives for member in self._elastic.members.values())
@@ -289,7 +292,7 @@ class HostRanks:
         else:
             then = "its spare takes its place" if self._host.zygote.was_spare else "another one is started"
             self._host.display.say(f"{said}; {then}")
-            for rank in self._elastic.awaited:  # ranks that the old zygote was told to fork, and has not announced
+            for rank in self._elastic.awaited:  # ranks that the old zygote was asked to fork, and has not reported
                 self.fork(rank)
                 self._host.zygote.let_go_of_lost(rank)
             self._host.zygote.keep_spare()
@@ -349,7 +352,7 @@ class RankProcesses:
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
         self.stacks: dict[int, int] = {}  # descriptors of files
-        self.lost_ns: dict[int, int] = {}  # by process: when it ended, if it was lost and the job has gone on
+        self.lost_ns: dict[int, int] = {}  # by process: when a process ended whose loss the job survived
         self._dumps: dict[int, int] = {}
 
     def fork(

@@ -33,7 +33,7 @@ class HostResources:
     adopted: AdoptedRanks = field(default_factory=AdoptedRanks)
     errors: ErrorFiles = field(default_factory=ErrorFiles)
     arrived: dict[int, float] = field(default_factory=dict)  # signals that do not count yet, and when they will
-    received: set[int] = field(default_factory=set)  # all signals that have come to this process
+    received: set[int] = field(default_factory=set)  # all signals received by this process
 
     def watch_signals(self, on_signal: Callable[[int], object]) -> Source:
         """Return the loop's source for signals.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from phalanx._job.agent.metrics import Metrics
 
 
-LOST_OUTPUT_EXIT_CODE = 120  # Python's own, when it cannot write what was printed
+LOST_OUTPUT_EXIT_CODE = 120  # Python's own, for output that it cannot write
 _OVERDUE_EXIT_CODE = 124  # the exit code that the command `timeout` has
 # an elastic job whose ranks have not all begun to train may be restarted so often; nothing is lost by it
 _MAX_EARLY_RESTARTS = 3
@@ -82,9 +82,9 @@ def run_to_end(plan: JobPlan, zygote: ZygoteProcess, signals: int) -> int:
 def opened_host(
     plan: JobPlan, zygote: ZygoteProcess, signals: int, viewer: Callable[[Display], Viewer] = lambda display: display
 ) -> Iterator[HostResources]:
-    """Open all that an attempt needs of this host. On exit no process of the job is left, and every line is written.
+    """Open this host's resources for attempts. On exit no process of the job is left, and every line is written.
 
-    `viewer` turns this command's own display into the one that gets the ranks' lines.
+    `viewer` turns this command's display into the viewer of the ranks' lines.
 
     Raises:
         LaunchError: the log directory cannot be written.
@@ -133,8 +133,8 @@ def run_attempts(
 ) -> int:
     """Run attempts until the job has succeeded or may not be restarted, print how it ended, and return the exit code.
 
-    `begin` makes the attempt of a number. The first attempt is `led` if this host has led that to its end in the place
-    of another one, which began the job. If a report is asked for it is written, however the job ends.
+    `begin` creates an attempt by number. The first attempt is `led` if this host has led it to its end in place of the
+    host that began the job. A requested report is written, however the job ends.
 
     Raises:
         LaunchError: the report's folder cannot be written.
@@ -198,7 +198,7 @@ def _run_attempts(
         has_run = led is not None
         attempt = begin(restart_count) if led is None else led.attempt
         led = None
-        if folder is not None and not reports:  # not before: the job may go on elsewhere, with records in that folder
+        if folder is not None and not reports:  # not before: the job may continue elsewhere, recording in that folder
             try:
                 reports.append(_make_report(plan, folder))
             except LaunchError:
@@ -206,7 +206,7 @@ def _run_attempts(
                 raise
         if left is not None:
             attempt.elastic.max_replacements = left
-        if times:  # now it is known how many they are: fewer hosts may have come back
+        if times:  # their number is known now: fewer hosts may have returned
             host.display.say(f"phalanx run: starting all {attempt.place.world_size} ranks again ({times})")
         try:
             if not has_run:
@@ -258,7 +258,7 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
     state = attempt.state
     if state.interrupted is not None:
         if state.interrupted == signal.SIGPIPE:
-            # whoever closed our output wants to read no more, and why the job ends was printed
+            # the reader of our output has closed it, and the reason for the job's end was printed
             return 128 + signal.SIGPIPE
         text = describe_flight(flight.groups, flight.ended_ns, waited_s=_HANG_S)
         if text:
@@ -272,7 +272,7 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
         host.display.say(describe_overdue(state))
         return _OVERDUE_EXIT_CODE if state.failures or not state.finished else 0
     if attempt.elastic.phase is ElasticPhase.ENDING and all(end.status in (0, BELOW_MINIMUM_EXIT_CODE) for end in ends):
-        return BELOW_MINIMUM_EXIT_CODE  # why was said
+        return BELOW_MINIMUM_EXIT_CODE  # the reason was printed
     if not state.failures:
         if plan.verdict:
             Verdict(attempt.place.world_size).write(plan.verdict)
@@ -367,7 +367,7 @@ def _flush(host: HostResources) -> None:
 
 
 _MAX_LINES = 12
-_MAX_PLACES = 3  # the line on a job that the user has stopped names at most so many places
+_MAX_PLACES = 3  # the most places named in the line on a job that the user has stopped
 
 
 def describe_losses(losses: Sequence[LostRank]) -> str:

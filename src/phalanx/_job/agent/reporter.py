@@ -160,7 +160,7 @@ def _library_folders() -> tuple[str, ...]:
 
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(phalanx.__file__)}
-    torch = sys.modules.get("torch")  # it may lie elsewhere
+    torch = sys.modules.get("torch")  # it may be in another module
     if torch is not None and torch.__file__ is not None:
         folders.add(os.path.dirname(torch.__file__))
     return ("<frozen ", *(os.path.abspath(folder) + os.sep for folder in folders))

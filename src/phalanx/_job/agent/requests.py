@@ -16,9 +16,9 @@ from phalanx._job.inspect.stacks.job_snapshot import JobSnapshot, answer
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
 
-# requests that only ranks may make: they know the token
+# requests that only ranks may make, which have the token
 _OF_RANKS = ("group", PROGRESS_PAGE, "elastic", "store", REPORT)
-_MAX_KNOCKING = 256  # connections of so many ranks may come before the zygote announces them
+_MAX_KNOCKING = 256  # the most connections of ranks that the zygote has not reported yet
 
 
 class Requests:

@@ -62,7 +62,7 @@ def decide_hold_s(signum: int, *, came_here: bool) -> float:
 
 @dataclass
 class Supervision:
-    """`Supervision` decides about one attempt at the job. Every method takes an event and returns what to do now."""
+    """`Supervision` decides about one attempt at the job. Every method takes an event and returns actions."""
 
     world_size: int
     grace_s: float
@@ -71,8 +71,8 @@ class Supervision:
     reports: dict[int, ExceptionReport] = field(default_factory=dict)
     lost: dict[int, HostLoss] = field(default_factory=dict)  # the ranks whose host is lost
     started: set[int] = field(default_factory=set)
-    abandoned: set[int] = field(default_factory=set)  # the job was told to end before they were forked
-    retired: set[int] = field(default_factory=set)  # the ranks without which an elastic job goes on
+    abandoned: set[int] = field(default_factory=set)  # the job was asked to end before they were forked
+    retired: set[int] = field(default_factory=set)  # the ranks without which an elastic job continues
     sent: dict[int, float] = field(default_factory=dict)
     interrupted: int | None = None
     killed: tuple[int, ...] = ()  # the ranks that outlived the grace period

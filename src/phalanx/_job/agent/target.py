@@ -160,7 +160,7 @@ def _find_source_problem(path: str) -> str | None:
     with open(path, "rb") as file:
         source = file.read()
     hint = "" if path.endswith(".py") else " To run a program, use --no-python."
-    if b"\0" in source:  # Python says so in another way in each version
+    if b"\0" in source:  # Python reports it differently in each version
         return f"script {path!r}: not Python source: it contains null bytes.{hint}"
     try:
         with warnings.catch_warnings():
@@ -187,7 +187,7 @@ def _find_module_problem(name: str, python_path: str) -> str | None:
     """Return why a module cannot be found; only its top package is sought, since more would import it."""
     if name == "__main__" or not all(part.isidentifier() for part in name.split(".")):
         return f"module {name!r}: not a module's name. For a file leave out -m; a module has no .py and no slash."
-    if name.endswith(".py") and os.path.isfile(name):  # a module's name, too, if it lies in a package
+    if name.endswith(".py") and os.path.isfile(name):  # also a module's name, if it is in a package
         return f"module {name!r}: is a file. Leave out -m, or name the module: -m {name.removesuffix('.py')}"
     import importlib.machinery
 

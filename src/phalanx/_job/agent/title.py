@@ -28,7 +28,7 @@ def set_command(words: Sequence[str]) -> None:
     data = b"".join(os.fsencode(word) + b"\0" for word in words)
     if len(data) > room:
         data = data[: room - 1] + b"\0"
-    # Python has copied the words long ago, and the last byte stays 0: from there the kernel would read on
+    # Python has copied the words before, and the last byte stays 0: the kernel would read on from there
     ctypes.memmove(start, data.ljust(room, b"\0"), room)
     # a privileged process can cut off the rest, too; else zeros follow
     numbers = (_PR_SET_MM, _PR_SET_MM_ARG_END, start + len(data), 0, 0)

@@ -23,7 +23,7 @@ from phalanx._job.inspect.stacks.dump import without_launcher
 
 _LOOK_S = 15.0
 _QUICKEST_LOOK_S = 0.1
-_LOOKS_IN_TIME = 5  # a silent rank is killed only after so many looks at it
+_LOOKS_IN_TIME = 5  # a silent rank is killed only after so many checks
 _ANSWER_S = 0.5  # a rank writes its stack within a millisecond, unless it cannot
 _TELL_AFTER_S = (60.0, 600.0, 3600.0)
 _SLOW_AFTER_S = 60.0
@@ -43,7 +43,7 @@ class AccusedRank:
 
 
 class RankWatch:
-    """A `RankWatch` looks at the ranks of one attempt. `evict_after_s` is None if nobody is killed for being silent."""
+    """A `RankWatch` watches the ranks of one attempt. `evict_after_s` is None if silent ranks are not killed."""
 
     def __init__(self, evict_after_s: float | None, now: float) -> None:
         self._evict_after_s = evict_after_s
@@ -53,7 +53,7 @@ class RankWatch:
         self._next_look = now + self._period_s
         self._standing: dict[int, int] = {}  # by process: since when it is in such a state (ns)
         self._told: dict[int, int] = {}  # by process: how often it was reported in this silence
-        self._accused: dict[int, AccusedRank] = {}  # by rank: what it is accused of
+        self._accused: dict[int, AccusedRank] = {}  # by rank: the accusation
         self._lateness = LatenessCounter()
         self._slow_told = False
         self._slow_due = now + _SLOW_AFTER_S
@@ -91,7 +91,7 @@ class RankWatch:
             evict = (
                 self._evict_after_s is not None
                 and silent.silent_s >= self._evict_after_s
-                and states[silent.pid] != "t"  # somebody is debugging
+                and states[silent.pid] != "t"  # under a debugger
             )
             tell = times < len(_TELL_AFTER_S) and silent.silent_s >= _TELL_AFTER_S[times]
             if rank in self._accused or not (evict or tell) or (not evict and not silent.waiting):
@@ -160,9 +160,9 @@ def describe_slow(slow: Slow, rank: int) -> str:
     )
 
 
-# Find the rank for which the others wait: one that does not come, or one that always comes last.
+# Find the rank for which the others wait: one that does not enter an operation, or always enters last.
 #
-# The functions are pure: they read what was written.
+# The functions are pure: they read records.
 #
 #     rank 0   ─────┤ in all_reduce #7 ………………………… now
 #     rank 1   ─────┤ in all_reduce #7 ………………………… now
@@ -184,7 +184,7 @@ class Silent:
     pid: int
     silent_s: float
     waiting: tuple[int, ...]  # processes
-    operation: str  # empty if only the process's state tells
+    operation: str  # empty if only the process's state shows it
 
 
 def find_silent(
@@ -243,8 +243,8 @@ def _counter(record: Record) -> str:
 def _has_come(records: Sequence[Record], counted: str, seq: int, waiters: Sequence[Record]) -> bool:
     """Return whether the process with these records has entered an operation in which `waiters` are.
 
-    Rounds of gradients are counted by each reducer: of those of another, or of an earlier one (a wrapper makes another
-    after its first step), with such a number it had left the last one before the others came.
+    Each reducer counts its own gradient rounds. A record with this number may belong to another reducer, or to an
+    earlier one (a wrapper makes a new one after its first step), if it left its last round before the others entered.
     """
     came = (record for record in records if _counter(record) == counted and record.seq >= seq)
     if counted == "calls" or not waiters:

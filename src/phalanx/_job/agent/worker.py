@@ -1,8 +1,8 @@
 """Turn a fork of the zygote into a rank: the user's `python script.py`, `python -m module` or program.
 
 The script is the process's real `__main__`, run at the bottom of the stack; when it ends, the interpreter's own
-finalisation follows (threads joined, atexit run, output flushed) and its own exit code. We only listen: an exception
-that nobody caught is reported to the agent with its time before the interpreter prints it.
+finalisation follows (threads joined, atexit run, output flushed) and its own exit code. This module only observes: an
+uncaught exception is reported to the agent with its time before the interpreter prints it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from phalanx._job.agent.reporter import Reporter
 from phalanx._job.agent.target import BYTECODE_HEADER, JobTarget, Kind, find_form
 from phalanx._job.agent.title import set_command
 
-_OUR_FDS = 8  # we take so many numbers from the upper end of those that a rank's descriptors may have
+_OUR_FDS = 8  # we use this many numbers at the upper end of a rank's descriptor range
 _CALLS = tuple(
     os.path.join(os.path.dirname(phalanx.__file__), "_job", "launch", "calls", name)
     for name in ("__main__.py", "rank.py")
@@ -79,7 +79,7 @@ class Assignment:
 def run_worker(assignment: Assignment) -> None:
     """Become the assigned rank; end the process when its code has ended.
 
-    If the interpreter must end it, this returns, or raises what the user's code raised.
+    If the interpreter must finalize, this returns, or raises the exception of the user's code.
     """
     shared = frozenset(sys.modules)
     _become_own_process(assignment)
@@ -96,7 +96,7 @@ def run_worker(assignment: Assignment) -> None:
         )  # the handler is written in C, so that it also works in a hang
     _record_steps()
     code = _prepare_main(assignment, report)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # else whoever started us has chosen to ignore it
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # otherwise the parent has chosen to ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 0
     try:
@@ -121,7 +121,7 @@ def run_worker(assignment: Assignment) -> None:
             status = compute_exit_status(error.code)
             if error.code is not None and not isinstance(error.code, int):
                 print(error.code, file=sys.stderr)
-            error.__traceback__ = None  # the frames hold what is to be freed
+            error.__traceback__ = None  # the frames reference objects to free
             error.code = None
         else:
             _report_error(error, failed_at, report)
@@ -139,7 +139,7 @@ def _report_error(error: BaseException, failed_at: float, report: Reporter) -> N
     """Report an error to the agent, and print it as the interpreter does, but without our frames."""
     report.send(error, failed_at)
     sys.excepthook(type(error), error, error.__traceback__)
-    sys.excepthook = lambda *_: None  # the interpreter's end shall not print it again
+    sys.excepthook = lambda *_: None  # the interpreter's end must not print it again
 
 
 def compute_exit_status(code: object) -> int:
@@ -154,9 +154,8 @@ def compute_exit_status(code: object) -> int:
 def _move_up(fd: int) -> int:
     """Move `fd` to a high number, closed in programs that the rank starts; return the number.
 
-    A script that closes descriptors which it has not opened (`os.closerange(3, 64)`, as daemons do) misses it. If the
-    script closes it all the same, a file that it opens later gets a low number: what we write never goes into a file of
-    the user's.
+    A script that closes foreign descriptors (`os.closerange(3, 64)`, as daemons do) misses it. If the script closes it
+    anyway, files that it opens later get low numbers: we never write into a file of the user's.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     floor = (1024 if soft == resource.RLIM_INFINITY else min(soft, 1024)) - _OUR_FDS
@@ -365,7 +364,7 @@ def end_quickly(status: int, shared: Collection[str]) -> None:
                 stream.flush()
     except (OSError, ValueError):
         return
-    ctypes.CDLL(None).fflush(None)  # this flushes what C libraries have printed
+    ctypes.CDLL(None).fflush(None)  # this flushes the output of C libraries
     os._exit(status)
 
 

@@ -87,7 +87,7 @@ def main(
     """
     if (
         not sessions and not tells
-    ):  # while torch is being imported nobody watches the socket, and there is nothing to clean up
+    ):  # while torch is being imported nothing watches the socket, and there is nothing to clean up
         die_with_parent(agent)
     adopt_orphans()
     set_command([sys.executable, f"(phalanx run {agent}: the zygote, from which the ranks are forked)"])
@@ -132,7 +132,7 @@ def _import_torch() -> None:
 
         serve_launcher()
     except Exception:
-        pass  # a script without torch runs all the same; one with it fails in its own import, which says why
+        pass  # a script without torch runs anyway; one with torch fails in its own import, which reports the error
     finally:
         loading.join()  # nothing may be forked while a thread runs
 
@@ -180,7 +180,7 @@ class _Zygote:
         self._membership: dict[str, Any] = {}  # the agent's membership, in a job on several hosts
         self._caught = contextlib.ExitStack()  # while it is open, signals do not interrupt but are read
         self._received: dict[int, float] = {}  # by signal: when this process received it last
-        self._held: list[tuple[float, dict[str, Any]]] = []  # what is to be relayed, and when
+        self._held: list[tuple[float, dict[str, Any]]] = []  # messages to relay, with their times
         self._spare = 0  # the process of the spare
         self._is_spare = False  # whether this process is a spare whose zygote lives
 
@@ -190,11 +190,11 @@ class _Zygote:
         `tells`: messages that the agent sent before it was killed are read, too, because they have the first host's
         address.
         """
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the agent may have ignored it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the agent's parent may have ignored it
         signals = self._caught.enter_context(caught_signals([signal.SIGCHLD, *RELAYED_SIGNALS]))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED_SIGNALS)
         outlive_parent()
-        if not (self._is_spare or tells) and os.getppid() != self._agent:  # it died while nobody was looking
+        if not (self._is_spare or tells) and os.getppid() != self._agent:  # it died unobserved
             kill_sessions(self._sessions)
             os._exit(1)
         poll = select.poll()
@@ -299,7 +299,7 @@ class _Zygote:
         if self._spare == 0 and os.getpid() != self._pid:
             self._leave()
             adopt_orphans()  # no fork inherits this
-            os.setsid()  # a session of its own, by which its ranks are known
+            os.setsid()  # a session of its own, which identifies its ranks
             set_command([sys.executable, f"(phalanx run {self._agent}: the spare zygote)"])
             spare = _Zygote(Channel(socket.socket(fileno=control)), self._agent, ())
             spare._target, spare._membership, spare._is_spare = self._target, self._membership, True
@@ -336,7 +336,7 @@ class _Zygote:
         for fd in fds:
             os.close(fd)
         try:
-            os.setpgid(pid, pid)  # the rank does it too: whoever comes first, so that signals find the group
+            os.setpgid(pid, pid)  # the rank does it too; the first call counts, so that signals reach the group
         except OSError:
             pass  # it has ended, or runs another program already
         self._send_event({"event": "started", "rank": rank, "pid": pid})
@@ -350,7 +350,7 @@ class _Zygote:
     def _reap(self) -> None:
         # Told before it is reaped: if we are killed in between, the agent adopts it and finds the same once more.
         for pid, status in reap_children():
-            if pid in self._elastic and status != 0:  # what it leaves (DataLoader workers) must not stay with the job
+            if pid in self._elastic and status != 0:  # its children (DataLoader workers) must not stay with the job
                 signal_children([pid], signal.SIGKILL, group=True)
             self._report_exit(pid, status)
 
@@ -371,4 +371,4 @@ class _Zygote:
         try:
             self._control.send(event)
         except OSError:
-            pass  # the agent has gone; the next receive sees it
+            pass  # the agent has ended; the next receive detects it

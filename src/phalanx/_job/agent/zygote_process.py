@@ -16,7 +16,7 @@ from phalanx._job.agent.target import JobTarget
 from phalanx._job.agent.zygote_command import plan_zygote_code
 
 _MAX_ROOM = 1 << 14
-_MAX_SPARES = 20  # one zygote may have so many spares: whatever ends them will not stop
+_MAX_SPARES = 20  # the most spares of one zygote: what kills them may never stop
 
 
 class Spare:
@@ -81,7 +81,7 @@ class ZygoteProcess:
 
         `sessions` are those of earlier zygotes, whose ranks live. `spare`: use this spare, whose zygote has ended.
         """
-        self.has_forked = False  # whether it has forked, or was told to
+        self.has_forked = False  # whether it has forked, or was asked to
         self._environment, self._preload, self._warm, self._room = environment, preload, warm, room
         self._tells = tells
         self._told: list[dict[str, Any]] = []  # messages that a replacement of this zygote needs, too
@@ -101,8 +101,8 @@ class ZygoteProcess:
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         if not has_working_directory() and sys.version_info >= (3, 11):
-            # Python 3.13.0 asks for the folder of `-c` at a missing attribute, and dies where it has gone. Only a
-            # program runs there, and what becomes a program keeps none of the interpreter's flags.
+            # Python 3.13.0 resolves a missing attribute through the folder of `-c`, and dies if that was removed. Only
+            # a program runs there, and a process that becomes a program keeps none of the interpreter's flags.
             flags.append("-P")
         # A rank in a process group of its own would be stopped for reading the terminal. A file or a pipe it may read.
         stdin = subprocess.DEVNULL if os.isatty(0) else None
@@ -227,7 +227,7 @@ class ZygoteProcess:
         self.control.put({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
 
     def relay(self, signum: int, ranks: Sequence[int], *, group: bool, hold_s: float) -> None:
-        """Have the zygote send a signal that came to this process, unless every process of the job receives it.
+        """Relay a signal of this process through the zygote, unless every process of the job receives it.
 
         The zygote waits `hold_s` to see whether it receives the signal itself. It returns, in an event `relay`, the
         signal for those of `ranks` that are not its children.

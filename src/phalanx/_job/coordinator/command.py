@@ -25,9 +25,9 @@ def run_coordinator(
     """Serve at `bind` until Ctrl-C or SIGTERM.
 
     Raises:
-        AuthenticationError: there is no key, or not one that may be used.
+        AuthenticationError: there is no key, or it may not be used.
         CoordinationError: the address cannot be bound.
-        ValueError: it is none.
+        ValueError: `bind` is not an address.
     """
     Address.parse(bind)
     key = find_key(key_file) or ask_for_key()

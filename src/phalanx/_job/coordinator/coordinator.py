@@ -1,4 +1,4 @@
-"""The `Coordinator` has the state of a job, and answers requests, without sockets and without a clock.
+"""The `Coordinator` holds the state of a job, and answers requests, without sockets and without a clock.
 
 frame from a session ──► handle() ──► answers, for this session and for those who waited   ──► outgoing
                 time ──► tick()   ──► members that are lost, events for the others         ──► outgoing
@@ -38,8 +38,8 @@ from phalanx._job.coordinator.store_requests import StoreRequests
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES
 MAX_SESSIONS = 1 << 16
 MAX_ROUTE_BYTES = 64
-FORGOTTEN_AFTER_S = 600.0  # a session that is silent for so long, waits for nothing and is no member, is forgotten
-UNPARKED_AFTER_S = 60.0  # a client that waits says so every few seconds
+FORGOTTEN_AFTER_S = 600.0  # a session that is silent for this long, waits for nothing and is not a member, is forgotten
+UNPARKED_AFTER_S = 60.0  # a waiting client reports every few seconds
 SWEEP_EVERY_S = 5.0
 MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # so much may wait for a client that does not read its answers
 _PAGE_BYTES = 4 << 20
@@ -152,7 +152,7 @@ class Coordinator(StoreRequests):
                 answer = handler(session, message)
             except RefusedError as error:
                 answer = pack(AnswerStatus.WRONG_CALL, number, str(error).encode())
-            except (WireError, ValueError, IndexError, RecursionError):  # the fields are not those of this request
+            except (WireError, ValueError, IndexError, RecursionError):  # the fields do not match this request
                 self.num_malformed += 1
                 answer = pack(AnswerStatus.WRONG_CALL, number, f"malformed request ({what})".encode())
                 fine = False
@@ -218,7 +218,7 @@ class Coordinator(StoreRequests):
     def lose_disconnected(self, route: Route, silent_since: float) -> list[str]:
         """Declare the member behind a route lost, if there is one: its process closed the connection. Return log lines.
 
-        Where nothing was heard since that time, the connection has ended by silence, which is judged by itself.
+        If nothing was received since that time, the connection has ended by silence, which is judged separately.
         """
         session = self.sessions.get(route)
         if session is None or session.member is None or session.heard_at <= silent_since:
@@ -303,7 +303,7 @@ class Coordinator(StoreRequests):
         waiter = self._unpark(session, number)
         if waiter is not None and waiter.owner[1].what == Op.BARRIER:
             self.journal.add(EntryKind.UNPARK, session.route, number)
-        self.take_back(session, number)  # if the item has crossed the news that nobody waits for it any more
+        self.take_back(session, number)  # if the item crossed the notice that the client waits for it no longer
 
     def _join(self, session: ClientSession, message: WireMessage) -> Answer:
         facts, watches = message.fields
@@ -312,7 +312,7 @@ class Coordinator(StoreRequests):
         if not isinstance(json.loads(facts), dict):
             raise WireError("facts are not an object")
         watched = None if watches == b"all" else frozenset(map(unpack_number, filter(None, watches.split(b","))))
-        if session.member is not None:  # it has not heard the answer to an earlier request in time, and asks again
+        if session.member is not None:  # it has not received the answer to an earlier request in time, and asks again
             self._part_with(session, session.member, "it joins again")
         session.member = self.members.join(session, facts, watched, session.heard_at)
         session.gone = ""

@@ -1,10 +1,10 @@
-"""`Followers` sends a coordinator's journal to its standbys, and holds answers back until they have it.
+"""`Followers` sends a coordinator's journal to its standbys, and delays answers until they have it.
 
     requests ──► journal ──cut──► batch n ──► every standby ──FOLLOWED n──┐
         └──────► answers ──held with n────────────────────────────────────┴──► released, to the clients
 
-An answer leaves the coordinator when every standby that is required has all that the answer may tell of. The clients
-of the coordinator's own agent are not held up: they are lost with it.
+An answer leaves the coordinator when every required standby has all changes that the answer depends on. The clients of
+the coordinator's own agent do not wait: they are lost with it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Followers:
         self._batch = 0
         self._held: deque[tuple[int, ClientSession, list[Answer]]] = deque()
         self._held_since = 0.0
-        self._told: set[bytes] = set()  # the tickets of which `on_stalled` was told
+        self._told: set[bytes] = set()  # the tickets that `on_stalled` has received
 
     @property
     def is_active(self) -> bool:

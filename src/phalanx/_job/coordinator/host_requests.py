@@ -37,8 +37,8 @@ from phalanx._comm.control.wire import (
 OWN = b""  # the route of requests that are made for several ranks
 KEPT_S = 60.0
 _MAX_KEPT = 8  # values that never change
-_MAX_ANSWERED = 1024  # so many answered additions are remembered, for a rank that asks again
-_MAX_ITEMS_BYTES = 1 << 20  # so many bytes of items go in one message
+_MAX_ANSWERED = 1024  # number of answered additions kept for ranks that ask again
+_MAX_ITEMS_BYTES = 1 << 20  # the most bytes of items in one message
 _ITEM_BYTES = 64  # each item counts for at least so much, since a message has room for 65,535 fields
 _ONCE = WRITE_ONCE.encode()
 _SHARED = frozenset({Op.HELLO, Op.GET, Op.MULTI_GET, Op.WAIT, Op.CHECK, Op.COMPARE_SET, Op.ADD_ITEMS, Op.CANCEL})
@@ -60,7 +60,7 @@ class _Question:
     # whether it was sent at least once: then it may have been done, and a new caller needs another question
     is_sent: bool = False
     is_to_be_sent: bool = True
-    is_parked: bool = False  # the coordinator has said that it has the question, and that it waits there
+    is_parked: bool = False  # the coordinator has confirmed that the question waits there
     asked_at: float = 0.0
     num_asked: int = 0
     num_bytes: int = 0
@@ -91,10 +91,10 @@ class HostRequests:
         self._answered: OrderedDict[Caller, bytes] = OrderedDict()
         # by key: since when it is kept, and its value
         self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
-        # A connection that says nothing is a stranger's: ranks come only when they have imported torch.
+        # A silent connection counts as a stranger's: ranks connect only after importing torch.
         self._outgoing.append((OWN, pack(Op.HELLO, self._number, pack_number(VERSION))))
 
-    # These handle what comes from the ranks.
+    # These methods handle messages of the ranks.
 
     def take(self, route: bytes, frame: bytes) -> None:
         """Accept a frame from the process behind `route`."""
@@ -146,7 +146,7 @@ class HostRequests:
         question = self._current.get(words)
         if question is None:
             self._ask(caller, words, Op.GET, [key], asked=what)
-        else:  # it may be answered already: what it finds then never changes
+        else:  # it may be answered already: its result never changes
             question.callers[caller] = what, 0
             self._callers[caller] = question
 
@@ -222,7 +222,7 @@ class HostRequests:
         self._kept.clear()
         self._hello = []
 
-    # These handle what comes from the coordinator.
+    # These methods handle messages of the coordinator.
 
     def hear(self, frame: bytes, now: float) -> None:
         """Accept a frame from the coordinator.
@@ -284,7 +284,7 @@ class HostRequests:
     def _answer(self, caller: Caller, answer: bytes) -> None:
         self._answers.append((caller[0], answer))
 
-    # These return what is to be sent.
+    # These methods return messages to send.
 
     def take_answers(self) -> list[tuple[bytes, bytes]]:
         """Return the answers that are to be sent, with the process that each is for."""
@@ -296,7 +296,7 @@ class HostRequests:
         outgoing, self._outgoing = self._outgoing, []
         questions, self._to_ask = self._to_ask, []
         for question in questions:
-            if question.number in self._under_way:  # it may have been given up meanwhile
+            if question.number in self._under_way:  # it may be cancelled meanwhile
                 question.is_sent, question.is_to_be_sent = True, False
                 question.asked_at, question.num_asked = now, question.num_asked + 1
                 outgoing.append((OWN, pack(question.what, question.number, *question.fields)))

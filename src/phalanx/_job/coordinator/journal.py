@@ -24,29 +24,29 @@ class EntryKind(enum.IntEnum):
     BEGIN = 1  # the copy discards its state: epoch, job, limits; `number` is that of the next member
     KEYS = 2  # keys with their values
     QUEUE = 3  # the name of a queue, and items behind those that it has
-    GONE = 4  # why member `number` has gone
+    GONE = 4  # why member `number` has left
     MEMBER = 5  # member `number`: facts, whom it watches, the number of its last event
     EVENT = 6  # an event that member `number` has yet to take: its number, and the event
     REPORT = 7  # a report of member `number`: its kind and its body
     SESSION = 8  # a client, and why it is no member any more
-    ANSWERS = 9  # numbers of requests, with what was answered
+    ANSWERS = 9  # numbers of requests, with their answers
     POPPED = 10  # request `number` has taken an item: from which queue, and the item
     PARKED = 11  # request `number` waits at a barrier: its fields
     OPENED = 12  # a relay, which member `number` has opened
-    SUSPECTED = 13  # member `number` seems to be lost: why; its watchers have been told
+    SUSPECTED = 13  # member `number` seems to be lost: why; its watchers were notified
 
     # A change of it.
-    REQUEST = 20  # request `number` was granted: what it is, and its fields
+    REQUEST = 20  # request `number` was granted: its operation and fields
     UNPOP = 21  # the item that request `number` took is back in its queue
     UNPARK = 22  # request `number` does not wait at a barrier any more
     LOSE = 23  # member `number` is lost: why
     TAKEN = 24  # members, with the number up to which each has taken its events
     FORGET = 25  # a client is forgotten
-    SUSPECT = 26  # member `number` seems to be lost: why; its watchers are told
+    SUSPECT = 26  # member `number` seems to be lost: why; notify its watchers
 
 
 class JournalEntry(NamedTuple):
-    """An entry is one change. `route` is that of a client, if the entry is about one."""
+    """A `JournalEntry` is one change. `route` is that of a client, if the entry is about one."""
 
     kind: int
     route: Route | None

@@ -1,6 +1,6 @@
-"""A `KeyValueStore` has a job's keys and values, as c10d's Store promises, without a clock or a network.
+"""A `KeyValueStore` holds a job's keys and values like c10d's Store, without a clock or a network.
 
-A request that has to wait is kept by the caller as a `Waiter` and comes back when its keys are there.
+The caller keeps a waiting request as a `Waiter`, which is returned when its keys exist.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class KeyValueStore:
         return total
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> tuple[bytes, list[Waiter]]:
-        """Replace the value if it is `expected`; a key that is not there counts as empty. Return the value afterwards.
+        """Replace the value if it is `expected`; a missing key counts as empty. Return the value afterwards.
 
-        As in TCPStore: where the key is not there and something else was expected, the answer is what was expected.
+        As in TCPStore: if the key is missing and another value was expected, return the expected value.
         """
         old = self.get(key)
         if old is None and expected:
@@ -142,7 +142,7 @@ class KeyValueStore:
         return [key for key in self._values if key.startswith(prefix)]
 
     def push(self, queue: bytes, value: bytes) -> list[Waiter]:
-        """Append to a queue. If somebody waits for an item, one waiter becomes ready: call `pop` for it."""
+        """Append to a queue. If a client waits for an item, one waiter becomes ready: call `pop` for it."""
         self._room(queue, len(value), len(queue) + len(value) + _OVERHEAD_BYTES)
         self._queues.setdefault(queue, deque()).append(value)
         return self._came(queue) if queue in self._waiters else []

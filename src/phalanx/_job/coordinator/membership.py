@@ -36,7 +36,7 @@ class Member:
     _last: int = 0
     _sent: int = 0
     _taken: int = 0
-    _copied: int = 0  # the number of the last event that copies know as taken
+    _copied: int = 0  # the number of the last event that copies know to be acknowledged
     suspicion: str = ""  # why it seems to be lost, as long as others have yet to agree
     num_bytes: int = 0
 

@@ -26,7 +26,7 @@ from phalanx._job.coordinator.host_requests import HostRequests
 
 _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 _ROUND_FRAMES, _ROUND_BYTES = 256, 1 << 20  # so much is read before it is sent on
-_QUEUE_FRAMES = 256  # so many frames may wait for a rank that does not read
+_QUEUE_FRAMES = 256  # the most frames that wait for a rank that does not read
 _TICK_S = 0.25
 
 
@@ -54,7 +54,7 @@ class Relay:
             self._router.backlog = BACKLOG
             self._local = LocalSocket(self._router)
             undo.callback(self._local.close)
-            # The agent, which has this relay, is a member: its own heartbeats tell that the coordinator hangs.
+            # The agent, which owns this relay, is a member: its own heartbeats detect a hanging coordinator.
             self._dealer = open_dealer(self._context, key, heartbeat_s=0.0)
             self._monitor = self._dealer.get_monitor_socket(EVENTS)
             self._dealer.connect(endpoint)
@@ -62,7 +62,7 @@ class Relay:
             undo.pop_all()
         self.path = self._local.path
         self._epoch = b""
-        # the epoch that the ranks are told: they do not notice that another coordinator has taken over
+        # the epoch shown to the ranks: they do not notice that another coordinator has taken over
         self._shown_epoch = b""
         self._redirected: tuple[str, bytes] | None = None  # where the coordinator is now, and its epoch
         self._former_epochs: set[bytes] = set()

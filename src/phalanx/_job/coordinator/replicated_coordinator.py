@@ -91,7 +91,7 @@ class ReplicatedCoordinator(Coordinator):
             told = pack(AnswerStatus.DATAGRAM, 0, pack_number(session.member.id), body)
             self._datagrams.append((receiver.owner, [told]))
 
-    # The whole state, and what changes it.
+    # The complete state, and its changes.
 
     def snapshot(self) -> list[JournalEntry]:
         """Return the whole state. A copy that replays it, and then the journal, becomes equal to this coordinator."""
@@ -116,9 +116,9 @@ class ReplicatedCoordinator(Coordinator):
             raise WireError(f"an entry of kind {kind}: {error!r}") from None
 
     def take_over(self, now: float) -> None:
-        """Become the coordinator: clients that speak to it from now on find everything that was granted to them.
+        """Become the coordinator: clients that call it from now on find all results granted to them.
 
-        It has heard none of them until now, so no client counts as silent for that.
+        It has received no message of theirs until now, so no client counts as silent.
         """
         self.is_copy = False
         self.outgoing.clear()
@@ -126,7 +126,7 @@ class ReplicatedCoordinator(Coordinator):
             session.heard_at = now
         for member in self.members:
             member.heard_at = now
-            self.members.restore_suspicion(member, "")  # it is for this coordinator to say
+            self.members.restore_suspicion(member, "")  # this coordinator decides that
             member.rewind(0)
         self.members.take_told()
 

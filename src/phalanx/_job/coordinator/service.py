@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from phalanx._comm.control.member_connection import MemberConnection
 
 
-_QUEUE_FRAMES = 32  # so many frames may wait in either direction for one client
-_ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent and others are heard: until the first of them
-_SENDING_S = 0.02  # answers to relays are sent before others are heard
+_QUEUE_FRAMES = 32  # the most frames that wait in either direction for one client
+_ROUND_FRAMES, _ROUND_S = 256, 0.02  # read before answers are sent: up to the first of these limits
+_SENDING_S = 0.02  # answers to relays are sent for this long before other clients are served
 _TICK_S = 0.25
-# These are plain numbers: pyzmq's enumerations take longer than what is done with them.
+# Plain numbers: pyzmq's enumerations take longer than the operations with them.
 _NOBLOCK, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.RCVMORE)
-# Each round costs more than what is done in it. So of many members heartbeats gather if no request has come for
-# _QUIET_S, and of very many their requests do, too.
+# Each round costs more than its work. So with many members heartbeats are collected while no request has come for
+# _QUIET_S, and with very many members requests are collected, too.
 _MANY_MEMBERS, _BEATS_S, _QUIET_S = 32, 0.02, 0.1
 _VERY_MANY_MEMBERS, _REQUESTS_S = 256, 0.01
 _HEARTBEAT = bytes((Op.HEARTBEAT,))
 _MAX_RELAYED = 1024  # frames in one message to a relay
-_UNBROKEN_S = 3.5  # a connection over which something came so shortly before its end was not given up for its silence
+_UNBROKEN_S = 3.5  # a connection that received something so shortly before its end was not closed for silence
 _MAX_YOUNG = 2048  # connections that have not sent a message yet: a thousand hosts connect twice each
 
 
@@ -208,17 +208,17 @@ class Service:
         router.linger = 0
         protect(router)
         router.rcvhwm = router.sndhwm = _QUEUE_FRAMES
-        router.router_mandatory = True  # we want to know whether an answer can be delivered
+        router.router_mandatory = True  # report whether an answer can be delivered
         router.router_handover = True  # a client that comes again takes its own place
         router.backlog = BACKLOG
-        # ZeroMQ's heartbeats would end this process (an assertion of libzmq 4.3.5): one is due where a client has gone
-        # whose messages wait to be read. The kernel closes the connection of a host that was switched off.
+        # ZeroMQ's heartbeats would end this process (an assertion of libzmq 4.3.5), if one is due for a closed client
+        # whose messages are still unread. The kernel closes the connection of a host that was switched off.
         router.tcp_keepalive, router.tcp_keepalive_idle = 1, 10
         router.tcp_keepalive_intvl, router.tcp_keepalive_cnt = 5, 3
         return router
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(Exception):  # whoever listens must not end the job by that
+        with contextlib.suppress(Exception):  # an error of the listener must not end the job
             self._listener_to_lines(line)
 
     # The thread.
@@ -258,7 +258,7 @@ class Service:
             if self._guard is not None:
                 self._guard.make_room(now)
             if now - ticked_at >= _TICK_S:
-                if now - ticked_at > 4 * _TICK_S:  # we were stopped, or the machine was asleep: nobody else's fault
+                if now - ticked_at > 4 * _TICK_S:  # this process or the machine was suspended: no member is at fault
                     self.coordinator.forgive(now - ticked_at - _TICK_S, now)
                     if self._guard is not None:
                         self._guard.forgive(now - ticked_at - _TICK_S, now)
@@ -339,13 +339,13 @@ class Service:
                     del left[0]
             except zmq.Again:  # it reads nothing now
                 coordinator.put_back(session, [answer for frame in left for answer in frame])
-            except zmq.ZMQError:  # it has gone, and will ask again if it comes back
+            except zmq.ZMQError:  # the client has left, and will ask again if it returns
                 coordinator.undelivered(session, [answer for frame in left for answer in frame])
         ends_at = time.monotonic() + _SENDING_S
         while self._relayed:  # each answer is freed when it is sent: ZeroMQ has a copy
             relay = next(iter(self._relayed))
             self._send_to_relay(relay, self._relayed.pop(relay))
-            if time.monotonic() >= ends_at:  # members are heard, and answered, between answers to a thousand hosts
+            if time.monotonic() >= ends_at:  # members are served between answers to a thousand hosts
                 break
 
     def _send_to_relay(self, relay: Direct, batch: list[tuple[ClientSession, list[Answer]]]) -> None:

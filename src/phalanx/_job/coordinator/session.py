@@ -1,7 +1,7 @@
 """A `ClientSession` is one client of the coordinator, as the coordinator sees it.
 
-A session lasts through all reconnections of a client. A client sends a request again when no answer came; one that
-changes something is done once, since the session remembers its last answers.
+A session survives all reconnections of a client. A client repeats a request without an answer; a change is made only
+once, since the session keeps its last answers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Route = Direct | RelayedRoute
 
 @dataclass(eq=False)
 class ClientSession:
-    """A `ClientSession` is one client. `route` is what the service needs in order to answer it."""
+    """A `ClientSession` is one client. `route` is the address for the service's answers."""
 
     route: Route
     heard_at: float

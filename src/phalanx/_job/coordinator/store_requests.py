@@ -29,8 +29,8 @@ from phalanx._job.coordinator.session import Answer, ClientSession, SharedAnswer
 #                                                              ▲             │ it did not get there: what it was to
 #                                                              └── rewind ◄──┘ have is there again for others
 
-MAX_PARKED = 1024  # so many requests of one session may wait
-MAX_PARKED_KEYS = 1 << 16  # so many keys may they wait for, all together
+MAX_PARKED = 1024  # the most waiting requests of one session
+MAX_PARKED_KEYS = 1 << 16  # the most keys that they wait for, all together
 
 
 class PendingAnswers(ABC):
@@ -130,7 +130,7 @@ class PendingAnswers(ABC):
         self.outgoing[session] = None
 
 
-_LONG_BYTES = 1 << 14  # a value that is longer is not copied for each who asks: thousands may wait for one
+_LONG_BYTES = 1 << 14  # a longer value is not copied for each client: thousands may wait for one
 
 
 class StoreRequests(PendingAnswers):

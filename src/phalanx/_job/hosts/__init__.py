@@ -1,18 +1,18 @@
 """Run a job on several hosts: one agent on each; they meet at the first host's coordinator.
 
     first host                                              every other host
-    agent ── decides: signals, restarts, the exit code      agent ── forks its ranks, tells what becomes of them,
-      │      shows all lines, tells the first failure          │     follows; stops them when the first host is gone
+    agent ── decides: signals, restarts, the exit code      agent ── forks its ranks, reports their events,
+      │      shows all lines and the first failure             │     follows; stops them when the first host is lost
     coordinator ◀───────── authenticated, encrypted ───────────┘
       ├─ zygote ── ranks 0, 1                                  └─ zygote ── ranks 2, 3
 
-    start, lead, join_job  which of both this host is, and how each runs a job to its end
-    job_spec, node_plan    what the first host says of the job, and which ranks each host gets: a pure plan
+    start, lead, join_job  decide which of both this host is, and run a job to its end
+    job_spec, node_plan    the first host's description of the job, and the ranks of each host: a pure plan
     control_channel        messages between agents, without waiting
-    gather, reach          the first host until all have come, and whether every host reaches every other one
+    gather, reach          wait for all hosts to join, and test whether they reach each other
     leader, follower       the two kinds of host while ranks run; elastic_hosts is the leader's part in an elastic job
-    succession             whom the hosts elect when the leader is lost; lead_guard asks a majority before one is lost
-    successor, take_over   how the elected host comes to lead; departure: how a leader leaves; moved_job: who says so
+    succession             election of a leader; lead_guard asks a majority before removing a host
+    successor, take_over   the elected host becomes the leader; departure: a leader leaves; moved_job: its notice
 
 A job on one host imports none of these modules.
 """

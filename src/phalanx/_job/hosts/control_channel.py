@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 FIRST = 0  # the first host's member: it joins before anybody else can
-_POST_S = 5.0  # one try takes so long; while the link is cut the next one follows
+_POST_S = 5.0  # the duration of one attempt; while the link is interrupted the next one follows
 MAX_WAITING_BYTES = 1 << 20
 _FLUSH_PAUSE_S = 0.005
-_FULL_PAUSE_S = 0.005  # before what an outbox had no room for is sent again
+_FULL_PAUSE_S = 0.005  # before repeating messages to a full outbox
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Change:
 
     kind: str
     member: int
-    facts: dict[str, Any]  # the facts of one that has joined
+    facts: dict[str, Any]  # the facts of a member that has joined
     why: str
 
 
@@ -67,10 +67,10 @@ class Notices(Mailbox[str]):
 
 
 class ControlChannel:
-    """The agent's part in the coordinator's messages. Owns `client`, and the thread that sends.
+    """A `ControlChannel` is the agent's end of the coordinator's messages. It owns `client`, and the sending thread.
 
-    first: the member that leads the job: that of the first host, as long as no other one has taken over.
-    survives: whether the messages wait when the coordinator is lost: another one may take over.
+    first: the member that leads the job: the first host's, until another one takes over.
+    survives: whether messages are kept when the coordinator is lost, because another one may take over.
     """
 
     def __init__(self, client: Client, notices: Notices | None = None) -> None:
@@ -188,7 +188,7 @@ class ControlChannel:
         with self._lock:
             self._queue.drop()
         self._client.timeout = timeout_s
-        if self._client.member >= 0:  # it may count on us again, but our ranks are gone
+        if self._client.member >= 0:  # it may count on us again, but our ranks have ended
             self._client.leave("it has lost the first host for a while")
         self.member = self._client.join(facts, watch=watch)
         self._given_back = [message for message in self.take() if isinstance(message, ControlMessage)]
@@ -199,10 +199,10 @@ class ControlChannel:
         return self._client.is_counted_out
 
     def redirect(self, first: int, address: Address, epoch: bytes, timeout_s: float) -> None:
-        """Go on at the coordinator that has taken over, led by `first`. Of what was not sent, lines are kept.
+        """Continue with the coordinator that has taken over, led by `first`. Of unsent messages only lines are kept.
 
         Raises:
-            PhalanxError: that coordinator is not reached within the time.
+            PhalanxError: that coordinator is not reached within `timeout_s`.
         """
         with self._lock:
             self._redirects += 1
@@ -298,7 +298,7 @@ class ControlChannel:
                 return ()
             except PhalanxError:
                 if self._client.member < 0 and not self.survives:
-                    return ()  # the coordinator does not count us any more: an event says so
+                    return ()  # this host is no longer a member: an event reports it
                 time.sleep(0.05)
         return None
 
@@ -329,7 +329,7 @@ def _read_change(event: Event) -> Change:
         return Change(event.kind, event.member, {}, event.why)
     try:
         return Change(event.kind, event.member, dict(_decode(event.body)), "")
-    except MALFORMED:  # no agent tells such things of itself
+    except MALFORMED:  # no agent reports such facts of itself
         return Change(event.kind, event.member, {}, "")
 
 
@@ -388,7 +388,7 @@ class SendQueue:
 
     def __init__(self) -> None:
         self._waiting: deque[OutgoingEntry] = deque()
-        self._sending: list[OutgoingEntry] = []  # those of the batch that is under way
+        self._sending: list[OutgoingEntry] = []  # the entries of the batch in progress
         self._full: frozenset[int] = frozenset()  # the members that had no room for the last batch
         self.num_bytes = 0
 

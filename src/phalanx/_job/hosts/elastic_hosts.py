@@ -31,7 +31,7 @@ from phalanx._job.agent.elastic_rank import ElasticRank
 from phalanx._job.agent.failure import ExceptionReport, Exit, RankFailure, summarise
 from phalanx._job.agent.generation import ArrivedHost, HostSlots, Limits, SlotPlan, choose_candidates, plan_generation
 
-_MAX_TRIES = 2  # the first may be in vain because the new ranks took longer to start than the others could wait
+_MAX_TRIES = 2  # the first may fail because the new ranks started too slowly
 
 
 @dataclass
@@ -117,7 +117,7 @@ class ElasticHosts(Elastic):
                 self._tries = 0
             if kind in ("regrouped", "elastic"):
                 actions += self._take_in_arrivals(now)
-            if kind == "elastic":  # from now on there may be something to come to
+            if kind == "elastic":  # from now on hosts may join
                 actions += self._use_spares(now)
             return actions
         member = arrival.members.get(slot)
@@ -275,7 +275,7 @@ class ElasticHosts(Elastic):
             return []
         number = self.generation.number
         if not self.is_waiting and any(member.generation != number for member in self.members.values()):
-            return []  # they form a group, and hear of the next when they have
+            return []  # they form a group, and are notified of the next one afterwards
         joining = {"kind": "joining", "generation": number + 1}
         actions: list[ElasticAction] = [SendToRank(slot, joining) for slot in self.members]
         for arrival in ready:

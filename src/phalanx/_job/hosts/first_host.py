@@ -133,11 +133,12 @@ def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, 
 
 
 def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say: Callable[[str], None]) -> Key:
-    """Return the job's key. It is awaited for a moment: where hosts share a home and are started together for the first
-    time, the first of them makes it as they start.
+    """Return the job's key, waiting for it briefly.
+
+    Hosts with a shared home that start together for the first time find the key when the first of them has created it.
 
     Raises:
-        LaunchError: there is none, or one that may not be used.
+        LaunchError: there is no key, or it may not be used.
     """
     wait_s = min(_KEY_S, rendezvous.join_timeout_s)
     deadline, told = Deadline.after(wait_s), False

@@ -55,9 +55,9 @@ class FollowerSupervision(Supervision):
     channel: ControlChannel | None = None
     attempt: int = 0
     times_asked: int = 0
-    asked_for: int = 0  # the signal of which the leading host was told last
-    asked_member: int = -1  # which one that was
-    is_elastic: bool = False  # a rank of this host has said that it survives the loss of others
+    asked_for: int = 0  # the signal last reported to the leading host
+    asked_member: int = -1  # that leading host's member
+    is_elastic: bool = False  # a rank of this host has reported that it survives the loss of others
     abandoned_by: str = ""  # why the first host is not there any more
     leaves: bool = False  # the job continues without this host, whose ranks finish their step and end
 
@@ -191,9 +191,9 @@ class FollowerLink(HostLink):
         first: BeginGeneration | None = None,
         succession: FollowedSuccession | None = None,
     ) -> None:
-        """Make the link of attempt `number`; `store` are the coordinator's address, the key and the relay's path.
+        """Create the link of attempt `number`; `store` has the coordinator's address, the key and the relay's path.
 
-        `succession` is what becomes of the job when the first host is lost; without one it ends.
+        `succession` continues the job when the first host is lost; without one the job ends.
         """
         super().__init__(plan, place, channel.member, first)
         self.wait_s = 0.0  # how long elastic ranks wait for hosts
@@ -267,7 +267,7 @@ class FollowerLink(HostLink):
             self.supervision.is_elastic = True
             wait_s = message.get("wait_s")
             self.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
-        if self.supervision.leaves and message.get("kind") in ("elastic", "waiting"):  # it was not there to be told
+        if self.supervision.leaves and message.get("kind") in ("elastic", "waiting"):  # it was not connected before
             self._attempt.links.send(rank, LEAVE)
         if self._succession is not None and self._succession.is_electing and message.get("kind") == "waiting":
             self._attempt.links.send(rank, _WAIT)
@@ -316,7 +316,7 @@ class FollowerLink(HostLink):
         for name, text in pack_files(folder, self._plan.run, self._began_at):
             yield "rank file", {"name": name, "text": text}
             if not self.supervision.abandoned_by:
-                with contextlib.suppress(OSError):  # a folder that nobody may write to any more
+                with contextlib.suppress(OSError):  # a folder that is no longer writable
                     os.unlink(os.path.join(folder, RANKS, name))
         with contextlib.suppress(OSError):  # the folder is not empty, or shared
             os.rmdir(os.path.join(folder, RANKS))

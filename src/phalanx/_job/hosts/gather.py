@@ -37,7 +37,7 @@ from phalanx.errors import LaunchError
 
 _TELL_AFTER_S = 3.0
 _END_TIMEOUT_S = 5.0
-_FIND_S = 10.0  # for the way to a host that has just said that it leads
+_FIND_S = 10.0  # the time limit for reaching a host that has just announced that it leads
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Gathering:
         self._joined_hosts: dict[int, JoinedHost] = {}  # in the order of coming
         self._trial = 0
         self._ports: dict[int, tuple[int, str]] = {}  # where each member answers in this trial; 0, and why it does not
-        self._results: dict[int, dict[int, str]] = {}  # member -> node -> what came back in this trial
+        self._results: dict[int, dict[int, str]] = {}  # member -> node -> result in this trial
         self._tried: set[int] = set()  # the members that this trial is about
-        self._gone: set[int] = set()  # the members that have gone since it began
+        self._gone: set[int] = set()  # the members that have left since it began
         self._peers: PeerHosts | None = None
         self.guard: LeadGuard | None = None
         self._link: LeaderLink | None = None  # the link of the newest attempt
@@ -166,7 +166,7 @@ class Gathering:
 
     @property
     def _own(self) -> HostFacts:
-        # The hosts use the address that leads here; of several, the first host to come knows best.
+        # The hosts use the address at which they reach this host; of several, the first host to join decides.
         reached = (joined_host.reached for joined_host in self._joined_hosts.values())
         address = next(reached, self._advertised[0].address)
         settings = self._plan.settings

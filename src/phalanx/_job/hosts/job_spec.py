@@ -13,7 +13,7 @@ from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import JobTarget, Kind
 from phalanx._job.output.streams import Streams
 
-KEY = "launch/job_spec"  # the key under which it lies in the coordinator's store
+KEY = "launch/job_spec"  # the key of the job spec in the coordinator's store
 VERSION = 4
 
 # The first host passes these variables on unasked; a host's own values replace them.
@@ -58,7 +58,7 @@ class JobSpec:
     local_rank_argument: bool
     ranks_per_gpu: int | None
     env: dict[str, str]  # what --env names on the first host
-    passed: dict[str, str]  # what the first host passes on unasked
+    passed: dict[str, str]  # the variables that the first host passes on by default
     endpoints: tuple[str, ...]
     version: int = VERSION
 

@@ -362,7 +362,7 @@ class _Followed:
             for number, message in enumerate(messages):
                 order = self._read(message)
                 if first != self._channel.first:
-                    return  # the rest was said by the host that is lost
+                    return  # the lost host has printed the rest
                 if order is not None:  # messages after it are for the ranks that it starts
                     self._channel.give_back(messages[number + 1 :])
                     orders.append(order)

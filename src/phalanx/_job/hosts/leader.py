@@ -81,8 +81,8 @@ class LeaderLink(HostLink):
         self._elastic = elastic or peers.plan_elastic(plan.settings.max_restarts, restart_count)
         self._guard = guard or LeadGuard(peers.channel, None)
         self._begun = begun  # the newest generation but the first
-        self._num_ended = 0  # so many ranks that have ended are recorded
-        self._record_at: float | None = None  # when what has changed since is recorded
+        self._num_ended = 0  # number of recorded ends of ranks
+        self._record_at: float | None = None  # when later changes are recorded
         self._is_recorded = False
         self._swept_hosts: set[int] = set()
         self._told_to_start = set(peers.others)
@@ -129,7 +129,7 @@ class LeaderLink(HostLink):
         for host in self._elastic.slot_plan.hosts:
             if host.member not in self._peers.others and host.member != self.member:
                 self._admit_host(host, begun)
-        self._record(begun)  # with the hosts that have just come, before any of them is told
+        self._record(begun)  # with the hosts that have just joined, before any of them is notified
         for node in self._peers.present:
             part = begun.generation.part_of(node.facts.member)
             for slot in () if part is None else part.forked:
@@ -357,12 +357,12 @@ class LeaderLink(HostLink):
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
         """Notify waiting hosts what they wait for, once a rank has reported that the job is elastic."""
-        if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have come before it was known
+        if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have joined before it was known
             if not self._is_recorded:
                 self._is_recorded = True
                 self._guard.want(self._voters)
                 self._record(None)
-            self._record_at = self._record_at or time.monotonic() + _RECORD_S  # whose process was not known before
+            self._record_at = self._record_at or time.monotonic() + _RECORD_S  # whose process was unknown before
             self._late.tell_again(is_spare=self._attempt.state.phase == "running")
 
     def _follow(self, message: ControlMessage, node: Node) -> None:
@@ -450,7 +450,7 @@ KINDS = ("flight", "rank file", "report host")  # the kinds of messages that it 
 
 
 class HostRecords:
-    """The records of one attempt. Their times are those of this host's clock."""
+    """`HostRecords` are the records of one attempt, with times on this host's clock."""
 
     def __init__(self) -> None:
         self._logs: list[GroupLog] = []
@@ -472,7 +472,7 @@ class HostRecords:
         elif attempt.report_folder:
             from phalanx._job.report.transfer import unpack_file  # here, because most jobs leave no report
 
-            with contextlib.suppress(OSError):  # its own end says so, too
+            with contextlib.suppress(OSError):  # its own end shows it, too
                 unpack_file(attempt.report_folder, str(body["name"]), str(body["text"]))
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
@@ -587,7 +587,7 @@ def _rank_of(body: dict[str, Any], node: Node) -> int:
     return rank
 
 
-_LIMIT_S = 6.0  # a rank that cannot answer is given up after a second
+_LIMIT_S = 6.0  # a rank that cannot answer is abandoned after a second
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 from phalanx._comm.diagnostics.printable import printable
 from phalanx._job.agent.environment import Place
 
-UNFIT = "unfit"  # the kind of a member that has come only to say why its host cannot run the job
+UNFIT = "unfit"  # the kind of a member that joins only to report why its host cannot run the job
 _MAX_WORDS = 500
 
 

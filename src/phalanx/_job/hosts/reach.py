@@ -9,7 +9,7 @@ ranks start.
 
     first host ── answer ──▶ every other one, which opens its port ── answering: port ──▶ first host
                ── reach: all ports ──▶ every other one, which tries them ── reached: what came back ──▶
-               ── start (or tried, where somebody has gone meanwhile) ──▶ every other one, which closes its port
+               ── start (or tried, if a host has left meanwhile) ──▶ every other one, which closes its port
 
 Any client can obtain signatures. So the signing key (`Key.reach_secret`) is used for nothing else.
 """
@@ -32,7 +32,7 @@ from phalanx._comm.control.route import NoRouteError, find_route
 
 _NONCE_BYTES = 32
 _ANSWER_S = 2.0
-_MOST_TARGETS = 32  # a host tries so many; of more hosts it tries some
+_MOST_TARGETS = 32  # the most hosts that one host tries; with more hosts it tries some
 TRY_S = 5.0
 
 

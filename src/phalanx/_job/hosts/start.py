@@ -36,10 +36,10 @@ _CONNECTIONS_OF_HOST = 2
 
 
 def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joined: JoinedJob | None = None) -> int:
-    """Run this host's part of the job to its end; returns the exit code. `joined` is what `phalanx join` has found.
+    """Run this host's part of the job to its end; returns the exit code. `joined` is the result of `phalanx join`.
 
     Raises:
-        LaunchError: hosts cannot meet: no key, an address that is not ours, nobody there, or not enough in time.
+        LaunchError: hosts cannot meet: no key, a foreign address, no coordinator there, or too few hosts in time.
     """
     rendezvous = plan.settings.rendezvous
     assert rendezvous is not None

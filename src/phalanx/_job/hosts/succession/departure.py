@@ -1,7 +1,7 @@
 """`Departure` lets the leading host of an elastic job leave it on SIGTERM, so that another host leads.
 
-SIGTERM ──2 s──┬─ all other hosts are told, too ──► the job ends
-               └─ they are not ──► the ranks of this host finish their step and end ──► another host is elected
+SIGTERM ──2 s──┬─ all other hosts get it, too ──► the job ends
+               └─ they do not ──► the ranks of this host finish their step and end ──► another host is elected
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx._job.output.display import Display
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
 
-_SETTLE_S = 2.0  # a scheduler that ends a job has told all of its hosts within this time
+_SETTLE_S = 2.0  # a scheduler that ends a job has signalled all its hosts within this time
 _SEND_S = 2.0
 
 
@@ -29,7 +29,7 @@ class Departure:
     """`Departure` follows one attempt; its stages are stays, asked, then leaves and left, or ends (the job does).
 
     Arguments:
-        let_go: lets another host leave, and returns whether the others go on without it.
+        let_go: lets another host leave, and returns whether the others continue without it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Departure:
     def _decide(self, attempt: Attempt) -> None:
         """Leave, if enough hosts stay of which one can lead; otherwise end the job."""
         told = [node for node in self._peers.present if node.facts.member in self._told]
-        is_led_on = self._guard.has_standbys  # a host that stands by may have had to begin anew, after a loss
+        is_led_on = self._guard.has_standbys  # a standby may have had to start anew, after a loss
         if (
             is_led_on
             and self._guard.may_go_on_with(len(self._peers.present) - len(told))
@@ -114,7 +114,7 @@ class Departure:
 
     def _may_hand_over(self, attempt: Attempt) -> bool:
         """Return whether this host is no longer needed: its ranks have ended, and the others train without them."""
-        ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # before this host was told to leave
+        ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # before this host was asked to leave
         if attempt.ranks.processes.pids.items() - ended or not self._guard.has_standbys:
             return False
         return self._elastic.is_waiting or self._elastic.is_regrouped

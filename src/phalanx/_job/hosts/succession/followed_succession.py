@@ -37,7 +37,7 @@ class FollowedSuccession:
     Arguments:
         limits, host_timeout_s: of the job, for a host that leads it.
         store: the coordinator's address, the key and the relay's path.
-        on_redirected: is called when another host leads; returns `store` as it is then.
+        on_redirected: called when another host leads; returns the new `store`.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class FollowedSuccession:
         self._on_redirected = on_redirected
         self._lost = channel.first  # the member that led until now
         self._why = ""
-        self._early: list[Change | ControlMessage] = []  # what has come during the election
+        self._early: list[Change | ControlMessage] = []  # messages that arrived during the election
         self._is_resumed = False  # whether the leader answers again, and later messages are put back
         self._take_over: TakeOver | None = None
         self.report: JobReport | None = None  # the job's, if this host leads it now
-        self.failed = ""  # why the first host is lost, if nobody was elected
+        self.failed = ""  # why the first host is lost, if no host was elected
 
     @property
     def fds(self) -> tuple[int, ...]:

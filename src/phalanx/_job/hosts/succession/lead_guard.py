@@ -1,4 +1,4 @@
-"""`LeadGuard` keeps a job from being led twice: a majority agrees before the leader goes on without a host.
+"""`LeadGuard` prevents two leaders: a majority agrees before the leader continues without a host.
 
 Without standbys no host could take over, and no vote is needed.
 """
@@ -16,16 +16,16 @@ from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.hosts.succession.witness.witness import Witness
 from phalanx.errors import LaunchError, PhalanxError
 
-_FEWEST_S = 3.0  # that the others may take to agree, however short the hosts' timeout is
+_FEWEST_S = 3.0  # the least time to agree, however short the hosts' timeout is
 
 
 class LeadGuard:
-    """The leader's succession, from the moment when there is one, and the hosts that are lost and not agreed on.
+    """`LeadGuard` holds the leader's succession, once there is one, and lost hosts that are not agreed on.
 
     Arguments:
-        followers: of this host's coordinator; None: the job ends with its first host.
-        witness: of the job, if it has one.
-        succession: that of a host that was elected.
+        followers: this host's coordinator's; None: the job ends with its first host.
+        witness: the job's witness, if it has one.
+        succession: the succession of an elected host.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LeadGuard:
         self.begin(len(voters))
         if self._succession is not None:
             members = [member for member in voters if member not in self._lost]
-            own = self._channel.member  # one that leaves has no ranks, and a vote as long as it leads
+            own = self._channel.member  # a leaving host has no ranks, but a vote as long as it leads
             self._succession.want(members if own in members else [own, *members])
 
     def want_again(self, voters: Sequence[int], is_alone: bool) -> None:

@@ -1,6 +1,6 @@
 """After the loss of its first host a job has moved: its new leader sends notices to the address where the job began.
 
-    elected ── every second ──▶ where the job began ── nobody listens there
+    elected ── every second ──▶ where the job began ── no host listens there
                                 │
                                 └─ the first host has come back, with the command that it was started with, and waits
                                    for hosts: it joins the host that leads, and sends on all that come to it
@@ -25,7 +25,7 @@ from phalanx._job.hosts.job_spec import KEY as JOB_SPEC
 from phalanx.errors import AuthenticationError, PhalanxError
 
 MOVED_KEY = "launch/moved"  # at the coordinator of a host that has joined its job again: where that is led
-_LEADS = "leads"  # the kind of a member that has come only to say where the job is led
+_LEADS = "leads"  # the kind of a member that joins only to report where the job is led
 _TOLD = "launch/told/"  # a key prefix, followed by an address: the host that leads there has left a notice
 _AGAIN_S, _TRY_S, _END_S = 1.0, 2.0, 3.0
 _ANOTHER_KEY_S = 60.0  # an address with another key belongs to another user, who is notified of each attempt
@@ -67,7 +67,7 @@ class LeaderNotice:
         with Client(endpoint, self._key, timeout=_TRY_S) as client:
             if client.check([MOVED_KEY]):  # it joins a host that may be lost since
                 client.set(MOVED_KEY, self._address)
-            # before the job is there its first host has yet to join, and must be the first to do so
+            # before the job exists its first host has yet to join, and must be the first member
             if not client.check([JOB_SPEC]) or client.check([_TOLD + self._address]):
                 return
             facts = {"kind": _LEADS, "host": socket.gethostname(), "address": self._address}

@@ -42,7 +42,7 @@ class Office:
     leader_state: the former leader's decisions, as written by `LeaderState`.
     unread: messages to the former leader, with their senders.
     gone: the members that had left before, and why.
-    witness: of the job, if it has one.
+    witness: the job's witness, if it has one.
     """
 
     leader_state: bytes
