@@ -1,4 +1,4 @@
-"""Find what authenticates the pickles of a group: an authenticator between hosts, and nothing within one host."""
+"""Return the authenticator of a group's pickles: there is one between hosts, and none within one host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx._comm.transport.authentication import PickleAuthenticator
 
 
 def pickle_authenticator(group: Any) -> PickleAuthenticator | None:
-    """Return what authenticates the pickles of `group` (None: the default one) on this rank.
+    """Return the authenticator of the pickles of `group` (None: the default one) on this rank.
 
-    None for other backends' groups, and where all ranks are on one host.
+    Return None for other backends' groups, and if all ranks are on one host.
     """
     ours = phalanx_group(dist.group.WORLD if group is None else group)
     return None if ours is None else ours.transport.pickles

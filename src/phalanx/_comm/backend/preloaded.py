@@ -1,6 +1,6 @@
-"""Importing this module imports what a rank needs to join its group and to call its first collectives.
+"""Import the modules that a rank needs to join its group and to call its first collectives.
 
-A process that forks ranks imports this module, so that each of its ranks does not import the same modules again.
+A process that forks ranks imports this module, so that its ranks need not import the same modules again.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from phalanx.errors import ClosedError
 
 
 class SharedReducer:
-    """It reduces the same tensors in place in every round. All ranks build theirs together, with the same tensors.
+    """A `SharedReducer` reduces the same tensors in place in every round. All ranks build it together.
 
     In a round `begin` is called, then `ready(i)` once for each tensor, in any order and with anything in between, then
     `finish`. From `ready(i)` to the end of `finish` tensor i belongs to the reducer. Another tensor of the group's

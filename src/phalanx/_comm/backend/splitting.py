@@ -17,7 +17,7 @@ TORCH_SPLITS_ON_CPU = release_of(torch.__version__) >= (2, 15)
 
 
 class Splits:
-    """It counts the splits of one parent, alike on all its members, those that a split leaves out included."""
+    """`Splits` counts the splits of one parent group, the same on all members, even those outside of a split."""
 
     def __init__(self) -> None:
         self._num_splits = 0

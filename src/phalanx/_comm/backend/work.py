@@ -48,7 +48,7 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 
 class _Process:
-    """It counts the forks between this process and the first: work in flight is not inherited."""
+    """A `_Process` counts the forks between this process and the first: pending work is not inherited."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -63,7 +63,7 @@ os.register_at_fork(after_in_child=process.after_fork)
 
 @untraced
 class PhalanxWork(dist.Work):
-    """This is an operation that runs, or has run, on one of the group's threads.
+    """A `PhalanxWork` is an operation that runs, or has run, on one of the group's threads.
 
     `wait` raises the operation's own error. Futures from `get_future` carry the output tensors; their errors arrive
     as RuntimeError with the same text, which is all that torch's futures can carry.
@@ -252,7 +252,7 @@ class Closable(Protocol):
 
 
 class Ledger(Protocol):
-    """It must know whether all that was queued is over, for the core's rounds of gradients, which bypass the queue."""
+    """A `Ledger` knows whether all queued operations have ended: gradient rounds in the core bypass the queue."""
 
     def issue(self) -> None:
         """Note that an action is about to be queued."""
@@ -266,7 +266,7 @@ Result = TypeVar("Result")
 
 
 class SerialExecutor:
-    """It is one thread that carries out actions in the order in which they came; it starts with the first.
+    """A `SerialExecutor` is one thread that runs actions in order of submission; it starts with the first.
 
     A thread that waits for the action that is next in line carries it out itself: a call that is waited for at once,
     such as `dist.recv`, then never changes threads. With `interrupted` this is not so: actions then wait where no

@@ -15,7 +15,7 @@ _WIRE_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Options:
-    """These are the options of a group that spans hosts. All but `interface` must be the same on every rank.
+    """`Options` of a group that spans hosts. All but `interface` must be the same on every rank.
 
     Arguments:
         algorithm: the algorithm between hosts, by its name in `phalanx explain`; None chooses the cheapest.

@@ -92,7 +92,7 @@ class PostedReceive:
 
 
 class SharedMemoryTransport(Transport):
-    """It carries a group whose ranks are all on this host: all of them map the memory of all.
+    """A `SharedMemoryTransport` runs a group whose ranks are all on this host: each maps the memory of all.
 
     It runs one collective at a time, and holds `lock` while the core does it. All ranks read and write tensors in the
     symmetric heap in place. Messages need no lock across channels, and keep their order per tag between two ranks.

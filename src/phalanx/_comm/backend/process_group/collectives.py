@@ -176,16 +176,15 @@ def broadcast(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Wor
 
 
 def broadcast_buffers(group: PhalanxProcessGroup, tensor: Tensor, root: int, *, number: int = 0) -> None:
-    """Overwrite `tensor` with rank `root`'s, which goes on at once; the others wait for that rank alone.
+    """Overwrite `tensor` with rank `root`'s, which continues at once; the others wait only for that rank.
 
-    For a broadcast that is made again and again, as of a module's buffers before each forward: no rank waits for
-    the slowest there. Whether all ranks called it is asked when the next collective of the group begins, so a
-    mismatch, a rank that is gone or late is told then, of this call; by then `tensor` may be the root's already.
-    Ranks must share memory.
+    This is for a frequent broadcast, for example of a module's buffers before each forward: no rank waits for the
+    slowest one. The group's next collective checks that all ranks called it, so a mismatch, or a lost or late rank, is
+    reported then, for this call; by then `tensor` may already be the root's. Ranks must share memory.
 
     Arguments:
         tensor: any shape, the same number of bytes on all ranks; best contiguous.
-        number: whatever must be the same on all ranks, such as the number of the step.
+        number: a value that must be the same on all ranks, such as the number of the step.
 
     Cost: two copies. More than 128 KiB go through two areas of that size, which the first call allocates, and that
     call waits for all ranks.
@@ -434,7 +433,7 @@ def all_to_all_single(
 
 
 def barrier(group: PhalanxProcessGroup, opts: Any = None) -> Work:
-    """Return a work that is over when every rank has come."""
+    """Return a work that completes when every rank has called this."""
     return group.carry_out(lambda ctx: group.transport.barrier(ctx), opts, [])
 
 

@@ -1,14 +1,14 @@
-"""This process group takes tensors of other devices too: each call goes to the engine of its tensor's device.
+"""A process group for tensors of all devices: each call goes to the engine of its tensor's device.
 
     all_reduce(cpu tensor)   ──▶  shared memory, and the engine between hosts
     all_reduce(cuda tensor)  ──▶  a group inside, of the same ranks, over NCCL; or, where ranks share a GPU, which NCCL
                                   refuses, through memory of the host: `process_group/staged`
     barrier, objects         ──▶  the CPU's way, unless a device is asked for
 
-The group inside is made with the first tensor of its device. At their first collective on it the ranks tell each other
-which device each uses, in the CPU's way: a missing rank is named at once, and all decide alike which engine carries
-that device's tensors. What goes through the host has its place among the CPU's collectives: one order, one fingerprint,
-the same errors and the same bits.
+The group inside is created with the first tensor of its device. At their first collective on it the ranks exchange
+their devices over the CPU's transport: a missing rank is named at once, and all choose the same engine for that
+device's tensors. Collectives through the host are CPU collectives: one order, one fingerprint, the same errors and the
+same bits.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _logger = get_logger(__name__)
 
 
 class _Once:
-    """It asks a question once, in whichever thread comes first, and keeps the answer."""
+    """A `_Once` calls a function once, in the first thread that needs the result, and keeps the result."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._answer: bool | None = None
 
     def answer(self, ask: Callable[[], bool]) -> bool:
-        """Return what `ask` returned, when it was called first."""
+        """Return the result of the first call of `ask`."""
         with self._lock:
             if self._answer is None:
                 self._answer = ask()
@@ -67,7 +67,7 @@ class _Once:
 
 
 class RoutedProcessGroup(PhalanxProcessGroup):
-    """This is a `PhalanxProcessGroup` in a process with devices that an engine reaches."""
+    """A `RoutedProcessGroup` is a `PhalanxProcessGroup` in a process with devices that an engine supports."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._device_backends = available()  # first: who begins a group asks for its devices
@@ -116,11 +116,11 @@ class RoutedProcessGroup(PhalanxProcessGroup):
             return self._inside[kind]
 
     def _is_staged(self, kind: str) -> bool:
-        """Return whether no engine carries tensors of that type of device, as far as this rank knows without asking."""
+        """Return whether no engine supports tensors of that type of device, as far as this rank knows by itself."""
         return kind in self._staged or self._device_backends[kind].open is None or ranks_share_gpus()
 
     def _route(self, device: torch.device, operation: str, *, collective: bool) -> Any:
-        """Return the group that carries tensors on `device`; None if no engine does."""
+        """Return the group for tensors on `device`; None if no engine supports them."""
         device_backend = self._device_backend(device, operation)
         if collective and device.type not in self._agreed:
             self._agree(device_backend, device)
@@ -161,7 +161,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         return asked.answer(ask)
 
     def _agree(self, device_backend: DeviceBackend, device: torch.device) -> None:
-        """Tell all ranks once which device this one uses; all decide alike which engine carries its tensors.
+        """Exchange all ranks' devices, once; all ranks choose the same engine for its tensors.
 
         Raises:
             DeadlineError, PeerLostError, MismatchError: not every rank came with a tensor of this device.

@@ -1,4 +1,4 @@
-"""`PhalanxProcessGroup` is c10d's process group: one class, a table of calls, and the parts that it has."""
+"""`PhalanxProcessGroup` is c10d's process group: one class with a table of calls, and its parts."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ _JOIN_S = 5.0
 @untraced
 @hookable
 class PhalanxProcessGroup(TorchGroup):
-    """This is the backend "phalanx"; `init_process_group("phalanx")` makes it, and programs do not.
+    """A `PhalanxProcessGroup` is the backend "phalanx", which `init_process_group("phalanx")` creates.
 
-    It answers what torch asks of a process group, and carries the group's operations out in order. A call that need not
-    be asynchronous runs in the caller's thread, unless asynchronous ones are queued; those run on the group's executor,
-    one thread, first come first served. Either way all ranks run the same calls in order. The transport sees to it that
-    the main thread hears Ctrl-C in an operation; a wait for the executor hears it by itself.
+    It has torch's interface of a process group, and runs the group's operations in order. A synchronous call runs in
+    the caller's thread, unless asynchronous ones are queued; those run on the group's executor, a single thread with a
+    FIFO queue. Either way all ranks run the same calls in order. The transport makes sure that Ctrl-C interrupts an
+    operation in the main thread; a wait for the executor can be interrupted anyway.
     """
 
     # What a `Backend` of torch has. What Gloo refuses, the group refuses in torch's words and with its error.
@@ -254,7 +254,7 @@ class PhalanxProcessGroup(TorchGroup):
         return self.members.rank
 
     def size(self) -> int:
-        """Return how many processes the group has."""
+        """Return the number of processes in the group."""
         return self.members.size
 
     getRank = rank
@@ -278,7 +278,7 @@ class PhalanxProcessGroup(TorchGroup):
 
     @property
     def group_desc(self) -> str:
-        """Return what the group is for, in the words of its maker."""
+        """Return the description that the group's creator gave it."""
         return self._desc
 
     def getGroupName(self) -> str:
@@ -376,7 +376,7 @@ class PhalanxProcessGroup(TorchGroup):
         """Do nothing: the sequence number is counted in shared memory from the start."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long operations may take from now on."""
+        """Set the timeout of operations from now on."""
         self.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -389,7 +389,7 @@ class PhalanxProcessGroup(TorchGroup):
         return CallContext(timeout_of(options, self.timeout_s), self.transport.call_site(calling_site()))
 
     def is_free(self) -> bool:
-        """Return whether a call that is waited for can be carried out without asking any further."""
+        """Return whether a synchronous call can run at once."""
         executor = self.executor  # this is its `idle`, spelt out
         return (
             not (executor.busy or executor.items or executor.is_passed or executor.callers)
@@ -419,7 +419,7 @@ class PhalanxProcessGroup(TorchGroup):
     def in_order(self, operation: Callable[[], Result]) -> Result:
         """Run `operation`, whose collectives go straight to the memory, after all earlier calls; wait for it.
 
-        So also what is no collective of c10d's has its place in the order that is the same on all ranks.
+        So operations that are not c10d collectives are part of the order that is the same on all ranks.
         """
         self.refuse_nested()
         if self.executor.idle:
@@ -436,7 +436,7 @@ class PhalanxProcessGroup(TorchGroup):
             self.enqueue(self.executor, lambda: self.transport.precede(action), [])
 
     def drain(self) -> None:
-        """Return when the collectives that were called here and run in the background are over, well or not."""
+        """Wait until all background collectives of this process have ended, successfully or not."""
         if not self.executor.idle:
             self.enqueue(self.executor, lambda: None, []).wait()
 
@@ -446,10 +446,10 @@ class PhalanxProcessGroup(TorchGroup):
         return executor.put(action, work)
 
     def find_failure(self) -> BaseException | None:
-        """Return the error of an operation that ran in the background, which torch's C++ may have renamed."""
+        """Return the error of a background operation, which torch's C++ may have converted."""
         return next((error for work in reversed(self.recent_works) if (error := work.exception()) is not None), None)
 
-    # -- what torch asks of a backend ----------------------------------------------------------------------------
+    # -- torch's interface of a backend --------------------------------------------------------------------------
 
     def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
         """Set `use_pg_for_symm_mem_rendezvous`, which torch reads for memory of GPUs alone."""
@@ -502,7 +502,7 @@ class PhalanxProcessGroup(TorchGroup):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Finish what is queued, then leave the group."""
+        """Complete the queued operations, then leave the group."""
         self._leave(_JOIN_S)
 
     def abort(self) -> None:
@@ -526,7 +526,7 @@ class PhalanxProcessGroup(TorchGroup):
             self.part(patience_s, for_good=for_good)
 
     def part(self, patience_s: float, *, for_good: bool = False) -> None:
-        """Leave the members that the transport reaches."""
+        """Leave the current members."""
         ended = self._settle(patience_s)
         if not ended and not self.transport.closed:
             if for_good and self.transport.closes_in_flight:
@@ -541,10 +541,10 @@ class PhalanxProcessGroup(TorchGroup):
             self.transport.close()
 
     def release_memory(self) -> None:
-        """Let all but the group forget its memory; no operation of the group is under way."""
+        """Remove all other references to the group's memory; no operation of the group may be running."""
 
     def _settle(self, patience_s: float) -> bool:
-        """Let end what is queued, and what other threads are in; return whether all was over within `patience_s`."""
+        """Wait up to `patience_s` for queued and running operations; return whether all have ended."""
         deadline = Deadline.after(patience_s)
         ended = all([part.close(deadline.left_s) for part in (self.executor, self.messages)])
         return self.transport.settle(deadline.left_s) and ended
@@ -552,7 +552,7 @@ class PhalanxProcessGroup(TorchGroup):
 
 @dataclass
 class GroupOptions:
-    """They have the names that torch's backends give them."""
+    """`GroupOptions` have the names of torch's backends."""
 
     _timeout: timedelta
     global_ranks_in_group: list[int]

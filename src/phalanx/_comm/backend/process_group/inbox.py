@@ -1,4 +1,4 @@
-"""The inbox keeps the posted receives, and has a thread that takes messages in while nobody waits."""
+"""The inbox keeps the posted receives, and has a thread that receives messages while no other thread waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.errors import ClosedError
 
 @untraced
 class Posted(PhalanxWork):
-    """This is a receive that is not over. A thread that waits for it takes in the messages of all posted receives."""
+    """A `Posted` is a pending receive. A thread that waits for it receives the messages of all posted receives."""
 
     def __init__(self, inbox: Inbox, receive: PostedReceive, tensor: Tensor) -> None:
         super().__init__([tensor])
@@ -57,7 +57,7 @@ class Posted(PhalanxWork):
 
 
 class Inbox:
-    """It matches receives with messages by sender and tag, each in the order of posting, whatever comes first.
+    """An `Inbox` matches receives with messages by sender and tag, each in the order of posting.
 
     It has one thread for all senders and tags. The thread starts with the first receive that finds no message, and
     leaves the work to any thread that waits.

@@ -40,7 +40,7 @@ _MANY = 64  # channels, before those that nobody uses are forgotten
 
 
 class GroupMessages:
-    """It carries a group's messages. Messages between two ranks arrive in order per tag.
+    """`GroupMessages` sends and receives a group's messages. Messages between two ranks arrive in order per tag.
 
     A posted receive waits for no other with another tag. Where ranks share memory `inbox` matches them; elsewhere those
     of one peer and tag run in the order in which they were posted, in a thread that ends when there are no more.

@@ -36,13 +36,13 @@ _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"
 
 
 class _Calling(threading.local):
-    """It holds the operation on a device's tensors that this thread is calling."""
+    """A `_Calling` holds this thread's current operation on a device's tensors."""
 
     call: StagedCall | None = None
 
 
 class DeviceStaging:
-    """It carries a group's operations on tensors of devices through the host's memory."""
+    """A `DeviceStaging` runs a group's operations on device tensors through host memory."""
 
     def __init__(self) -> None:
         self.calling = _Calling()
@@ -164,7 +164,7 @@ def _stage(call: StagedCall, rank: int, name: str, device: torch.device, args: t
 
 @untraced
 class StagedWork(PhalanxWork):
-    """This is the work of a collective in the background.
+    """A `StagedWork` is the work of a collective in the background.
 
     `wait` returns when the ranks have exchanged, and raises the operation's own error; the copies back to the device
     may still be queued: the caller's stream waits for them, as with NCCL. Futures carry the device's tensors.
@@ -190,7 +190,7 @@ class StagedWork(PhalanxWork):
 
 @untraced
 class StagedDone(DoneWork):
-    """This is the work of a collective that was carried out before its call returned."""
+    """A `StagedDone` is the work of a collective that was complete when its call returned."""
 
     def __init__(self, call: StagedCall, outputs: list[torch.Tensor]) -> None:
         super().__init__(outputs)
@@ -210,7 +210,7 @@ class StagedDone(DoneWork):
 
 @untraced
 class StagedReceive(dist.Work):
-    """It receives into the host's memory; the message is copied to the device when somebody asks whether it came."""
+    """A `StagedReceive` receives into host memory; a wait or poll copies the message to the device."""
 
     def __init__(self, work: Any, call: StagedCall) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def create_group(options: Any, backend_options: Any) -> Any:
 
 
 class _Plugins(dict[str, Any]):
-    """This is torch's table of backends; it has "PHALANX" for code that looks it up, and lists it from then on.
+    """`_Plugins` is torch's table of backends; a look-up of "PHALANX" succeeds, and then lists it.
 
     Libraries that make groups of their own take a backend's `creator_fn` from it, without asking torch for the name.
     """
@@ -79,7 +79,7 @@ class _Plugins(dict[str, Any]):
 
 
 class _Asked:
-    """This attribute of `dist.Backend` is the name of a backend, and calls `first` when torch resolves it.
+    """An `_Asked` attribute of `dist.Backend` is the name of a backend, and calls `first` when torch resolves it.
 
     Everything that asks for a backend (`init_process_group`, `new_group`, a pair "cpu:phalanx") makes a `Backend` of
     its name. torch also reads `Backend.MPI` in order to compare; that is not asking.

@@ -40,7 +40,7 @@ _hookable: list[type] = []
 
 
 class _ThisThread(threading.local):
-    """It says whether this thread carries an operation out whose hooks have been called, and holds its result."""
+    """`_ThisThread` holds the operation whose hooks this thread has called, and its result."""
 
     inside = False
     work: Any = None

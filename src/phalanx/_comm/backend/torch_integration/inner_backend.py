@@ -68,7 +68,7 @@ def _inner_class() -> type[Any]:
     base: Any = _torch.Backend
 
     class InnerBackend(base):  # type: ignore[misc]
-        """This is our group, as torch's C++ sees a backend; it does not keep the group alive."""
+        """An `InnerBackend` presents our group as a backend to torch's C++; it does not keep the group alive."""
 
         def __init__(self, group: Any) -> None:
             super().__init__(group.rank(), group.size())

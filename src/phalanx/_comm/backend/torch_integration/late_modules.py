@@ -19,7 +19,7 @@ def call_once_imported(name: str, change: Callable[[], None]) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """It finds one module as Python's own finders do, and calls `change` behind its first import."""
+    """A `_Watch` finds one module like Python's own finders, and calls `change` after its first import."""
 
     def __init__(self, name: str, change: Callable[[], None]) -> None:
         self._name = name

@@ -188,7 +188,7 @@ class _Call:
 
 
 class _Running(threading.local):
-    """It holds the call that this thread is in."""
+    """A `_Running` holds this thread's current call."""
 
     call: _Call | None = None
 

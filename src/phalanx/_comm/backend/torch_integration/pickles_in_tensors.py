@@ -88,7 +88,7 @@ def _authenticate_pg_transport() -> None:
 
 
 class _Pickle:
-    """It stands for the module `pickle` in PGTransport's module: pickles of a transfer are made and read with MACs.
+    """A `_Pickle` replaces the module `pickle` in PGTransport's module: a transfer's pickles get MACs.
 
         number of receivers | for each: its rank, and a message with the hash of the pickle | pickle
 
@@ -132,7 +132,7 @@ def _hash(data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """This is a checkpoint on its way from this rank to others, or from another rank to this one."""
+    """A `_Transfer` is a checkpoint that this rank sends to others, or receives from another rank."""
 
     pickles: PickleAuthenticator
     rank: int
@@ -167,7 +167,7 @@ def _transfer(group: Any, dst_ranks: Sequence[int] = (), src_rank: int = -1) -> 
 
 
 class _Running(threading.local):
-    """It holds the transfer that this thread is in."""
+    """A `_Running` holds this thread's current transfer."""
 
     transfer: _Transfer | None = None
 

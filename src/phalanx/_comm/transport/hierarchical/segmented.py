@@ -1,4 +1,4 @@
-"""Carry out collectives of large tensors in segments, each through memory, over the rails, and through memory again.
+"""Run collectives of large tensors in segments, each through memory, over the rails, and through memory again.
 
     host A: ranks 0 1                  host B: ranks 2 3
     1  reduce-scatter in memory        0: A's sum of slice 0   1: A's sum of slice 1   (the same on B)
@@ -35,7 +35,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class SegmentedCollectives:
-    """They are the collectives of large tensors. Each has the arguments of the collective, and its call."""
+    """`SegmentedCollectives` are the collectives of large tensors. Each takes the collective's arguments and call."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement

@@ -54,7 +54,7 @@ _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 
 
 class Running:
-    """It is one collective of a session, as a context that gives its deadline.
+    """A `Running` is one collective of a session, as a context that returns its deadline.
 
     It is spelt out, since a small one takes microseconds.
     """

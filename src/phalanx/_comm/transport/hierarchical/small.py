@@ -28,7 +28,7 @@ from phalanx._comm.transport.tensors import dense, is_plain, nbytes, scaled, wri
 
 
 class SmallCollectives:
-    """They are the collectives whose data fit into the messages of the agreement.
+    """`SmallCollectives` are the collectives whose data fit into the messages of the agreement.
 
     Each has the arguments of the collective, and its call.
     """

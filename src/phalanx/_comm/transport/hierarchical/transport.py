@@ -32,7 +32,7 @@ from phalanx._comm.transport.tensors import alias, dense, is_plain, nbytes, scal
 
 
 class HierarchicalTransport(Transport):
-    """It carries operations of ranks on several hosts: by shared memory in each, and by an engine between.
+    """A `HierarchicalTransport` runs operations of ranks on several hosts: by shared memory, and an engine between.
 
     Its methods are those of `Transport`; see there for what each does.
 
