@@ -25,9 +25,9 @@ from phalanx._base.ipc.peer import Peer, peer_of
 
 PREFIX = "phalanx-agent-"
 
-_MAX_BYTES = 1 << 17  # a message has at most so many bytes
+_MAX_BYTES = 1 << 17  # the most bytes of a message
 _MAX_FDS = 2
-_MAX_QUEUED = 256  # a client that takes none of so many messages is not going to
+_MAX_QUEUED = 256  # a client that leaves this many messages unread is considered stuck
 _QUEUE = 128  # connections that may wait to be accepted
 _MAX_PENDING = 64  # accepted and without a whole message yet; beyond that the oldest is closed
 
@@ -115,8 +115,8 @@ class AgentSocket:
 
     def _admit(self, listener: socket.socket) -> None:
         admitted = 0
-        # Many at once, because another user of the host can fill the queue and keep the ranks out; not so many that a
-        # connection could be closed before it was read from.
+        # Many at once, because another user of the host can fill the queue and keep the ranks out; but few enough that
+        # no connection is closed before it was read.
         for _ in range(_QUEUE):
             if admitted == _MAX_PENDING // 2:
                 return

@@ -14,7 +14,7 @@ from phalanx._job.schedulers.meet import meet
 from phalanx._job.schedulers.slurm import find_unused_hosts
 from phalanx.errors import LaunchError
 
-# These say of a process, not of a job, which one it is: they are meant for this command, and wrong in a rank.
+# These identify a process, not a job: they are meant for this command, and wrong in a rank.
 _OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "HYDRA_", "RANK", "WORLD_SIZE")
 
 
@@ -43,7 +43,7 @@ def adopt(
     told = environ
     environ = _without_process(environ, found)
     if asked is not None and asked.endpoint and not asked.endpoint.startswith(":"):
-        return settings, environ  # the user says where
+        return settings, environ  # the user's options decide
     if asked is not None and not asked.min_nodes <= found.num_nodes <= asked.max_nodes:
         raise LaunchError(
             f"phalanx run: --nnodes {asked.max_nodes}, and {found.describe()} has {found.num_nodes}. "

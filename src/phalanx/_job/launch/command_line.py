@@ -117,7 +117,7 @@ def _read_words(words: Sequence[str], given: dict[str, Any], problems: list[str]
         if option is None and flag.startswith("--") and len(names := find_names(name)) == 1:
             option = options.get(names[0])
         if option is None or flag.startswith("--") == (name == option.short):
-            # An unknown flag's own value, if it has one, can't be told from the script: stop at the first.
+            # An unknown flag's value, if any, can't be distinguished from the script: stop at the first unknown flag.
             problems.append(explain_unknown(flag, name))
             return []
         if not option.value:

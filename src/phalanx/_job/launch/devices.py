@@ -17,7 +17,7 @@ def find_cpus() -> tuple[int, ...]:
 def share_cpus(cpus: tuple[int, ...], node: int, num_nodes: int) -> tuple[int, ...]:
     """Return the part of `cpus` that is for node `node` of the `num_nodes` on this host.
 
-    All of them where whoever started this process has bound it to cores of its own, or where there are fewer.
+    All of them if this process's parent has bound it to cores of its own, or if there are too few.
     """
     if num_nodes == 1 or len(cpus) < num_nodes or _is_bound(cpus):
         return cpus

@@ -85,7 +85,7 @@ def read_words(words: Sequence[str]) -> tuple[str, Settings]:
             f"phalanx join: {endpoint}: which port? The first host prints the line to type, with HOST:PORT",
             exit_code=USAGE_EXIT_CODE,
         )
-    # The number of hosts is the first one's to say; more than one lets this host have a number and an address.
+    # The first host decides the number of hosts; more than one lets this host have a number and an address.
     settings = parse(["--nnodes", "9999", "--master-addr", host, "--master-port", str(port), *options, "-"])
     assert settings is not None
     assert settings.rendezvous is not None

@@ -27,7 +27,7 @@ class Option:
     name: str
     field: str | None
     help: str
-    value: str = ""  # what the help calls the value; empty for a flag without one
+    value: str = ""  # the name of the value in the help; empty for a flag without one
     read: Callable[[str], Any] = str
     short: str = ""
     torchruns: bool = True  # so that PET_… is read
@@ -304,7 +304,7 @@ OPTIONS = (
 # Options that torchrun has as well: those can be shortened, and come as PET_ variables.
 TORCHRUNS = tuple(option.name for option in OPTIONS if option.torchruns)
 
-# torchrun's options that are refused: what to do instead, and the value that asks for nothing.
+# torchrun's options that are refused: the alternative, and the value that is harmless.
 REFUSED = {
     "duplicate-stdout-filters": ("use --log-dir, which keeps a file per rank", ""),
     "duplicate-stderr-filters": ("use --log-dir, which keeps a file per rank", ""),

@@ -90,7 +90,7 @@ def _read_conf(conf: Mapping[str, str], backend: str, problems: list[str]) -> di
     """Return the time limits in --rdzv-conf; as in torchrun, unknown keys are ignored."""
     if conf.get("store_type", "tcp") != "tcp":
         problems.append(f"--rdzv-conf store_type={conf['store_type']}: hosts meet through the network; leave it out")
-    # Each of torchrun's backends knows one of the first two; where both are given, that one.
+    # Each of torchrun's backends uses one of the first two; if both are given, that one.
     joins = ("join_timeout", "timeout") if backend == "static" else ("timeout", "join_timeout")
     names = {**dict.fromkeys(joins, "join_timeout_s"), "last_call_timeout": "last_call_s"}
     times = {field: _read_number(key, conf[key], problems) for key, field in names.items() if key in conf}

@@ -13,7 +13,7 @@ from phalanx.errors import LaunchError
 
 _PORT = 29400
 _SHM = "8Gi"
-_MOST_LOST_PODS = 6  # as a Job has it that does not say
+_MOST_LOST_PODS = 6  # Kubernetes's default for a Job
 _MAX_NAME = 52  # the pods' names, NAME-INDEX, are names of hosts, 63 characters at most
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 
@@ -107,8 +107,8 @@ def _job(request: JobRequest, cluster: KubernetesCluster) -> dict[str, Any]:
             "completionMode": "Indexed",
             "completions": request.nodes,
             "parallelism": request.nodes,
-            # A pod alone cannot be replaced, and `phalanx run --max-restarts` starts all again. With a witness the pods
-            # that are left go on, and must not be deleted because one has failed.
+            # A single pod cannot be replaced, and `phalanx run --max-restarts` restarts all. With a witness the
+            # remaining pods continue, and must not be deleted because one has failed.
             "backoffLimit": _MOST_LOST_PODS if request.witness else 0,
             "template": {
                 "metadata": {"labels": {"app.kubernetes.io/name": request.name}},

@@ -49,7 +49,7 @@ def check(words: Sequence[str], variables: Mapping[str, str]) -> None:
     Raises:
         LaunchError: it would not; or the words set a value that the scheduler decides.
     """
-    # In the file the scheduler says them; given twice, one would be wrong.
+    # The file sets these options; a second value would contradict it.
     decided = ("nnodes", "node-rank", "rdzv-endpoint", "master-addr", "master-port", "standalone")
     for word in words:
         if not word.startswith("-"):

@@ -37,7 +37,7 @@ class Display:
         self.host_of = host_of
         self.prefix_of: Callable[[int], str] | None = None  # the prefix as the user wants it; then no lines are folded
         self._folder = Folder(())
-        self._statuses: dict[tuple[int, int], bytes] = {}  # rank, stream -> what it shows until its end
+        self._statuses: dict[tuple[int, int], bytes] = {}  # rank, stream -> text shown until the end of the line
         self._drawn = 0
         self._redraw_at: float | None = None
         self._redrawn_at = 0.0
@@ -278,7 +278,7 @@ class Folder:
         return self._pending[0].due if self._pending else None
 
 
-_PIECE_BYTES = 4096  # PIPE_BUF: when poll says that a pipe is writable, this much goes in without blocking
+_PIECE_BYTES = 4096  # PIPE_BUF: a writable pipe accepts this much without blocking
 
 
 class Writer:
@@ -292,7 +292,7 @@ class Writer:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.broken = False  # its reader has gone
+        self.broken = False  # its reader has closed it
         self.problem: OSError | None = None  # why something could not be written that others later can
         self._gap = False
         self._queue = bytearray()
@@ -326,7 +326,7 @@ class Writer:
                 return
             except OSError as error:
                 if error.errno in (errno.EPIPE, errno.EIO) and not stat.S_ISREG(os.fstat(self.fd).st_mode):
-                    self.broken = True  # EPIPE: the reader has gone; EIO: the terminal has
+                    self.broken = True  # EPIPE: the reader has closed it; EIO: the terminal is gone
                 else:
                     self.problem, self._gap = error, True  # a full disk may have room later
                 self._queue.clear()

@@ -29,7 +29,7 @@ class HeldTracebacks:
         self._forms: dict[int, bytes] = {}  # rank -> its traceback without numbers
         self._quiet: set[int] = set()
         self._shown: dict[bytes, int] = {}  # a form -> the rank whose traceback was shown
-        self._named: set[int] = set()  # ranks of which a line has said that theirs is like another's
+        self._named: set[int] = set()  # ranks reported in a line as similar to another's
 
     def expect(self, rank: int, traceback: str, *, quiet: bool = False) -> None:
         """Keep back `traceback`, which `rank` is about to print, for good if `quiet`."""
@@ -78,7 +78,7 @@ class Echo:
         self.text = text
         self._lines = text.rstrip(b"\n").split(b"\n")
         self._tag = b""  # torch.distributed's hook puts it in front of each line
-        self._at = 0  # so many lines of the text have come
+        self._at = 0  # the number of lines of the text that have arrived
         self._over = False
 
     @property

@@ -11,7 +11,7 @@ from phalanx._job.output.text import encode
 
 
 class LogFile:
-    """A log file is a file of lines. After an unwritable line, the next one written says so; no line is torn."""
+    """A `LogFile` is a file of lines. After unwritable lines, the next line reports the gap; no line is torn."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class Logs:
         self._by_stream: dict[tuple[int, int], LogFile] = {}
         self._redirects, self._tee, self._shown = redirects, tee, shown
         self._first = 0
-        self.attempts = ""  # the folder of what is kept by attempt and local rank; it is empty if nothing is kept so
+        self.attempts = ""  # the folder of files by attempt and local rank; empty if there are none
         self.streams = redirects != NO_STREAMS or tee != NO_STREAMS
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)

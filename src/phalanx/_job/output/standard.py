@@ -40,7 +40,7 @@ def open_standard_descriptors() -> None:
 
 
 def guarded(act: Callable[[], T]) -> T:
-    """Return `act()`, which prints. A character that its output's encoding lacks becomes a question mark.
+    """Return `act()`, which prints. Characters missing in the output's encoding become question marks.
 
     Raises:
         SystemExit: nothing more could be written: 1, having said why; 141 if the reader had seen enough (`| head`).

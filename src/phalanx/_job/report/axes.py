@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-_MOST = 1e300  # what is drawn is no larger: differences and marks beyond this are no numbers any more
+_MOST = 1e300  # the largest drawable value: differences and marks beyond it overflow
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def logarithmic(values: Sequence[float], base: float = 10.0, *, most: int = 7) -
     """Return an axis with powers of `base` around `values`, which are all above zero."""
     above = [min(max(value, 1 / _MOST), _MOST) for value in values if value > 0] or [1.0, base]
     first, last = math.floor(math.log(min(above), base) + 1e-9), math.ceil(math.log(max(above), base) - 1e-9)
-    if last <= first + 1 and max(above) < 1.5 * min(above):  # a single value lies in the middle
+    if last <= first + 1 and max(above) < 1.5 * min(above):  # a single value is in the middle
         first -= 1
     last = max(last, first + 1)
     every = math.ceil((last - first + 1) / most)

@@ -47,7 +47,7 @@ def line_chart(
     x_text: Callable[[float], str] | None = None,
     limit: tuple[float, str] | None = None,
 ) -> str:
-    """Return curves over a common x as SVG; labels stand at their right ends, apart from each other."""
+    """Return curves over a common x as SVG, with separated labels at their right ends."""
     has_labels = any(line.label for line in lines)
     right = _RIGHT + (8 * max(len(line.label) for line in lines) if has_labels else 0)
     frame = _Frame(title, x, y, right, x_text, y_text, x_name, y_name)

@@ -24,7 +24,7 @@ from phalanx._job.report.write import DATA, PAGE, write_report
 if TYPE_CHECKING:
     from rich.console import Console
 
-_MARKED = 0.02  # a smaller difference from the first run says nothing
+_MARKED = 0.02  # a smaller difference from the first run is insignificant
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 Severity = Literal["bad", "warn", "note", "good"]
 
-FEW_STEPS = 10  # runs of fewer steps say nothing about speed
+FEW_STEPS = 10  # runs with fewer steps do not show the speed
 
 
 @dataclass(frozen=True)

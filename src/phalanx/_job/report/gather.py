@@ -16,7 +16,7 @@ from phalanx._job.report.matching import ProcessSample, Split, match
 from phalanx._job.report.measurements import PARTS, Curve, Measurements, RankRun
 from phalanx._job.report.records import is_running, run_of
 
-MAX_POINTS = 240  # a curve has at most so many points: more than a screen can show
+MAX_POINTS = 240  # the most points of a curve: more than a screen can show
 _CLOCKS_APART_S = 60.0  # hosts' clocks may differ by so much; older files are of a run before
 _WARM_STEPS, _WARM_SHARE = 5, 0.1  # the first steps, in which memory is found and code compiled, are left out of means
 
@@ -57,7 +57,7 @@ def combine(job: JobRecord, files: Sequence[RankFile]) -> Measurements:
     """Combine `job` and the ranks' `files` into the run."""
     offsets = [job.clock_offsets.get(str(file.facts.get("host", "")), 0.0) for file in files]
     newest = max((_attempt(file) for file in files), default=0)
-    trains = any(file.steps for file in files)  # else what ranks sent is still worth a table
+    trains = any(file.steps for file in files)  # otherwise the ranks' messages still deserve a table
     latest = [i for i, file in enumerate(files) if _attempt(file) == newest and (file.steps or not trains)]
     matched = match([_sampled(files[i], offsets[i]) for i in latest])
     splits: dict[int, Split] = dict(zip(latest, matched.splits, strict=True))
@@ -191,7 +191,7 @@ def _parts(steady: Sequence[StepRecord], split: Split, num: float) -> Mapping[st
         seconds = sum(getattr(record, phase) for record in steady) / num
         waiting, moving = split.waiting.get(phase, 0.0), split.moving.get(phase, 0.0)
         inside = waiting + moving
-        share = min(1.0, seconds / inside) if inside else 0.0  # what ran beside the program is not the program's time
+        share = min(1.0, seconds / inside) if inside else 0.0  # time beside the program is not the program's time
         parts["waiting"] += waiting * share
         parts["communication"] += moving * share
         parts[phase] = seconds - inside * share
@@ -216,9 +216,9 @@ def _thin(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _loss_curve(files: Sequence[RankFile]) -> Curve:
-    """Return by step the mean loss of the ranks that have one; for a step that was done again it is the last.
+    """Return by step the mean loss of the ranks that have one; for a repeated step, the last one.
 
-    If an attempt does not know with which step it began, it alone is drawn: two curves of unknown places give none.
+    If the newest attempt's first step is unknown, only that attempt is drawn; earlier attempts like it end the curve.
     """
     curve: Curve = ()
     begins_at = math.inf

@@ -24,7 +24,7 @@ from phalanx._job.coordinator.journal import unpack_entries
 from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
 
 _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
-_AGAIN_S = 0.5  # if a part of the state is missing, it is requested again after so long
+_AGAIN_S = 0.5  # a missing part of the state is requested again after this time
 
 
 class Standby:
@@ -32,7 +32,7 @@ class Standby:
 
     Arguments:
         ticket: tells the coordinator which standby this is.
-        on_whole: is called once, in the thread, when the whole state is here.
+        on_whole: called once, in the thread, when the complete state has arrived.
     """
 
     def __init__(self, endpoint: str, key: Key | None, ticket: bytes, on_whole: Callable[[], object]) -> None:
@@ -85,7 +85,7 @@ class Standby:
         self._put(pack(Op.FOLLOW, 0, self._ticket))
 
     def _put(self, message: bytes) -> None:
-        with contextlib.suppress(zmq.Again):  # the connection is cut: the state is asked for when it is there again
+        with contextlib.suppress(zmq.Again):  # the connection is interrupted: the state is requested when it is back
             self._dealer.send_multipart(cut(message), _NOBLOCK)
 
     def _read_events(self) -> None:
@@ -93,7 +93,7 @@ class Standby:
             while True:
                 event = int.from_bytes(self._monitor.recv_multipart(_NOBLOCK)[0][:2], "little")
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    if self._was_connected:  # again: what was under way is lost
+                    if self._was_connected:  # reconnected: messages in flight are lost
                         self._ask()
                     self._was_connected = True
 

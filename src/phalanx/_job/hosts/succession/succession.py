@@ -1,7 +1,7 @@
 """`Succession` names the successors, and asks a majority before the leader continues without a host.
 
     hosts of the generation ──► standbys are asked to follow the journal ──► a config that all hosts vote on
-    a host is lost ──► a config without it ──agreed on──► the others go on
+    a host is lost ──► a config without it ──agreed on──► the others continue
 
 `phalanx._job.hosts.succession` decides on what and when the hosts agree; this module sends the messages, repeats them
 until they are answered, and manages the standbys. Nothing here waits.
@@ -41,10 +41,10 @@ _HELD: frozenset[bytes] = frozenset([b"nobody"])  # no standby has this ticket: 
 
 
 class Succession:
-    """The succession as the leader sees to it.
+    """`Succession` is the leader's part in the succession.
 
     Arguments:
-        followers: of the coordinator of this host.
+        followers: those of this host's coordinator.
         witness: has a vote as a host has; `close` ends it.
         primary, voter: those of a host that was elected; without them this host is the first, alone until `want`.
     """
@@ -97,7 +97,7 @@ class Succession:
         """
         config = self._primary.committed
         if not config.standbys and not config.is_joint:
-            self._told = ()  # the same ones are told again, once they can take over again
+            self._told = ()  # the same successors are reported again, once they can take over again
         if not self.has_standbys or config.standbys == self._told:
             return None
         self._told = config.standbys
@@ -246,7 +246,7 @@ class Succession:
         """Ask for votes in a term that is later than `refused_by`."""
         self.stands_since = self.stands_since or now
         known = self._voter.newest
-        assert known is not None  # it has accepted what it proposed
+        assert known is not None  # it has accepted its own proposal
         term = max(refused_by, self._voter.promised)[0] + 1, self._channel.member
         self._voter, reply = self._voter.solicit(term)
         self._candidate = Candidate(term, known).hear(reply)

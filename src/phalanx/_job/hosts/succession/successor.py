@@ -6,7 +6,7 @@
     voter ── that it is there ──────▶ polling place of a standby (a coordinator of its own)
           ── reads ask/0, ask/1, … ── once those are there who decide
           ── its replies ───────────▶ replies             │
-                                                          └─ elected: its copy goes on as the job's coordinator
+                                                          └─ elected: its copy becomes the job's coordinator
 
 A polling place is not one of the job's coordinators: its messages concern only the election. A standby that alone has
 lost the leader asks for no votes, and continues when the leader answers again.
@@ -54,7 +54,7 @@ from phalanx._job.hosts.succession.witness.witness import WITNESS, Witness
 from phalanx.errors import DeadlineError, PhalanxError
 
 _FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout is
-_TURN_S = 1.0  # after which the next standby stands, too
+_TURN_S = 1.0  # after which the next standby becomes a candidate, too
 _TRY_S, _PAUSE_S, _LOOK_S = 2.0, 0.1, 0.25
 _REDIRECT_S = 5.0
 _PRESENT = "present"  # the queue of a polling place with the members that have come there
@@ -77,7 +77,7 @@ class Successor:
         self._standby: Standby | None = None
         self._standby_term: Term | None = None
         self._witness: Witness | None = None  # the witness of the job, once this host stands by
-        self.trial: WitnessTrial | None = None  # what has come of asking it once
+        self.trial: WitnessTrial | None = None  # the result of asking the witness once
         self._place: Service | None = None  # the polling place
         self._polling_places: tuple[str, ...] = ()  # where standbys publish the result, for a host without a vote
         self._num_asked = 0
@@ -193,7 +193,7 @@ class Successor:
         The watch lasts for `limit_s`, by default slightly longer than an election.
         """
         places = self._polling_places
-        if not places and self._voter.newest is not None:  # it had a vote, until the others went on without it
+        if not places and self._voter.newest is not None:  # it had a vote, until the others continued without it
             places = tuple(
                 address for member, address in self._voter.newest.addresses if member != self._channel.member
             )
@@ -318,7 +318,7 @@ class Successor:
                     if primary is not None:
                         self._take_office(client, primary, over)
                         return
-                    over.wait(random.uniform(_PAUSE_S, _TURN_S))  # two that stand at once get out of each other's way
+                    over.wait(random.uniform(_PAUSE_S, _TURN_S))  # two simultaneous candidates avoid each other
                 self._clear_place(client)
         except (PhalanxError, OSError, *MALFORMED):
             self._finish(over, None)

@@ -29,8 +29,8 @@ def describe_flight(groups: Sequence[GroupLog], ended_ns: Mapping[int, int], *, 
     Arguments:
         groups: their logs, taken after the end.
         ended_ns: when processes ended, by process number, CLOCK_MONOTONIC.
-        waited_s: a shorter wait than this is not worth telling. After Ctrl-C every rank was in some operation; only one
-            that lasted says where the job hung.
+        waited_s: the shortest wait to report. After Ctrl-C every rank was in some operation; only a long one shows
+            where the job hung.
     """
     blocks = [block for group in groups if (block := _describe_group(group, ended_ns, waited_s))]
     shown = blocks[:_MAX_GROUPS]

@@ -15,10 +15,10 @@ def choose_job(wanted: str | None, command: str) -> RunningJob:
 
     Arguments:
         wanted: what the user typed; None for nothing.
-        command: the command that asks, for the messages.
+        command: the calling command, for the messages.
 
     Raises:
-        LaunchError: there is none, or there are several to choose from, which are listed.
+        LaunchError: there is no job, or several, which are listed.
     """
     jobs = sorted(find_jobs(command), key=lambda job: read_start_ticks(job.pid) or 0, reverse=True)
     lines = "\n".join(f"  {job.pid}  {describe_command(job.pid)}".rstrip() for job in jobs)

@@ -74,8 +74,8 @@ class JobSnapshot:
 class SnapshotAnswer(NamedTuple):
     """A `SnapshotAnswer` is a snapshot and its descriptors.
 
-    Those of the stacks are in the order of `ranks` (none if not asked for), those of the control memories in that of
-    `groups`, and those of the pages in that of `pages`.
+    The stacks' descriptors are in the order of `ranks` (none if not requested), the control memories' in that of
+    `groups`, and the pages' in that of `pages`.
     """
 
     snapshot: JobSnapshot
@@ -91,7 +91,7 @@ def answer(
     controls: Sequence[int],
     pages: Sequence[int] = (),
 ) -> None:
-    """Answer as the agent, which never waits: a client that has gone, or does not read, gets nothing."""
+    """Answer as the agent, which never waits: a client that has left, or does not read, gets nothing."""
     with suppress(OSError), _file(snapshot.to_bytes()) as description:
         fds = [description, *stacks, *controls, *pages]
         for start in range(0, len(fds), _FDS_AT_ONCE):

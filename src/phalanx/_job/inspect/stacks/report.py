@@ -180,7 +180,7 @@ def _status(pid: int) -> dict[str, str]:
 @contextmanager
 def _one_at_a_time(fd: int) -> Iterator[None]:
     """Let only one command ask at a time, since two would mix up their answers: they queue at the first rank's file."""
-    # opened anew, because a lock belongs to an open file, and the one that we were handed is everybody's
+    # opened anew, because a lock belongs to an open file, and the received one is shared
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
     try:
         fcntl.flock(own, fcntl.LOCK_EX)

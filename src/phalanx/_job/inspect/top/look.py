@@ -115,7 +115,7 @@ def _read(answer: SnapshotAnswer, memory: MemoryReader) -> HostLook:
         try:
             groups.append(_summarise(Observer(group_info, control).read()))
         except (ImportError, ValueError, OSError):
-            continue  # a rank has written over what describes the memory
+            continue  # a rank has overwritten the memory's header
     return HostLook(
         name=socket.gethostname(),
         node=snapshot.node,

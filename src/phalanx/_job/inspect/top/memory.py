@@ -58,13 +58,13 @@ def _read_pss(pid: int) -> int | None:
                 if line.startswith("Pss:"):
                     return int(line.split()[1]) * 1024
     except (OSError, ValueError):
-        pass  # an old kernel, a process that must not be looked into, or one that has just ended
+        pass  # an old kernel, a process that must not be inspected, or one that has just ended
     return None
 
 
 def _read_rss(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") or None  # one that has ended has none
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") or None  # an ended process has none
     except (OSError, ValueError, IndexError):
         return None

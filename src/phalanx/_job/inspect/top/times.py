@@ -60,7 +60,7 @@ class Stuck:
     label: str
     inside: tuple[HostPid, ...]
     missing: tuple[HostPid, ...]
-    num_unknown: int  # missing, too, on hosts that nobody has looked at
+    num_unknown: int  # also missing on hosts that were not looked at
     waited_ns: int
 
 
@@ -113,8 +113,7 @@ def measure(
         come_ns = _everybody_there(call)
         for who, operation in call.operations.items():
             leave_ns = operation.leave_ns or now_ns
-            # a process that is still inside waits for others; of an operation that is over it is not known when they
-            # came
+            # A process that is still inside waits for others; for a finished operation their arrival is unknown.
             alone_ns = operation.enter_ns if operation.leave_ns else now_ns
             spans[who].append((operation.enter_ns, min(alone_ns if come_ns is None else come_ns, leave_ns), leave_ns))
         if come_ns is None or call.kind in _ONE_WAY or call.world_size < 2 or come_ns < begin_ns:
@@ -124,7 +123,7 @@ def measure(
         known = lateness.get(who, LatenessOfRank(0, 0))
         lateness[who] = LatenessOfRank(known.times + 1, known.lead_ns + last_ns - max(before_ns, begin_ns))
     times = {who: _divide(spans[who], begin_ns, now_ns) for who in living if who in spans}
-    if begin_ns == since_ns:  # else the processor's time is that of a longer one
+    if begin_ns == since_ns:  # otherwise the CPU time is that of a longer span
         for who, now in processor_times(hosts).items():
             if who in times and who in before:
                 times[who] = _with_idle(times[who], now - before[who])

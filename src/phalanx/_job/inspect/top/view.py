@@ -13,7 +13,7 @@ from phalanx._job.inspect.top.times import HostPid, OperationTimes, Times
 
 RECENT_NS = 10_000_000_000  # "per second" is taken over this time
 _OFTEN = 0.5  # a rank must come last to this part of the operations, to be called the slowest
-_FEW = 5  # so few operations say nothing about which rank is slow
+_FEW = 5  # too few operations to show which rank is slow
 _COSTLY = 0.01  # so much of the time is worth a remark
 _STUCK_NS = 1_000_000_000
 
@@ -31,7 +31,7 @@ class Pace:
     samples_per_s: float | None
 
 
-# What a rank's time divides into. Outside of operations it is computing or idle, if not known which.
+# The parts of a rank's time. Outside of operations it is computing or idle, if unknown which.
 SHARES = ("computing", "idle", "computing_or_idle", "waiting", "communicating")
 
 
@@ -58,7 +58,7 @@ class RankView:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The others wait for it: it came last to so many operations of so many, which cost `share` of the time."""
+    """`Slowest` is the rank that the others wait for: it is last in many operations, at the cost of a time `share`."""
 
     rank: int
     host: str

@@ -24,7 +24,7 @@ from phalanx.errors import LaunchError
 _READ_BYTES = 1 << 16
 _GLANCE_S = 0.5
 _TERM_S = 0.5
-_MAX_TERMS = 40  # longer than the agent's own patience with what the kernel holds
+_MAX_TERMS = 40  # longer than the agent's own time limit for processes stuck in the kernel
 
 
 class RankTraceback(Exception):
@@ -151,8 +151,8 @@ def _words(**options: object) -> list[str]:
     return words
 
 
-# The entry of the working directory would let the user's `random.py` shadow what the agent imports. Ctrl-C in the first
-# moments ends it without a traceback of ours.
+# The working directory in the path would let the user's `random.py` shadow the agent's imports. Ctrl-C in the first
+# moments ends the agent without a traceback of ours.
 BOOT = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); '' in sys.path and sys.path.remove(''); "
     "from phalanx._job.launch.calls.agent import main; sys.exit(main())"
@@ -271,7 +271,7 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
                 if text := decoder.decode(data, final=not data):
                     pipe.stream.write(text)
                     pipe.stream.flush()
-            if not ready and agent.poll() is not None:  # somebody else has kept an end of the pipe
+            if not ready and agent.poll() is not None:  # another process holds an end of the pipe
                 return
 
 

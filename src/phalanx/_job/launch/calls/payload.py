@@ -1,7 +1,8 @@
 """Encode a function and its arguments as bytes: by value (cloudpickle) where the ranks could not import them.
 
 Functions, closures, lambdas and classes of `__main__` and of a notebook go by value; those of modules by name, and the
-ranks look for modules where the caller does. The lines of a notebook's cells go along, so that tracebacks show them.
+ranks look for modules where the caller does. The source of a notebook's cells is sent along, so that tracebacks show
+it.
 """
 
 from __future__ import annotations

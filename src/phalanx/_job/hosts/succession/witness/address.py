@@ -19,7 +19,7 @@ def split_etcd(address: str) -> tuple[bool, str, str, int]:
     """Return whether etcd://USER@HOST:PORT or etcds://USER@HOST:PORT has TLS, its user or "", its host and port.
 
     Raises:
-        ValueError: it is none; a password that stands there is not repeated.
+        ValueError: the address is invalid; the message does not repeat a password.
     """
     scheme, _, rest = address.partition("://")
     user, _, place = rest.rpartition("@")

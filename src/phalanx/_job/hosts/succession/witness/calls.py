@@ -19,7 +19,7 @@ class WitnessCalls:
     `fileno` is readable when `take` has something.
 
     Arguments:
-        is_new: whether it has heard nothing of the job yet.
+        is_new: whether the job is not registered with the witness yet.
     """
 
     def __init__(self, witness: Witness, *, is_new: bool) -> None:

@@ -60,7 +60,7 @@ class EtcdRegister:
     def _call(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
         is_new = not self._token and self._log_in()
         status, found = self._post(f"kv/{what}", body)
-        if status in _MAY_BE_EXPIRED and not is_new and self._log_in():  # what was refused has changed nothing
+        if status in _MAY_BE_EXPIRED and not is_new and self._log_in():  # a refused request has changed nothing
             status, found = self._post(f"kv/{what}", body)
         if status != _OK:
             raise CoordinationError(f"etcd answers {status}: {found.get('message')}{self._advise(status)}")
@@ -106,12 +106,12 @@ class EtcdLogin:
 
 
 def find_login(user: str, variables: Mapping[str, str]) -> EtcdLogin | None:
-    """Return the login of a user, or of ETCDCTL_USER where the address names none; None where neither does.
+    """Return the login of the address's user, or else of ETCDCTL_USER; None if neither is given.
 
     The password is that of PHALANX_WITNESS_PASSWORD_FILE's file, of ETCDCTL_PASSWORD, or behind ETCDCTL_USER's colon.
 
     Raises:
-        CoordinationError: there is a user, and no password.
+        CoordinationError: there is a user without a password.
     """
     told = variables.get("ETCDCTL_USER", "")
     password = _read_password(variables)

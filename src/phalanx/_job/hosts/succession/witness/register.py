@@ -56,6 +56,6 @@ def open_register(address: str, key: Key | None) -> Register:
     """Return the register at HOST:PORT of a `phalanx coordinator` that has this key, or at etcd://HOST:PORT.
 
     Raises:
-        CoordinationError: no coordinator answers there, or what this host needs to ask is missing.
+        CoordinationError: no coordinator answers there, or this host lacks a prerequisite for asking.
     """
     return EtcdRegister(address) if is_etcd(address) else CoordinatorRegister(address, key)

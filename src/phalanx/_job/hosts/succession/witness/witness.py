@@ -1,7 +1,7 @@
 """`Witness` is an additional vote: the voter's state is in a register outside the job, named by `--witness`.
 
-    whoever asks ── reads what the voter has promised and accepted ── takes the voter's step ── writes that, if nobody
-                    else has written ──► has the voter's reply
+    client ── reads the voter's promises and acceptances ── executes the voter's step ── writes the result, if no other
+                    client has written ──► has the voter's reply
 
 Two hosts and a witness are three voters, so one host and the witness are a majority. The voter is the same as on each
 host (`hosts.succession.voter`): the register serializes its steps.
@@ -75,10 +75,10 @@ class Witness:
         self._open().read(self._name)
 
     def propose(self, config: Config) -> Reply:
-        """Return its reply to a proposal.
+        """Return the witness's reply to a proposal.
 
         Raises:
-            PhalanxError, OSError: it can't be reached, or does not know of the job.
+            PhalanxError, OSError: the witness can't be reached, or the job is not registered.
         """
         return self._take_step(lambda voter: voter.propose(config))
 
@@ -102,7 +102,7 @@ class Witness:
         register = self._open()
         for _ in range(_MOST_TRIES):
             state = register.read(self._name)
-            if not state:  # it would promise again what it has promised another one
+            if not state:  # it would repeat a promise that it has made to another host
                 raise CoordinationError("it knows nothing of this job (it was started again, or was cleared)")
             try:
                 before = _from_bytes(state)
