@@ -97,9 +97,8 @@ class Pipeline(StageModule):
 
     Losses, results, gradients and trained weights are those of the whole model in one process that runs the
     micro-batches one by one (`phalanx docs pipeline` shows that loop). Collective: every rank constructs its Pipeline,
-    with the same model and arguments, and then calls the same steps. Each rank keeps only the layers of
-    its stages: delete your reference to `module` afterwards, or build it on the meta device if it is too large for one
-    process.
+    with the same model and arguments, and then calls the same steps. Each rank keeps only the layers of its stages:
+    delete your reference to `module` afterwards, or build it on the meta device if it is too large for one process.
 
     Arguments:
         module: an `nn.Sequential`, or another module whose `forward` torch.fx can trace. Its children are the layers

@@ -152,8 +152,8 @@ class Stage:
         """Find the parts of the backward that may run after its gradients are sent. Called before the gradients arrive.
 
         With `later_weights`, `backward_weights` will be called later for all deferrable work. `is_last` says that no
-        other micro-batch follows. A convolution's gradients cost more in two calls
-        than in one: the stages before, which have work until then, gain nothing if the others are early.
+        other micro-batch follows. A convolution's gradients cost more in two calls than in one: the stages before,
+        which have work until then, gain nothing if the others are early.
         """
         held = self.in_flight[micro_batch]
         if self._weights is None:

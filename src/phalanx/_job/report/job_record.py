@@ -36,7 +36,7 @@ class JobRecord:
     end_text: str = ""
     exit_code: int | None = None
     events: tuple[RunEvent, ...] = ()
-    clock_offsets: Mapping[str, float] = field(default_factory=dict)  # by host: what its clock is behind
+    clock_offsets: Mapping[str, float] = field(default_factory=dict)  # by host: how far its clock is behind
     copy_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host
     run: str = ""  # its id, which its ranks' files have, too
     is_run_unique: bool = False  # no other run has that id: the user did not choose it

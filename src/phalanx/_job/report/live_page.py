@@ -119,7 +119,7 @@ class LivePage:
                 try:
                     run = measure_so_far(job.report)
                     self._report, self._reported_at = sections_of(run, find(run)), now
-                except (OSError, ValueError) as error:  # nothing is written yet, or the folder is gone
+                except (OSError, ValueError) as error:  # nothing is written yet, or the folder was removed
                     return f"<p class=faint>The report in {escape(job.report)} cannot be read: {escape(str(error))}</p>"
             return self._report
 

@@ -40,7 +40,7 @@ class ProcessSample:
     offset_ns: float = 0.0
     recoveries: Sequence[
         tuple[float, float]
-    ] = ()  # steps in which a loss was survived: what is waited for is no step's
+    ] = ()  # steps in which a loss was survived, whose waiting counts for no step
 
 
 @dataclass
@@ -124,7 +124,7 @@ _Scales = Mapping[tuple[tuple[str, int, int], bool, int], float]
 
 
 def _scales(calls: _Calls, whole: _Calls, is_from_start: Sequence[bool]) -> _Scales:
-    """Return for how many calls of a process each one known on all ranks stands: calls are counted, some kept.
+    """Return how many calls each kept call of a process represents: all calls are counted, but only some are kept.
 
     `is_from_start` says of which processes all calls count, from number 1 on. Those are the ones without steps: nothing
     of them is warming up, and only the latest calls are kept.

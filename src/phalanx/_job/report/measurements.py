@@ -33,7 +33,7 @@ class RankRun:
     end: float
     first_step: float | None  # when its first step began
     steps: int
-    first_number: int  # the number of its first step in the run; 1 if nothing has told it
+    first_number: int  # the number of its first step in the run; 1 if unknown
     step_s: float
     longest_s: float
     parts: Mapping[str, float]

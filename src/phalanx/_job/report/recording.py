@@ -29,7 +29,7 @@ from phalanx._job.report.records import find_other_run, remove_old_records
 
 _recorder: StepRecorder | None = None
 _folder = ""  # the folder of the report that it records for
-_is_given = False  # the folder by the launcher, whatever the program says
+_is_given = False  # the folder comes from the launcher, whatever the program passes
 _writers: list[Callable[[], None]] = []  # this process writes these as the job's own launcher: one, or none
 
 
@@ -181,7 +181,7 @@ def _write_at_end(folder: str, recorder: StepRecorder) -> None:
         hook(kind, error, trace)
 
     def write() -> None:
-        end = "ended"  # with what, no hook is told of sys.exit()
+        end = "ended"  # no hook reports the code of sys.exit()
         if failed:
             end = "stopped" if "KeyboardInterrupt" in failed[0] else "failed"
         text = failed[0] if failed else ""

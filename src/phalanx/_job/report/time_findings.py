@@ -84,7 +84,8 @@ def _stragglers(run: Measurements) -> Iterator[ReportFinding]:
         excess = _excess(slow, others)
         excess_s = max(excess.values())
         often = max(rank.preemptions_per_s or 0.0 for rank in ranks.values())
-        # Who is thrown off its core is late, now one, now another; who waits for data has let go of its core.
+        # A rank preempted from its core is late, now one, now another; a rank that waits for data has released its
+        # core.
         noise_s = min(_MOST_NOISE, _SLICE_S * often) * slow.step_s
         if excess_s < noise_s and excess["data"] < LATE_SHARE * slow.step_s:
             yield ReportFinding(

@@ -1,7 +1,7 @@
 """Plan the trace that Perfetto opens: a process for each rank; steps, their phases and its collectives, by name.
 
-The phases of a step are drawn in the order in which they come, each once, as long as all of it together; a record of
-several steps is one bar. Collectives stand where they were.
+The phases of a step are drawn in their order, each once, with its total length; a record of several steps is one bar.
+Collectives are drawn at their times.
 Source: "Trace Event Format", Google, 2016: complete events ("X") with times in microseconds, metadata ("M") for names.
 """
 
@@ -16,7 +16,7 @@ from phalanx._comm.diagnostics.step_reader import RankFile
 from phalanx._job.report.job_record import JobRecord
 from phalanx._job.report.units import size
 
-MAX_EVENTS = 200_000  # all ranks together have at most so many: a browser opens them without complaint
+MAX_EVENTS = 200_000  # the most events of all ranks together that a browser opens easily
 _STEPS, _PHASES, _COLLECTIVES = 1, 2, 3
 _ORDER = ("data", "forward", "backward", "waited", "update", "other")
 _COLOURS = {"data": "yellow", "forward": "thread_state_running", "backward": "rail_animation", "update": "good"}

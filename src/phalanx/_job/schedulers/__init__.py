@@ -1,6 +1,6 @@
 """Find the scheduler that started this command, and this host's place, from variables and without an option.
 
-    allocation            what was found, and the line that says so
+    allocation            the result, and the line that reports it
     slurm, kubernetes,    one file each: its variables, and how it starts this command on every host
     lsf, pbs, mpi
     find                  which of them it is; variables that contradict each other are refused by name

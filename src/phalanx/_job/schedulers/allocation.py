@@ -46,7 +46,7 @@ class Allocation:
     local_node: int = 0
     num_local_nodes: int = 1
     nproc: str = ""
-    # it is set if the variables leave open where node 0 is, or which job this is; MPI itself knows
+    # set if the variables leave open where node 0 is, or which job this is; MPI itself knows
     asks_mpi: bool = False
     hint: str = ""  # how to start the command on every host, if it was started on one
 

@@ -11,7 +11,7 @@ from phalanx._job.schedulers.allocation import Allocation, read_port
 from phalanx.errors import LaunchError
 
 _PORT = 29400  # a pod has its ports for itself
-_EQUAL = (  # two variables that say the same must be equal
+_EQUAL = (  # variables with the same meaning, which must be equal
     ("RANK", "PET_NODE_RANK"),
     ("JOB_COMPLETION_INDEX", "PET_NODE_RANK"),
     ("JOB_COMPLETION_INDEX", "RANK"),

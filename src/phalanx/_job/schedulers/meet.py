@@ -92,7 +92,7 @@ def _hand_out(address: LocalAddress, num_nodes: int, deadline: Deadline) -> Call
     def serve(path: bytes) -> None:
         with memory("phalanx-coordinator", len(path)) as fd, FdServer(address.token, at=address.path) as server:
             os.pwrite(fd, path, 0)
-            with contextlib.suppress(DeadlineError):  # the coordinator tells who did not come
+            with contextlib.suppress(DeadlineError):  # the coordinator reports who is missing
                 server.serve(range(1, num_nodes), [fd], deadline, lambda missing: None)
 
     def announce(path: str) -> None:
@@ -124,7 +124,7 @@ def _meet_through_mpi(
                 exit_code=2,
             ) from None
     mine = replace(mine, key=said["key"])
-    # The first host listens at all its addresses: who reaches it by which, it cannot know.
+    # The first host listens at all its addresses: it cannot know which one another host can reach.
     return _at(mine, [f":{said['port']}"] if found.node == 0 else said["endpoints"]), said["job"]
 
 
@@ -137,7 +137,7 @@ def _free_port() -> Iterator[int]:
 
 
 def _find_key(found: Allocation, key_file: str | None, environ: Mapping[str, str]) -> str:
-    """Return the user's key. Node 0 makes it if there is none; the others wait until their shared folder shows it."""
+    """Return the user's key. Node 0 creates it if missing; the others wait until it appears in their shared folder."""
     from phalanx._comm.control.key_file import default_path, find_key, make_key
 
     key = find_key(key_file, environ)

@@ -25,10 +25,10 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
     if launch.job:
         job, is_named = launch.job, bool(address)
     elif is_on_one_host:
-        # The process that has started all of this host stands for the job.
+        # The process that has started all of this host's processes identifies the job.
         job, is_named = f"mpiexec-{os.getppid()}-{read_start_ticks(os.getppid())}", True
     else:
-        # MPICH has no name for it. Two jobs at the address and port that the user gave could not be told apart anyhow.
+        # MPICH has no name for it. Two jobs at the same address and port are indistinguishable anyway.
         job, is_named = f"mpiexec-{address}:{port}", bool(address and port)
     return Allocation(
         launch.launcher,

@@ -5,8 +5,8 @@
              ── Connection ── ssh b ═══════════ sshd ── Session ── the agent
 
     host_list    the words of --hosts and the lines of --hostfile
-    request      what every host is sent: command line, folder, variables
-    pipes        messages over ssh's stdin and stdout, behind whatever a login shell prints
+    request      the message to every host: command line, folder, variables
+    pipes        messages over ssh's stdin and stdout, after the output of a login shell
     facts        what a host reports about itself before anything starts
     check        the problems of all hosts in one table, and the address at which they meet
     connection   one ssh process and its host

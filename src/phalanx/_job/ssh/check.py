@@ -57,7 +57,7 @@ def find_problems(facts: Mapping[str, Facts], folder: str) -> list[Problem]:
     problems = []
     names = list(facts)
     machines: dict[str, str] = {}
-    # The others are compared with what most have: of two, with the first.
+    # Compare the others with the majority; of two, with the first.
     pythons = [_minor(each.python) for each in facts.values()]
     torches = [each.torch for each in facts.values()]
     scripts = [each.script for each in facts.values() if each.script]

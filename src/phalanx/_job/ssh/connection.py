@@ -145,7 +145,7 @@ class Connection:
     def close(self, limit_s: float) -> None:
         """Close the connection, which ends whatever runs on the host, and wait `limit_s` for ssh to end.
 
-        A detached job goes on: ssh, which would wait for it, is ended. On this machine there is no ssh.
+        A detached job continues: ssh, which would wait for it, is ended. On this machine there is no ssh.
         """
         self._channel.close()
         if self.is_detached and not self.is_here:

@@ -28,9 +28,8 @@ class Facts:
     """`Facts` are a host's report. `machine` identifies the machine, whatever its name.
 
     `script` is a digest of the ranks' target; empty if the host has no source of it. `addresses` are those at which
-    others
-    may reach the host, the likeliest first: address, interface, and Mbit/s (0 if unknown). `problem` is why the job
-    cannot run there, `has_folder` whether the folder is there.
+    others may reach the host, the likeliest first: address, interface, and Mbit/s (0 if unknown). `problem` is why the
+    job cannot run there, `has_folder` whether the folder is there.
     """
 
     phalanx: str

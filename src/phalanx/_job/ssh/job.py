@@ -37,9 +37,9 @@ from phalanx.errors import AuthenticationError, LaunchError
 
 _CHECK_S = 10.0
 _RESTART_S = 3.0  # between two tries of a host that was lost
-_LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # the host was told to leave the job
+_LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # the host was asked to leave the job
 _LEAVE_S = 10.0  # for all agents to end, besides the time that ranks get
-_LAST_S = 2.0  # for those of other hosts, once the first one has ended: they may still wait for it, or for an import
+_LAST_S = 2.0  # for other hosts after the first one has ended: they may still wait for it, or for an import
 _MAX_WORDS_BYTES = 1 << 16
 _CLOSE_S = END_S + 3.0
 _CAUGHT = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTSTP)
@@ -91,7 +91,7 @@ class SshJob:
         self._is_stopping = False  # the user has asked for the end
         # a host that is lost is started again from here
         self._is_elastic = request.is_elastic and not request.detach
-        self._shows_all = False  # what every agent prints, and not only the first host's
+        self._shows_all = False  # whether to show the output of every agent, and not only of the first host's
         self._has_lost_first = False  # a connection was lost before anything else went wrong
         self._last_code = 1
         self._endpoint = ""

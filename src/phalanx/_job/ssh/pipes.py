@@ -52,7 +52,7 @@ class _Pipes:
 class PipeChannel:
     """A `Channel` over two pipes, both of which it owns.
 
-    The end on the host marks where its messages begin (`marks`), and the end here skips what comes before the mark.
+    The end on the host marks where its messages begin (`marks`), and the end here skips everything before the mark.
     """
 
     def __init__(self, read_fd: int, write_fd: int, *, marks: bool) -> None:

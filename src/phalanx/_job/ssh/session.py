@@ -1,7 +1,7 @@
 """A `Session` is the end of a connection on a host: it checks the host, runs the agent, and ends with the connection.
 
 from the terminal                         to the terminal
-  check   the job                           facts     what the host is like, and where it answers if it is the first
+  check   the job                           facts     the host's facts, and its address if it is the first
   reach   addresses of the first host       reached   what came back from each
   start   the place, the key                output    what the agent prints
   signal, size, alive                       ended     the agent's exit code; alive
@@ -41,13 +41,13 @@ from phalanx._job.ssh.facts import collect_facts
 from phalanx._job.ssh.pipes import AS_TEXT, PipeChannel
 from phalanx.errors import LaunchError
 
-ALIVE_S = 1.0  # each end reports so often that it is there
-END_S = 5.0  # for the agent to end its ranks once the connection is gone
+ALIVE_S = 1.0  # each end sends a sign of life this often
+END_S = 5.0  # for the agent to end its ranks after the connection is lost
 _READ_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 1 << 16
 _FLUSH_S = 5.0
 _LOOK_S = 0.1  # between two looks whether all ranks have started
-_ANSWER_S = 0.2  # for the agent to say so
+_ANSWER_S = 0.2  # for the agent to report it
 _LAST_BYTES = 1 << 16  # of the log are shown if the job ends before it has detached
 _CHECK_S = 60.0  # a terminal that is silent for this long before the start counts as lost
 _CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -58,7 +58,7 @@ def main() -> int:
     channel = PipeChannel(os.dup(0), os.dup(1), marks=True)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # what anything prints here must not get between the messages
+    os.dup2(2, 1)  # no output may get between the messages
     os.close(null)
     adopt_orphans()
     with caught_signals(_CAUGHT) as signals:
@@ -83,7 +83,7 @@ class Session:
         self._reached: Mailbox[Mapping[int, str]] = Mailbox()
         self._agent = 0
         self._code: int | None = None
-        self._log = -1  # with --detach, the file for what the agent prints
+        self._log = -1  # with --detach, the file for the agent's output
         self._look_at: float | None = None  # when to see whether all ranks have started
         self._is_detached = False
         self._outputs: dict[int, int] = {}  # descriptor -> 1 or 2
@@ -205,7 +205,7 @@ class Session:
         self._look_at = time.monotonic() + _LOOK_S
         assert self._plan is not None
         for job in find_jobs() if self._agent else ():
-            with contextlib.suppress(LaunchError):  # it has no ranks yet, and answers nobody
+            with contextlib.suppress(LaunchError):  # it has no ranks yet, and serves no client
                 if job.pid == self._agent:
                     with ask(job.name, job.pid, _ANSWER_S, stacks=False) as answer:
                         if len(answer.snapshot.ranks) + len(answer.snapshot.ended) >= self._plan.num_ranks:
