@@ -1,4 +1,4 @@
-"""`PhalanxWork` is what an asynchronous call returns; `SerialExecutor` is a thread that carries calls out in order."""
+"""`PhalanxWork` is the result of an asynchronous call; `SerialExecutor` is a thread that runs calls in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
     """Return a daemon thread, running.
 
     Raises:
-        PhalanxError: the system gives this process no more threads.
+        PhalanxError: the system refuses another thread.
     """
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
@@ -92,7 +92,7 @@ class PhalanxWork(dist.Work):
         wait = partial(self._done.wait, None if deadline is None else deadline.left_s)
         try:
             over = wait() if executor is None or self._done.is_set() else executor.run_here(wait)
-        except BaseException as error:  # it is Ctrl-C, or a signal handler that raised
+        except BaseException as error:  # Ctrl-C, or a signal handler that raised
             if executor is not None and executor.interrupted is not None:
                 executor.interrupted(error)
             raise
@@ -104,19 +104,19 @@ class PhalanxWork(dist.Work):
         return True
 
     def bring_about(self, deadline: Deadline | None) -> None:
-        """Do what a thread that waits can do for the end, until it has come or the deadline has passed.
+        """Help to complete the operation, or wait, until it has ended or the deadline has passed.
 
-        Here that is all of the operation, if it is next in line: it takes as long as it takes.
+        Here that means running the whole operation, if it is next in line, however long it takes.
         """
         if deadline is None and self.executor is not None:
             self.executor.help(self)
 
     def _check_end_is_near(self) -> None:
-        """Check that this process, and this thread, can wait for its end at all.
+        """Check that this process, and this thread, can wait for the operation.
 
         Raises:
             ClosedError: this process is a fork of the one that called the operation.
-            PhalanxError: this is a signal handler, and what it interrupted must be over first.
+            PhalanxError: this is a signal handler, and the operation that it interrupted must end first.
         """
         if self._process != process.number:
             raise ClosedError(
@@ -132,15 +132,15 @@ class PhalanxWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it is over, well or not."""
+        """Return whether the operation has ended, successfully or not."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Return whether it is over and went well."""
+        """Return whether the operation has succeeded."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong, if anything did."""
+        """Return the operation's error, if any."""
         return self._error
 
     def result(self) -> list[Any]:
@@ -179,13 +179,13 @@ class PhalanxWork(dist.Work):
         return [ref() for ref in self._weak]
 
     def settle(self, error: BaseException | None) -> Callable[[], None] | None:
-        """Take the outcome, which no waiter has been told yet. The thread that carried it out calls this once.
+        """Set the outcome, before any waiter gets it. The thread that ran the operation calls this once.
 
-        It returns what tells the future's callbacks, if anybody has asked for a future; `release` comes after that.
+        Return a function that notifies the future's callbacks, if a future was requested; `release` comes after that.
 
-        From here on tensors are held weakly: torch's C++ side may keep a Work for long, and the group keeps it alive
-        for that (a Work whose Python half is collected would make C++ wait for ever). Only small ones stay: DDP's count
-        of the ranks that have not joined lives nowhere else.
+        From here on tensors are held weakly: torch's C++ side may keep a Work for long, and then the group keeps it
+        alive (if its Python half were collected, C++ would wait for ever). Only small tensors stay: DDP's count of the
+        ranks that have not joined is stored nowhere else.
         """
         outputs = self._outputs or ()
         with self._lock:
@@ -212,7 +212,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 @untraced
 class DoneWork(dist.Work):
-    """A call that was carried out before it returned answers with this work."""
+    """A `DoneWork` is the result of a call that was complete when it returned."""
 
     def __init__(self, outputs: Sequence[Any] = (), *, source: int = -1) -> None:
         super().__init__()
@@ -245,20 +245,20 @@ class DoneWork(dist.Work):
 
 
 class Closable(Protocol):
-    """A group must see these to their end before it leaves: its executors, its inbox."""
+    """A `Closable` must be closed before the group leaves: its executors, its inbox."""
 
     def close(self, timeout_s: float) -> bool:
-        """Let what is queued end; return whether it did within `timeout_s`."""
+        """Complete the queued operations; return whether they ended within `timeout_s`."""
 
 
 class Ledger(Protocol):
     """A `Ledger` knows whether all queued operations have ended: gradient rounds in the core bypass the queue."""
 
     def issue(self) -> None:
-        """Note that an action is about to be queued."""
+        """Record that an action is about to be queued."""
 
     def carried_out(self) -> None:
-        """Note that an action is over, and so are the callbacks of its future."""
+        """Record that an action has ended, and the callbacks of its future, too."""
 
 
 Action = Callable[[], None]
@@ -306,7 +306,7 @@ class SerialExecutor:
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is queued or running, and what is called now need not wait."""
+        """Return whether nothing is queued or running, and a new call need not wait."""
         return not (self.busy or self.items or self.is_passed)
 
     @property
@@ -315,7 +315,7 @@ class SerialExecutor:
         return self.idle and self._thread is None
 
     def put(self, action: Action, work: PhalanxWork) -> PhalanxWork:
-        """Queue `action`; `work` finishes when the action has run."""
+        """Queue `action`; `work` completes when the action has run."""
         if self._callbacks_first and self._in_callbacks == threading.get_ident():
             self._carry_out((action, work), nested=True)
             return work
@@ -340,7 +340,7 @@ class SerialExecutor:
         return threading.get_ident() in self.callers
 
     def run_here(self, operation: Callable[[], Result]) -> Result:
-        """Carry out `operation` in the calling thread, one of the `callers` meanwhile."""
+        """Run `operation` in the calling thread, which is one of the `callers` meanwhile."""
         me = threading.get_ident()
         try:
             self.callers.add(me)
@@ -350,7 +350,7 @@ class SerialExecutor:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Let other threads queue what they call, while this one is in an operation that bypasses the queue."""
+        """Let other threads queue their calls, while this one is in an operation that bypasses the queue."""
         me = threading.get_ident()
         try:
             self.is_passed = True
@@ -361,7 +361,7 @@ class SerialExecutor:
             self.is_passed = False
 
     def help(self, work: PhalanxWork) -> None:
-        """Carry out `work` here, if it is next in line and nobody has begun it."""
+        """Run `work` here, if it is next in line and has not begun."""
         if self.interrupted is not None and threading.current_thread() is threading.main_thread():
             return
         with self._changed:
@@ -391,13 +391,13 @@ class SerialExecutor:
         error: BaseException | None = None
         try:
             self.run_here(action)
-        except BaseException as e:  # whatever it was, the waiter must hear it
+        except BaseException as e:  # the waiting thread must receive any exception
             error = e
         notify = work.settle(error)
         if notify is not None:
             self._in_callbacks = threading.get_ident()
             notify()  # torch keeps what a callback raises for the callback's own future
-        # Free before the waiter wakes up, or its next call would queue behind nothing.
+        # Free before the waiting thread wakes up, or its next call would be queued.
         if not nested:
             self._in_callbacks = -1
             if self._ledger is not None:
@@ -408,7 +408,7 @@ class SerialExecutor:
         work.release()
 
     def close(self, timeout_s: float) -> bool:
-        """Let the thread end after what is queued; return whether it did within `timeout_s`."""
+        """Let the thread end after the queued actions; return whether it did within `timeout_s`."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

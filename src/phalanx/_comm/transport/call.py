@@ -1,4 +1,4 @@
-"""A `CollectiveCall` describes what a rank calls in a few bytes, which the ranks compare before data moves."""
+"""A `CollectiveCall` describes a rank's call in a few bytes, which the ranks compare before data are moved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx._base.dtypes import dtype_name, dtype_of, reduction_name
 from phalanx._comm.diagnostics.failure_report import RankCall
 
-# A head has the digest, the number in the sequence, and the words.
+# A head has the digest, the sequence number, and the text.
 HEAD_BYTES = 256
 _DIGEST_BYTES = 16
 _SEQ_BYTES = 4
@@ -23,9 +23,9 @@ _MAX_PLACE_BYTES = 120  # the end of a longer path, so that there is room for th
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A call is one collective as its rank called it.
+    """A `CollectiveCall` is one collective as its rank called it.
 
-    `sizes` is what else must be the same everywhere; `place` is file and line.
+    `sizes` has further values that must be the same on every rank; `place` is file and line.
     """
 
     name: str
@@ -38,7 +38,7 @@ class CollectiveCall:
     place: str = ""
 
     def words(self) -> str:
-        """Return the call in words, in three fields: 'all_reduce', 'train.py:88', '(SUM) of float32 (3, 4)'."""
+        """Return the call as text, in three fields: 'all_reduce', 'train.py:88', '(SUM) of float32 (3, 4)'."""
         options = [reduction_name(self.redop)] if self.redop >= 0 else []
         if self.root >= 0:
             options.append(f"{'src' if self.name in ('broadcast', 'scatter') else 'dst'}={self.root}")
@@ -48,13 +48,13 @@ class CollectiveCall:
         return _SEPARATOR.join((self.name, self.place.encode()[-_MAX_PLACE_BYTES:].decode(errors="ignore"), what))
 
     def head(self, seq: int) -> bytes:
-        """Return a digest of what must agree, then the words; always `HEAD_BYTES` long."""
+        """Return a digest of the compared fields, then the text; always `HEAD_BYTES` long."""
         digest, words = self._common
         return digest + (seq & 0xFFFFFFFF).to_bytes(_SEQ_BYTES, "little") + words
 
     @cached_property
     def _common(self) -> tuple[bytes, bytes]:
-        """Return the digest and the words that all heads of this call have in common."""
+        """Return the digest and the text that all heads of this call share."""
         must_agree = (self.name, self.dtype, self.redop, self.root, self.count, self.sizes)
         digest = hashlib.blake2b(repr(must_agree).encode(), digest_size=_DIGEST_BYTES - _SEQ_BYTES).digest()
         room = HEAD_BYTES - _DIGEST_BYTES
@@ -62,9 +62,9 @@ class CollectiveCall:
 
 
 def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCall]:
-    """Return the ranks' words of an all_to_all in which some pairs do not fit; else nothing.
+    """Return the ranks' calls of an all_to_all in which some pairs of sizes do not match; else nothing.
 
-    sizes[r] is what rank r sends to each rank, and what it awaits from each, in bytes.
+    sizes[r] has the bytes that rank r sends to each rank, and those that it expects from each.
     """
     calls: dict[int, str] = {}
     for r, (sent, _) in enumerate(sizes):
@@ -76,7 +76,7 @@ def compare_splits(sizes: Sequence[Sequence[Sequence[int]]]) -> dict[int, RankCa
 
 
 class Disagreement(Exception):
-    """The ranks called different things. With `complete` all ranks' calls are known, not only some."""
+    """The ranks' calls differ. With `complete` all ranks' calls are known, not only some."""
 
     def __init__(self, calls: Mapping[int, RankCall], *, complete: bool = True, is_collective: bool = True) -> None:
         super().__init__(calls)
@@ -99,7 +99,7 @@ def describe_call(
 
     An argument of -1 is not compared.
 
-    It is made once, with its head: a training loop makes the same calls again and again.
+    It is cached with its head, since a training loop repeats the same calls.
     """
     count = tensor.numel() if count is None else count
     return _same_call(name, dtype_of(tensor.dtype).code, redop, root, count, sizes, tuple(tensor.shape), place)
@@ -120,7 +120,7 @@ def _same_call(
 
 
 def foreign_head(call: RankCall) -> bytes:
-    """Return a head that agrees with no call's, for a rank of which only its records are known."""
+    """Return a head that matches no other call, for a rank of which only the records are known."""
     digest = hashlib.blake2b(call.text.encode(), digest_size=_DIGEST_BYTES).digest()
     room = HEAD_BYTES - _DIGEST_BYTES
     text, _, place = call.text.partition(" at ")
@@ -131,26 +131,26 @@ def foreign_head(call: RankCall) -> bytes:
 
 
 def digest_of(head: bytes | bytearray) -> int:
-    """Return a number that differs, most likely, where what must agree does; its last bits, too."""
+    """Return a number that most likely differs if the compared fields differ; its last bits differ, too."""
     number = int.from_bytes(head[: _DIGEST_BYTES - _SEQ_BYTES], "little")
     seq = int.from_bytes(head[_DIGEST_BYTES - _SEQ_BYTES : _DIGEST_BYTES], "little")
     return number ^ seq * 0x9E3779B1
 
 
 def agree(head: bytes, other: bytes) -> bool:
-    """Return whether two ranks called the same."""
+    """Return whether two ranks' calls match."""
     return head[:_DIGEST_BYTES] == other[:_DIGEST_BYTES]
 
 
 def disagreement(heads: Mapping[int, bytes], seq: int) -> dict[int, RankCall]:
-    """Return what each rank called as its collective number `seq` if the ranks' calls differ; else nothing."""
+    """Return each rank's call as its collective number `seq` if the calls differ; else nothing."""
     if len({head[:_DIGEST_BYTES] for head in heads.values()}) <= 1:
         return {}
     return {r: rank_call(head, seq) for r, head in sorted(heads.items())}
 
 
 def rank_call(head: bytes, seq: int) -> RankCall:
-    """Return what the rank called as its collective number `seq`."""
+    """Return the rank's call as its collective number `seq`."""
     words = head[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
     name, _, rest = words.partition(_SEPARATOR)
     place, _, what = rest.partition(_SEPARATOR)
@@ -161,5 +161,5 @@ def rank_call(head: bytes, seq: int) -> RankCall:
 
 
 def split_heads(data: bytes, ranks: Sequence[int]) -> dict[int, bytes]:
-    """Return the heads of `ranks`, which lie one after the other in `data`, by rank."""
+    """Split `data` into the heads of `ranks`, by rank."""
     return {r: data[i * HEAD_BYTES : (i + 1) * HEAD_BYTES] for i, r in enumerate(ranks)}

@@ -1,10 +1,11 @@
-"""Keep the order in which the elements of a tensor lie in memory, so that it is the same where the tensor arrives.
+"""Preserve the memory order of a tensor's elements when the tensor is sent or saved.
 
 Random numbers are drawn in this order, so that nn.Dropout of a transposed tensor drops other elements than that of a
-contiguous copy. Optimizers with `fused=True` go through a parameter and its state in this order, and do not look at
-strides: the moments of a parameter in channels_last must be in channels_last again after a load.
+contiguous copy. Optimizers with `fused=True` process a parameter and its state in this order, and ignore strides: the
+moments of a parameter in channels_last must be in channels_last again after a load.
 
-A tensor with gaps (a slice) or repetitions (an expanded one) goes without them, in the order of `torch.empty_like`.
+A tensor with gaps (a slice) or repetitions (an expanded one) is stored without them, in the order of
+`torch.empty_like`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def flatten(tensor: Tensor, strides: Strides | None) -> Tensor:
 
 
 def restore(flat: Tensor, shape: tuple[int, ...], strides: Strides | None) -> Tensor:
-    """Return the tensor of which `flatten` has made `flat`, in the same memory; no view of it."""
+    """Return the tensor from which `flatten` made `flat`, in the same memory; not as a view."""
     if strides is None:
         return flat
     made = torch.empty(0, dtype=flat.dtype, device=flat.device)

@@ -1,4 +1,4 @@
-"""Choose the type in which sums are added up, and divide a sum to get a mean."""
+"""Choose the type in which sums are computed, and divide a sum to get a mean."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _UNSIGNED = (torch.uint16, torch.uint32)
 
 
 def sum_of(redop: int) -> int:
-    """Return the reduction that is carried out for `redop`: the mean is a sum until it is divided, once, at the end."""
+    """Return the reduction that runs for `redop`: a mean is a sum until it is divided, once, at the end."""
     return SUM if redop == AVG else redop
 
 
 def sum_type(tensor: Tensor) -> Tensor:
-    """Return `tensor` in the type in which it is added up."""
+    """Return `tensor` in the type in which it is summed."""
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def divide(total: Tensor, redop: int, world_size: int) -> None:
-    """Divide a sum over so many ranks, in place, if `redop` is a mean; whole numbers are divided without the rest."""
+    """Divide a sum over `world_size` ranks, in place, if `redop` is a mean; integer division drops the remainder."""
     if redop != AVG:
         return
     if total.is_floating_point() or total.is_complex():

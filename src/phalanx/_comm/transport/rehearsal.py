@@ -1,7 +1,7 @@
-"""A replacement builds its model in a rehearsal, a group without any other rank, before it meets the ranks that train.
+"""A replacement rank builds its model in a rehearsal, a group without other ranks, before it joins the training ranks.
 
-Its constructors (DistributedDataParallel's, those of optimizers) call collectives that the others called long ago. Here
-each returns at once, with the result that it has when every rank gives what this one gives.
+Its constructors (of DistributedDataParallel, of optimizers) call collectives that the others called long ago. Here each
+collective returns at once, with the result that it would have if every rank passed this rank's data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RehearsalTransport(Transport):
         return 0
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Do nothing: no other rank will miss this one."""
+        """Do nothing: no other rank waits for this one."""
 
     def leave_in_flight(self) -> None:
         """Do nothing: no operation is running."""

@@ -1,7 +1,7 @@
-"""Carry groups of one host: all ranks map the memory of all, and the C core moves and combines data in it.
+"""Run groups of one host: all ranks map the memory of all, and the C core moves and combines data in it.
 
-A collective gives its tensors to the core, which also agrees; sends use a ring per pair of ranks, and receives are
-posted and match messages.
+A collective passes its tensors to the core, which also compares the calls; sends use a ring per pair of ranks, and
+receives are posted and match messages.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _MAX_SITES = 256
 
 
 class PostedReceive:
-    """A posted receive matches a message by sender and tag, in the order of posting, whatever comes first.
+    """A `PostedReceive` matches a message by sender and tag, in the order of posting.
 
-    It is over once any thread of this rank that takes messages in has found its message, or its end.
+    It is complete once any receiving thread of this rank has found its message, or the end of its sender.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class PostedReceive:
             )
             == OK
         )
-        """Whether the message had come before."""
+        """Whether the message had already arrived."""
 
     @property
     def is_pending(self) -> bool:
-        """Return whether its message has not come, and nothing has ended the wait for it."""
+        """Return whether its message has not arrived, and nothing has ended the wait for it."""
         return self.handle.status == _core.PENDING
 
     @property
@@ -80,9 +80,9 @@ class PostedReceive:
         return self.handle.source
 
     def conclude(self) -> None:
-        """Give the tensor its message, or raise what went wrong. Called once, when the receive no longer pends.
+        """Copy the message to the tensor, or raise the error. Called once, when the receive is no longer pending.
 
-        The tensor is let go: a group keeps its last few thousand receives (see PhalanxWork.settle).
+        The tensor is released: a group keeps its last few thousand receives (see PhalanxWork.settle).
         """
         tensor, data = self._tensor, self._data
         del self._tensor, self._data
@@ -100,7 +100,7 @@ class SharedMemoryTransport(Transport):
 
     ranks_share_memory = True
     closes_in_flight = True
-    eager_bytes = 32768  # ranks that wait for each other cost more than bytes that nobody reads
+    eager_bytes = 32768  # waiting for each other costs ranks more than unused bytes
 
     def __init__(self, group: str) -> None:
         self.group = group
@@ -113,7 +113,7 @@ class SharedMemoryTransport(Transport):
         self._say_again_s = 0.0
 
     def attach(self, symm_mem: SymmetricMemory) -> None:
-        """Take the memory; this is called before the first operation."""
+        """Set the memory, before the first operation."""
         self.symm_mem = symm_mem
         self.rank, self.world_size = symm_mem.rank, symm_mem.world_size
         self.core = symm_mem.core
@@ -125,35 +125,35 @@ class SharedMemoryTransport(Transport):
 
     @property
     def seq(self) -> int:
-        """Return how many collectives this rank has begun."""
+        """Return the number of collectives that this rank has begun."""
         return self.core.seq
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Set how this process ends, in the words that the other ranks' errors will have."""
+        """Set how this process ends, as text for the other ranks' errors."""
         self.core.set_exit_reason(exit_reason)
 
     def leave_in_flight(self) -> None:
-        """End the group while operations of this process still run, so that they wake up before its memory goes."""
+        """End the group while operations of this process still run, so that they wake up before its memory is freed."""
         self.core.set_exit_reason(LEFT_IN_FLIGHT)
         self.core.set_poison(PEER_LOST, self.symm_mem.rank)
 
     def settle(self, patience_s: float) -> bool:
-        """Return whether no thread of this process is in an operation, after at most `patience_s`.
+        """Wait at most `patience_s`, and return whether no thread of this process is in an operation.
 
-        In a signal handler the operation that it interrupted is not waited for.
+        In a signal handler, do not wait for the operation that it interrupted.
         """
         return self.core.settle(timeout_ns(patience_s))
 
     def close(self) -> None:
-        """Leave the group. Ranks that wait for this one hear it at once, and so do threads in operations here."""
+        """Leave the group. Ranks that wait for this one, and threads in operations here, are notified at once."""
         if not self.symm_mem.closed:
             tell_end(self)
         self.symm_mem.close()
 
     def abandon(self) -> None:
-        """Do what `close` does, at the end of the process, while threads are in operations: nothing happens to them."""
+        """Close as `close` does, at the end of the process, without waking threads that are in operations."""
         if not self.symm_mem.closed:
             tell_end(self)
         self.symm_mem.close_for_good()
@@ -177,11 +177,11 @@ class SharedMemoryTransport(Transport):
         return number
 
     def place(self, number: int) -> str:
-        """Return the 'file:line' that `call_site` gave this number, or an empty string."""
+        """Return the 'file:line' of a number from `call_site`, or ""."""
         return self._places.get(number, "")
 
     def idle(self, waited_s: float) -> None:
-        """Say which ranks are missing, and after as long again which still are; the core calls this while it waits."""
+        """Report the missing ranks, and again after the same time; the core calls this while it waits."""
         if waited_s < NOTICE_S or self.symm_mem is None or self.symm_mem.closed:
             return
         with contextlib.suppress(ClosedError):  # meanwhile, by another thread: whoever waits is about to hear it
@@ -240,14 +240,14 @@ class SharedMemoryTransport(Transport):
         self.lock.release()
 
     def _interrupted(self, error: BaseException) -> None:
-        """Tell the peers that Ctrl-C, or a signal handler that raised, ended the wait."""
+        """Notify the peers that Ctrl-C, or a signal handler that raised, ended the wait."""
         with contextlib.suppress(ClosedError):
             self.core.set_exit_reason(type(error).__name__)
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def barrier(self, ctx: CallContext) -> None:
-        """Return when every rank has come."""
+        """Wait until every rank has called this."""
         self._collective(ctx, lambda: self.core.barrier(ctx.timeout_ns, ctx.call_site, ()))
 
     def sum_in_place(self, tensor: Tensor, code: int, timeout_s: float, place: tuple[str, int]) -> None:
@@ -332,9 +332,9 @@ class SharedMemoryTransport(Transport):
             write_back(tensor, data)
 
     def broadcast_buffers(self, tensor: Tensor, root: int, ctx: CallContext, *, number: int) -> None:
-        """Do what `broadcast` does, but the root waits for nobody, and the others for the root alone; see csrc/early.h.
+        """Broadcast without waiting: the root waits for no rank, and the others only for the root; see csrc/early.h.
 
-        Whether all ranks called it, with the same `number`, is asked when the next collective begins.
+        The next collective checks that all ranks called this, with the same `number`.
         """
         data = dense(tensor)
         # Held here until the call is over: the heap may go with the last block of it.
@@ -547,7 +547,7 @@ class SharedMemoryTransport(Transport):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Return when the bytes of `tensor` have left it."""
+        """Send `tensor`, and return when its memory may be reused."""
         data = dense(tensor)
         code = dtype_of(data.dtype).code
         self.check(
@@ -558,7 +558,7 @@ class SharedMemoryTransport(Transport):
         )
 
     def send_now(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> bool:
-        """Do what `send` does if that needs no waiting, and return True; else do nothing and return False."""
+        """Send `tensor` if that needs no waiting, and return True; else do nothing and return False."""
         data = dense(tensor)
         code = dtype_of(data.dtype).code
         status = self.core.send_now(

@@ -1,4 +1,4 @@
-"""Carry out all_reduce of sparse COO tensors: gather all ranks' entries, and add them up in the order of the ranks."""
+"""Run all_reduce of sparse COO tensors: gather all ranks' entries, and sum them in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def add_up(transport: Transport, mine: Tensor, ctx: CallContext, *, divisor: flo
 
 
 _Entries = tuple[Tensor, Tensor]  # the indices, one entry a row, and the values
-_HEAD_BYTES = 16  # how many entries there are, and a digest of the form; what follows is aligned for any dtype
+_HEAD_BYTES = 16  # the number of entries, and a digest of the form; the data after it are aligned for any dtype
 
 
 def _say(tensor: Tensor) -> str:
-    """Return what must be the same on every rank: the packets' bytes mean nothing else."""
+    """Return the properties that must be the same on every rank, since packets are only bytes."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"a sparse {dtype} tensor of shape {tuple(tensor.shape)}, {tensor.sparse_dim()} of its dimensions sparse"
 
@@ -52,9 +52,9 @@ def _say(tensor: Tensor) -> str:
 def _exchange_packets(
     transport: Transport, form: str, indices: Tensor, values: Tensor, ctx: CallContext
 ) -> tuple[list[int], _Entries | None]:
-    """Return how many entries each rank has, and the entries themselves where all ranks' fit into packets.
+    """Return how many entries each rank has, and the entries themselves if all ranks' fit into packets.
 
-    Ranks that wait for each other cost more than a few bytes that nobody reads: one gather in place of three.
+    Waiting for each other costs ranks more than a few unused bytes: one gather replaces three.
     """
     packet = torch.zeros(transport.eager_bytes, dtype=torch.uint8)
     head = packet[:_HEAD_BYTES].view(torch.int64)
@@ -81,7 +81,7 @@ def _digest(form: str) -> int:
 
 
 def _mismatch(transport: Transport, form: str, ctx: CallContext) -> MismatchError:
-    """Ask all ranks for their forms: each has seen that they differ, and comes here."""
+    """Gather the forms of all ranks: each has detected that they differ, and calls this."""
     said = form.encode()[: transport.eager_bytes].ljust(transport.eager_bytes)
     texts = torch.empty((transport.world_size, transport.eager_bytes), dtype=torch.uint8)
     transport.all_gather_single(texts, torch.frombuffer(bytearray(said), dtype=torch.uint8), ctx)
@@ -95,7 +95,7 @@ def _mismatch(transport: Transport, form: str, ctx: CallContext) -> MismatchErro
 
 
 def _cut(packet: Tensor, n: int, indices: Tensor, values: Tensor) -> _Entries | None:
-    """Return the place where `n` entries like these lie in a packet; None if there is no room for them."""
+    """Return views of `n` entries like these in a packet; None if there is no room for them."""
     middle = _HEAD_BYTES + -(-8 * n * indices.shape[1] // 16) * 16
     row = values.shape[1:].numel() * values.element_size()
     if middle + n * row > packet.numel():
@@ -106,7 +106,7 @@ def _cut(packet: Tensor, n: int, indices: Tensor, values: Tensor) -> _Entries | 
 
 
 def _exchange(transport: Transport, counts: list[int], indices: Tensor, values: Tensor, ctx: CallContext) -> _Entries:
-    """Return all ranks' entries, of which each rank has as many as `counts` says."""
+    """Return all ranks' entries; rank r has counts[r] of them."""
     all_indices = indices.new_empty((sum(counts), indices.shape[1]))
     all_values = values.new_empty((sum(counts), *values.shape[1:]))
     transport.gather(list(torch.split(all_indices, counts)), indices, ctx)

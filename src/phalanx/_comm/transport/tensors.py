@@ -1,4 +1,4 @@
-"""Ask how a tensor's elements lie in memory, and copy them out and in where that memory cannot be used as it is."""
+"""Query the memory layout of tensors, and copy tensors whose memory cannot be used directly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx._base.torch_names import find
 is_zero_tensor: Any = find(
     "torch.Tensor._is_zerotensor", loses="tensors of zeros without memory are not known", instead=lambda tensor: False
 )
-"""Whether a tensor stands for zeros and has no memory: autograd makes such."""
+"""Whether a tensor represents zeros without memory, as autograd creates them."""
 
 
 def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -38,12 +38,12 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the elements lie in order in memory and mean what they say."""
+    """Return whether the elements are in order in memory, and neither conjugated nor negated."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and not is_zero_tensor(tensor)
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return `tensor` itself if it is plain; else a copy that is."""
+    """Return `tensor` itself if it is plain; else a plain copy."""
     if is_plain(tensor):
         return tensor
     if is_zero_tensor(tensor):

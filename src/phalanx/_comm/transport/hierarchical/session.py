@@ -1,9 +1,9 @@
-"""A `HierarchicalSession` surrounds each operation between hosts: ranks agree first, and all tell one report.
+"""A `HierarchicalSession` wraps each operation between hosts: ranks agree first, and all report the same failure.
 
-1  ranks of a host    give the head of their call to their leader, in shared memory, and little tensors with it
-2  the hosts' leaders send each other what they were given: see `exchange`, and `agreement` for what all wait for
-3  if ranks disagree, or a peer is lost or late, the first rank that sees it posts the report in the job's store, ends
-   the shared memory of its host and closes its connections; all ranks that this wakes tell the same report
+1  ranks of a host    give the head of their call to their leader, in shared memory, with small tensors
+2  the leaders        exchange these: see `exchange`, and `agreement` for what all wait for
+3  if ranks disagree, or a peer is lost or late, the first rank that detects it publishes the report in the job's store,
+   ends the shared memory of its host and closes its connections; all ranks that this wakes raise the same report
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 class Running:
     """A `Running` is one collective of a session, as a context that returns its deadline.
 
-    It is spelt out, since a small one takes microseconds.
+    It is inlined code, since a small collective takes microseconds.
     """
 
     __slots__ = ("_call", "_ctx", "_deadline", "_record", "_session")
@@ -107,7 +107,7 @@ class Running:
 
 
 class HierarchicalSession:
-    """A session is one rank's side of a group on several hosts: its host's memory, the engine and the failure store.
+    """A `HierarchicalSession` is one rank's side of a group on several hosts: memory, engine and failure store.
 
     It runs one collective at a time, and holds `lock` meanwhile.
     """
@@ -121,12 +121,12 @@ class HierarchicalSession:
         self.rank = layout.rank
         self.world_size = layout.topology.world_size
         self.options = options
-        self.names = tuple(names)  # how people call each rank's process: 'pid 17 on node3'
+        self.names = tuple(names)  # descriptions of each rank's process: 'pid 17 on node3'
         self._numbers = tuple(numbers) or tuple(range(self.world_size))  # the ranks' numbers in the job
         self._memory = SharedMemoryTransport(group)
-        self.seq = 0  # how many collectives this rank has begun
+        self.seq = 0  # the number of collectives that this rank has begun
         self._said_seq = -1
-        self._current: CollectiveCall | None = None  # the call under way, or (unless `_inside`) the last
+        self._current: CollectiveCall | None = None  # the current call, or (unless `_inside`) the last
         self._inside = False
         self.entered_s = 0.0
         self.reports = FailureReports(self, layout, self._memory)
@@ -135,14 +135,14 @@ class HierarchicalSession:
         self.monitor: HealthMonitor | None = None
         self.rail: Rail | None = None
         self.leaders: LeaderExchange | None = None
-        self.head = b""  # the head of the call that is under way
+        self.head = b""  # the head of the current call
         self._background, self.background_messages = Background(), Background()
         self.preceding = Preceding()
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
-        """Take the memory, the engine and the store; this is called before the first operation."""
+        """Set the memory, the engine and the store, before the first operation."""
         self._memory.attach(symm_mem)
-        self.core.hide_steps()  # the flight recorder tells the user's operations, not what they are made of
+        self.core.hide_steps()  # the flight recorder records the user's operations, not their parts
         self.engine = engine
         self.reports.attach(failure_store)
         layout, options = self.layout, self.options
@@ -169,7 +169,7 @@ class HierarchicalSession:
         return self._memory.call_site(place)
 
     def idle(self, waited_s: float) -> None:
-        """Say once per operation that ranks of this host are waited for; the core calls this meanwhile."""
+        """Warn once per operation that ranks of this host are waited for; the core calls this meanwhile."""
         # The ranks' positions are told when time runs out; to ask for them now would cost a question to everybody.
         if waited_s >= NOTICE_S and self._said_seq != self.seq and not self.closed:
             self._said_seq = self.seq
@@ -179,20 +179,20 @@ class HierarchicalSession:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def set_exit_reason(self, exit_reason: str) -> None:
-        """Set how this process ends, in the words that the other ranks' errors will have."""
+        """Set how this process ends, as text for the other ranks' errors."""
         self._memory.set_exit_reason(exit_reason)
         self.reports.publish_exit_reason(exit_reason)
         self.reports.linger()
         self._deliver()
 
     def leave_in_flight(self) -> None:
-        """Wake the operations of this process that still run, for their memory is about to go."""
+        """Wake the operations of this process that still run, because their memory will be released."""
         self._memory.set_exit_reason(LEFT_IN_FLIGHT)
         self.reports.publish_exit_reason(LEFT_IN_FLIGHT)
         self.end()
 
     def close(self) -> None:
-        """Leave the group. All ranks that wait for this one hear it at once."""
+        """Leave the group. All ranks that wait for this one are notified at once."""
         if self.monitor is not None:
             self.monitor.close()
         if not self._memory.closed:
@@ -210,7 +210,7 @@ class HierarchicalSession:
             self.engine.free()
 
     def _deliver(self) -> None:
-        """Wait until what others need of this rank's last operation has arrived: to close is to throw the rest away."""
+        """Wait until this rank's data for others in its last operation have arrived: closing discards the rest."""
         if self.reports.report is None:
             deadline = Deadline.after(DELIVERY_S)
             if self.leaders is not None:
@@ -222,7 +222,7 @@ class HierarchicalSession:
         return self.core.poison()[0] not in (OK, MISMATCH)
 
     def end(self) -> None:
-        """Wake all that wait on this host or for it, once the ranks of this host can read why."""
+        """Wake all that wait on this host or for it, once the ranks of this host can read the reason."""
         if not self.closed:
             self.reports.tell_here()
             self.core.set_poison(PEER_LOST, self.layout.local_rank)
@@ -234,9 +234,10 @@ class HierarchicalSession:
         return self._memory.place(ctx.call_site)
 
     def _acquire_lock(self, call: CollectiveCall, timeout_s: float) -> None:
-        """Take `lock`, for `call`.
+        """Acquire `lock` for `call`.
 
-        A thread that has it may be stuck in the engine, while the group is over. Errors are those of `take_call_lock`.
+        The thread that holds it may be blocked in the engine, while the group has failed. Errors are those of
+        `take_call_lock`.
         """
 
         def check() -> None:
@@ -246,11 +247,11 @@ class HierarchicalSession:
         take_call_lock(self.lock, self.group, self.rank, timeout_s, check)
 
     def interruptible(self, call: CollectiveCall, ctx: CallContext, operation: Callable[[], None]) -> None:
-        """Carry out `operation`, which waits in an engine that may hear neither signals nor that a peer is gone.
+        """Run `operation`, which waits in an engine that may ignore signals and lost peers.
 
-        Another thread carries it out, and this one waits for that thread. Ctrl-C ends the operation, and the group. So
-        does a connection that is gone: Gloo tells that to a thread that waits for a message, but not if the message had
-        begun to come.
+        Another thread runs it, and this one waits for that thread. Ctrl-C ends the operation, and the group. So does a
+        lost connection: Gloo reports that to a thread that waits for a message, but not if the message has begun to
+        arrive.
         """
         if self.engine.is_interruptible or self.closed:
             operation()
@@ -267,7 +268,7 @@ class HierarchicalSession:
                 except RuntimeError as error:
                     _, position = self.reports.store.exit_reason(peer)
                     if position is not None and position.seq >= self.seq and not position.inside:
-                        abroad.discard(peer)  # it has done its part of this operation, and left
+                        abroad.discard(peer)  # it has completed its part of this operation, and left
                     else:
                         self._fail(ConnectionBroken(peer, str(error)), self._operation_of(call), ctx, deadline)
 
@@ -277,7 +278,7 @@ class HierarchicalSession:
         """Return a context for one collective, with its place in the sequence; a failure becomes all ranks' error.
 
         Raises:
-            MismatchError: some rank called something else; no tensor was changed.
+            MismatchError: the ranks' calls differ; no tensor was changed.
             PeerLostError, DeadlineError: a rank died or is late.
         """
         return Running(self, call, ctx)
@@ -293,14 +294,14 @@ class HierarchicalSession:
         self.entered_s = time.monotonic()
         self.head = call.head(self.seq)
         core = self.core
-        core.set_awaited(ctx.awaited)  # a thread in the background leaves the core to who computes
+        core.set_awaited(ctx.awaited)  # a background thread leaves the core to threads that compute
         root = self._numbers[call.root] if call.root >= 0 else -1
         about = (max(call.dtype, 0), max(call.redop, 0), root, -1, max(call.count, 0))
         return core.begin_record(self.seq, _KINDS[call.name], *about, ctx.call_site, call.shape)
 
     @property
     def position(self) -> RankPosition:
-        """Return where this rank is, for ranks that ask."""
+        """Return the position of this rank, for ranks that request it."""
         call, inside = self._current, self._inside
         return RankPosition() if call is None else RankPosition(self.seq, self._operation_of(call).place, inside=inside)
 
@@ -325,14 +326,14 @@ class HierarchicalSession:
                 self.core.end_record(number, status)
 
     def fail_with(self, report: FailureReport, operation: FailedOperation) -> NoReturn:
-        """End the group with `report`, unless another rank's is there already; raise it as the error of `operation`."""
+        """End the group with `report`, unless there is already another rank's; raise it as the error of `operation`."""
         self.reports.publish(report)
         assert self.reports.report is not None
         raise self.reports.report.error(operation)
 
     @contextlib.contextmanager
     def reporting(self, operation: FailedOperation, ctx: CallContext, deadline: Deadline, peer: int) -> Iterator[None]:
-        """Turn what fails inside, where only `peer` is waited for, into the error that all ranks raise."""
+        """Turn an error inside, where only `peer` is waited for, into the error that all ranks raise."""
         try:
             yield
         except BaseException as error:
@@ -347,10 +348,10 @@ class HierarchicalSession:
         deadline: Deadline,
         peer: int | None = None,
     ) -> None:
-        """End the group after an operation that ended with `error`, so that all ranks tell the same.
+        """End the group after an operation that failed with `error`, so that all ranks report the same.
 
         Raises:
-            PhalanxError: what they tell, unless `error` is no failure of the group.
+            PhalanxError: the group's error, unless `error` is not a failure of the group.
         """
         if isinstance(error, LocalFailure | ConnectionBroken | Disagreement):
             if self.reports.report is None:
@@ -361,5 +362,5 @@ class HierarchicalSession:
             raise self.reports.report.error(operation) from None
         if isinstance(error, Exception):
             self.reports.give_up(error)
-        else:  # it is Ctrl-C
+        else:  # Ctrl-C
             self.reports.interrupted(error)

@@ -1,4 +1,4 @@
-"""Carry out collectives of small tensors, which travel together with the heads of the ranks' calls.
+"""Run collectives of small tensors, which are sent together with the heads of the ranks' calls.
 
 ranks 0 1 ──> 0, the leader of A      2, the leader of B <── ranks 2 3      one sync in memory on each host
               0 ────────────────────> 2
@@ -41,11 +41,11 @@ class SmallCollectives:
         self._world_size = agreement.session.world_size
 
     def fits(self, size: int) -> bool:
-        """Return whether so many bytes, which each host sends to each other, are sent at once."""
+        """Return whether a payload of this size, from each host to each other, is sent with the heads."""
         return size * (self._layout.num_hosts - 1) <= SMALL_BYTES
 
     def fits_sum(self, dtype: torch.dtype, count: int) -> bool:
-        """Return whether a sum of so many elements is sent at once, as in `fits`, unless options forbid it."""
+        """Return whether a sum of so many elements is sent with the heads, as in `fits`, unless options forbid it."""
         added, session = torch.float32 if dtype in HALF else dtype, self._session
         size = count * added.itemsize
         if session.options.algorithm is not None or session.compression.rounds(added):

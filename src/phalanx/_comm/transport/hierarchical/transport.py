@@ -1,7 +1,7 @@
-"""`HierarchicalTransport` carries a group whose ranks are on several hosts, for its process group.
+"""`HierarchicalTransport` runs a group whose ranks are on several hosts.
 
-It has a session, which surrounds each operation, an agreement, and collectives of three kinds: small, segmented and
-direct. It chooses the kind that fits an operation's size.
+It has a session, which wraps each operation, an agreement, and collectives of three kinds: small, segmented and direct.
+It chooses the kind by an operation's size.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from phalanx._comm.transport.tensors import alias, dense, is_plain, nbytes, scal
 class HierarchicalTransport(Transport):
     """A `HierarchicalTransport` runs operations of ranks on several hosts: by shared memory, and an engine between.
 
-    Its methods are those of `Transport`; see there for what each does.
+    Its methods are those of `Transport`.
 
     Raises:
-        MismatchError: some rank called something else; no tensor was changed.
+        MismatchError: the ranks' calls differ; no tensor was changed.
         PeerLostError, DeadlineError: a rank died or is late; the tensors hold undefined values.
     """
 
@@ -65,7 +65,7 @@ class HierarchicalTransport(Transport):
         self._messages = HierarchicalMessages(self.session)
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
-        """Take the memory, the engine and the store; this is called before the first operation."""
+        """Set the memory, the engine and the store, before the first operation."""
         self.session.attach(symm_mem, engine, failure_store)
 
     @property
@@ -74,7 +74,7 @@ class HierarchicalTransport(Transport):
 
     @property
     def engine(self) -> Engine:
-        """Return the engine, which carries bytes between the hosts."""
+        """Return the engine, which sends data between the hosts."""
         return self.session.engine
 
     # -- where it is, and the end --------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class HierarchicalTransport(Transport):
         return self.session.call_site(place)
 
     def idle(self, waited_s: float) -> None:
-        """Say once per operation that ranks of this host are waited for; the core calls this meanwhile."""
+        """Warn once per operation that ranks of this host are waited for; the core calls this meanwhile."""
         self.session.idle(waited_s)
 
     def set_exit_reason(self, exit_reason: str) -> None:
@@ -109,7 +109,7 @@ class HierarchicalTransport(Transport):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, dst: int, tag: int, ctx: CallContext) -> None:
-        """Return when the bytes of `tensor` have left it. It waits for the receive."""
+        """Send `tensor`, and return when its memory may be reused. This waits for the receive."""
         self._messages.send(tensor, dst, tag, ctx)
 
     def recv(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> int:
@@ -120,13 +120,13 @@ class HierarchicalTransport(Transport):
         return self.session.preceding.open(self.engine, max_bytes, senders)
 
     def precede(self, action: Action) -> None:
-        """Call `action` in the next collective, before this rank takes part in it. It is forgotten if none comes."""
+        """Call `action` in the next collective, before this rank joins it. It is dropped if none comes."""
         self.session.preceding.action = action
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def barrier(self, ctx: CallContext) -> None:
-        """Return when every rank has come. Cost: H - 1 messages from each host's leader, and log2 H of more than 5."""
+        """Wait for every rank. Cost: H - 1 messages from each host's leader, or log2 H with more than 5 hosts."""
         self._small.barrier(CollectiveCall("barrier", place=self.session.place(ctx)), ctx)
 
     def allocate_on_host(self, nbytes: int, ctx: CallContext) -> dict[int, Tensor]:
@@ -157,7 +157,7 @@ class HierarchicalTransport(Transport):
         """Reduce `tensor` over ranks in place, on all or only on `root`; multiply each input by `factor` first.
 
         Cost: of S bytes on H hosts, S(H-1) leave a host at once if that is little; else 2S(H-1)/H, in segments.
-        Numerics: half types add up in float32 and are rounded once; AVG divides the sum once. The same bits everywhere.
+        Numerics: half types are summed in float32 and rounded once; AVG divides the sum once. The same bits everywhere.
         """
         tensor = alias(tensor)
         call = describe_call(
