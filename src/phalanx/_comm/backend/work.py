@@ -268,14 +268,14 @@ Result = TypeVar("Result")
 class SerialExecutor:
     """A `SerialExecutor` is one thread that runs actions in order of submission; it starts with the first.
 
-    A thread that waits for the action that is next in line carries it out itself: a call that is waited for at once,
-    such as `dist.recv`, then never changes threads. With `interrupted` this is not so: actions then wait where no
-    signal is heard, so the main thread, which must hear Ctrl-C, never carries one out. It calls `interrupted` with what
-    ended its wait, to end the action too. With `linger_s` the thread ends when there was nothing to do for so long.
+    A thread that waits for the next action runs the action itself: a synchronous call, such as `dist.recv`, then never
+    changes threads. With `interrupted` this is not so: actions then wait in code that ignores signals, so the main
+    thread, which must handle Ctrl-C, never runs one. It calls `interrupted` with the exception that ended its wait, to
+    end the action too. With `linger_s` the thread ends after being idle for so long.
 
-    With `callbacks_first`, what a future's callback calls is carried out within that call, before whatever is queued.
-    PowerSGD's callbacks wait for collectives of their own: queued, those would wait for the thread that waits for them;
-    and their place among the others must not depend on how far the main thread of each rank has come.
+    With `callbacks_first`, operations called by a future's callback run within that call, before all queued ones.
+    PowerSGD's callbacks wait for their own collectives: if these were queued, they would wait for the thread that waits
+    for them; and their place among the others must not depend on the progress of each rank's main thread.
     """
 
     def __init__(

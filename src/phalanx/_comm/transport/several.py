@@ -1,7 +1,7 @@
 """Handle several tensors in one call: copy inputs that outputs would overwrite, and combine those of one process.
 
-A call of several tensors is carried out one after the other. What an earlier one writes may be what a later one reads:
-the same tensor twice, views that overlap. Each must be read as it was before the call:
+A call of several tensors runs one operation after another. An earlier operation may write memory that a later one
+reads: the same tensor twice, overlapping views. Each must read the values from before the call:
 
     all_reduce_coalesced([t[:3], t[2:]])     t[:3] ◀─ sum of t[:3]      t[2:] ◀─ sum of a copy of t[2:], made before
 
@@ -36,7 +36,7 @@ _SIGN = -(1 << 63)
 
 
 def can_combine(redop: int) -> bool:
-    """Return whether a reduction over ranks and over the tensors of each means one thing; that of a mean does not."""
+    """Return whether a reduction over ranks and over each rank's tensors is well-defined; a mean is not."""
     return redop != AVG
 
 
@@ -68,7 +68,7 @@ def copy_to_others(tensors: Sequence[Tensor], source: Tensor) -> None:
 def unshared(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, own: tuple[int, int, int] | None = None
 ) -> Sequence[Tensor]:
-    """Return the inputs of an operation that writes `outputs`, with a copy in place of each that overlaps one of these.
+    """Return the inputs of an operation that writes `outputs`, with copies of those that overlap an output.
 
     `own` (i, o, skip) is the part that stays on its rank: input i may begin `skip` bytes behind where output o does, as
     calls in place have it, and is not copied then.

@@ -25,12 +25,12 @@ _LARGEST_BYTES = 1 << 34  # addresses; what nobody uses has no pages
 
 
 def staging_bytes(heap_bytes: int) -> int:
-    """Return how large a piece of a rank's heap staging takes."""
+    """Return the size of the piece of a rank's heap that staging uses."""
     return min(_LARGEST_BYTES, heap_bytes // 8) // _PAGE * _PAGE
 
 
 def block_bytes(nbytes: int) -> int:
-    """Return how many bytes a tensor of `nbytes` takes: a power of two in whole pages, so that blocks serve again."""
+    """Return the block size of a tensor of `nbytes`: a power of two in whole pages, so that blocks can be reused."""
     return max(_PAGE, 1 << (nbytes - 1).bit_length())
 
 
@@ -75,7 +75,7 @@ class HostMemory:
         self._page_locked[at] = error
 
     def close(self) -> None:
-        """Unlock the pages, before the memory goes."""
+        """Unlock the pages, before the memory is freed."""
         with self._lock:
             blocks, self._page_locked = self._page_locked, {}
             self._scratch = None

@@ -1,4 +1,4 @@
-"""Page-lock memory of the host, because CUDA devices copy fast from and to such memory, and beside other work."""
+"""Page-lock host memory, because CUDA devices copy fast from and to such memory, and asynchronously."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable; without it a lock counts for th
 
 
 def lock_pages(address: int, nbytes: int, flags: int = 0) -> int:
-    """Page-lock memory, in pages that are not locked yet, until `unlock_pages`; return 0, or the error of CUDA.
+    """Page-lock memory, in unlocked pages, until `unlock_pages`; return 0, or CUDA's error.
 
-    Cost: the pages exist from now on.
+    Cost: the pages become resident.
     """
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cudart.cudaHostRegister(address, nbytes, flags))

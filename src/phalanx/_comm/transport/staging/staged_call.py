@@ -1,4 +1,4 @@
-"""A `StagedCall` is one operation on device tensors: staged in the host's memory, carried out there, and written back.
+"""A `StagedCall` is one operation on device tensors: staged in host memory, run there, and written back.
 
 caller                              whoever carries the operation out            caller
 read: device to host is queued ──▶  await the copy, carry out, queue the     ──▶ its stream waits for the copies
@@ -29,14 +29,14 @@ class StagedTensors:
         self._held: deque[tuple[Any, list[Tensor]]] = deque()
 
     def hold(self, mark: Any, tensors: list[Tensor]) -> None:
-        """Keep `tensors` at least until what came before `mark` is over."""
+        """Keep `tensors` alive at least until the work before `mark` is complete."""
         while self._held and self._stream.is_over(self._held[0][0]):
             self._held.popleft()
         self._held.append((mark, tensors))
 
 
 class StagedCall:
-    """A staged call has the tensors of one operation in both places."""
+    """A `StagedCall` has the tensors of one operation on the device and on the host."""
 
     def __init__(self, stream: CopyStream, memory: HostMemory, in_flight: StagedTensors) -> None:
         self.stream = stream
@@ -74,7 +74,7 @@ class StagedCall:
         return host
 
     def around(self, operation: Operation) -> Operation:
-        """Return a function that carries out `operation` on the host's tensors, with what comes before and after it."""
+        """Return a function that runs `operation` on the host's tensors, between the copies to and from the host."""
 
         def carry_out(ctx: CallContext) -> None:
             self.await_inputs()
@@ -84,13 +84,13 @@ class StagedCall:
         return carry_out
 
     def await_inputs(self) -> None:
-        """Return when the host's tensors hold what the device's held at the time of the call."""
+        """Wait until the host's tensors hold the device's values from the time of the call."""
         if self._read_mark is not None:
             self.stream.await_on_host(self._read_mark)
         self._arriving.clear()
 
     def abandon(self) -> None:
-        """Give up a refused call: its memory serves others once the device has written to it what it was told."""
+        """Abandon a refused call: its memory is reused once the queued copies to it are complete."""
         arriving, self._arriving, self._written = self._arriving, [], []
         if arriving:
             self._in_flight.hold(self._read_mark, arriving)
@@ -107,7 +107,7 @@ class StagedCall:
         self._in_flight.hold(self._done_mark, [host for _, host in written])
 
     def order_caller(self) -> None:
-        """Let what the caller queues from now on come after the results; the host does not wait for them."""
+        """Order the caller's later work after the results; the host does not wait for them."""
         if self._done_mark is not None:
             self.stream.await_on_device(self._done_mark)
 

@@ -1,4 +1,4 @@
-"""A copy stream copies a device's tensors from and to the host, beside the stream that computes.
+"""A copy stream copies a device's tensors from and to the host, in parallel to the stream that computes.
 
     the caller's stream   ── kernels ──┐                                    ┌── kernels that read the result
     the copy stream                    └─▶ device to host ─▶ ·····  host to device ─┘
@@ -22,39 +22,39 @@ _PAUSE_S = 0.001
 
 
 class CopyStream(Protocol):
-    """A copy stream is where the copies of one device are queued."""
+    """A `CopyStream` is the queue of one device's copies."""
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
         """Return the devices that a future must be told whose value lies on the device."""
 
     def follow_caller(self) -> None:
-        """Let what is queued from now on come after all that the calling thread has queued on its own stream."""
+        """Order later work here after all work that the calling thread has queued on its own stream."""
 
     def queueing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which what is done with the device's tensors is queued here."""
+        """Return a context that queues operations on the device's tensors here."""
 
     def mark(self) -> Any:
-        """Return a point after all that has been queued here."""
+        """Return a mark after all work queued here."""
 
     def drain(self, patience_s: float) -> bool:
-        """Return whether all that was queued here is over, after at most `patience_s`."""
+        """Wait at most `patience_s`, and return whether all work queued here is complete."""
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor` from others until what is queued here is over."""
+        """Prevent reuse of the memory of `tensor` until the work queued here is complete."""
 
     def await_on_host(self, mark: Any) -> None:
-        """Return when what came before `mark` is over."""
+        """Wait until the work before `mark` is complete."""
 
     def is_over(self, mark: Any) -> bool:
-        """Return whether what came before `mark` is over."""
+        """Return whether the work before `mark` is complete."""
 
     def await_on_device(self, mark: Any) -> None:
-        """Let what the calling thread queues on its own stream from now on come after `mark`; the host goes on."""
+        """Order later work on the calling thread's own stream after `mark`; the host does not wait."""
 
 
 class InOrder:
-    """`InOrder` stands for a device whose operations are over when they return."""
+    """`InOrder` is for a device whose operations are complete when they return."""
 
     @property
     def future_devices(self) -> list[int | str | torch.device]:
@@ -92,7 +92,7 @@ class InOrder:
 
 
 class DeviceStream:
-    """A device stream is a stream of its own on one device."""
+    """A `DeviceStream` is a separate stream on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
