@@ -56,6 +56,7 @@ class HostedShard:
         self._number = 0  # the number of the last entry applied
         self._early: dict[int, tuple[tuple[Any, ...], Future[Any]]] = {}
         self._waiting: list[_Waiting] = []
+        self._known_losses: dict[str, set[int | None]] = {}  # by trainer: workers that were lost when it attached
         self._asked: dict[str, int] = {}  # by trainer: the number of the load that it waits for
         self._failure: PhalanxError | None = None  # once set, the shard's contents are invalid
 
@@ -137,6 +138,7 @@ class HostedShard:
                 f"  {spec.trainers[0]}: {spec.described}\n  {trainer}: {described}\nGive all of them the same.",
                 calls=calls,
             )
+        self._known_losses[trainer] = {self._shard.workers.get(one) for one in self._lost_trainers(self._shard)}
         answer = self._shard.clocks[trainer], self._shard.load_number
         if self._shard.workers.get(trainer) == worker:
             return answer
@@ -291,7 +293,9 @@ class HostedShard:
             return bound is None or shard.staleness(clock, lost) <= bound
         if shard.step >= clock:
             return True
-        missing = {one: why for one, why in lost.items() if one in shard.behind()}
+        missing = {
+            one: why for one, why in lost.items() if one in shard.behind() and not self._is_awaited(shard, one, trainer)
+        }
         if missing:
             told = "; ".join(f"trainer {one!r} is lost: {why}" for one, why in missing.items())
             raise TrainerLostError(
@@ -309,6 +313,21 @@ class HostedShard:
             if why := self._why_lost(one) if worker is None else self._agent.why_lost(worker):
                 found[one] = why
         return found
+
+    def _is_awaited(self, shard: Shard, lost: str, trainer: str) -> bool:
+        """Return whether `trainer` waits until the replacement of the trainer `lost` attaches.
+
+        It does so if it attached after that loss, as the trainers of the next generation of an elastic job do. A
+        trainer that attached before learns of the loss by an error: the replacement waits for it to join the group.
+        """
+        if shard.workers.get(lost) not in self._known_losses.get(trainer, ()):
+            return False
+        member = self._agent.membership.find(lost)
+        if member is None or self._agent.peer(member).lost:
+            return False
+        if self._agent.peer(member).connection is None:
+            on_thread(partial(self._watch, [member]))
+        return True
 
     def _watch(self, members: Sequence[WorkerAddress]) -> None:
         """Connect to these workers: otherwise the end of a worker that has not connected would go unnoticed."""
