@@ -2,6 +2,7 @@
 
 import operator
 import os
+import re
 import random
 import signal
 import time
@@ -56,7 +57,7 @@ def struck(rank, world_size, path, at):
 @pytest.mark.parametrize("at", [1, 400])
 def test_a_lost_rank_is_told_to_the_others(text, backend, at):
     for told in run_ranks(struck, 3, text, at, backend=backend, lost=(1,))[::2]:
-        assert "rank 1" in told
+        assert re.search(r"\branks? 1\b", told), told  # the third rank may have ended, too, by then
 
 
 def keeper_is_killed(rank, world_size, folder):

@@ -149,6 +149,8 @@ def _others(layers: list[rpc.RRef], parameters: list[rpc.RRef], x: torch.Tensor)
     schedules = [optim.lr_scheduler.StepLR(local, 1, gamma=0.5)]
     remote = DistributedOptimizer(optim.Muon, weights, lr=0.1)
     remote_schedules = [rpc.remote(one.owner(), schedule, (one,)) for one in remote.remote_optimizers]
+    for one in remote_schedules:
+        one.rpc_sync().get_last_lr()  # it exists: a step that came before it would not count
     for _ in range(3):
         ((x @ expected[0]).tanh() @ expected[1]).tanh().sum().backward()
         local.step()
