@@ -2,8 +2,8 @@
 
 import operator
 import os
-import re
 import random
+import re
 import signal
 import time
 from pathlib import Path
