@@ -128,7 +128,8 @@ def _processes() -> dict[int, str]:
             command = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:  # it ended while we looked, or is not ours to look at
             continue
-        if not any(kept in command for kept in _KEPT_PROGRAMS):
+        is_own = stat[1:2] == [me]  # those of a rank that is gone are leaks, and so are the workers of a forkserver
+        if not (is_own and any(kept in command for kept in _KEPT_PROGRAMS)):
             found[int(entry)] = f"{command or 'no command line'} (state {stat[0]})"
     return found
 

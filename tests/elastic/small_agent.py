@@ -233,11 +233,7 @@ class SmallAgent:
             self._tell(number)
 
     def _remove(self, number: int) -> None:
-        slot = self.slots.pop(number)
-        slot.process.join()
-        slot.process.close()
-        if slot.connection is not None:
-            slot.connection.close()
+        self._end(self.slots.pop(number))
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -268,16 +264,20 @@ class SmallAgent:
             texts.append(f"{path.name}\n{path.read_text()}")
         return "\n".join(texts)
 
+    def _end(self, slot: Slot) -> None:
+        """End a rank and what it has started: a forkserver and its workers outlive a rank that was killed."""
+        if slot.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(slot.process.pid, signal.SIGKILL)
+            slot.process.kill()
+        slot.process.join()
+        slot.process.close()
+        if slot.connection is not None:
+            slot.connection.close()
+
     def _close(self) -> None:
         for slot in self.slots.values():
-            if slot.process.pid is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(slot.process.pid, signal.SIGKILL)
-                slot.process.kill()
-            slot.process.join()
-            slot.process.close()
-            if slot.connection is not None:
-                slot.connection.close()
+            self._end(slot)
         for connection in self._pending:
             connection.close()
         self._listener.close()
