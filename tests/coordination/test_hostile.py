@@ -172,7 +172,7 @@ def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(effor
 
 
 def rubbish(rng):
-    """What a stranger says, from nothing to something that begins like one of us; some of it changed."""
+    """Return what a stranger sends: nothing, noise, or the beginning of a valid message with some bytes changed."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01"
     stranger = pack(Op.SET, 1, b"stranger", b"was here")
     old = b"\x00" + bytes([len(stranger)]) + stranger

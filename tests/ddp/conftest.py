@@ -1,4 +1,4 @@
-"""What every rank of these tests would import by itself is imported once here."""
+"""Import once, before ranks are forked, the modules that every rank of these tests needs."""
 
 import torch._dynamo  # noqa: F401 - every optimizer imports it at its first step
 

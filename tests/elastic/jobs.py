@@ -160,7 +160,7 @@ def build(job: Job) -> tuple[nn.Module, Any, Any]:
 
 
 def train_job(job: Job) -> dict[str, Any]:
-    """What every rank runs."""
+    """Train as one rank of the job; every rank runs this."""
     with phalanx.init(timeout=60.0):
         ddp, optimizer, model = build(job)
         data = Numbers(job.samples)

@@ -75,7 +75,7 @@ class Momentum(nn.Module):
 
 
 def train_loop(job: Job, is_ahead: bool) -> dict[str, Any]:
-    """What every rank runs."""
+    """Train as one rank of the job; every rank runs this."""
     with phalanx.init(timeout=60.0):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), Momentum())

@@ -27,7 +27,7 @@ def as_sample(number: int) -> tuple[int, Tensor]:
 def train_stream(
     job: Job, shards: Shards, layout: dict[str, int], shuffle: bool, loader_of: str = "torch"
 ) -> dict[str, Any]:
-    """What every rank runs."""
+    """Train as one rank of the job; every rank runs this."""
     kind: Any = DataLoader
     if loader_of == "torchdata":
         from torchdata.stateful_dataloader import StatefulDataLoader as kind

@@ -1,4 +1,4 @@
-"""Who reads what: the reader, or the thread that waits; and nobody who is stuck keeps the others waiting."""
+"""The reader reads all connections, and a thread that waits reads its own line; no stuck thread delays the others."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def _peek(sock):
 
 
 def test_answers_that_had_come_are_handed_out_after_the_end_of_who_gave_them():
-    """What had come, and had not been read or made yet, was dropped when the server ended, and told as lost."""
+    """Calls that had arrived but not run were dropped when the server ended, and their caller saw a lost worker."""
     run_workers(_ends, 2, lost=[1])
 
 

@@ -264,7 +264,7 @@ STEPS = 3
 
 
 def compressed_steps(rank, world_size, machines):
-    """What leaves all hosts in the third step with each hook; every rank must hold the same gradients after it."""
+    """Return the bytes that leave all hosts in the third step with each hook; ranks then hold equal gradients."""
     bytes_sent = {}
     for name, make in HOOKS.items():
         torch.manual_seed(0)

@@ -278,9 +278,9 @@ def test_the_first_host_that_was_told_to_leave_comes_back_and_may_lead_again(tmp
 
 @pytest.mark.slow
 def test_hosts_that_wait_at_the_address_of_the_first_are_sent_on_when_that_is_back(tmp_path: Path) -> None:
-    """Of four hosts the first and another one are requeued, and the other one comes before the first.
+    """Two of four hosts are requeued, the first of the job among them; the other one comes back before it.
 
-    The first one wrote a report of a job that had failed, in the place of that of the job that goes on.
+    The first host wrote the report of a failed job over that of the job that continued.
     """
     report = tmp_path / "report"
     options = ("--report", str(report))

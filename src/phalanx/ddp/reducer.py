@@ -27,7 +27,7 @@ An exception may end a backward in any phase. The next forward starts again, or 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -59,6 +59,14 @@ class ReducerPhase(Enum):
     ACCUMULATING = "accumulating"
     SYNCING = "syncing"
     INCOMPLETE = "incomplete"
+
+
+TRANSITIONS: Mapping[ReducerPhase, Set[ReducerPhase]] = {
+    ReducerPhase.IDLE: {ReducerPhase.ACCUMULATING, ReducerPhase.SYNCING},
+    ReducerPhase.ACCUMULATING: {ReducerPhase.SYNCING, ReducerPhase.IDLE},
+    ReducerPhase.SYNCING: {ReducerPhase.IDLE, ReducerPhase.INCOMPLETE},
+    ReducerPhase.INCOMPLETE: {ReducerPhase.SYNCING},
+}
 
 
 @dataclass

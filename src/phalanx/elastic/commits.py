@@ -53,7 +53,8 @@ class Commits:
         """The position in the data, if there is a sampler."""
         self.mark: Mark | None = None
         """The position in the data at the latest commit."""
-        self._form = ", ".join(f"{name}={type(thing).__name__}" for name, thing in things.items())
+        self.form = ", ".join(f"{name}={type(thing).__name__}" for name, thing in things.items())
+        """The names and kinds of the objects, which must be the same on all ranks."""
         self._page = open_page(rendezvous.agent_address())  # `phalanx top` reads the progress of this rank here
         self._has_told_idle = False
         self._random_again: Callable[[], None] | None = None
@@ -68,11 +69,6 @@ class Commits:
         # settings of layers and wrappers that no part contains, as of the latest commit
         self._switches = Switches(self.objects)
         self.save()
-
-    @property
-    def form(self) -> str:
-        """Return the names and kinds of the objects, which must be the same on all ranks."""
-        return self._form
 
     @property
     def num_steps(self) -> int:

@@ -23,7 +23,7 @@ from phalanx._comm.backend.torch_integration import groups
 from phalanx._comm.backend.torch_integration.groups import list_groups, phalanx_group
 from phalanx._comm.diagnostics.progress_page import open_page
 from phalanx._comm.rendezvous.bootstrap import checked_while_meeting
-from phalanx._comm.transport.rehearsal import RehearsalTransport
+from phalanx._comm.transport.rehearsal import RefusingTransport
 from phalanx.elastic.commits import Commits
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generations import GenerationNotice, Generations, JobEndedError, SupersededError
@@ -36,7 +36,6 @@ from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords, restore_random, small_of
 from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing
 from phalanx.elastic.step import TRIAL_STEPS
-from phalanx.errors import PhalanxError
 
 _logger = get_logger(__name__)
 
@@ -419,7 +418,7 @@ class ScriptGroups:
             ranks = self._members(kept, size)
             store = PrefixStore(f"{kept.name}/", default_store)
             number = ranks.index(rank) if rank in ranks else 0
-            refuse = functools.partial(_RefusedTransport, kept.name, number, kept.ranks, self._size, size)
+            refuse = functools.partial(_refused, kept.name, number, kept.ranks, self._size, size)
             ours = groups.phalanx_group(kept.group)
             assert ours is not None  # no other groups are kept
             if kept.name in formed:
@@ -437,23 +436,14 @@ class ScriptGroups:
         groups.count_groups_from(self._count)
 
 
-class _RefusedTransport(RehearsalTransport):
-    """`_RefusedTransport` refuses every operation of a group that cannot be formed again."""
+def _refused(group: str, rank: int, ranks: Sequence[int], old_size: int, size: int) -> RefusingTransport:
+    """Return the transport of a group that cannot be formed again."""
 
-    def __init__(self, group: str, rank: int, ranks: Sequence[int], old_size: int, size: int) -> None:
-        super().__init__(group, rank, len(ranks))
-        self._why = f"group {group!r} of ranks {list(ranks)} was made for {old_size} ranks, before elastic.run"
-        self._size = size
-
-    def call_site(self, place: tuple[str, int]) -> int:
-        """Refuse the operation.
-
-        Raises:
-            PhalanxError: always.
-        """
-        where = f" at {place[0]}:{place[1]}" if place[0] else ""
-        raise PhalanxError(
-            f"{self._why}, and is used{where} after a loss, among {self._size}, where its ranks are not those that it "
-            "had.\nMake it in the function that is elastic.run, of ranks that are there: "
-            "torch.distributed.new_group(...)."
+    def explain(where: str) -> str:
+        return (
+            f"group {group!r} of ranks {list(ranks)} was made for {old_size} ranks, before elastic.run, and is used"
+            f"{where} after a loss, among {size}, where its ranks are not those that it had.\nMake it in the function "
+            "that is elastic.run, of ranks that are there: torch.distributed.new_group(...)."
         )
+
+    return RefusingTransport(group, rank, len(ranks), explain)

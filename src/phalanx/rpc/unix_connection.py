@@ -2,7 +2,8 @@
 
 A sender puts its frame into the queue and writes what the socket takes. If another thread is writing, it leaves the
 frame to that thread, so that frames that come at the same time go in one system call. What the socket does not take is
-written when it can be (the reader is told by `change`). No thread blocks. The reader alone reads.
+written as soon as the socket takes more (`change` makes the reader poll for that). No thread blocks. Only the reader
+reads.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Listener:
             try:
                 self._accept(listener)
             except OSError as error:
-                # a process that connects waits; the reader would be told of it without end
+                # the connection stays pending, and epoll would report it forever
                 if error.errno in _NO_DESCRIPTOR:
                     self._reader.forget(listener.fileno())
                     self._paused.append(listener)

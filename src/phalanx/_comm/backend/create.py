@@ -27,7 +27,7 @@ from phalanx._comm.backend.connect import MetGroup, build_engine, open_gloo
 from phalanx._comm.backend.open_memory import advice, open_symmetric_memory
 from phalanx._comm.backend.process_group import PhalanxProcessGroup
 from phalanx._comm.backend.process_group.open_groups import open_groups
-from phalanx._comm.backend.reconfiguration import Reconfiguration, UnconnectedTransport
+from phalanx._comm.backend.reconfiguration import Reconfiguration, unconnected
 from phalanx._comm.backend.rendezvous import find_lost_host, is_rehearsing, own_address
 from phalanx._comm.backend.tcp_store import is_kept_here
 from phalanx._comm.control.wire import WRITE_ONCE
@@ -100,7 +100,7 @@ def _unconnected_group(options: Any, backend_options: Any) -> Any:
     """Return a group without peers; `reconfigure` adds members."""
     if options.timeout <= timedelta(0):
         raise ValueError(f"init_process_group: timeout must be above zero, got {options.timeout.total_seconds():g} s")
-    group = _new_group(options, UnconnectedTransport(options.group_id, options.group_rank, options.group_size))
+    group = _new_group(options, unconnected(options.group_id, options.group_rank, options.group_size))
     group.reconfiguration = Reconfiguration(
         options.store, options.group_rank, lambda changed: open_transport(changed, backend_options)
     )

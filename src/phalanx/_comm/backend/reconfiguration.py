@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore
 
 from phalanx._comm.transport.base import Transport
-from phalanx._comm.transport.rehearsal import RehearsalTransport
+from phalanx._comm.transport.rehearsal import RefusingTransport
 from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:
@@ -78,21 +78,17 @@ def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
     return list(handles) if isinstance(handles, list) else sorted(parsed, key=parsed.__getitem__)
 
 
-class UnconnectedTransport(RehearsalTransport):
-    """An `UnconnectedTransport` reaches no peer. It refuses every operation when it records its call site."""
+def unconnected(group: str, rank: int, world_size: int) -> RefusingTransport:
+    """Return the transport of a group without peers."""
 
-    def call_site(self, place: tuple[str, int]) -> int:
-        """Refuse the operation.
-
-        Raises:
-            PhalanxError: always.
-        """
-        where = f" at {place[0]}:{place[1]}" if place[0] else ""
-        raise PhalanxError(
-            f"group {self.group!r} on rank {self.rank}: an operation{where} before the group knows its members.\n"
-            "With enable_reconfigure=True, or after a reconfiguration that failed, torch.distributed._reconfigure "
-            "tells them: call it first, on all of them, with a new uuid."
+    def explain(where: str) -> str:
+        return (
+            f"group {group!r} on rank {rank}: an operation{where} before the group knows its members.\n"
+            "With enable_reconfigure=True, or after a reconfiguration that failed, call "
+            "torch.distributed._reconfigure on all members first, with a new uuid."
         )
+
+    return RefusingTransport(group, rank, world_size, explain)
 
 
 class Reconfiguration:
@@ -136,6 +132,6 @@ class Reconfiguration:
             group_id=group.group_name,
             global_ranks_in_group=[],
         )
-        instead = UnconnectedTransport(group.group_name, group.rank(), group.size())
+        instead = unconnected(group.group_name, group.rank(), group.size())
         group.reconnect(lambda: self._open_transport(options), instead, store, rank, size)
         self._uuid = uuid

@@ -217,7 +217,7 @@ class Bootstrap:
             return found
 
     def _decide(self) -> bool:
-        """As the first arrival, publish that the group is complete or impossible; return whether that was decided."""
+        """Publish that the group is complete or impossible; return whether it is. The first arrival calls this."""
         arrivals = list(self._arrivals.read_all().values())
         if len(arrivals) == self._num_judged:  # an arrival's record never changes
             return False

@@ -7,7 +7,7 @@ collective returns at once, with the result that it would have if every rank pas
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -128,3 +128,23 @@ class RehearsalTransport(Transport):
             "the others in `phalanx.elastic.run`; before it nobody sends.\nReceive messages inside the function that "
             "`run` is given."
         )
+
+
+class RefusingTransport(RehearsalTransport):
+    """A `RefusingTransport` reaches no peer, and refuses every operation when it records its call site.
+
+    Arguments:
+        explain: returns the message, from " at FILE:LINE" or "".
+    """
+
+    def __init__(self, group: str, rank: int, world_size: int, explain: Callable[[str], str]) -> None:
+        super().__init__(group, rank, world_size)
+        self._explain = explain
+
+    def call_site(self, place: tuple[str, int]) -> int:
+        """Refuse the operation.
+
+        Raises:
+            PhalanxError: always.
+        """
+        raise PhalanxError(self._explain(f" at {place[0]}:{place[1]}" if place[0] else ""))

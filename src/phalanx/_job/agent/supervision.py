@@ -126,7 +126,7 @@ class Supervision:
         self.abandoned.add(rank)
 
     def on_lost(self, rank: int) -> None:
-        """Record that `rank`'s process has ended in an elastic job that goes on; its earlier report is no failure."""
+        """Record the end of `rank`'s process in an elastic job that continues; its earlier report is no failure."""
         self.reports.pop(rank, None)
 
     def on_retired(self, rank: int) -> None:

@@ -1,11 +1,11 @@
-"""Run the user's code in threads: one at first, and twice as many each time that work has waited for a millisecond.
+"""Run user code in threads: one at first, and twice as many each time that work has waited for a millisecond.
 
     put                f | g | h | ..
     first thread       f | g: blocks .............. | park
     reader             |     1 ms: nothing has begun: wake one more
     second thread      parked                       | h | ..
 
-So one change of threads does for much short work, and work that blocks keeps the rest waiting for a millisecond.
+So much short work costs one change of threads, and work that blocks delays the rest by a millisecond.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STUCK_S = 1e-3
 
 
 class Pool:
-    """`Pool` has at most `most` threads. `idle` is called by a thread that finds no more work; it must not wait."""
+    """A `Pool` has at most `most` threads. A thread that finds no more work calls `idle`, which must not wait."""
 
     def __init__(self, name: str, most: float = math.inf, idle: Callable[[], None] = lambda: None) -> None:
         self._name = name
@@ -92,7 +92,7 @@ class Pool:
             gate.acquire()
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all work is done, at most so long. The reader is no more: this thread relieves."""
+        """Wait until all work is done, at most `timeout_s`. The reader has ended, so this thread calls `relieve`."""
         deadline = Deadline.after(timeout_s)
         while len(self._threads) > len(self._parked) + self._is_ours() and not deadline.passed:
             self.relieve()
@@ -113,7 +113,7 @@ class Pool:
 
 
 class Room:
-    """`Room` is for so many functions at once."""
+    """A `Room` admits at most `most` functions at once."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -122,7 +122,7 @@ class Room:
         self._closed = False
 
     def enter(self) -> bool:
-        """Wait for room, and enter; return False at the end, when nothing begins any more."""
+        """Wait until there is room, and enter; return False if the room is closed."""
         with self._changed:
             while self.num_inside >= self._most and not self._closed:
                 self._changed.wait()
@@ -135,7 +135,7 @@ class Room:
             self._changed.notify()
 
     def close(self) -> None:
-        """Let in all who wait, to hear that it is the end."""
+        """Wake all waiting threads; `enter` returns False from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,12 +1,12 @@
-"""The reader is the thread of a worker that reads its connections. It runs no code of the user's, and never waits.
+"""The reader is the thread of a worker that reads its connections. It runs no user code and never waits for a thread.
 
     reader      | poll | read | call: to a thread | answer: set its future | callback: to a thread | poll
     thread             ............................ | run the function, answer ..
 
-What others put into its queue it does in order, between what it reads. It also keeps the time: `tick` when it is due,
-and `relieve` every millisecond while work waits for threads that are stuck.
+The reader runs the tasks that other threads queue, in order, between two reads. It also keeps the time: it calls `tick`
+when that is due, and `relieve` every millisecond while work waits for threads that are stuck.
 
-A finalizer of the user's may run in any thread, and wait for a call: in the reader it reads on meanwhile.
+A finalizer of the user's may run in any thread and wait for a call. In the reader it keeps reading meanwhile.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Task = Callable[[], None]
 
 
 class Readable(Protocol):
-    """`Readable` is something for which the reader waits until it can be read."""
+    """A `Readable` owns a descriptor that the reader polls."""
 
     def ready(self, events: int) -> None:
         """Read or write what is ready."""
 
 
 class _ThisThread(threading.local):
-    """`_ThisThread` is set in the reader alone: callbacks that it leaves to others, and how it reads more."""
+    """`_ThisThread` is set only in the reader: the callbacks for other threads, and the function that reads more."""
 
     callbacks: deque[Task] | None = None
     read_more: Callable[[], None] | None = None
@@ -208,7 +208,7 @@ def _in_order(callbacks: deque[Task]) -> Task:
         for one in taken:
             try:
                 one()
-            except BaseException as error:  # torch, too, reports it and goes on
+            except BaseException as error:  # torch also reports the error and continues
                 _logger.error("rpc: a callback of a future raised %s: %s", type(error).__name__, message_of(error))
 
     return run

@@ -1,11 +1,11 @@
-"""The states of an agent, and from which to which it goes.
+"""`State` lists the states of an agent, and `TRANSITIONS` what may follow each.
 
-STARTING   it joins, and calls of others wait    ──► RUNNING, ENDING, CLOSED
-RUNNING    calls run                             ──► LEAVING, ENDING, CLOSED
-LEAVING    all have come to the end: others may
-           go now without being lost             ──► ENDING, CLOSED
-ENDING     no new calls, those under way fail    ──► CLOSED
-CLOSED     nothing is left; a fork of an agent is so from the beginning
+STARTING   it joins; calls of others wait           ──► RUNNING, ENDING, CLOSED
+RUNNING    calls run                                ──► LEAVING, ENDING, CLOSED
+LEAVING    all workers have reached shutdown: from
+           now on others leave without being lost   ──► ENDING, CLOSED
+ENDING     new calls are refused, pending ones fail ──► CLOSED
+CLOSED     all resources are released; a forked copy of an agent starts here
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 
 class State(enum.Enum):
-    """`State` is that of an agent."""
+    """`State` is the state of an agent."""
 
     STARTING = "starting"
     RUNNING = "running"

@@ -63,7 +63,7 @@ class PassWorker(Protocol):
         """End our part: tell the worker that began it, and send the gradients that are left to send."""
 
     def timed(self, part: Callable[[bool], None]) -> None:
-        """Run our part of a pass; it is told whether it is expected to be short."""
+        """Call `part(is_short)`, this worker's part of a pass; `is_short` predicts its duration from recent parts."""
 
 
 class Pass:
@@ -103,9 +103,11 @@ class Pass:
         message: MessageId,
         gradients: Sequence[Tensor | None] | None,
     ) -> None:
-        """Run our part, with these messages of ours; `asked` is told of the end. `gradients` are those of `message`.
+        """Run this worker's part of the pass, and answer `asked` at its end.
 
-        It waits for the first gradients: before that the engine has nothing to do.
+        `plan` lists this worker's messages; `gradients` are those of `message`.
+
+        Wait for the first gradients; before that the engine has nothing to do.
         """
         with self._changed:
             self._asked.append(asked)

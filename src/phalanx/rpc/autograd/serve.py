@@ -141,7 +141,6 @@ class AutogradWorker:
         return context.passes.setdefault(pass_id, Pass(context, pass_id, self)) if found is None else found
 
     def timed(self, part: Callable[[bool], None]) -> None:
-        """Run our part of a pass; it is told whether it is expected to be short."""
         begin = time.perf_counter()
         part(self._took_s < _SHORT_S)
         took_s = min(time.perf_counter() - begin, 10 * _SHORT_S)
