@@ -47,7 +47,6 @@ def test_drawn_steps_go_through_the_phases_of_the_table(rank):
     draw = random.Random(7)  # the same on both ranks
     torch.manual_seed(rank)
     ddp = phalanx.DistributedDataParallel(TwoOutputs(), check=False)
-    ends = {"accumulates": ReducerPhase.IDLE, "apart": ReducerPhase.IDLE, "at once": ReducerPhase.IDLE}
     inside = {
         "accumulates": ReducerPhase.ACCUMULATING,
         "apart": ReducerPhase.INCOMPLETE,
