@@ -42,11 +42,6 @@ _has_begun = False  # whether this process has begun an `elastic.run` under an a
 Train = Callable[[State], _Result]
 
 
-def running_state() -> State | None:
-    """Return the state that this process trains inside a function of `elastic.run`; None outside one."""
-    return _running
-
-
 def run(
     state: State,
     *,

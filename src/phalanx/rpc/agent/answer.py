@@ -29,10 +29,6 @@ class Answer(Future[T]):
     def wait(self) -> T:
         return wait_interruptibly(self)  # type: ignore[no-any-return]
 
-    def has_come(self) -> bool:
-        """Return whether the answer is there."""
-        return bool(_Future.done(self))
-
     def fail(self, make: Callable[[], BaseException]) -> None:
         """Set the error that `make` returns."""
         set_error(self, make)
@@ -102,13 +98,12 @@ class LineAnswer:
     Another thread may call `fail`, which has taken the call before: then that is the end, unless the answer is there.
     """
 
-    __slots__ = ("_call", "_callback", "_caller", "_is_done", "_line", "_make", "_result")
+    __slots__ = ("_call", "_callback", "_caller", "_line", "_make", "_result")
 
     def __init__(self, line: Line, caller: Caller, call: Any) -> None:
         self._line: Line | None = line
         self._caller = caller
         self._call = call
-        self._is_done = False
         self._result: Any = None
         self._make: Callable[[], BaseException] | None = None  # it makes the error
         self._callback: Callable[[Any], Any] | None = None
@@ -124,10 +119,6 @@ class LineAnswer:
         finally:
             interrupts.allow()
         return self.value()
-
-    def has_come(self) -> bool:
-        """Return whether the result or an error is there."""
-        return self._is_done or self._make is not None
 
     def value(self) -> Any:
         """Return the result, or raise the error, which is there."""
@@ -194,7 +185,6 @@ class LineAnswer:
         self._line = self._call = None
         line.lines.put_back(line)
         self._result, self._make = self._caller.receive(line, frame, call)
-        self._is_done = True
         if is_ours and self._callback is not None:
             self._call_back()
 
