@@ -27,12 +27,6 @@ _WAITS = "import time\nprint('up', flush=True)\nwhile True:\n    time.sleep(0.02
 _GONE_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts(2, tmp_path_factory.mktemp("two")) as cluster:
-        yield cluster
-
-
 @contextlib.contextmanager
 def job(cluster: SshHosts, folder: Path, text: str, num_ranks: int, said: str) -> Iterator[Running]:
     """A job on all hosts, with as many ranks in all, each of which has said `said`."""

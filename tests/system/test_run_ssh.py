@@ -80,18 +80,6 @@ def assert_nothing_is_left(cluster: SshHosts, running: Running) -> None:
     assert running.survivors() == []
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts(2, tmp_path_factory.mktemp("two")) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def on(cluster: SshHosts, *words: str, env: dict[str, str] | None = None, hosts: str = "") -> tuple[int, str, str]:
     """How a job on all hosts ended, started from the terminal; nothing of it is left."""
     with start(*cluster.words(*words, hosts=hosts), before=cluster.terminal.command, env=env) as running:

@@ -51,12 +51,6 @@ _DETACH = ("--detach", "--log-dir", "logs")
 _GONE_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts(2, tmp_path_factory.mktemp("two")) as cluster:
-        yield cluster
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two: SshHosts) -> Iterator[Path]:
     """The working folder. What a test leaves on the hosts is killed, and is a failure."""

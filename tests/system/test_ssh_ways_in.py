@@ -22,18 +22,6 @@ _RANKS = ("--nproc-per-node", "1", "--no-preload", "--shutdown-timeout", "1")
 _GONE_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts(2, tmp_path_factory.mktemp("two")) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def copy_config(cluster: SshHosts, path: Path, *without: str, first: str = "") -> str:
     """The ssh command with the cluster's configuration but for the options `without`, and with `first` before it."""
     lines = (cluster.folder / "config").read_text().splitlines()
