@@ -24,7 +24,7 @@ def text(tmp_path_factory):
 
 
 def struck(rank, world_size, path, at):
-    """Word count, in which rank 1 kills itself at a call of its functions; return the ranks that the others see as lost."""
+    """Count words; rank 1 kills itself at a call of its functions. Return the ranks that the error names as lost."""
     calls = 0
 
     def strike():
@@ -45,11 +45,10 @@ def struck(rank, world_size, path, at):
     try:
         map_reduce(path, count, add_up, combine=operator.add, gather=True, split_bytes=4000, partitions=8)
     except PeerLostError as error:
-        assert all(f"{lost} (pid " in str(error) for lost in error.ranks), error
-        return error.ranks
+        return [lost for lost in error.ranks if f"{lost} (pid " in str(error)]
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)  # it was not struck: its share was small
-    return (1,)
+    return [1]
 
 
 @pytest.mark.slow(but=("1-phalanx",))
