@@ -285,7 +285,7 @@ def test_a_lazy_module_is_refused_by_its_parameters_name():
 
 @alone
 def test_a_module_on_several_devices_is_refused():
-    with pytest.raises(ValueError, match="one device, this one lies on cpu, meta"):
+    with pytest.raises(ValueError, match="one device, this one is on cpu, meta"):
         DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")), init_sync=False)
 
 

@@ -116,7 +116,7 @@ def test_what_cannot_work_says_what_to_do_instead():
     for call, advice in (
         (lambda: ddp._register_fused_optim(torch.optim.SGD, lr=0.1), "optimizers step after backward"),
         (lambda: ddp._register_buffer_comm_hook(None, print), "broadcast_buffers=False"),
-        (lambda: ddp._update_process_group(ddp.process_group), "wrap the module anew"),
+        (lambda: ddp._update_process_group(ddp.process_group), "wrap the module again"),
         (lambda: ddp._set_sparse_metadata({}), "exchanged in every step"),
         (lambda: setattr(ddp, "require_manual_backward_finalization", True), "averaged when backward returns"),
     ):

@@ -99,7 +99,7 @@ def test_a_parameter_that_comes_later_is_refused_on_every_rank_and_taken_when_it
         else:
             model[1].requires_grad_(True)
         name = "2.weight" if change == "added" else "1.weight"
-        with pytest.raises(RuntimeError, match=f"'{name}' needs a gradient, but was not there or was frozen"):
+        with pytest.raises(RuntimeError, match=f"'{name}' needs a gradient, but was missing or frozen"):
             _step(model, inner)  # a round
         inner, rounds = _start(kind, model)
         for _ in range(2):

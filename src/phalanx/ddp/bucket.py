@@ -29,8 +29,8 @@ from torch import Tensor
 from phalanx._comm.backend.gradient_shards import NeededSlice, find_needed
 from phalanx._comm.backend.shared import shares_memory
 from phalanx._comm.transport.tensors import copy_all, is_dense, same_order
-from phalanx.ddp.holders import is_alone, separate_gradient, storage_holders, view_holders
 from phalanx.ddp.plan import Bucket, BucketPlan, Slot
+from phalanx.ddp.reference_counts import is_unshared, reference_counts, separate_gradient, storage_use_count
 
 if TYPE_CHECKING:  # needs the C core, which may be missing
     from phalanx._comm.symmetric_memory.pool import SharedPool
@@ -48,8 +48,8 @@ class GradientBuffer:
         self.views = [self._view(position) for position in range(len(plan.slots))]
         self._addresses = [flat.data_ptr() + slot.offset * plan.dtype.itemsize for slot in plan.slots]
         self._lent = False  # whether a view was lent since the last check that all were returned
-        self._alone = view_holders(self.views)  # the reference counts while no view is lent
-        self._storage_alone: int | None = None  # the same for the storage; an exchange may have a view of it
+        self._unlent = reference_counts(self.views)  # the reference counts while no view is lent
+        self._storage_unlent: int | None = None  # the same for the storage; an exchange may have a view of it
 
     def _view(self, position: int) -> Tensor:
         slot, parameter = self._plan.slots[position], self._parameters[position]
@@ -59,34 +59,34 @@ class GradientBuffer:
 
     def lend(self, position: int) -> None:
         """Make the view the parameter's gradient."""
-        if self._storage_alone is None:
-            self._storage_alone = storage_holders(self.flat)
+        if self._storage_unlent is None:
+            self._storage_unlent = storage_use_count(self.flat)
         self._lent = True
         self._parameters[position].grad = self.views[position]
 
-    def is_ours(self) -> bool:
-        """Return whether only `.grad` refers to the lent views, for gradients that autograd has added to or will.
+    def may_overwrite(self) -> bool:
+        """Return whether the bucket may write to the buffer: nobody uses a view of it that is no longer a `.grad`.
 
-        As everywhere in torch, a user who keeps a gradient, or a view of it, without setting `.grad` to None sees the
-        gradient change.
+        Other references to a view in `.grad` do not count: as everywhere in torch, a user who keeps a gradient, or a
+        view of it, without setting `.grad` to None sees the gradient change.
         Cost: a tenth of a microsecond per gradient.
         """
         if not self._lent:
             return True
-        holders = view_holders(self.views)
-        if holders != self._alone:
-            for position, (now, alone) in enumerate(zip(holders, self._alone, strict=True)):
-                if now != alone and self._parameters[position].grad is not self.views[position]:
+        counts = reference_counts(self.views)
+        if counts != self._unlent:
+            for position, (now, unlent) in enumerate(zip(counts, self._unlent, strict=True)):
+                if now != unlent and self._parameters[position].grad is not self.views[position]:
                     return False
-        if storage_holders(self.flat) != self._storage_alone and not all(
+        if storage_use_count(self.flat) != self._storage_unlent and not all(
             parameter.grad is view for parameter, view in zip(self._parameters, self.views, strict=True)
         ):
             return False
-        self._lent = holders != self._alone
+        self._lent = counts != self._unlent
         return True
 
     def find_moved(self, position: int) -> bool:
-        """Recreate the view if `module.to(...)` swapped the memory under it; return whether it did."""
+        """Recreate a view whose memory `module.to(...)` has swapped; return whether it was one."""
         if self.views[position].data_ptr() == self._addresses[position]:
             return False
         self.views[position] = self._view(position)
@@ -96,9 +96,10 @@ class GradientBuffer:
 def allocate(
     plan: BucketPlan, group: dist.ProcessGroup, *, as_view: bool, pool: SharedPool | None
 ) -> list[tuple[Tensor, ...]]:
-    """Allocate memory for each bucket of a plan, in a storage of its own: one buffer, or two (see the module).
+    """Allocate the buffers of each bucket, each in a storage of its own: two, one, or none for a sparse bucket.
 
-    If ranks share memory, all ranks call it: the memory is one block that all can access. Untouched memory is free.
+    If ranks share memory, all ranks call it: buffers on the CPU are parts of one block that all can access. A page that
+    nobody touches costs no memory.
     """
     counts = [0 if bucket.sparse else 2 if as_view and not _is_pooled(bucket, pool) else 1 for bucket in plan.buckets]
     shared = shares_memory(group)
@@ -146,7 +147,7 @@ def check_gradient(grad: Tensor, parameter: Tensor, plan: Bucket, slot: Slot) ->
         raise RuntimeError(
             f"Gradient of {slot.name!r}: backward(create_graph=True) under DistributedDataParallel is refused, "
             "because the mean over ranks can't be differentiated. Use torch.autograd.grad(..., create_graph=True), "
-            "or call `ddp.module` in place of `ddp` for this step."
+            "or call `ddp.module` instead of `ddp` for this step."
         )
     if grad.is_sparse:
         raise RuntimeError(
@@ -230,7 +231,7 @@ class DenseBucket:
         self.in_place = self.needed = None
         if self._pool is not None and self._group is not None:
             self.needed = find_needed(self.parameters[0], self._group)
-            if self._take_in_place(self._pool, written=written[0]):
+            if self._use_in_place(self._pool, written=written[0]):
                 return
         if self._as_view:
             self._choose_buffer()
@@ -252,17 +253,18 @@ class DenseBucket:
         if scale != 1.0:
             self.buffer.mul_(scale)
 
-    def _take_in_place(self, pool: SharedPool, *, written: bool) -> bool:
-        """Use the gradient in the pool where it is, or a copy of it there if other references exist.
+    def _use_in_place(self, pool: SharedPool, *, written: bool) -> bool:
+        """Reduce the gradient where it is if that is in the pool and unshared; otherwise a copy in the pool.
 
-        The published mean of the last round, if still in `.grad`, may be changed in place whoever else refers to it:
-        the user did not call zero_grad, or called it with set_to_none=False.
+        The published mean of the last round, if still in `.grad`, may change in place whoever else refers to it: the
+        user did not call zero_grad, or called it with set_to_none=False. Return False, and change nothing, without a
+        gradient or without room in the pool.
         """
         (parameter,) = self.parameters
         if parameter.grad is None:
             return False
         self._check(parameter.grad, 0)
-        if written and self._lies_in(pool, parameter.grad) and (self._is_published(0) or is_alone(parameter)):
+        if written and self._is_in(pool, parameter.grad) and (self._is_published(0) or is_unshared(parameter)):
             self.in_place = parameter.grad
             return True
         stride = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
@@ -285,11 +287,11 @@ class DenseBucket:
         if self._pool is not None:
             self._lends = False
         elif self._spare is None:
-            if not self._current.is_ours():
+            if not self._current.may_overwrite():
                 self._current = self._make_buffer(torch.zeros_like(self._current.flat))
         else:
-            kept = not self._current.is_ours()
-            free = isinstance(self._spare, Tensor) or self._spare.is_ours()
+            kept = not self._current.may_overwrite()
+            free = isinstance(self._spare, Tensor) or self._spare.may_overwrite()
             if kept and free:
                 spare = self._make_buffer(self._spare) if isinstance(self._spare, Tensor) else self._spare
                 self._current, self._spare = spare, self._current
@@ -306,10 +308,10 @@ class DenseBucket:
             )
         check_gradient(grad, parameter, self.plan, slot)
 
-    def _lies_in(self, pool: SharedPool, grad: Tensor) -> bool:
-        """Return whether all ranks can access the gradient, and have the same element at the same place.
+    def _is_in(self, pool: SharedPool, grad: Tensor) -> bool:
+        """Return whether the gradient is in the pool, with the same element at the same place on every rank.
 
-        The memory must be the allocator's own: numpy and dlpack create another storage with its own count.
+        Its storage must be torch's own: numpy and dlpack create another storage of the memory, with its own count.
         """
         (parameter,) = self.parameters
         return (
@@ -326,7 +328,7 @@ class DenseBucket:
         """Make the slot's content the parameter's gradient."""
         parameter, view = self.parameters[position], self._current.views[position]
         if self.in_place is not None:
-            self._give(position, self.in_place)
+            self._set_grad(position, self.in_place)
             self.in_place = None
         elif self._as_view and self._lends:
             if parameter.grad is not view:
@@ -334,11 +336,11 @@ class DenseBucket:
         elif parameter.grad is not None and (not self._as_view or self._is_published(position)):
             parameter.grad.copy_(view)
         elif parameter.grad is not view:
-            self._give(position, view.clone())
+            self._set_grad(position, view.clone())
         if self.needed is not None and parameter.grad is not None:
             self.needed.mark(parameter.grad)
 
-    def _give(self, position: int, gradient: Tensor) -> None:
+    def _set_grad(self, position: int, gradient: Tensor) -> None:
         if self.parameters[position].grad is not gradient:
             self.parameters[position].grad = gradient
         self._published[position] = weakref.ref(gradient)
@@ -348,13 +350,13 @@ class DenseBucket:
         separate_gradient(self.parameters[position])
 
     def adopt(self, position: int, grad: Tensor | None) -> None:
-        """Take over a gradient from another bucket after a new plan."""
+        """Move a gradient from another bucket here, after a new plan."""
         if grad is None or not self._as_view:
             return
         if self._pool is None:
             self._current.views[position].copy_(grad)
             self._current.lend(position)
-        elif self._lies_in(self._pool, grad):
+        elif self._is_in(self._pool, grad):
             self._published[position] = weakref.ref(grad)
 
     def rescale(self, factor: float) -> None:

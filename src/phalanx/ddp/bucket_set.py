@@ -14,8 +14,8 @@ from phalanx._comm.backend.gradient_shards import LARGE_BYTES
 from phalanx._comm.backend.shared import shared_empty, shares_memory, sharing_group
 from phalanx.ddp.bucket import DenseBucket, SparseBucket, allocate, check_gradient
 from phalanx.ddp.exchange import Exchange, SharedExchange, WorkExchange
-from phalanx.ddp.holders import separate_gradient
 from phalanx.ddp.plan import Bucket, BucketPlan, ParameterSpec, plan_buckets
+from phalanx.ddp.reference_counts import separate_gradient
 
 if TYPE_CHECKING:  # needs the C core, which may be missing
     from phalanx._comm.symmetric_memory.pool import SharedPool
@@ -55,7 +55,7 @@ class BucketSet:
         return self._own_exchange is not None
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Make `exchange` combine the buckets of this plan and the next, each one block. All ranks call it."""
+        """Make `exchange` combine the buckets of this plan and later ones, each in one block. All ranks call it."""
         self.exchange = self._own_exchange = exchange
         if self.pool is not None:
             self.pool.close()

@@ -78,7 +78,7 @@ def explain_repetition(num_steps: int) -> str:
     return (
         f"steps {num_steps - NUM_BATCHES + 1} to {num_steps} were given the batches of steps 1 to {NUM_BATCHES} again, "
         "in the same order, so every epoch shows the data in one order. With torch's DistributedSampler call "
-        "sampler.set_epoch(epoch) before each epoch; phalanx.DistributedSampler goes on by itself. A Trainer or a "
+        "sampler.set_epoch(epoch) before each epoch; phalanx.DistributedSampler advances by itself. A Trainer or a "
         "strategy shuffles where its loader does (shuffle=True). If one order is what you want, nothing is wrong"
     )
 

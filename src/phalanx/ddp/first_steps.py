@@ -35,7 +35,7 @@ from phalanx.ddp.mistakes import (
     Observation,
     StepObservations,
     decide_warnings,
-    were_put_back,
+    were_restored,
 )
 from phalanx.nn.uncounted import is_uncounted
 
@@ -61,9 +61,9 @@ class FirstSteps:
         self.blind = False
         """Whether an error has ended the watch on this rank."""
         self._steps: list[StepObservations] = []
-        self._said: set[str] = set()
-        self._doubted: list[Mistake] = []  # the parameters differed in the last backward: the step after it decides
-        self._puts_back = False  # the parameters are moved for a backward, and restored before the step
+        self._reported: set[str] = set()
+        self._unconfirmed: list[Mistake] = []  # the parameters differed in the last backward: the step after it decides
+        self._restores_parameters = False  # the parameters are moved for a backward, and restored before the step
         self._optimizers = OptimizerWatch(parameters)
         self._begin_step()
 
@@ -117,29 +117,29 @@ class FirstSteps:
         differing: list[int] = []
         if len({one.parameters for one in self._steps[-1]}) > 1:
             differing = find_differences(self._gather(self._digests))
-        mistakes = self._settle_doubts(decide_warnings(self._steps, self._names, differing))
+        mistakes = self._select_confirmed(decide_warnings(self._steps, self._names, differing))
         if self._group.rank() == 0:
             for mistake in mistakes:
-                if mistake.kind not in self._said:
+                if mistake.kind not in self._reported:
                     warn_of(mistake.text)
-        self._said |= {mistake.kind for mistake in mistakes}
+        self._reported |= {mistake.kind for mistake in mistakes}
         self._begin_step()
         if len(self._steps) < NUM_STEPS:
             return True
         self.close()
         return False
 
-    def _settle_doubts(self, found: list[Mistake]) -> list[Mistake]:
+    def _select_confirmed(self, found: list[Mistake]) -> list[Mistake]:
         """Return the warnings to log now; a difference of parameters is logged once a step was taken from them."""
-        if self._doubted and were_put_back(self._steps[-1]):
-            self._puts_back = True
-        settled = [] if self._puts_back else self._doubted
-        differing = [one for one in found if one.kind == DIFFERING_PARAMETERS and not self._puts_back]
-        self._doubted = differing if len(self._steps) < NUM_STEPS else []
-        if self._doubted:
+        if self._unconfirmed and were_restored(self._steps[-1]):
+            self._restores_parameters = True
+        confirmed = [] if self._restores_parameters else self._unconfirmed
+        differing = [one for one in found if one.kind == DIFFERING_PARAMETERS and not self._restores_parameters]
+        self._unconfirmed = differing if len(self._steps) < NUM_STEPS else []
+        if self._unconfirmed:
             self._optimizers.expect_step()
         rest = [one for one in found if one.kind != DIFFERING_PARAMETERS]
-        return [*(settled or ([] if self._doubted else differing)), *rest]
+        return [*(confirmed or ([] if self._unconfirmed else differing)), *rest]
 
     def close(self) -> None:
         self._optimizers.close()
@@ -158,7 +158,7 @@ class FirstSteps:
             nan_output=int(any(nan.item() for nan in self._nan_outputs)),
             nan_gradient=nan_gradients[0] + 1 if nan_gradients else 0,
             stale_optimizer=int(self._optimizers.stale),
-            stepped=self._optimizers.take_stepped(),
+            stepped=self._optimizers.pop_step_digest(),
         )
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -213,7 +213,7 @@ class OptimizerWatch:
         self._forms = _forms(parameters)
         self._found_ours = False
         self._found_lookalikes = False
-        _hear_steps()
+        _register_hook()
         _watches.add(self)
 
     @property
@@ -225,7 +225,7 @@ class OptimizerWatch:
         """Compute the digest of the parameters at the next step; other steps then cost nothing."""
         self._is_expected = True
 
-    def take_stepped(self) -> int:
+    def pop_step_digest(self) -> int:
         """Return the digest at the expected step; 0 if no optimizer has stepped."""
         stepped, self._stepped, self._is_expected = self._stepped, 0, False
         return stepped
@@ -250,7 +250,7 @@ _watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
 
 
 @functools.cache
-def _hear_steps() -> None:
+def _register_hook() -> None:
     """Register torch's hook once per process; it stays, as in `late_parameters`."""
     register_optimizer_step_pre_hook(_before_step)
 

@@ -1,6 +1,6 @@
 """Read a program's tensors inside its own forward and backward without any visible effect.
 
-can_look        no functorch level, no trace, no fake tensors: operators compute real values
+can_observe     no functorch level, no trace, no fake tensors: operators compute real values
 outside_modes   no dispatch mode, function mode or subclass sees our operators
 elements_of     only plain, strided, dense tensors with memory, as a view
 invisible       all of this for a method of a watch, whose first error ends the watch and not the program
@@ -41,7 +41,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def can_look() -> bool:
+def can_observe() -> bool:
     """Return whether an operator would compute now, instead of being transformed, traced or faked."""
     return not (
         _functorch_level() is not None
@@ -64,9 +64,9 @@ def invisible(method: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate
     An error in the method makes the watch blind, and is not raised.
     """
 
-    def look(self: _W, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+    def observe(self: _W, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
         try:
-            if self.blind or not can_look():
+            if self.blind or not can_observe():
                 return None
             with outside_modes():
                 return method(self, *args, **kwargs)
@@ -75,8 +75,8 @@ def invisible(method: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate
             _logger.debug("DistributedDataParallel stops watching for mistakes", exc_info=True)
             return None
 
-    look.__doc__ = method.__doc__
-    return look
+    observe.__doc__ = method.__doc__
+    return observe
 
 
 def elements_of(tensor: Tensor) -> Tensor | None:

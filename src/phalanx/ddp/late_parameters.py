@@ -29,7 +29,7 @@ class LateParameters:
         self._ignored = ignored
         self._frozen = [p for name, p in module.named_parameters() if name not in ignored and not p.requires_grad]
         self._arrived: list[weakref.ref[Tensor | nn.Module]] = []  # anywhere in the process, since the last call
-        _hear_registrations()
+        _register_hooks()
         _all.add(self)
 
     def find_newcomers(self) -> list[str]:
@@ -58,7 +58,7 @@ class LateParameters:
                 yield arrived
 
     def on_registration(self, registered: Tensor | nn.Module | None) -> None:
-        """Record that a module of this process was given a parameter or a module."""
+        """Record a parameter or module that was registered in any module of this process."""
         if registered is not None:
             self._arrived.append(weakref.ref(registered))
 
@@ -76,8 +76,8 @@ def explain_newcomers(names: Sequence[str], rank: int) -> str:
     """Return an error with advice about parameters that were added or unfrozen."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"DistributedDataParallel on rank {rank}: {names[0]!r}{more} needs a gradient, but was not there or was frozen "
-        "when the model was wrapped, so its gradient would not be averaged and ranks would drift apart. Add and "
+        f"DistributedDataParallel on rank {rank}: {names[0]!r}{more} needs a gradient, but was missing or frozen when "
+        "the model was wrapped, so its gradient would not be averaged and ranks would drift apart. Add and "
         "unfreeze parameters before the model is wrapped; or wrap it anew, model = "
         "DistributedDataParallel(model.module), and build the optimizer after that."
     )
@@ -87,7 +87,7 @@ _all: weakref.WeakSet[LateParameters] = weakref.WeakSet()
 
 
 @functools.cache
-def _hear_registrations() -> None:
+def _register_hooks() -> None:
     """Register a hook of each kind, once per process.
 
     They stay: removing a hook when its wrapper is collected could happen while torch iterates over the hooks.

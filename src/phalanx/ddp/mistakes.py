@@ -80,7 +80,7 @@ def decide_warnings(
     return [mistake for mistake in found if mistake is not None]
 
 
-def were_put_back(latest: StepObservations) -> bool:
+def were_restored(latest: StepObservations) -> bool:
     """Return whether all ranks stepped from the same parameters, even if their last backwards used different ones.
 
     Some methods move the parameters for one backward and restore them, as sharpness-aware minimization (SAM) does.

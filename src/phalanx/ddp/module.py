@@ -254,7 +254,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
             newcomers = self._late_parameters.find_newcomers()
             if newcomers:
                 raise RuntimeError(explain_newcomers(newcomers, self.process_group.rank()))
-            self._look_at(inputs)
+            self._inspect_batch(inputs)
         if self.broadcast_buffers and self._buffers_stale:
             if self._join_config.enable:
                 broadcast_tensors(self._synced_buffers(), self.process_group, source)
@@ -264,7 +264,7 @@ class DistributedDataParallel(JoinInterface, TorchInterface):
         self._buffers_stale = sync
         return sync if grad_enabled else None
 
-    def _look_at(self, inputs: object) -> None:
+    def _inspect_batch(self, inputs: object) -> None:
         """Make the decisions that depend on the batch, and watch for mistakes."""
         if self._batchnorm_undecided and self.training:
             self._batchnorm_undecided = False
@@ -518,7 +518,7 @@ def decide_device(
     if len(devices) > 1:
         where = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            f"DistributedDataParallel takes a module on one device, this one lies on {where}. Give each rank one "
+            f"DistributedDataParallel takes a module on one device, this one is on {where}. Give each rank one "
             "device; to split a model over several, use pipelining"
         )
     (device,) = devices

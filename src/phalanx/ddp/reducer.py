@@ -11,7 +11,7 @@ on every rank.
 A bucket of copied gradients is filled and launched by the gradient that completes it, unless the user has hooks that
 run after ours. A bucket that is reduced where autograd wrote it waits for the next gradient, or for the end: while
 autograd calls a gradient's hook it still refers to the gradient, so that other references can be counted only later
-(`holders`).
+(`reference_counts`).
 
 Everything runs in autograd's thread for the module's one device, so there is no lock.
 
@@ -19,7 +19,7 @@ Everything runs in autograd's thread for the module's one device, so there is no
     IDLE           none                   not started    ACCUMULATING, SYNCING
     ACCUMULATING   only accumulates       not started    SYNCING: it reaches outputs of a syncing forward; IDLE
     SYNCING        averages               either         IDLE: the round has ended; INCOMPLETE
-    INCOMPLETE     none                   started        SYNCING: another backward brings the missing gradients
+    INCOMPLETE     none                   started        SYNCING: another backward produces the missing gradients
 
 An exception may end a backward in any phase. The next forward starts again, or raises if buckets were sent.
 """
@@ -169,16 +169,16 @@ class Reducer:
         if self._set.pool is not None:
             self._set.pool.close()
 
-    def learn_graph(self) -> None:
+    def set_static_graph(self) -> None:
         """Continue as with static_graph=True; raise RuntimeError if a round has begun."""
         if self._num_rounds or self._round.started:
             raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self._find_unused, self._learning, self.rebuild_pending = False, True, True
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Make `exchange` combine the buckets of this plan and the next. All ranks call it before the first backward.
+        """Make `exchange` combine the buckets of all plans. All ranks call it before the first backward.
 
-        It gets PyTorch's buckets: each is one block of memory, with as many gradients as the caps allow.
+        Buckets are then as in PyTorch: each is one block of memory, with as many gradients as the caps allow.
         """
         self._set.use_exchange(exchange)
         self._begin_round()
@@ -410,7 +410,7 @@ class Reducer:
         )
 
     def _is_hopeless(self) -> bool:
-        """Return whether no further backward could bring the missing gradients, as far as has been looked."""
+        """Return whether no later backward can produce the missing gradients, if the whole graph is known."""
         reach = self._forwards.reach
         if reach is None or not reach.complete:
             return False
@@ -454,7 +454,7 @@ class Reducer:
             RuntimeError: it would be the first round with static_graph=True, which every rank must train.
         """
         if self._learning:
-            raise nothing_learnt(self._group.rank())
+            raise no_batch_for_graph(self._group.rank())
         shadow = ShadowRound(self._set)
         used, self._used = self._used, [False] * len(self._parameters)
         shadow.launch(self._round.pending)
@@ -560,7 +560,7 @@ def another_gradient(rank: int, parameter: ParameterSpec) -> RuntimeError:
     )
 
 
-def nothing_learnt(rank: int) -> RuntimeError:
+def no_batch_for_graph(rank: int) -> RuntimeError:
     """Return the error of a rank without data that must shadow the round in which a static graph is learnt."""
     return RuntimeError(
         f"{_here(rank)}: static_graph=True learns the graph in the first step, and this rank has no batch for it. Give "

@@ -73,7 +73,7 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
         f"check_replicas: {len(differing)} of {len(named)} tensors differ between the {group.size()} ranks. The first "
         f"is {kind} {name!r} ({_form(tensor)}): {', '.join(shown)}.\nRanks that are not named have rank 0's values. "
         "Change the model in the same way on every rank: load before wrapping, step every optimizer everywhere, seed "
-        "alike what initializes layers.",
+        "layers with the same number.",
         calls=found,
     )
 
@@ -113,11 +113,11 @@ def _compare_with_first(tensor: Tensor, group: dist.ProcessGroup) -> dict[int, s
     found = {}
     for rank, (same, distance_of_rank) in enumerate(one.tolist() for one in verdicts):
         if not same:
-            found[rank] = _say(distance_of_rank)
+            found[rank] = _describe_distance(distance_of_rank)
     return found
 
 
-def _say(distance: float) -> str:
+def _describe_distance(distance: float) -> str:
     if math.isnan(distance):
         return "differs from rank 0, and one of the two has a NaN"
     if distance == 0:

@@ -53,7 +53,7 @@ def describe(module: nn.Module, ignored: frozenset[str], *, memory: bool = True)
     structure = {}
     for name, parameter in module.named_parameters():
         if name not in ignored:
-            strides = _strides_to_tell(parameter) if memory else None
+            strides = _unusual_strides(parameter) if memory else None
             structure[name] = TensorEntry(
                 "parameter",
                 tuple(parameter.shape),
@@ -72,7 +72,7 @@ def _dtype_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _strides_to_tell(tensor: Tensor) -> tuple[int, ...] | None:
+def _unusual_strides(tensor: Tensor) -> tuple[int, ...] | None:
     order = memory_order(tensor)
     return None if order == memory_order(torch.empty(tensor.shape, device="meta")) else order
 

@@ -98,7 +98,7 @@ class TorchInterface(nn.Module):
         if self.static_graph:
             warnings.warn("static_graph is True already", stacklevel=2)
             return
-        self._reducer.learn_graph()
+        self._reducer.set_static_graph()
         self.static_graph = True
 
     @staticmethod
@@ -227,7 +227,7 @@ class TorchInterface(nn.Module):
         """Refuse, since buckets are in the group's memory."""
         raise _refused(
             "_update_process_group",
-            "gradients lie in memory that the ranks of a group share; wrap the module anew, "
+            "gradients are in memory that the ranks of a group share; wrap the module again, "
             "DistributedDataParallel(ddp.module, process_group=new_process_group)",
         )
 
@@ -235,7 +235,7 @@ class TorchInterface(nn.Module):
         """Refuse, since the last bucket's mean ends the backward."""
         raise _refused(
             "require_manual_backward_finalization",
-            "gradients are averaged when backward returns; run what shall overlap it in a hook of a parameter",
+            "gradients are averaged when backward returns; put code that should overlap into a hook of a parameter",
         )
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:

@@ -119,7 +119,7 @@ class Rounds(ABC):
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in trained:
                 raise RuntimeError(
-                    f"{self._name}: parameter {name!r} needs a gradient, but was not there or was frozen when "
+                    f"{self._name}: parameter {name!r} needs a gradient, but was missing or frozen when "
                     f"{self._name} was constructed, so every rank would train its own copy of it. Call finish() before "
                     f"you add or unfreeze parameters, and construct {self._name} again afterwards, on every rank."
                 )

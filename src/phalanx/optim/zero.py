@@ -517,7 +517,7 @@ def refuse_touched(slices: Iterable[tuple[Tensor, NeededSlice]], rank: int) -> N
             raise RuntimeError(
                 f"ZeroRedundancyOptimizer.step on rank {rank}: the gradient of a parameter of shape "
                 f"{tuple(parameter.shape)} was changed after backward, but with gather_gradients=False this rank "
-                "has the mean of a slice of it only. Clip with optimizer.clip_grad_norm_(max_norm) in place of "
+                "has the mean of a slice of it only. Clip with optimizer.clip_grad_norm_(max_norm) instead of "
                 "torch.nn.utils.clip_grad_norm_, or leave gather_gradients=False out."
             )
 

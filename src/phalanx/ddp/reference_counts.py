@@ -32,37 +32,37 @@ _use_count: Any = find("torch.Tensor._use_count", loses=_LOSES)  # torch.utils.s
 _storage_use_count: Any = find("torch._C._storage_Use_Count", loses=_LOSES)
 
 
-def storage_holders(tensor: Tensor) -> int:
+def storage_use_count(tensor: Tensor) -> int:
     """Return how many tensors and other owners refer to the storage of `tensor`."""
     count: int = _storage_use_count(tensor.untyped_storage()._cdata)
     return count
 
 
-def view_holders(views: Sequence[Tensor]) -> list[tuple[int, int]]:
+def reference_counts(views: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return the reference counts of each of `views`, which change when a reference is added or dropped."""
     return list(zip(map(getrefcount, views), map(_use_count, views), strict=True))
 
 
-def is_alone(parameter: Tensor) -> bool:
+def is_unshared(parameter: Tensor) -> bool:
     """Return whether only `parameter.grad` refers to its memory. The caller must hold no reference."""
-    return _count(parameter) == _count_of_one_alone()
+    return _count(parameter) == _unshared_count()
 
 
 def separate_gradient(parameter: Tensor) -> None:
     """Copy `parameter.grad` if another tensor shares its memory."""
     grad = parameter.grad
-    if grad is not None and not grad.is_sparse and storage_holders(grad) > _count_of_one_alone()[2]:
+    if grad is not None and not grad.is_sparse and storage_use_count(grad) > _unshared_count()[2]:
         parameter.grad = grad.clone()
 
 
 def _count(parameter: Tensor) -> tuple[int, int, int]:
     grad = parameter.grad
     assert grad is not None  # the caller has checked it
-    return getrefcount(grad), _use_count(grad), storage_holders(grad)
+    return getrefcount(grad), _use_count(grad), storage_use_count(grad)
 
 
 @functools.cache
-def _count_of_one_alone() -> tuple[int, int, int]:
+def _unshared_count() -> tuple[int, int, int]:
     sample = torch.zeros(1, requires_grad=True)
     sample.grad = torch.zeros(1)
     return _count(sample)
