@@ -12,10 +12,9 @@ from torch.nn import functional
 
 import phalanx
 import phalanx.pipeline.wire
-from phalanx.pipeline.edges import Edge
 from phalanx.pipeline.execute import plan_receives
 from phalanx.pipeline.schedule import SCHEDULES, plan_schedule
-from phalanx.pipeline.wire import HEADER_BYTES, MOST_BYTES, Frames
+from phalanx.pipeline.wire import HEADER_BYTES, MOST_BYTES, Edge, FrameLengths
 from phalanx.testing import run_ranks
 
 
@@ -50,7 +49,7 @@ def test_receives_are_planned_in_the_order_in_which_their_messages_are_sent(sche
 
 
 def test_a_frame_is_as_long_as_what_it_took_so_far_in_that_mode_and_never_longer_than_allowed():
-    known, edge, other = Frames(), Edge(0, 1), Edge(1, 2)
+    known, edge, other = FrameLengths(), Edge(0, 1), Edge(1, 2)
     known.begin(grad=True)
     known.note(edge, 1024)
     known.note(edge, 700)

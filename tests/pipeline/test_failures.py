@@ -174,7 +174,7 @@ def _die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("place", ["_outcome._meet", "_tied.add", "_replicas.average", "_wire.share"])
+@pytest.mark.parametrize("place", ["_outcome._sum", "_tied.add", "_replicas.average", "_wire.share"])
 def test_a_rank_lost_behind_its_part_of_a_step_is_heard_by_other_pipelines_too(place, tmp_path):
     """Who saw it told no replica once its own part was done: one that had no group with the lost rank, and whose peers
     lived on with their error, waited for them until the timeout, here or in the next step."""

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +16,14 @@ from phalanx._base.partition.parts import LayerRange
 from phalanx._comm.diagnostics.step_notes import note_wait
 from phalanx.errors import DeadlineError, PeerLostError, summary_of
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
-from phalanx.pipeline.edges import Edge, StageFailedError, StageLostError, StepPlan
-from phalanx.pipeline.failure import describe_failure, draw_failure, with_note
+from phalanx.pipeline.failure import StageFailedError, StageLostError, describe_failure, draw_failure, with_note
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.nested import tree_map
-from phalanx.pipeline.progress import StepFailure, StepProgress
+from phalanx.pipeline.progress import StepPhase, StepProgress
 from phalanx.pipeline.schedule import Action, Schedule
 from phalanx.pipeline.stage import Stage, flat_tensors
 from phalanx.pipeline.values import Forms
-from phalanx.pipeline.wire import AHEAD, Wire
+from phalanx.pipeline.wire import AHEAD, Edge, StepPlan, Wire
 
 
 @dataclass
@@ -51,7 +51,13 @@ class Executor:
     """An executor runs schedules on the stages of this rank."""
 
     def __init__(
-        self, stages: Sequence[Stage], wire: Wire, rank: int, num_stages: int, random: MicroBatchRandom
+        self,
+        stages: Sequence[Stage],
+        wire: Wire,
+        rank: int,
+        num_stages: int,
+        random: MicroBatchRandom,
+        step: StepProgress,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self._wire = wire
@@ -61,13 +67,13 @@ class Executor:
         self._local: defaultdict[Edge, deque[Any]] = defaultdict(deque)
         """The values received, or sent by a stage of this rank to another one, that are still unused."""
         self._forms = Forms()
-        self.step = StepProgress()
+        self._step = step
 
     def run(self, work: StepWork) -> None:
         """Execute this rank's actions; afterwards `work` has the results."""
         program_state = self._random.get() if work.training else None
         self._forms.begin()
-        step = self.step
+        step = self._step
         try:
             first = min(self.stages)
             step.act(Action("F", first, 0))
@@ -84,12 +90,12 @@ class Executor:
             receives: list[AwaitedMessage] = []
             if self._wire.posts_ahead:
                 receives = plan_receives(order, {index: stage.part for index, stage in self.stages.items()})
-            ahead = ReceivesAhead(receives[1:] if first else receives, self._wire, self.stages, step)
+            queue = ReceiveQueue(receives[1:] if first else receives, self._wire, self.stages, step)
             for at, action in enumerate(order):
                 step.act(action)
-                ahead.post(at)
+                queue.post(at)
                 self._act(action, work)
-            step.end()
+            step.complete()
         except BaseException as error:
             raise self._fail(error) from error.__cause__
         finally:
@@ -127,15 +133,15 @@ class Executor:
                 if source != stage.index - 1:
                     values, _ = self._receive(source, stage.index)
                     self._unpack(stage, source, values, inputs, leaves)
-        assert self.step.schedule is not None
+        assert self._step.schedule is not None
         if work.grad:
             for source in stage.part.receives:  # the received values were sent after these gradients had arrived
                 if source not in self.stages:
-                    count = self.step.schedule.backwards_before[source, micro_batch]
-                    with self.step.talk_to(source):
-                        self._wire.let_go(Edge(stage.index, source, True), count)
+                    count = self._step.schedule.backwards_before[source, micro_batch]
+                    with self._step.sending_to(source):
+                        self._wire.release_sent(Edge(stage.index, source, True), count)
         if stage.part.receives or stage.index:
-            note_wait(time.perf_counter() - self.step.turn, "stages")
+            note_wait(time.perf_counter() - self._step.turn, "stages")
         if work.training:
             if state is None:
                 self._random.seed(step.seed)
@@ -144,8 +150,7 @@ class Executor:
             before = self._random.get()
         finish = None
         if stage.index == self._num_stages - 1 and work.finish is not None:
-            made_of, whose = work.finish, step
-            finish = lambda results: made_of(micro_batch, whose, results)  # noqa: E731
+            finish = partial(work.finish, micro_batch, step)
         recompute = work.grad and (
             work.recompute == "always" or (work.recompute == "except_last" and micro_batch < step.micro_batches - 1)
         )
@@ -192,7 +197,7 @@ class Executor:
 
     def _send(self, edge: Edge, values: list[Any], needs: list[bool], step: StepPlan) -> None:
         if edge.target not in self.stages:
-            with self.step.talk_to(edge.target):
+            with self._step.sending_to(edge.target):
                 self._wire.send_values(edge, values, needs, step)
             return
         wanted = iter(needs)
@@ -204,43 +209,40 @@ class Executor:
         if source in self.stages or self._local[edge]:
             values, step = self._local[edge].popleft()
             return values, step
-        self.step.wait_for(source)
-        received = self._wire.receive_values(edge)
-        self.step.has_come()
-        return received
+        with self._step.waiting_for(source):
+            return self._wire.receive_values(edge)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
     def _backward(self, stage: Stage, micro_batch: int, work: StepWork, *, later_weights: bool) -> None:
-        held = stage.in_flight[micro_batch]
+        pending = stage.in_flight[micro_batch]
         began = time.perf_counter()
-        if held.recompute:
+        if pending.recompute:
             with work.statistics.unnoticed():
                 stage.recompute(micro_batch)
-        assert self.step.schedule is not None
-        is_last = self.step.schedule.last_backward.get(stage.index) == micro_batch
+        assert self._step.schedule is not None
+        is_last = self._step.schedule.last_backward.get(stage.index) == micro_batch
         stage.prepare_backward(micro_batch, later_weights=later_weights, is_last=is_last)
         recomputed = time.perf_counter() - began
         grads: dict[int, list[Tensor | None]] = {}
-        for target, tensors in held.outputs.items():
+        for target, tensors in pending.outputs.items():
             if not tensors:
                 grads[target] = []
             elif target in self.stages:
                 grads[target] = self._local[Edge(target, stage.index, True)].popleft()
             else:
-                self.step.wait_for(target)
-                grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
-                self.step.has_come()
-                with self.step.talk_to(target):
-                    self._wire.let_go(Edge(stage.index, target), micro_batch + 1)  # it had the values of this one
-        note_wait(time.perf_counter() - recomputed - self.step.turn, "stages")
+                with self._step.waiting_for(target):
+                    grads[target] = self._wire.receive_gradients(Edge(target, stage.index, True), tensors)
+                with self._step.sending_to(target):
+                    self._wire.release_sent(Edge(stage.index, target), micro_batch + 1)  # it has received those values
+        note_wait(time.perf_counter() - recomputed - self._step.turn, "stages")
         with self._wire.making():
             made = stage.backward(micro_batch, grads, later_weights=later_weights)
         for source, found in made.items():
             if source in self.stages:
                 self._local[Edge(stage.index, source, True)].append(found)
             else:
-                with self.step.talk_to(source):
+                with self._step.sending_to(source):
                     edge = Edge(stage.index, source, True)
                     self._wire.send_gradients(edge, found, StepPlan(0, 0, 0, micro_batch=micro_batch))
         if not later_weights:
@@ -249,32 +251,31 @@ class Executor:
     # -- failure -------------------------------------------------------------------------------------------------
 
     def refuse(self, error: BaseException) -> BaseException:
-        """Notify the ranks that wait for this one of an error before the first action; return the error to raise."""
-        self.step.refuse()
+        """Notify the ranks that wait for this one of an error outside all actions; return the error to raise."""
+        self._step.forget_action()
         return self._fail(error)
 
-    def tell_end(self, error: BaseException) -> None:
-        """Fail after this rank's last action, and take part in no further step: other ranks may be in one already."""
+    def notify_end(self, error: BaseException) -> None:
+        """Notify all neighbours of an error after this rank's last action: they may be in the next step already."""
         text = f"Pipeline: rank {self._rank}, at the end of a step: {summary_of(error)}"
-        self.step.fail(StepFailure(leaves=True))
         lost = isinstance(error, PeerLostError)
-        self._wire.tell_failure(self._edges(), text, lost=lost, leaves=True, between=True)
+        self._wire.notify_failure(self._edges(), text, lost=lost, waits=True, between_steps=True)
 
     def _fail(self, error: BaseException) -> BaseException:
         """Notify all ranks that wait for this one; return the error to raise here."""
-        where = describe_failure(self.step, self.stages, self._rank)
+        where = describe_failure(self._step, self.stages, self._rank)
         if isinstance(error, (StageFailedError, StageLostError)):
             text = str(error)
             raised: BaseException = type(error)(f"{where}\n{text}")
         else:
-            drawn = draw_failure(self.step.schedule, self.step.at)
+            drawn = draw_failure(self._step.schedule, self._step.at)
             text = "\n".join([f"{where}: {summary_of(error)}", *drawn])
             raised = with_note(error, "\n".join([where, *drawn]))
-        waited = self.step.awaited is not None
-        leaves = not isinstance(error, Exception) or (waited and not isinstance(error, StageFailedError))
-        leaves = leaves or isinstance(error, (PeerLostError, DeadlineError))
-        self.step.fail(StepFailure(leaves=leaves))
-        self._wire.tell_failure(self._edges(), text, lost=isinstance(error, PeerLostError), leaves=leaves)
+        leaves = not isinstance(error, Exception) or isinstance(error, (PeerLostError, DeadlineError))
+        if self._step.phase is StepPhase.WAITING:  # the group has failed, unless it has delivered a notice
+            leaves = leaves or not isinstance(error, StageFailedError)
+        self._step.fail(raised, leaves=leaves)
+        self._wire.notify_failure(self._edges(), text, lost=isinstance(error, PeerLostError), waits=leaves)
         return raised
 
     def _edges(self) -> list[Edge]:
@@ -315,8 +316,8 @@ def plan_receives(order: Sequence[Action], own: Mapping[int, LayerRange]) -> lis
     return found
 
 
-class ReceivesAhead:
-    """`ReceivesAhead` has the receives of a step that are not posted yet."""
+class ReceiveQueue:
+    """A `ReceiveQueue` has the receives of a step that are not posted yet."""
 
     def __init__(
         self, receives: Sequence[AwaitedMessage], wire: Wire, stages: Mapping[int, Stage], step: StepProgress
@@ -342,14 +343,14 @@ class ReceivesAhead:
             if awaited.at > at and len(self._posted_for) >= AHEAD:
                 return
             if awaited.edge.backward:
-                held = self._stages[awaited.edge.target].in_flight.get(awaited.micro_batch)
-                if held is None:
+                pending = self._stages[awaited.edge.target].in_flight.get(awaited.micro_batch)
+                if pending is None:
                     return
-                if not held.outputs.get(awaited.edge.source):
+                if not pending.outputs.get(awaited.edge.source):
                     self._receives.popleft()
                     continue
             self._receives.popleft()
-            with self._step.talk_to(awaited.edge.source):
+            with self._step.sending_to(awaited.edge.source):
                 self._wire.post(awaited.edge)
             if awaited.at > at:
                 self._posted_for.append(awaited.at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from phalanx.errors import PeerLostError, PhalanxError
 from phalanx.pipeline.explanation import ideal, plain
 from phalanx.pipeline.progress import StepProgress
 from phalanx.pipeline.schedule import Action, Schedule
@@ -13,6 +14,14 @@ from phalanx.pipeline.stage import Stage
 _DOING = {"F": "forward", "B": "backward", "I": "backward (of its inputs)", "W": "backward (of its weights)"}
 _COLUMNS, _ROWS = 150, 8  # a larger drawing hides the error
 _MARK = "x"  # no other cell has it
+
+
+class StageFailedError(PhalanxError):
+    """Another stage has failed and has notified this one."""
+
+
+class StageLostError(PeerLostError):
+    """Another stage has lost a peer and has notified this one."""
 
 
 def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int) -> str:

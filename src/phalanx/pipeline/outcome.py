@@ -1,11 +1,11 @@
-"""Agree at the end of a step on its result: its loss on all ranks, or an error on all of them.
+"""Agree at the end of a step on its result: the same loss on all ranks, or an error on all of them.
 
-A rank that has completed its part cannot know whether all others will complete theirs: a first stage may fail in its
-last backward, long after the last stage has computed its loss. So all ranks, and all replicas, meet at the end in a
-small all_reduce.
+A rank that has completed its actions cannot know whether the others will complete theirs: a first stage may fail in its
+last backward, long after the last stage has computed its loss. So all ranks, and all replicas, reduce a few numbers at
+the end of a step.
 
-Only ranks in a lost rank's groups detect the loss. A rank that does, and shares another group with ranks that don't,
-ends that group, so that they detect it there. MPI calls this revoking a communicator.
+Only ranks in a lost rank's groups detect the loss. A rank that detects a loss and shares another group with ranks that
+cannot detect it aborts that group, so that they detect it there. MPI calls this revoking a communicator.
 """
 
 from __future__ import annotations
@@ -19,35 +19,40 @@ from torch import Tensor
 
 from phalanx._comm.backend.torch_integration.groups import phalanx_group
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError, message_of
-from phalanx.pipeline.edges import StageFailedError, StageLostError
-from phalanx.pipeline.failure import with_note
-from phalanx.pipeline.meeting import FAREWELL_S, Meeting, meets_by_messages
+from phalanx.pipeline.early_all_reduce import LEAVING_S, EarlyAllReduce, reduces_early
+from phalanx.pipeline.failure import StageFailedError, StageLostError, with_note
+from phalanx.pipeline.progress import StepProgress
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_ENDED_ALONE = (
-    "Pipeline: this rank has done its part of the step; another was lost before the end, where all meet. Read its log."
-)
+_COMPLETED_ALONE = "Pipeline: this rank has completed its part of the step; another rank was lost before. Read its log."
 _LOST, _INTERRUPTED = 1e6, 1e12  # each more than the sum of the previous over all ranks
 _NAMED = -1.0  # in the field of the loss's dtype: the field of the loss has the lost rank
 
 
 class StepOutcome:
-    """A `StepOutcome` decides how a pipeline's steps end; `data_group` has one rank per replica. All ranks call it."""
+    """A `StepOutcome` is the agreement of all ranks on how `step` ends; `data_group` has one rank per replica.
+
+    All ranks call it.
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None, device: torch.device, tag: int
+        self,
+        group: dist.ProcessGroup,
+        data_group: dist.ProcessGroup | None,
+        device: torch.device,
+        tag: int,
+        step: StepProgress,
     ) -> None:
-        """Take the groups; no other messages of the group have the tag `tag`."""
-        self._meeting = Meeting(group, tag) if meets_by_messages(group) else None
+        """Create the agreement; no other messages of the group have the tag `tag`."""
+        self._early = EarlyAllReduce(group, tag) if reduces_early(group) else None
         self._group, self._data_group, self._device = group, data_group, device
-        self._last_words: list[Any] = []
-        self.all_have_heard = False
-        """Whether the step failed, and every rank of the pipeline was notified at the meeting."""
+        self._step = step
+        self._last_works: list[Any] = []
 
     def begin(self) -> None:
         """Begin a step, which ends with `share` or `leave`."""
-        if self._meeting is not None:
-            self._meeting.begin(3)
+        if self._early is not None:
+            self._early.begin(3)
 
     def share(self, loss: Tensor | None, error: Exception | None, *, replicas: bool) -> Tensor:
         """Return the loss of the one rank that has it on every rank; with `replicas` return the mean over them.
@@ -57,18 +62,17 @@ class StepOutcome:
             StageFailedError: another rank has an error; the message is that error's.
             StageLostError: a rank of another pipeline is lost.
         """
-        self.all_have_heard = False
         numbers = [0.0, 0.0] if loss is None else [loss.item(), float(_DTYPES.index(loss.dtype))]
         try:
-            (value, dtype), error = self._meet(self._group, numbers, error)
+            (value, dtype), error = self._sum(self._group, numbers, error)
         except Exception as lost:
             self.leave(lost=True)
             if isinstance(lost, PhalanxError):
                 raise
-            raise (with_note(lost, _ENDED_ALONE) if error is None else error) from lost.__cause__
+            raise (with_note(lost, _COMPLETED_ALONE) if error is None else error) from lost.__cause__
         if replicas and self._data_group is not None:
             try:
-                (total,), error = self._meet(self._data_group, [value], error)
+                (total,), error = self._sum(self._data_group, [value], error)
             except Exception:
                 _revoke(self._group)
                 raise
@@ -77,54 +81,55 @@ class StepOutcome:
             _revoke(self._group)
         if error is not None:
             raise error
+        self._step.agree()
         return torch.tensor(value, dtype=_DTYPES[int(dtype)], device=self._device)
 
     @property
-    def meets_by_messages(self) -> bool:
-        """Return whether ranks that see nothing of a loss must be notified, because nothing ends the group for them."""
-        return self._meeting is not None
+    def needs_notices(self) -> bool:
+        """Return whether ranks that cannot detect a loss must be notified, because nothing aborts their group."""
+        return self._early is not None
 
-    def leave(self, *, lost: bool, who: int | None = None) -> None:
-        """End this rank's step without making the others wait: it was interrupted, or `lost` a peer.
+    def leave(self, *, lost: bool, peer: int | None = None) -> None:
+        """End this rank's step without making the others wait: it was interrupted, or `lost` a rank.
 
-        `who` is that peer, if known.
+        `peer` is the lost rank, if known.
         """
-        self._leave_meeting(lost=lost, who=who)
-        groups = [self._data_group] if lost or self._meeting is not None else [self._group, self._data_group]
+        self._leave_early(lost=lost, peer=peer)
+        groups = [self._data_group] if lost or self._early is not None else [self._group, self._data_group]
         for group, numbers in zip(groups, (2, 1)[-len(groups) :], strict=True):
             if group is not None:
                 with contextlib.suppress(RuntimeError):  # a peer is lost there, too
                     words = torch.tensor([0.0] * numbers + [_LOST if lost else _INTERRUPTED], dtype=torch.float64)
-                    self._last_words.append((dist.all_reduce(words, group=group, async_op=True), words))
+                    self._last_works.append((dist.all_reduce(words, group=group, async_op=True), words))
 
-    def _leave_meeting(self, *, lost: bool, who: int | None) -> None:
-        if self._meeting is None:
+    def _leave_early(self, *, lost: bool, peer: int | None) -> None:
+        if self._early is None:
             return
-        who = self._meeting.lost if who is None else who
+        peer = self._early.lost if peer is None else peer
         last = [0.0, 0.0, _LOST if lost else _INTERRUPTED]
-        if lost and who is not None and self._group.rank() == 0:  # the others receive these numbers instead of a sum
-            last[:2] = float(who), _NAMED
-        self._meeting.leave(torch.tensor(last, dtype=torch.float64), stay_s=0.0 if lost else FAREWELL_S)
+        if lost and peer is not None and self._group.rank() == 0:  # the others receive these numbers instead of a sum
+            last[:2] = float(peer), _NAMED
+        self._early.leave(torch.tensor(last, dtype=torch.float64), stay_s=0.0 if lost else LEAVING_S)
 
-    def abandon(self, error: BaseException) -> None:
-        """Fail after the meeting, while the others may wait for this rank in either group.
+    def abort(self, error: BaseException) -> None:
+        """Fail after the agreement, while the others may wait for this rank in either group.
 
-        If they meet by messages, they receive this rank's last message at their next meeting.
+        With an `EarlyAllReduce`, they receive this rank's last message at the end of their next step.
         """
-        self._leave_meeting(lost=isinstance(error, Exception), who=None)
+        self._leave_early(lost=isinstance(error, Exception), peer=None)
         if self._data_group is None and isinstance(error, (PeerLostError, DeadlineError)):
-            return  # its only group has ended, and all detect it
+            return  # its only group has failed, and all detect it
         _revoke(self._group)
         if self._data_group is not None:
             _revoke(self._data_group)
 
-    def _meet(
+    def _sum(
         self, group: dist.ProcessGroup, numbers: list[float], error: Exception | None
     ) -> tuple[list[float], Exception | None]:
         """Return the sums of `numbers` over the group, and an error on all ranks if any rank has one."""
         words = torch.tensor([*numbers, float(error is not None)], dtype=torch.float64)
-        if self._meeting is not None and group is self._group:
-            self._meeting.add(words)
+        if self._early is not None and group is self._group:
+            self._early.add(words)
         else:
             dist.all_reduce(words, group=group)
         *sums, failures = words.tolist()
@@ -134,23 +139,22 @@ class StepOutcome:
             return numbers, error or StageFailedError("Pipeline: another rank of this step was interrupted.")
         if failures >= _LOST:
             own = group is self._group
-            named = own and sums[1] == _NAMED
-            one = f"rank {sums[0]:.0f}" if named else "a rank"
-            fact = f"{one} of it was lost" if own else "a replica has lost a rank of its pipeline"
+            lost = f"rank {sums[0]:.0f}" if own and sums[1] == _NAMED else "a rank"
+            fact = f"{lost} of it was lost" if own else "a replica has lost a rank of its pipeline"
             return numbers, error or StageLostError(f"Pipeline: {fact}. Read its log.")
-        self.all_have_heard = True
-        told: list[Any] = [None] * group.size()
+        self._step.abort()
+        found: list[Any] = [None] * group.size()
         mine = None if error is None else (isinstance(error, StageFailedError), message_of(error), type(error).__name__)
-        dist.all_gather_object(told, mine, group=group)
+        dist.all_gather_object(found, mine, group=group)
         if error is not None:
             return numbers, error
         # an error that is not the consequence of another comes first
-        _, text, kind = min(one for one in told if one is not None)
+        _, text, kind = min(one for one in found if one is not None)
         return numbers, StageFailedError(text if kind == StageFailedError.__name__ else f"{kind}: {text}")
 
 
 def _revoke(group: dist.ProcessGroup) -> None:
-    """End the group for all of its ranks: a rank that waits in it, or calls it later, gets a lost rank's error.
+    """Abort the group for all of its ranks: a rank that waits in it, or calls it later, gets a lost rank's error.
 
     With other backends, the ranks detect it when this process ends.
     """

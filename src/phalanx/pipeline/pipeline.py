@@ -18,32 +18,32 @@ from phalanx._base.partition.measure import bind
 from phalanx._base.partition.parts import LayerRange, split
 from phalanx._comm.backend.shared import rehearses
 from phalanx._comm.diagnostics.step_notes import note_loss
-from phalanx.errors import ClosedError, summary_of
+from phalanx.errors import ClosedError
 from phalanx.pipeline import micro_batches as batches
 from phalanx.pipeline.aliases import CopyCheck
 from phalanx.pipeline.batchnorm import MiniBatchStatistics
 from phalanx.pipeline.cut import (
     Balance,
     CutPlan,
+    agree_on_cut,
     check_balance,
     describe_cut,
     require_one_owner_of_buffers,
     split_points,
 )
-from phalanx.pipeline.cut_agreement import agree_on_cut
-from phalanx.pipeline.edges import StageFailedError, StageLostError, StepPlan
 from phalanx.pipeline.execute import Executor, StepWork
+from phalanx.pipeline.failure import StageFailedError, StageLostError
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.outcome import StepOutcome
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
-from phalanx.pipeline.placement import find_groups
+from phalanx.pipeline.progress import StepPhase, StepProgress
 from phalanx.pipeline.replicas import Replicas
 from phalanx.pipeline.schedule import Schedule, ScheduleName, plan_schedule
 from phalanx.pipeline.stage import Stage
 from phalanx.pipeline.stage_module import StageModule
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
 from phalanx.pipeline.values import share_result
-from phalanx.pipeline.wire import PipelineNumbers, Wire
+from phalanx.pipeline.wire import PipelineNumbers, StepPlan, Wire
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 
@@ -90,6 +90,35 @@ def check_arguments(
             f"schedule {schedule!r} needs one for each rank, and the bubble is short with four for each. Raise "
             "micro_batches, or take schedule 'gpipe', which takes any number."
         )
+
+
+def find_groups(
+    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """Return the ranks of this pipeline, and those with this rank's stages in others, if the mesh has replicas.
+
+    Raises:
+        ValueError: the mesh has other axes, or this rank is not in the group.
+        RuntimeError: there is no process group.
+    """
+    if mesh is not None:
+        if process_group is not None:
+            raise ValueError("Pipeline takes process_group or mesh, not both")
+        names = mesh.mesh_dim_names or ()
+        if "pipeline" not in names or set(names) - {"pipeline", "data"}:
+            raise ValueError(
+                "Pipeline takes a mesh with the axes 'pipeline' and, if there are replicas, 'data', as in "
+                f"phalanx.mesh(pipeline=2, data=2); got {', '.join(map(repr, names)) or 'none with names'}"
+            )
+        return mesh.get_group("pipeline"), mesh.get_group("data") if "data" in names else None
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "Pipeline needs a process group: call phalanx.init() or torch.distributed.init_process_group()"
+        )
+    group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("Pipeline: this rank is not in process_group; let only its ranks make the Pipeline")
+    return group, None
 
 
 class Pipeline(StageModule):
@@ -167,11 +196,11 @@ class Pipeline(StageModule):
         parts = split(layers, counts)
         require_one_owner_of_buffers(layers, parts)
         self.plan: CutPlan = describe_cut(layers, parts, planned, reason, costs)
-        self._take_own(module, parts, planned, device, init_fn, data_group)
+        self._keep_own_stages(module, parts, planned, device, init_fn, data_group)
 
     # -- building ------------------------------------------------------------------------------------------------
 
-    def _take_own(
+    def _keep_own_stages(
         self,
         module: nn.Module,
         parts: Sequence[LayerRange],
@@ -192,7 +221,7 @@ class Pipeline(StageModule):
         dist.all_gather_object(left, (without, PipelineNumbers.next), group=self._group)
         # names of all ranks, so that all refuse a step
         self._without_values = [name for names, _ in left for name in names]
-        number = PipelineNumbers.take(number for _, number in left)
+        number = PipelineNumbers.reserve(number for _, number in left)
         self._device = next((t.device for t in (*own.parameters(), *own.buffers())), torch.device(device or "cpu"))
         if self._device.type == "cpu":
             keep_freed_memory()
@@ -209,11 +238,12 @@ class Pipeline(StageModule):
             self._tied.share_values()
         self._statistics = MiniBatchStatistics(own, data_group)
         self._replicas = None if data_group is None else Replicas(data_group, own, self._statistics)
-        self._outcome = StepOutcome(self._group, data_group, self._device, self._wire.meeting_tag)
+        self._step = StepProgress()
+        self._outcome = StepOutcome(self._group, data_group, self._device, self._wire.reduction_tag, self._step)
         home = dict.fromkeys(self._layers.inputs, 0) | {node: p.index for p in parts for node in p.nodes}
         self._copies = CopyCheck(self._layers.output.graph, home)
-        self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random)
-        self._step_end = StepEnd(self._outcome, self._wire, self._executor)
+        self._executor = Executor(stages, self._wire, self._rank, self._num_stages, self._random, self._step)
+        self._step_end = StepEnd(self._outcome, self._wire, self._executor, self._step)
         self._data_group = data_group
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -287,7 +317,7 @@ class Pipeline(StageModule):
     def _try(
         self, args: Sequence[Any], kwargs: dict[str, Any], finish: Callable[[], Callable[..., Any]], *, grad: bool
     ) -> tuple[StepWork, Exception | None]:
-        """Run this rank's part of a step; return its work, and the error, if any, that the others do not know yet."""
+        """Run this rank's actions of a step; return its work, and the error, if any, on which the ranks must agree."""
         work = StepWork(
             training=self.training,
             grad=grad,
@@ -296,8 +326,8 @@ class Pipeline(StageModule):
             plan=lambda micro_batches: self._plan(micro_batches, grad),
             finish=finish(),
         )
-        step = self._executor.step
-        step.begin()
+        step = self._step
+        step.start()
         try:
             self._wire.begin(grad=grad)
             self._outcome.begin()
@@ -305,15 +335,16 @@ class Pipeline(StageModule):
                 self._cut_inputs(work, args, kwargs)
             if grad:
                 self._tied.begin()
-            self._run(work)
+            self._executor.run(work)
         except BaseException as error:
-            self._step_end.fail(error)
-            if step.failure is None:  # interrupted before its first action, or after its last
+            self._statistics.forget()
+            if not step.has_failed:  # interrupted before its first action, or after its last
                 self._executor.refuse(error)
-            if isinstance(error, Exception) and step.failure is not None and not step.failure.leaves:
+            if isinstance(error, Exception) and step.phase is StepPhase.FAILED:
                 return work, error
-            who = None if step.awaited is None else self._rank_of(step.awaited)
-            self._outcome.leave(lost=isinstance(error, Exception), who=who)
+            step.leave(error)
+            peer = None if step.awaited is None else self._rank_of(step.awaited)
+            self._outcome.leave(lost=isinstance(error, Exception), peer=peer)
             self._wire.leave()
             raise
         return work, None
@@ -323,25 +354,22 @@ class Pipeline(StageModule):
         loss = None
         if error is None and work.grad and (self._num_stages - 1) % self._size == self._rank:
             loss = torch.stack([work.results[i] for i in sorted(work.results)]).sum()
-        has_met = False
         try:
             loss = self._outcome.share(loss, error, replicas=work.grad)
-            has_met = True
             mode = work.grad, work.training
             seen = (stage.seen[mode] for stage in self._executor.stages.values() if mode in stage.seen)
             self._copies.require_current(mode, seen, self._group)
             with self._step_end.together():
                 # this waits until all ranks have completed their part: a failed rank receives no messages
-                self._wire.settle()
+                self._wire.wait_sent()
             self._wire.learn()
             return loss
-        except Exception as failure:
-            if self._outcome.all_have_heard:  # and have notified all whose receives may be posted
+        except BaseException as failure:
+            self._step.give_reason(failure)
+            if self._step.phase is StepPhase.ABORTED:  # every failed rank has notified those with posted receives
                 self._wire.end_receives()
             else:
-                self._step_end.tell_alone(failure, has_met=has_met)
-                self._wire.leave()
-            self._step_end.failed = self._step_end.failed or summary_of(failure).splitlines()[0]
+                self._step_end.leave(failure)
             self._statistics.forget()
             raise
 
@@ -354,14 +382,6 @@ class Pipeline(StageModule):
         except Exception as error:  # the others wait for these inputs
             raise self._executor.refuse(error) from error.__cause__
 
-    def _run(self, work: StepWork) -> None:
-        try:
-            self._executor.run(work)
-        except BaseException as error:
-            self._step_end.fail(error)
-            self._statistics.forget()
-            raise
-
     def _plan(self, micro_batches: int, grad: bool) -> Schedule:
         return plan_schedule(self._schedule, self._size, micro_batches, self._num_stages, training=grad)
 
@@ -372,10 +392,10 @@ class Pipeline(StageModule):
         return fx.node.map_arg(self._layers.output.args[0], lambda node: results[node])
 
     def _require_usable(self) -> None:
-        if self._step_end.failed:
+        if not self._step.may_start:
             raise ClosedError(
-                f"Pipeline: an earlier step failed ({self._step_end.failed}), and its messages may still be on their "
-                "way. Make a new Pipeline, of a new process group if a rank was lost."
+                f"Pipeline: an earlier step failed ({self._step.reason or 'it was interrupted'}), and its messages may "
+                "still be in flight. Make a new Pipeline, of a new process group if a rank was lost."
             )
         if self._without_values:
             raise RuntimeError(
@@ -499,37 +519,35 @@ def materialize(own: nn.Module, device: torch.device, init_fn: Callable[[str, Te
 
 
 class StepEnd:
-    """A `StepEnd` ends steps with `outcome`; if that uses messages, `executor` reports errors.
+    """A `StepEnd` ends steps with `outcome`; `executor` notifies the ranks that cannot detect a loss."""
 
-    `failed` says why an earlier step has failed; None if none has.
-    """
-
-    def __init__(self, outcome: StepOutcome, wire: Wire, executor: Executor) -> None:
-        self._outcome, self._wire, self._executor = outcome, wire, executor
-        self.failed = ""
-
-    def fail(self, error: BaseException) -> None:
-        self.failed = summary_of(error).splitlines()[0]
+    def __init__(self, outcome: StepOutcome, wire: Wire, executor: Executor, step: StepProgress) -> None:
+        self._outcome, self._wire, self._executor, self._step = outcome, wire, executor, step
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Notify the other ranks of errors in this block, which all of them run."""
+        """Notify the other ranks of errors in this block, which all of them run after they have agreed."""
         try:
             yield
         except BaseException as error:
-            self.fail(error)
-            self._outcome.abandon(error)
-            if self._outcome.meets_by_messages:
-                self._executor.tell_end(error)
+            self._step.leave(error)
+            self._outcome.abort(error)
+            if self._outcome.needs_notices:
+                self._executor.notify_end(error)
                 self._wire.leave()
             raise
 
-    def tell_alone(self, failure: Exception, *, has_met: bool) -> None:
-        """Notify the others of a peer's loss at the end of a step: they may be in the next step already."""
-        is_news = isinstance(failure, (StageFailedError, StageLostError))  # these errors have reached all, or will
-        if is_news or self._executor.step.failure is not None:
-            return
-        if self._outcome.meets_by_messages and isinstance(failure, RuntimeError):
-            if has_met:
-                self._outcome.abandon(failure)
-            self._executor.tell_end(failure)
+    def leave(self, failure: BaseException) -> None:
+        """Leave the pipeline; notify the others if only this rank knows of the failure: they may be in the next step.
+
+        A rank that has failed in an action has notified them already.
+        """
+        phase = self._step.phase
+        self._step.leave(failure)
+        is_shared = isinstance(failure, (StageFailedError, StageLostError))  # these errors reach all ranks
+        is_first = phase in (StepPhase.COMPLETED, StepPhase.AGREED) and not is_shared
+        if is_first and isinstance(failure, RuntimeError) and self._outcome.needs_notices:
+            if phase is StepPhase.AGREED:
+                self._outcome.abort(failure)
+            self._executor.notify_end(failure)
+        self._wire.leave()

@@ -1,51 +1,76 @@
-"""`StepProgress` tracks how far this rank is in a step, and how the step has failed here: states and transitions.
+"""`StepProgress` is how far a step of a pipeline is on this rank.
 
-  idle ──begin──▶ begun ──act──▶ acting ──wait_for──▶ waiting ──has_come──▶ acting ──act──▶ … ──end──▶ done
-                    │              │                    │                                               │
-                    │ refused      │ it fails           │ the awaited one has failed, or is lost        │ a peer is lost
-                    ▼              ▼                    ▼                                               ▼ where all meet
-                    └──────────────┴──────▶ failed: all who may wait for this rank have been told ◀─────┘
+    IDLE ──► STARTED ──► ACTING ──► COMPLETED ──► AGREED ──► STARTED, for the next step
+                          ▲  │
+                          │  ▼
+                        WAITING
 
-`begin` leads from every state to begun, and `forget` to idle.
+    phase       this rank                                               next
+    IDLE        has run no step                                         STARTED
+    STARTED     has yet to begin its first action                       ACTING, FAILED, LEFT
+    ACTING      runs an action                                          ACTING, WAITING, COMPLETED, FAILED, LEFT
+    WAITING     needs a message of another stage                        ACTING, FAILED, LEFT
+    COMPLETED   has run its actions; all ranks agree on the result      AGREED, ABORTED, FAILED, LEFT
+    AGREED      knows that every rank has run its actions               STARTED, LEFT
+    FAILED      has failed, has notified the ranks that wait for it,    ABORTED, LEFT
+                and takes part in the agreement
+    LEFT        takes no part in the agreement or in what follows:      none
+                it was interrupted, or a rank is lost
+    ABORTED     knows that the step has failed, as every rank does      none
+
+The last three end the pipeline: messages of the step may still be in flight.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Set
+from enum import Enum
 
+from phalanx.errors import summary_of
 from phalanx.pipeline.schedule import Action, Schedule
 
-Phase = Literal["idle", "begun", "acting", "waiting", "done", "failed"]
+
+class StepPhase(Enum):
+    """A `StepPhase` limits the next transitions, as the module's table shows."""
+
+    IDLE = "idle"
+    STARTED = "started"
+    ACTING = "acting"
+    WAITING = "waiting"
+    COMPLETED = "completed"
+    AGREED = "agreed"
+    FAILED = "failed"
+    LEFT = "left"
+    ABORTED = "aborted"
 
 
-@dataclass(frozen=True)
-class StepFailure:
-    """A `StepFailure` describes how a step has failed on this rank."""
-
-    leaves: bool
-    """Whether this rank can't meet the others: it was interrupted, or its group is broken."""
+_FAILING = (StepPhase.FAILED, StepPhase.LEFT)
+FAILURES = (*_FAILING, StepPhase.ABORTED)
+TRANSITIONS: Mapping[StepPhase, Set[StepPhase]] = {
+    StepPhase.IDLE: {StepPhase.STARTED},
+    StepPhase.STARTED: {StepPhase.ACTING, *_FAILING},
+    StepPhase.ACTING: {StepPhase.ACTING, StepPhase.WAITING, StepPhase.COMPLETED, *_FAILING},
+    StepPhase.WAITING: {StepPhase.ACTING, *_FAILING},
+    StepPhase.COMPLETED: {StepPhase.AGREED, StepPhase.ABORTED, *_FAILING},
+    StepPhase.AGREED: {StepPhase.STARTED, StepPhase.LEFT},
+    StepPhase.FAILED: {StepPhase.ABORTED, StepPhase.LEFT},
+    StepPhase.LEFT: set(),
+    StepPhase.ABORTED: set(),
+}
 
 
 class StepProgress:
     """`StepProgress` is the current or last step of one rank."""
 
     def __init__(self) -> None:
-        self.forget()
+        self.phase = StepPhase.IDLE
+        self.reason = ""
+        """The first line of the error with which a step failed."""
+        self._clear()
 
-    def forget(self) -> None:
-        """Drop the remains of a failed step."""
-        self._clear("idle")
-
-    def begin(self) -> None:
-        """Begin a step, in which nothing has failed yet."""
-        self._clear("begun")
-
-    def _clear(self, phase: Phase) -> None:
-        self.phase: Phase = phase
+    def _clear(self) -> None:
         self.schedule: Schedule | None = None
         self.at: Action | None = None
         """The action in progress, or in progress when the step failed."""
@@ -53,40 +78,80 @@ class StepProgress:
         """The time since which the action could have run, in seconds of `time.perf_counter`."""
         self.awaited: int | None = None
         """The stage whose message is awaited, or was when the step failed."""
-        self.failure: StepFailure | None = None
+
+    def _become(self, phase: StepPhase) -> None:
+        assert phase in TRANSITIONS[self.phase], (self.phase, phase)
+        self.phase = phase
+
+    @property
+    def has_failed(self) -> bool:
+        return self.phase in FAILURES
+
+    @property
+    def may_start(self) -> bool:
+        """Return whether another step may start: not after a failure, or where a step was interrupted."""
+        return StepPhase.STARTED in TRANSITIONS[self.phase]
+
+    # -- actions -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start a step."""
+        self._become(StepPhase.STARTED)
+        self._clear()
 
     def act(self, action: Action) -> None:
         """Begin `action`, whose turn it is."""
-        assert self.phase in ("begun", "acting"), self.phase
-        self.phase, self.at, self.turn = "acting", action, time.perf_counter()
-
-    def wait_for(self, stage: int) -> None:
-        """Begin to wait for a message of `stage`."""
-        assert self.phase == "acting", self.phase
-        self.phase, self.awaited = "waiting", stage
-
-    def has_come(self) -> None:
-        """Continue after the awaited message has arrived."""
-        self.phase, self.awaited = "acting", None
+        self._become(StepPhase.ACTING)
+        self.at, self.turn = action, time.perf_counter()
 
     @contextlib.contextmanager
-    def talk_to(self, stage: int) -> Iterator[None]:
+    def waiting_for(self, stage: int) -> Iterator[None]:
+        """Run the body, which receives a message of `stage`."""
+        self._become(StepPhase.WAITING)
+        self.awaited = stage
+        yield
+        self._become(StepPhase.ACTING)
+        self.awaited = None
+
+    @contextlib.contextmanager
+    def sending_to(self, stage: int) -> Iterator[None]:
         """Run the body, which waits for no rank, and fail at once if `stage` is known to be lost."""
         try:
             yield
         except RuntimeError:
-            self.phase, self.awaited = "waiting", stage
+            self._become(StepPhase.WAITING)
+            self.awaited = stage
             raise
 
-    def end(self) -> None:
+    def complete(self) -> None:
         """Record that the last action is complete."""
-        assert self.phase == "acting", self.phase
-        self.phase = "done"
+        self._become(StepPhase.COMPLETED)
 
-    def refuse(self) -> None:
-        """Record that the failure belongs to no action, but happened before the first or after the last one."""
+    def agree(self) -> None:
+        """Record that every rank has completed its actions."""
+        self._become(StepPhase.AGREED)
+
+    # -- failures ------------------------------------------------------------------------------------------------
+
+    def forget_action(self) -> None:
+        """Record that a failure belongs to no action: it happened before the first one or after the last one."""
         self.at = self.awaited = self.schedule = None
 
-    def fail(self, failure: StepFailure) -> None:
-        """Record how the step has failed, and that the waiting ranks are being notified."""
-        self.phase, self.failure = "failed", failure
+    def fail(self, error: BaseException, *, leaves: bool) -> None:
+        """Record the error of this rank; `leaves` says that it takes no part in the agreement."""
+        self._become(StepPhase.LEFT if leaves else StepPhase.FAILED)
+        self.give_reason(error)
+
+    def leave(self, error: BaseException) -> None:
+        """Record that this rank takes no part in the agreement, or in anything after it."""
+        if self.phase is not StepPhase.LEFT:
+            self.fail(error, leaves=True)
+
+    def abort(self) -> None:
+        """Record that the step has failed and that every rank knows it."""
+        if self.phase is not StepPhase.ABORTED:  # ranks and replicas agree one after the other
+            self._become(StepPhase.ABORTED)
+
+    def give_reason(self, error: BaseException) -> None:
+        """Keep the first error of the step as its reason."""
+        self.reason = self.reason or summary_of(error).splitlines()[0]

@@ -18,7 +18,6 @@ from torch.autograd.graph import Node
 
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.imported_environment import environment_kept
-from phalanx.pipeline.gradients import added, address_of
 
 
 @functools.cache  # called in each backward
@@ -108,15 +107,15 @@ def _accumulate(
     Autograd returns the same tensor for two parameters that are added (a weight and its change), or one of `others`,
     which another stage reads: later additions to one of them must not change the other.
     """
-    taken = {address_of(tensor) for tensor in others if tensor is not None}
+    taken = {_address_of(tensor) for tensor in others if tensor is not None}
     for parameter, was, grad in zip(parameters, before, found, strict=True):
         if was is None and grad is not None:
             if grad.is_sparse:
-                grad = grad.clone() if address_of(grad) in taken else grad
-            elif address_of(grad) in taken or grad.stride() != parameter.stride():
+                grad = grad.clone() if _address_of(grad) in taken else grad
+            elif _address_of(grad) in taken or grad.stride() != parameter.stride():
                 grad = torch.empty_like(parameter).copy_(grad)
-            taken.add(address_of(grad))
-        parameter.grad = added(was, grad)
+            taken.add(_address_of(grad))
+        parameter.grad = add_gradients(was, grad)
 
 
 def _keep(grads: list[Any], at: int) -> Any:
@@ -124,3 +123,15 @@ def _keep(grads: list[Any], at: int) -> Any:
         grads[at] = grad_outputs
 
     return hook
+
+
+def add_gradients(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """Return the sum in the memory of one operand; None counts as zero. The sum is dense if either of them is."""
+    if total is None or grad is None:
+        return grad if total is None else total
+    return grad.add_(total) if total.is_sparse and not grad.is_sparse else total.add_(grad)
+
+
+def _address_of(grad: Tensor) -> int:
+    """Return the address of a gradient's values."""
+    return (grad._values() if grad.is_sparse else grad).data_ptr()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._base.partition.parts import LayerRange
-from phalanx.pipeline.gradients import added
+from phalanx.pipeline.split_backward import add_gradients
 from phalanx.pipeline.wire import Wire
 
 _ABSENT, _DENSE, _SPARSE = range(3)
@@ -72,7 +72,7 @@ class TiedGradients:
     def add(self) -> None:
         """Sum the gradients after the last backward of a step."""
         for (tie, parameter), before in zip(self._ties, self._before, strict=True):
-            parameter.grad = added(before, self._sum(tie, parameter))
+            parameter.grad = add_gradients(before, self._sum(tie, parameter))
 
     def counted_here(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of `parameters` that no earlier rank has."""
@@ -89,7 +89,7 @@ class TiedGradients:
                         self._wire.send_tensor(parameter, rank)
                 else:
                     parameter.copy_(self._wire.receive_tensor(torch.empty_like(parameter), first))
-        self._wire.settle()
+        self._wire.wait_sent()
 
     def _sum(self, tie: Tie, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum of the gradients of all ranks; None if no rank has one."""
@@ -97,13 +97,13 @@ class TiedGradients:
         total = parameter.grad
         if self._rank == first:
             for rank in others:
-                total = added(total, self._receive(parameter, rank))
+                total = add_gradients(total, self._receive(parameter, rank))
             for rank in others:
                 self._send(total, rank)
         else:
             self._send(total, first)
             total = self._receive(parameter, first)
-        self._wire.settle()
+        self._wire.wait_sent()
         return total
 
     def _send(self, grad: Tensor | None, rank: int) -> None:

@@ -1,9 +1,9 @@
 """`Wire` carries messages between stages: values forward, gradients backward, and notices of failed stages.
 
-A message is a header of fixed size, then what it announces: behind it in the same frame (`frames`), or, where that has
-no room, each part in a message of its own. Where the header says that a tensor lies in memory that both map, nothing
-follows. The form of the values (how they nest, their dtypes, all dimensions but the first, and the strides of what is
-not contiguous) is sent only when it is another than the last time on the same edge, in training or in evaluation.
+A message is a header of fixed size and its parts. The parts follow in the same frame (`FrameLengths`); if the frame is
+too short, each part is a message of its own. A tensor in memory that both ranks map has no part. The form of the values
+(how they nest, their dtypes, all dimensions but the first, and the strides of tensors that are not contiguous) is sent
+only when it differs from the last one on the same edge, in training or in evaluation.
 
     header   status | bytes of the form | of the step: micro-batches, rows of this one, rows of all, seed, has_state
              | length of the frame, and what it needs | (rows, place) of each tensor
@@ -31,21 +31,46 @@ from phalanx._comm.backend.shared import shares_memory, sharing_group
 from phalanx._comm.transport.authentication import PickleStream
 from phalanx._comm.transport.memory_order import Strides, find_strides, flatten, restore
 from phalanx.errors import MismatchError, PhalanxError
-from phalanx.pipeline.edges import Edge, StageFailedError, StageLostError, StepPlan
-from phalanx.pipeline.failure import with_note
-from phalanx.pipeline.meeting import FAREWELL_S, meets_by_messages, outlive
+from phalanx.pipeline.early_all_reduce import LEAVING_S, keep_messages, reduces_early
+from phalanx.pipeline.failure import StageFailedError, StageLostError, with_note
 from phalanx.pipeline.nested import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 if TYPE_CHECKING:
     from phalanx._comm.backend.lending import Lending
 
 
-# A frame is a message whose length both ends know before, so that its receive can be posted before it is sent.
+class Edge(NamedTuple):
+    """An `Edge` carries messages from one stage to another; `backward` if they are gradients.
+
+    Each is ordered by itself.
+    """
+
+    source: int
+    target: int
+    backward: bool = False
+
+
+class StepPlan(NamedTuple):
+    """A `StepPlan` is the data that all stages share of a step: its micro-batches, the rows of this one and of all.
+
+    `seed` is this micro-batch's. `has_state` says that some stage has drawn random numbers; then the first value is the
+    generators' state after that. `micro_batch` is its number, which only the sender knows.
+    """
+
+    micro_batches: int
+    rows: int
+    all_rows: int
+    seed: int = 0
+    has_state: bool = False
+    micro_batch: int = 0
+
+
+# A frame is a header and its parts in one message. Both ends know its length in advance, so that its receive can be
+# posted before it is sent.
 #
-# A frame is a header and the parts that it announces, in one message. On each edge all frames have one length, whatever
-# their contents, as some transports compare lengths; parts that do not fit follow in separate messages. The length is
-# that of the header until a step has shown how much is sent; both ends derive it from the messages that both have seen,
-# at the end of a step that succeeded on all ranks.
+# On each edge all frames have one length, whatever their contents, as some transports compare lengths; parts that do
+# not fit follow in separate messages. The length is that of the header until a step has shown how much is sent. Both
+# ends derive it from the messages that both have seen, at the end of a step that succeeded on all ranks.
 #
 #     header | form, if it is new | tensors, each from a multiple of 64 bytes on | unused
 
@@ -56,8 +81,8 @@ MOST_BYTES = 2**20
 _ALIGNED = 64
 
 
-class Frames:
-    """`Frames` tracks the length of each edge's frames, in training and in evaluation."""
+class FrameLengths:
+    """`FrameLengths` has the length of each edge's frames, in training and in evaluation."""
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[Edge, bool], int] = {}
@@ -111,7 +136,7 @@ def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """A `Form` describes values without their data: `leaves` has an `Array` for each tensor, or a constant.
+    """A `Form` describes values without their data: `leaves` has a `TensorForm` for each tensor, or a constant.
 
     `tree` is empty if the values are the leaves.
     """
@@ -124,8 +149,8 @@ class Form:
         return pickle.dumps(self)
 
 
-class Array(NamedTuple):
-    """An `Array` describes a tensor without its data: all dimensions but the first, and strides if not contiguous."""
+class TensorForm(NamedTuple):
+    """A `TensorForm` is a tensor without its data: all dimensions but the first, and strides if not contiguous."""
 
     dtype: torch.dtype
     trailing: tuple[int, ...]
@@ -163,7 +188,7 @@ class PipelineNumbers:
     next = 0
 
     @classmethod
-    def take(cls, free: Iterable[int]) -> int:
+    def reserve(cls, free: Iterable[int]) -> int:
         """Return and reserve a number that is free on all ranks; `free` has each rank's next free number."""
         number = max(free)
         cls.next = number + 1
@@ -171,12 +196,12 @@ class PipelineNumbers:
 
 
 class Wire:
-    """A `Wire` is this rank's end of all edges of a pipeline. Sends never wait for receivers; `settle` does."""
+    """A `Wire` is this rank's end of all edges of a pipeline. Sends never wait for receivers; `wait_sent` does."""
 
     def __init__(self, group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device, number: int = 0) -> None:
         """Create the wire; `rank_of` has the rank of each stage, and further numbers for other edge ends.
 
-        `number` differs between the pipelines of a group: remains of a failed one are never another's message.
+        `number` differs between the pipelines of a group: the messages that a failed one leaves never reach another.
         """
         self._ends = max(_STAGES, len(rank_of))
         self._number = number
@@ -189,10 +214,10 @@ class Wire:
         self._sent, self._forms = self._known[True]
         self._works: defaultdict[Edge | None, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
         """The messages in flight and their micro-batches, in order on each edge; None has tensors without an edge."""
-        self._frames = Frames()
+        self._frames = FrameLengths()
         self._posted: defaultdict[Edge, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         """The receives of frames that were not read yet, in order on each edge."""
-        self._farewells: list[tuple[dist.Work, Tensor]] = []
+        self._notices: list[tuple[dist.Work, Tensor]] = []
         self._lending: Lending | None = None
         self.posts_ahead = self._may_post_ahead()
         """Whether receives are posted before they are needed: this gains nothing in shared memory."""
@@ -200,7 +225,7 @@ class Wire:
         """How often a large tensor of each size was sent by message."""
 
     @property
-    def meeting_tag(self) -> int:
+    def reduction_tag(self) -> int:
         return self._tags + _EDGE_TAGS - 2
 
     def _may_post_ahead(self) -> bool:
@@ -228,25 +253,25 @@ class Wire:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 strides = find_strides(leaf)
-                described.append(Array(leaf.dtype, tuple(leaf.shape[1:]), leaf.dim() == 0, next(wanted), strides))
+                described.append(TensorForm(leaf.dtype, tuple(leaf.shape[1:]), leaf.dim() == 0, next(wanted), strides))
                 rows.append(0 if leaf.dim() == 0 else leaf.shape[0])
                 tensors.append(flatten(leaf, strides))
             else:
                 described.append(leaf)
-        news = b""
+        encoded = b""
         if self._sent.get(edge) != (tree, described):
             self._sent[edge] = (tree, described)
             form = Form("" if tree is None else treespec_dumps(tree), tuple(described))
-            pickles, news = pickle_authenticator(self._group), form.encode()
+            pickles, encoded = pickle_authenticator(self._group), form.encode()
             if pickles is not None:
-                news = pickles.send(news, self._stream(edge))
-        self._post(edge, step, news, rows, tensors)
+                encoded = pickles.send(encoded, self._stream(edge))
+        self._post(edge, step, encoded, rows, tensors)
 
     def send_gradients(self, edge: Edge, grads: Sequence[Tensor | None], step: StepPlan) -> None:
         """Send gradients of the values that needed one, in their order; None for a missing one."""
         self._post(edge, step, b"", [0] * len(grads), [None if grad is None else flatten(grad, None) for grad in grads])
 
-    def _post(self, edge: Edge, step: StepPlan, news: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
+    def _post(self, edge: Edge, step: StepPlan, form: bytes, rows: list[int], tensors: Sequence[Tensor | None]) -> None:
         if len(tensors) > _MOST:
             raise ValueError(f"at most {_MOST} tensors may go from a stage to another, got {len(tensors)}")
         places = [self._place(tensor) for tensor in tensors]
@@ -259,10 +284,10 @@ class Wire:
         if self.posts_ahead:
             length, needed = self._frames.length_of(edge), end_of(HEADER_BYTES, [t.nbytes for t in messages])
             self._frames.note(edge, needed)
-        inside = length > HEADER_BYTES and needed + aligned(len(news)) <= length
+        inside = length > HEADER_BYTES and needed + aligned(len(form)) <= length
         flags = step.has_state * _HAS_STATE + inside * _INSIDE
         sizes = length * _WORD + min(needed, _WORD - 1)
-        header = [_VALUES, len(news), step.micro_batches, step.rows, step.all_rows, step.seed, flags, sizes]
+        header = [_VALUES, len(form), step.micro_batches, step.rows, step.all_rows, step.seed, flags, sizes]
         for count, place in zip(rows, places, strict=True):
             header += [count, place]
         dst, tag = self._rank_of[edge.target], self._tag(edge)
@@ -270,16 +295,16 @@ class Wire:
             frame = torch.empty(length // 8, dtype=torch.int64)
             frame[:WORDS] = _words(header)
             at = HEADER_BYTES
-            if news:
-                tensor_in(frame, at, (len(news),), torch.uint8).copy_(_bytes(news))
-                at += aligned(len(news))
+            if form:
+                tensor_in(frame, at, (len(form),), torch.uint8).copy_(_bytes(form))
+                at += aligned(len(form))
             for tensor in messages:
                 tensor_in(frame, at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
                 at += aligned(tensor.nbytes)
             self._send(edge, step.micro_batch, [frame], dst, tag)
             return
         self._send(edge, step.micro_batch, [_words(header, length)], dst, tag)
-        beside = [_bytes(news)] if news else []
+        beside = [_bytes(form)] if form else []
         self._send(edge, step.micro_batch, beside + messages, dst, self._tag(edge, beside=True))
 
     def _place(self, tensor: Tensor | None) -> int:
@@ -320,8 +345,8 @@ class Wire:
             if work is not None and not work.is_completed():
                 self._works[edge].append((number, work, part))
 
-    def let_go(self, edge: Edge, micro_batches: int) -> None:
-        """Release the messages of `micro_batches` micro-batches, which have been received.
+    def release_sent(self, edge: Edge, micro_batches: int) -> None:
+        """Release the messages of the first `micro_batches` micro-batches, which have been received.
 
         Some backends do not report a completed send unless a thread waits, and keep its memory until then.
         """
@@ -329,7 +354,7 @@ class Wire:
         while works and works[0][0] < micro_batches:
             works.popleft()[1].wait()
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Wait until all sent data has left its memory."""
         for edge, works in self._works.items():
             for _, work, _ in works:
@@ -352,17 +377,17 @@ class Wire:
         """
         header, step, parts = self._header(edge)
         if header[1]:
-            pickles, news = pickle_authenticator(self._group), parts.take_bytes(header[1])
-            form: Form = pickle.loads(news if pickles is None else pickles.receive(news, self._stream(edge)))
+            pickles, encoded = pickle_authenticator(self._group), parts.read_bytes(header[1])
+            form: Form = pickle.loads(encoded if pickles is None else pickles.receive(encoded, self._stream(edge)))
             self._forms[edge] = form, treespec_loads(form.tree) if form.tree else None
         form, tree = self._forms[edge]
         words = iter(header[_FIXED:])
         leaves: list[Any] = []
         for leaf in form.leaves:
-            if isinstance(leaf, Array):
+            if isinstance(leaf, TensorForm):
                 rows, place = next(words), next(words)
                 shape = leaf.trailing if leaf.is_scalar else (rows, *leaf.trailing)
-                flat = self._take(place, shape if leaf.strides is None else (math.prod(shape),), leaf.dtype, parts)
+                flat = self._read(place, shape if leaf.strides is None else (math.prod(shape),), leaf.dtype, parts)
                 tensor = restore(flat, shape, leaf.strides)
                 leaves.append(tensor.requires_grad_() if leaf.needs_grad else tensor)
             else:
@@ -380,17 +405,17 @@ class Wire:
         for at, tensor in enumerate(like):
             place = header[_FIXED + 2 * at + 1]
             absent = place == _ABSENT
-            grads.append(None if absent else self._take(place, tuple(tensor.shape), tensor.dtype, parts))
+            grads.append(None if absent else self._read(place, tuple(tensor.shape), tensor.dtype, parts))
         return grads
 
-    def _take(self, place: int, shape: tuple[int, ...], dtype: torch.dtype, parts: _Parts) -> Tensor:
+    def _read(self, place: int, shape: tuple[int, ...], dtype: torch.dtype, parts: _Parts) -> Tensor:
         if place >= 0:
             assert self._lending is not None
             return self._lending.borrow(parts.src, place, shape, dtype)
-        return parts.take(shape, dtype, self._device)
+        return parts.read(shape, dtype, self._device)
 
     def post(self, edge: Edge) -> None:
-        """Post a receive for the next frame on the edge, which must come unless its sender fails."""
+        """Post a receive for the next frame on the edge, which its sender sends in any case: values or a notice."""
         frame = torch.empty(self._frames.length_of(edge) // 8, dtype=torch.int64)
         work = self._group.recv([frame], self._rank_of[edge.source], self._tag(edge))
         self._posted[edge].append((work, frame))
@@ -406,7 +431,7 @@ class Wire:
         src, (length, needed) = self._rank_of[edge.source], divmod(header[7], _WORD)
         parts = _Parts(self, src, self._tag(edge, beside=True), frame if header[6] & _INSIDE else None)
         if header[0] in (_FAILED, _LOST):
-            text = parts.take_bytes(header[1]).decode()
+            text = parts.read_bytes(header[1]).decode()
             raise StageLostError(text) if header[0] == _LOST else StageFailedError(text)
         if length != 8 * len(frame):
             raise MismatchError(
@@ -445,27 +470,28 @@ class Wire:
 
     # -- failing -------------------------------------------------------------------------------------------------
 
-    def tell_failure(
-        self, edges: Sequence[Edge], text: str, *, lost: bool, leaves: bool, between: bool = False
+    def notify_failure(
+        self, edges: Sequence[Edge], text: str, *, lost: bool, waits: bool, between_steps: bool = False
     ) -> None:
         """Send the failure on edges, for the rank that waits there, now or later; try all edges even if one fails.
 
-        `lost` says that a rank is lost; a notified rank raises the same error as if it had detected the loss itself.
-        `leaves` says that this rank will not meet the others again, so it waits briefly until they receive the notice.
-        `between` says that the step has ended: the others may be in the next one, of whatever kind.
+        Arguments:
+            lost: a rank is lost; a notified rank raises the same error as if it had detected the loss itself.
+            waits: wait briefly until the others have received the notice, because this rank leaves them.
+            between_steps: the step has ended, and the others may be in the next one, with or without a backward.
         """
         data, status = text.encode(), _LOST if lost else _FAILED
         for edge in edges:
             with contextlib.suppress(RuntimeError):  # that edge's end is lost; the next edge's may not have noticed
                 # Gloo accepts a frame shorter than its receive, but not a longer one.
-                self._tell(edge, status, data, HEADER_BYTES if between else self._frames.length_of(edge))
-        deadline = Deadline.after(FAREWELL_S)
-        waits = leaves and not meets_by_messages(self._group)  # there it waits for the others in the meeting
-        for work, _ in self._farewells if waits else ():
+                self._send_notice(edge, status, data, HEADER_BYTES if between_steps else self._frames.length_of(edge))
+        deadline = Deadline.after(LEAVING_S)
+        waits = waits and not reduces_early(self._group)  # an EarlyAllReduce waits for the others when this rank leaves
+        for work, _ in self._notices if waits else ():
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(deadline.left_s, 0.001)))
 
-    def _tell(self, edge: Edge, status: int, data: bytes, length: int) -> None:
+    def _send_notice(self, edge: Edge, status: int, data: bytes, length: int) -> None:
         """Send a frame for each receive that may be posted there, so that none is left; the first one is read."""
         inside = HEADER_BYTES + len(data) <= length
         header = [status, len(data), 0, 0, 0, 0, inside * _INSIDE, length * _WORD]
@@ -477,14 +503,14 @@ class Wire:
         if not inside:
             sends.insert(1, (body, self._tag(edge, beside=True)))
         for tensor, tag in sends:
-            self._farewells.append((self._group.send([tensor], dst, tag), tensor))
+            self._notices.append((self._group.send([tensor], dst, tag), tensor))
 
     def leave(self) -> None:
-        """Leave all messages in flight to the group, as not every rank could be waited for."""
+        """Leave all messages in flight to the group, because a rank may never receive them."""
         sent = [(work, tensor) for works in self._works.values() for _, work, tensor in works]
         posted = [receive for receives in self._posted.values() for receive in receives]
-        if meets_by_messages(self._group):
-            outlive(self._group, [*sent, *self._farewells, *posted])
+        if reduces_early(self._group):
+            keep_messages(self._group, [*sent, *self._notices, *posted])
         self._posted.clear()
 
     def end_receives(self) -> None:
@@ -504,7 +530,7 @@ class _Parts:
         self._wire, self._tag, self._frame = wire, tag, frame
         self._at = HEADER_BYTES
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
+    def read(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
         if self._frame is None:
             tensor = torch.empty(shape, dtype=dtype, device=device)
             return self._wire.receive(tensor, self.src, self._tag) if tensor.numel() else tensor
@@ -512,8 +538,8 @@ class _Parts:
         self._at += aligned(nbytes_of(shape, dtype))
         return tensor
 
-    def take_bytes(self, count: int) -> bytes:
-        return self.take((count,), torch.uint8).numpy().tobytes()
+    def read_bytes(self, count: int) -> bytes:
+        return self.read((count,), torch.uint8).numpy().tobytes()
 
 
 def _words(header: list[int], length: int = HEADER_BYTES) -> Tensor:

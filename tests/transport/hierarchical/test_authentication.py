@@ -17,8 +17,7 @@ from phalanx._comm.transport.authentication import PickleAuthenticator, PickleSt
 from phalanx.elastic.hand_over import hand_over
 from phalanx.errors import PhalanxError
 from phalanx.mapreduce.team import Team
-from phalanx.pipeline.edges import Edge, StepPlan
-from phalanx.pipeline.wire import Wire
+from phalanx.pipeline.wire import Edge, StepPlan, Wire
 from phalanx.testing import why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
@@ -85,7 +84,7 @@ def _pipeline(group, rank, value):
     edge, step = Edge(0, 1), StepPlan(1, 1, 1)
     if rank == 0:
         wire.send_values(edge, [value], [], step)
-        wire.settle()
+        wire.wait_sent()
         return value
     return wire.receive_values(edge)[0][0]
 
