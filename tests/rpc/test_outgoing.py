@@ -12,7 +12,7 @@ import pytest
 import phalanx.rpc.network as network_module
 from phalanx._comm.control.key import Key
 from phalanx.rpc import wire
-from phalanx.rpc.network import Network
+from phalanx.rpc.network import TRANSITIONS, DealerConnection, DealerState, Network
 from phalanx.rpc.wire import Frame
 from phalanx.rpc.worker_info import WorkerAddress
 
@@ -73,8 +73,34 @@ def test_many_workers_of_one_host_that_come_at_once_are_all_welcome() -> None:
         assert sorted(asked.arrived) == sorted(b"%d" % number for number in range(40))
 
 
-def test_what_is_sent_before_the_welcome_is_sent_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The port takes nobody at first, as when strangers hold all its places: connections are made again and again."""
+def test_the_table_in_the_docstring_is_this_one() -> None:
+    drawn: dict[DealerState, set[DealerState]] = {}
+    table = (network_module.__doc__ or "").split("    state  ")[1]
+    for line in table.splitlines()[1:]:
+        if name := line[4:16].strip():
+            drawn[DealerState[name]] = {DealerState[to] for to in line[77:].split(", ") if to != "none"}
+    assert drawn == TRANSITIONS
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> set[tuple[DealerState, DealerState]]:
+    """The transitions of connections during a test."""
+    found = set()
+    become = DealerConnection._become
+
+    def record(connection: DealerConnection, state: DealerState) -> None:
+        before = connection.state
+        become(connection, state)
+        found.add((before, state))
+
+    monkeypatch.setattr(DealerConnection, "_become", record)
+    return found
+
+
+def test_frames_sent_before_the_answer_to_the_hello_are_sent_once_and_in_order(
+    monkeypatch: pytest.MonkeyPatch, taken: set[tuple[DealerState, DealerState]]
+) -> None:
+    """The port rejects everybody at first, as when it has enough strangers: connections are made again and again."""
     monkeypatch.setattr(network_module, "_MAX_YOUNG", 0)
     closed = []
     close = network_module.ConnectionGuard._close
@@ -95,6 +121,11 @@ def test_what_is_sent_before_the_welcome_is_sent_once_and_in_order(monkeypatch: 
         assert asking.arrived == asked.arrived == [b"%d" % number for number in range(20)]
         assert asking.lost == asked.lost == []
     assert len(closed) >= 5
+    assert taken >= {
+        (DealerState.CONNECTING, DealerState.RETRYING),
+        (DealerState.RETRYING, DealerState.CONNECTING),
+        (DealerState.CONNECTING, DealerState.ACCEPTED),
+    }
 
 
 def test_a_worker_with_another_key_is_told_so_after_some_tries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +148,9 @@ def test_a_port_where_nobody_listens_any_more_is_told_at_once() -> None:
     asking.network.close()
 
 
-def test_a_worker_that_has_gone_after_the_welcome_is_lost() -> None:
+def test_a_worker_that_ends_after_its_answer_to_the_hello_is_lost(
+    taken: set[tuple[DealerState, DealerState]],
+) -> None:
     with workers(1) as (asking,):
         asked = Worker(1)
         asking.network.connect(asked.me).send(wire.REQUEST, 1, b"x")
@@ -126,3 +159,4 @@ def test_a_worker_that_has_gone_after_the_welcome_is_lost() -> None:
         asked.network.close()
         asking.await_change()
         assert asking.lost == ["its connection broke: its process has ended, or its host does not answer any more."]
+    assert (DealerState.ACCEPTED, DealerState.BROKEN) in taken

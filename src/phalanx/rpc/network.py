@@ -1,31 +1,41 @@
 """Connect workers of several hosts by ZeroMQ over TCP, encrypted and authenticated with the job's key (CURVE).
 
     worker 1                                     worker 2
-    DEALER  -- hello, requests -->               ROUTER       each connects to the other's port; so each hears at once
-            <-- hello, answers --                             when the other one is gone (`outgoing`)
+    DEALER  -- hello, requests -->               ROUTER       each connects to the port of the other, so each detects
+            <-- hello, answers --                             the other's end at once
     ROUTER                             <--       DEALER
     DEALER  -- pulse -->                         ROUTER       the same, for ZeroMQ's heartbeats alone
 
-One thread owns all sockets; a sender hands it the frames, and tensors go out from where they lie. Only workers that
-know the key get in, on either side. A worker that is lost does not come again under the same uid. A worker is lost
-when:
+One thread owns all sockets. Other threads queue frames for it; tensors are sent without a copy. Both sides reject
+workers without the key. A lost worker never joins again with the same uid. A worker is lost when:
 
     its process has ended       its kernel closes the connection: at once
     its host does not answer    its kernel has acknowledged no heartbeat for `RPC_PULSE_LOST_S`
-    its process is silent       for `RPC_SILENT_S`, though its kernel does acknowledge: it is stopped, or busy
+    its process is silent       for `RPC_SILENT_S`, though its kernel acknowledges: it is stopped, or busy
 
-The pulse has a connection of its own: what the kernel waits for there (TCP_USER_TIMEOUT) it also waits for when a busy
-process does not take in a large tensor.
+The pulse has a connection of its own: its TCP_USER_TIMEOUT would also end a connection whose receiver is too busy to
+read a large tensor.
+
+A worker opens a `DealerConnection` to the port of another one:
+
+    state        the connection                                              next
+    CONNECTING   has sent its hello                                          ACCEPTED, RETRYING, BROKEN
+    RETRYING     was closed before the answer: the port keeps few            CONNECTING
+                 connections of strangers, and closes the oldest one
+                 (`ConnectionGuard`)
+    ACCEPTED     has the answer, and is never closed for another one         BROKEN
+    BROKEN       has ended: the worker is lost                               none
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import zmq
@@ -66,7 +76,7 @@ class NetworkConnection:
         self._network = network
 
     def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
-        """Hand a frame to the network's thread; tensors must stay as they are until the answer comes."""
+        """Queue a frame for the network's thread; tensors must stay unchanged until the answer arrives."""
         views = [wire.view_bytes(one) for one in buffers]
         head = wire.head(kind, call, data, extras, [(view.nbytes, 0) for view in views])
         self._network.post(self, [head, data, extras, *views])
@@ -80,7 +90,8 @@ class NetworkConnection:
 class Network:
     """`Network` has the sockets of one worker, at `address`.
 
-    It calls `arrive(connection, frame)`, `lost(member, why)` of one that has gone, `welcome(member)` of a new one.
+    It calls `arrive(connection, frame)` for a frame, `lost(member, why)` for a lost worker, and `welcome(member)` for a
+    new one.
     """
 
     def __init__(self, address: str, key: Key, me: WorkerAddress, arrive: Arrive, lost: Lost, welcome: Welcome) -> None:
@@ -115,7 +126,7 @@ class Network:
         self._sleeps = False
         self._posted: deque[tuple[NetworkConnection | None, Any]] = deque()
         self._callers: dict[bytes, NetworkConnection] = {}  # by identity
-        self._outgoing: dict[int, tuple[NetworkConnection, Outgoing]] = {}  # by uid of the other worker
+        self._outgoing: dict[int, tuple[NetworkConnection, OutgoingConnections]] = {}  # by uid of the other worker
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-network", daemon=True)
         self._thread.start()
@@ -130,13 +141,13 @@ class Network:
         return made
 
     def connect(self, to: WorkerAddress) -> NetworkConnection:
-        """Return a connection to a worker; an error in connecting shows later."""
+        """Return a connection to a worker. If it cannot be opened, `lost` is called later."""
         connection = NetworkConnection(self, to)
         self.post(connection, None)
         return connection
 
     def post(self, connection: NetworkConnection | None, parts: Any) -> None:
-        """Let the thread send `parts`; None opens the connection."""
+        """Queue `parts` for the network's thread; None opens the connection."""
         self._posted.append((connection, parts))
         if self._sleeps:
             self._wakeup.ring()
@@ -149,7 +160,9 @@ class Network:
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._admission.socket, zmq.POLLIN)
         poller.register(self._guard.socket, zmq.POLLIN)
-        dying: dict[Outgoing, float] = {}  # connections whose pulse has ended, and the time until which they are kept
+        dying: dict[
+            OutgoingConnections, float
+        ] = {}  # those whose pulse has broken, and the time until which they are kept
         while not self._closed:
             self._send_posted(poller)
             self._sleeps = True
@@ -185,7 +198,7 @@ class Network:
         self._context.term()
 
     def _connect_again(self, poller: zmq.Poller) -> bool:
-        """Reconnect the connections that closed before their welcome; return whether some will be reconnected soon."""
+        """Reconnect the connections that wait for it; return whether some will be reconnected soon."""
         now, soon = time.monotonic(), False
         for _, one in self._outgoing.values():
             if one.is_retrying:
@@ -193,7 +206,7 @@ class Network:
                 for due in one.due(now):
                     self._unregister(one, poller)
                     due.close(0)
-                    due.open()
+                    due.reconnect()
                     self._register(one, poller)
         return soon
 
@@ -214,24 +227,24 @@ class Network:
                     self._router.send_multipart([connection.identity, *pieces], zmq.NOBLOCK, copy=not many)
                 elif (found := self._outgoing.get(connection.peer.uid)) is not None:
                     found[1].send(pieces, copy=not many)
-            except zmq.ZMQError as error:  # it is gone: its own connection to us notices that
+            except zmq.ZMQError as error:  # the worker is lost: our connection to it detects that
                 _logger.debug("rpc: %s: %s", connection.peer, error)
 
     def _open(self, connection: NetworkConnection, poller: zmq.Poller) -> None:
         peer = connection.peer
         if peer.uid in self._outgoing:
             return
-        one = Outgoing(self._socket, self._key, peer.network, self.me.to_json().encode(), time.monotonic())
+        one = OutgoingConnections(self._socket, self._key, peer.network, self.me.to_json().encode(), time.monotonic())
         self._outgoing[peer.uid] = connection, one
         self._register(one, poller)
 
     @staticmethod
-    def _register(one: Outgoing, poller: zmq.Poller) -> None:
+    def _register(one: OutgoingConnections, poller: zmq.Poller) -> None:
         for source in one.sources:
             poller.register(source, zmq.POLLIN)
 
     @staticmethod
-    def _unregister(one: Outgoing, poller: zmq.Poller) -> None:
+    def _unregister(one: OutgoingConnections, poller: zmq.Poller) -> None:
         for source in one.sources:
             poller.unregister(source)
 
@@ -254,7 +267,7 @@ class Network:
                 elif parts == [PULSE]:
                     self._answer(identity, PULSE)
             except (ValueError, KeyError, TypeError, IndexError, PhalanxError) as error:
-                _logger.error("rpc: a member of the job sent what makes no sense: %s", error)
+                _logger.error("rpc: a worker of the job sent an invalid message: %s", error)
 
     def _read_and_admit(self) -> list[bytes]:
         parts = self._router.recv_multipart(copy=False)
@@ -262,29 +275,29 @@ class Network:
         return [part.bytes for part in parts]
 
     def _answer(self, identity: bytes, greeting: bytes) -> None:
-        """Tell a worker that its connection was read, and will not be closed for lack of room any more."""
-        with contextlib.suppress(zmq.ZMQError):  # it has gone
+        """Answer a worker's first message: its connection will not be closed to make room for others."""
+        with contextlib.suppress(zmq.ZMQError):  # the worker has ended
             self._router.send_multipart([identity, greeting], zmq.NOBLOCK)
 
-    def _read_answers(self, connection: NetworkConnection, one: Outgoing) -> None:
+    def _read_answers(self, connection: NetworkConnection, one: OutgoingConnections) -> None:
         while True:
             try:
                 parts = one.frames.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if not one.frames.is_welcome and parts == [HELLO]:
-                one.welcome()
+            if one.frames.state is not DealerState.ACCEPTED and parts == [HELLO]:
+                one.accept()
             else:
                 self._arrive(connection, _parse(parts))
 
-    def _lose(self, connection: NetworkConnection, one: Outgoing, poller: zmq.Poller, why: str) -> None:
+    def _lose(self, connection: NetworkConnection, one: OutgoingConnections, poller: zmq.Poller, why: str) -> None:
         if self._outgoing.get(connection.peer.uid) != (connection, one):
             return
-        self._read_answers(connection, one)  # the answers that it sent before come first
+        self._read_answers(connection, one)  # the worker sent these answers before it was lost
         self._drop(connection, one, poller)
         self._lost(connection.peer, why)
 
-    def _drop(self, connection: NetworkConnection, one: Outgoing, poller: zmq.Poller) -> None:
+    def _drop(self, connection: NetworkConnection, one: OutgoingConnections, poller: zmq.Poller) -> None:
         uid = connection.peer.uid
         del self._outgoing[uid]
         for identity in [i for i, caller in self._callers.items() if caller.peer.uid == uid]:
@@ -310,31 +323,21 @@ def _parse(pieces: Sequence[bytes]) -> Frame:
     if num_buffers == 0 and len(pieces) == 3 and (len(pieces[1]), len(pieces[2])) == (num_data, num_extras):
         return Frame(kind, call, pieces[1], pieces[2], [])
     rest = iter(pieces)
-    head = b"".join(_take(rest, HEAD.size + BUFFER.size * num_buffers))
-    data, extras = b"".join(_take(rest, num_data)), b"".join(_take(rest, num_extras))
+    head = b"".join(_join_pieces(rest, HEAD.size + BUFFER.size * num_buffers))
+    data, extras = b"".join(_join_pieces(rest, num_data)), b"".join(_join_pieces(rest, num_extras))
     sizes = [nbytes for nbytes, _ in BUFFER.iter_unpack(head[HEAD.size :])]
-    buffers = [bytearray().join(_take(rest, nbytes)) for nbytes in sizes]
+    buffers = [bytearray().join(_join_pieces(rest, nbytes)) for nbytes in sizes]
     if any(True for _ in rest):
-        raise PhalanxError("more came with a frame than its head announces")
+        raise PhalanxError("a frame has more pieces than its head announces")
     return Frame(kind, call, data, extras, buffers)
 
 
-def _take(pieces: Iterator[bytes], nbytes: int) -> list[bytes]:
+def _join_pieces(pieces: Iterator[bytes], nbytes: int) -> list[bytes]:
     found = list(itertools.islice(pieces, max(1, -(-nbytes // _PIECE_BYTES))))
     if sum(map(len, found)) != nbytes:
-        raise PhalanxError(f"{sum(map(len, found))} bytes came where the head of a frame announces {nbytes}")
+        raise PhalanxError(f"a part of a frame has {sum(map(len, found))} bytes, and its head announces {nbytes}")
     return found
 
-
-# Connect a worker to a worker of another host: connect again until it is welcome, and watch until it breaks.
-#
-#     connect ──► hello ──► welcome ──► frames ──► it broke: that worker is lost
-#        ▲           │
-#        ╰── closed ─╯  the other worker keeps so many connections of strangers only, and closes the oldest (see
-#                       `ConnectionGuard`): one that it has answered is no stranger's, and is never closed
-#
-# Frames go over one of them, once it is welcome; the other has ZeroMQ's heartbeats alone. The network's thread uses
-# them.
 
 CONNECT_S = 20.0
 RETRY_S = 0.1
@@ -352,27 +355,52 @@ _EVENTS = (
 MakeSocket = Callable[[int], zmq.Socket[bytes]]
 
 
-class Connection:
-    """`Connection` is one connection to the port at `address`, where `hello` introduces it."""
+class DealerState(enum.Enum):
+    """A `DealerState` limits the next transitions, as the module's table shows."""
+
+    CONNECTING = "connecting"
+    RETRYING = "retrying"
+    ACCEPTED = "accepted"
+    BROKEN = "broken"
+
+
+TRANSITIONS: Mapping[DealerState, Set[DealerState]] = {
+    DealerState.CONNECTING: {DealerState.ACCEPTED, DealerState.RETRYING, DealerState.BROKEN},
+    DealerState.RETRYING: {DealerState.CONNECTING},
+    DealerState.ACCEPTED: {DealerState.BROKEN},
+    DealerState.BROKEN: set(),
+}
+
+
+class DealerConnection:
+    """A `DealerConnection` is a connection to the port at `address`, whose first message is `hello`."""
 
     def __init__(self, make_socket: MakeSocket, key: Key, address: str, hello: list[bytes], now: float) -> None:
-        self.is_welcome = False
-        self.retry_at: float | None = None  # when to `open` it again
+        self.state = DealerState.CONNECTING
+        self.retry_at = 0.0  # when to reconnect, while it is RETRYING
+        self._why_broken = ""
         self._make_socket = make_socket
         self._key = key
         self._address = address
         self._hello = hello
         self._refused_at = now + _REFUSED_S
-        self.open()
+        self._open()
 
-    def open(self) -> None:
-        """Connect, and send the hello."""
-        self.retry_at = None
+    def _become(self, state: DealerState) -> None:
+        assert state in TRANSITIONS[self.state], (self.state, state)
+        self.state = state
+
+    def _open(self) -> None:
         self.socket = self._make_socket(zmq.DEALER)
         self._set_options(self.socket)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
         self.socket.connect(f"tcp://{self._address}")
         self.socket.send_multipart(self._hello)
+
+    def reconnect(self) -> None:
+        """Connect again, and send the hello again."""
+        self._become(DealerState.CONNECTING)
+        self._open()
 
     def _set_options(self, made: zmq.Socket[bytes]) -> None:
         pair = self._key.member_pair()
@@ -381,29 +409,39 @@ class Connection:
         made.reconnect_ivl = -1  # a worker that was lost stays lost
         made.connect_timeout = int(CONNECT_S * 1000)
 
-    def find_end(self, now: float) -> str:
-        """Return why the worker at the other end is lost, if the connection shows it; empty if it goes on.
+    def accept(self) -> bool:
+        """Record that the port has answered the hello; return False if the connection was closed since."""
+        if self.state is not DealerState.CONNECTING:
+            return False
+        self._become(DealerState.ACCEPTED)
+        return True
 
-        If the connection was closed before it was welcome, `retry_at` is set: that is no end yet.
-        """
+    def find_end(self, now: float) -> str:
+        """Return why the worker at the other end is lost; empty if the connection shows no loss."""
         while True:
             try:
                 event = int.from_bytes(self.monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
             except zmq.Again:
-                return ""
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return self._why_broken
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED or self.state in (DealerState.RETRYING, DealerState.BROKEN):
                 continue
-            if self._was_welcome():
-                return BROKE
-            if event == zmq.EVENT_CLOSED:
-                return f"nobody answers at {self._address}."
-            if now >= self._refused_at:
-                return f"it refuses us, or is refused: one of the two does not know the job's key ({self._key!r} here)."
+            self._read_answer()
+            self._why_broken = self._why_lost(event, now)
             self.retry_at = now + RETRY_S
-            return ""
+            self._become(DealerState.BROKEN if self._why_broken else DealerState.RETRYING)
 
-    def _was_welcome(self) -> bool:
-        return self.is_welcome
+    def _read_answer(self) -> None:
+        """Read the answer to the hello, if nothing else reads it."""
+
+    def _why_lost(self, event: int, now: float) -> str:
+        """Return why the worker is lost after this event; empty if the connection is to be opened again."""
+        if self.state is DealerState.ACCEPTED:
+            return BROKE
+        if event == zmq.EVENT_CLOSED:
+            return f"nobody answers at {self._address}."
+        if now >= self._refused_at:
+            return f"it refuses us, or is refused: one of the two does not know the job's key ({self._key!r} here)."
+        return ""
 
     def close(self, linger_ms: int | None = None) -> None:
         self.socket.disable_monitor()
@@ -411,8 +449,8 @@ class Connection:
         self.socket.close(linger_ms)
 
 
-class Pulse(Connection):
-    """`Pulse` is a connection for heartbeats alone. It breaks when the other host acknowledges none for some time."""
+class PulseConnection(DealerConnection):
+    """A `PulseConnection` has heartbeats alone. It breaks when the other host acknowledges none for some time."""
 
     def _set_options(self, made: zmq.Socket[bytes]) -> None:
         super()._set_options(made)
@@ -420,22 +458,22 @@ class Pulse(Connection):
         made.heartbeat_timeout = int(RPC_SILENT_S * 1000)
         made.tcp_maxrt = int(RPC_PULSE_LOST_S * 1000)
 
-    def _was_welcome(self) -> bool:
-        while not self.is_welcome:
+    def _read_answer(self) -> None:
+        while self.state is DealerState.CONNECTING:
             try:
-                self.is_welcome = self.socket.recv(zmq.NOBLOCK) == PULSE
+                if self.socket.recv(zmq.NOBLOCK) == PULSE:
+                    self.accept()
             except zmq.Again:
-                return False
-        return True
+                return
 
 
-class Outgoing:
-    """`Outgoing` has the two connections to one worker."""
+class OutgoingConnections:
+    """`OutgoingConnections` are the two connections to one worker: one for frames, one for the pulse."""
 
     def __init__(self, make_socket: MakeSocket, key: Key, address: str, introduction: bytes, now: float) -> None:
-        self.frames = Connection(make_socket, key, address, [HELLO, introduction], now)
-        self.pulse = Pulse(make_socket, key, address, [PULSE], now)
-        # frames to send once it is welcome, and whether each was copied
+        self.frames = DealerConnection(make_socket, key, address, [HELLO, introduction], now)
+        self.pulse = PulseConnection(make_socket, key, address, [PULSE], now)
+        # the frames to send once the connection is accepted, and whether each was copied
         self._waiting: list[tuple[list[Any], bool]] = []
 
     @property
@@ -444,26 +482,30 @@ class Outgoing:
 
     def send(self, pieces: list[Any], *, copy: bool) -> None:
         """Send a frame, now or as soon as the other worker has answered the hello."""
-        if self.frames.is_welcome:
+        if self.frames.state is DealerState.ACCEPTED:
             self.frames.socket.send_multipart(pieces, zmq.NOBLOCK, copy=copy)
         else:
             self._waiting.append((pieces, copy))
 
-    def welcome(self) -> None:
-        """Note that the other worker has answered the hello, and send what has waited for that."""
-        self.frames.is_welcome = True
+    def accept(self) -> None:
+        """Record that the other worker has answered the hello, and send the frames that waited for the answer."""
+        if not self.frames.accept():
+            return
         waiting, self._waiting = self._waiting, []
-        with contextlib.suppress(zmq.ZMQError):  # it is gone again, which the monitor tells
+        with contextlib.suppress(zmq.ZMQError):  # the connection has ended again, and the monitor reports it
             for pieces, copy in waiting:
                 self.send(pieces, copy=copy)
 
-    def due(self, now: float) -> list[Connection]:
-        return [one for one in (self.frames, self.pulse) if one.retry_at is not None and one.retry_at <= now]
+    def due(self, now: float) -> list[DealerConnection]:
+        return [one for one in self._retrying() if one.retry_at <= now]
+
+    def _retrying(self) -> list[DealerConnection]:
+        return [one for one in (self.frames, self.pulse) if one.state is DealerState.RETRYING]
 
     @property
     def is_retrying(self) -> bool:
         """Return whether a connection is to be reconnected soon."""
-        return self.frames.retry_at is not None or self.pulse.retry_at is not None
+        return bool(self._retrying())
 
     def close(self) -> None:
         self.frames.close()
