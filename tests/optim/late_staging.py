@@ -39,7 +39,7 @@ class LateStaging(HostStaging):
     def follow_copies(self, then):
         self._then.append(then)
 
-    def settle(self):
+    def synchronize(self):
         copies, self._to_device = self._to_device, []
         then, self._then = self._then, []
         with torch.no_grad():
@@ -53,4 +53,4 @@ class LateStaging(HostStaging):
     def compute(cls, module, _inputs=None):
         """Before a forward: the device gets to it in order."""
         for staging in cls.made:
-            staging.settle()
+            staging.synchronize()

@@ -96,7 +96,7 @@ def test_one_rank_loads_while_the_others_wait_for_it(rank, world_size, loads):
 
 
 def _leave_one_alone(rank, world_size):
-    shared_parameters._PATIENCE_S = 0.2
+    shared_parameters._TIMEOUT_S = 0.2
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -40,7 +40,7 @@ def test_a_rank_that_dies_in_a_round_leaves_the_others_what_they_had(kind):
         if rank == 1:  # between the first collective of the round and the second
             rounds._combine = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
         seen = []
-        rounds._flat.take, take = (lambda: (seen.append(floats(model)), take())), rounds._flat.take
+        rounds._flat.copy_in, copy_in = (lambda: (seen.append(floats(model)), copy_in())), rounds._flat.copy_in
         with pytest.raises(phalanx.PeerLostError, match="rank 1"):
             train_step(model, optimizer, rank, SYNC_EVERY - 1)
         assert_equal(floats(model), seen[0])

@@ -153,15 +153,15 @@ def test_what_outlives_a_lost_rank_has_the_strides_of_the_parameters():
         torch.manual_seed(1)
         model = nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(3)]).to(memory_format=torch.channels_last)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, fused=True)
-        optimizer.keep_state()
+        optimizer.back_up_state()
         torch.manual_seed(2)
         model(torch.randn(2, 4, 8, 8)).square().mean().backward()
         optimizer.step()
         optimizer.consolidate_state_dict(to=rank if world_size == 1 else 0)
         if rank == 0:
             whole = optimizer.state_dict()
-            _same_state({**whole, "state": optimizer.kept_state()}, whole)
-            return [state["exp_avg"].stride() for state in optimizer.kept_state().values()][::2]
+            _same_state({**whole, "state": optimizer.read_state_backup()}, whole)
+            return [state["exp_avg"].stride() for state in optimizer.read_state_backup().values()][::2]
         return None
 
     assert run_ranks(kept, 2)[0] == [(36, 1, 12, 4)] * 3

@@ -132,7 +132,7 @@ class Stuck(optim.SGD):
 
 def test_a_rank_that_is_stuck_in_the_update_is_waited_for_as_long_as_the_timeout_says(monkeypatch):
     """After the group's timeout it was waited for another 30 s, and then the error said "within 6.0 s"."""
-    monkeypatch.setattr(undo, "_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(undo, "_TIMEOUT_S", 3600.0)
 
     def updated(rank, world_size):
         ddp = wrapped()

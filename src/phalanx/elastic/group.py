@@ -74,7 +74,7 @@ class ElasticGroup:
         self._records.prepare(0)
         self._records.write_small(0, self._commits.latest.small)
         for optimizer in self._commits.objects.sharded:
-            optimizer.keep_state()
+            optimizer.back_up_state()
         self.ranks_differ = self._records.meet(0).differ and not self._commits.objects.rounds
 
     def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
@@ -222,7 +222,7 @@ class ElasticGroup:
                 f"phalanx.elastic, generation {self.generation}: no rank that is left holds the whole state.\n"
                 "Start again from the last checkpoint."
             )
-        kept = [one.kept_state() for one in self._commits.objects.sharded] if rank == agreement.source else None
+        kept = [one.read_state_backup() for one in self._commits.objects.sharded] if rank == agreement.source else None
         self._rebind(old, agreement)
         self._hand_over(agreement, standings, kept)
 
@@ -327,7 +327,7 @@ class ElasticGroup:
                 hand_over([part], agreement.source, others, self.process_group)
             if kept is not None:
                 part.take(part.show())
-            optimizer.keep_state()
+            optimizer.back_up_state()
 
     def _find_record(self, step: int, standings: list[RankState]) -> tuple[Tensor | None, bool, bool]:
         """Return the record of this rank, or of the one that it replaces, for the step to resume from. Collective.

@@ -191,7 +191,7 @@ class ShardedPart:
                 "of the ranks that were lost, the state of a ZeroRedundancyOptimizer was not kept: it is larger than "
                 "there is room for. Start again from the last checkpoint"
             )
-        self._optimizer.load_kept_state(value["state"])
+        self._optimizer.load_state_backup(value["state"])
 
 
 def _require_groups(optimizer: ZeroRedundancyOptimizer, groups: Sequence[Any]) -> None:

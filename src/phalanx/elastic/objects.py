@@ -262,4 +262,4 @@ def _hides_pipeline(module: nn.Module) -> bool:
 def _whole_state(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
     numbers = {p: number for number, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in optimizer.param_groups]
-    return {"state": optimizer.kept_state() or {}, "param_groups": groups}
+    return {"state": optimizer.read_state_backup() or {}, "param_groups": groups}

@@ -223,7 +223,7 @@ class StepTracker:
         if self.stepped and self._undo is not None and self._undo.is_kept and self._can_take_back_shards():
             self._undo.give_back()
             for optimizer, number in zip(self._objects.sharded, self._num_updates, strict=True):
-                optimizer.take_back(number)
+                optimizer.roll_back(number)
             self.stepped = 0
             self._forward_changes.give_back()
         if self.stepped == 1 and len(self._objects.sharded) == len(self._objects.optimizers):
@@ -244,7 +244,7 @@ class StepTracker:
 
     def _can_take_back_shards(self) -> bool:
         pairs = zip(self._objects.sharded, self._num_updates, strict=True)
-        return all(optimizer.can_take_back(number) for optimizer, number in pairs)
+        return all(optimizer.can_roll_back(number) for optimizer, number in pairs)
 
     def count(self, step: int) -> None:
         """Count the update of step number `step`, whose commit is missing."""

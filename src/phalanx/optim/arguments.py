@@ -112,16 +112,16 @@ def check_parameters(
             )
     mine: list[_Form] = [(tuple(p.shape), str(p.dtype).removeprefix("torch."), memory_order(p)) for p in parameters]
     overlap = find_overlap([*parameters, *others])
-    told: list[tuple[list[_Form], Any]] = [([], None)] * group.size()
-    dist.all_gather_object(told, (mine, overlap), group=group)
-    for rank, (_, shapes) in enumerate(told):
+    gathered: list[tuple[list[_Form], Any]] = [([], None)] * group.size()
+    dist.all_gather_object(gathered, (mine, overlap), group=group)
+    for rank, (_, shapes) in enumerate(gathered):
         if shapes is not None:
             raise ValueError(
                 f"ZeroRedundancyOptimizer: two parameters, of shapes {shapes[0]} and {shapes[1]}, lie in the same "
                 f"memory on rank {rank}. Each would be updated apart from the other, and one update be lost. Use one "
                 "nn.Parameter in both places (b = a, not nn.Parameter(a.data)), or clone one."
             )
-    everyone = [theirs for theirs, _ in told]
+    everyone = [theirs for theirs, _ in gathered]
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise MismatchError(
@@ -168,10 +168,12 @@ def list_parameters(params: Any) -> tuple[Any, list[Tensor]]:
 def _difference(theirs: list[_Form], first: list[_Form], rank: int) -> str:
     for number, (one, other) in enumerate(zip(theirs, first, strict=False)):
         if one != other:
-            return f"Parameter {number} of the group is {_say(one)} on rank {rank} and {_say(other)} on rank 0."
+            return (
+                f"Parameter {number} of the group is {_describe(one)} on rank {rank} and {_describe(other)} on rank 0."
+            )
     return f"Rank {rank} has {len(theirs)} parameters in the group, rank 0 has {len(first)}."
 
 
-def _say(form: _Form) -> str:
+def _describe(form: _Form) -> str:
     shape, dtype, strides = form
     return f"of shape {shape}, {dtype}, strides {strides}"

@@ -78,7 +78,7 @@ class DiLoCo(Rounds):
         return self._outer.by_name()
 
     def _combine(self, *, counting: tuple[int, ...]) -> None:
-        self._flat.take()
+        self._flat.copy_in()
         moved = self._flat.views[: len(self._parameters)]
         self._outer.subtract(moved)
         self._flat.average(self.process_group, counting)
@@ -89,9 +89,9 @@ class DiLoCo(Rounds):
 
     @torch.no_grad()
     def _catch_up_without_round(self, root: int) -> None:
-        self._flat.take()  # the root's, which has not stepped: the outer parameters, and its buffers
+        self._flat.copy_in()  # the root's, which has not stepped: the outer parameters, and its buffers
         self._flat.broadcast(self.process_group, root)
-        self._flat.give()
+        self._flat.copy_out()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer parameters and optimizer, the same on all ranks, and this rank's step in its round."""

@@ -158,21 +158,21 @@ def _make(
 ) -> rpc.RRef[LocalOptimizer]:
     made = LocalOptimizer(optimizer_class, params, *args, **kwargs)
     agent = current.agent()
-    agent.orders[Order.STEP] = partial(_hear_step, agent)
+    agent.orders[Order.STEP] = partial(_handle_step, agent)
     rref = rpc.RRef(made)
     _ours[rref._id] = made
     return rref
 
 
 def _step(rref_id: Any, context_id: int) -> None:
-    """Take a step of the optimizer with that number; the caller holds a reference to it."""
+    """Step the optimizer `rref_id` of this worker; the caller holds a reference to it."""
     optimizer = _ours.get(rref_id)
     if optimizer is None:
         raise RuntimeError(f"DistributedOptimizer: {rpc.get_worker_info()} has no optimizer {rref_id} (any more).")
     optimizer.step(context_id)
 
 
-def _hear_step(agent: Agent, connection: Any, frame: Frame) -> None:
+def _handle_step(agent: Agent, connection: Any, frame: Frame) -> None:
     _, uid, number, context_id = _ORDER.unpack(frame.data)
     problem: BaseException | None = None
     try:

@@ -44,10 +44,10 @@ class Flat:
             used[kind] = start + tensor.numel()
             self.views.append(memory[kind][start : used[kind]].view(tensor.shape))
 
-    def take(self) -> None:
+    def copy_in(self) -> None:
         _copy(self.views, self._find())
 
-    def give(self) -> None:
+    def copy_out(self) -> None:
         """Copy the blocks back into the tensors."""
         _copy(self._find(), self.views)
 

@@ -51,6 +51,6 @@ class LocalSGD(Rounds):
         super().__init__(model, optimizer, sync_every, process_group)
 
     def _combine(self, *, counting: tuple[int, ...]) -> None:
-        self._flat.take()
+        self._flat.copy_in()
         self._flat.average(self.process_group, counting)
-        self._flat.give()
+        self._flat.copy_out()

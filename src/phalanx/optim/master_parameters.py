@@ -33,9 +33,9 @@ class MasterParameters(SharedBlock):
     """`MasterParameters` keep masters of `parameters` in a block of host memory, once for all ranks of the host.
 
     The parameters stay on their devices. Masters of float16 and bfloat16 are float32, all others have the parameter's
-    dtype. All ranks' parameters get the values of rank `source`, taken from the masters `previous`, in their precision,
-    for parameters that have not been written since. A frozen parameter gets a master when one is needed: until then its
-    memory is untouched. All ranks create it together.
+    dtype. All ranks' parameters get the values of rank `source`. If it passes its earlier masters as `previous`, the
+    new masters have their full precision wherever a parameter was not written since. A frozen parameter's master is
+    reserved, but its memory is untouched until the parameter trains. All ranks create it together.
 
         rounded   the masters in the parameters' own dtype, if that differs and several ranks share them: each rank
                   rounds its slices, and all copy half the bytes; the device of a single rank rounds by itself
@@ -60,8 +60,8 @@ class MasterParameters(SharedBlock):
         # Notes on slices whose master equalled the parameter when the note was made.
         self._notes: dict[int, _Note] = {}
         self._pushed: list[int] = []  # the parameters that were copied to their devices and have no note yet
-        # Whether to keep the master's bits beyond the parameter's precision.
-        self._keep = [True] * len(self.parameters)
+        # Whether a master keeps its extra precision where it rounds to the parameter's value.
+        self._keeps_precision = [True] * len(self.parameters)
         self._live = [p.requires_grad for p in parameters]
         frozen = None if all(self._live) else SharedBlock(parameters, [p.dtype for p in parameters], group)
         if group.rank() == source:
@@ -82,17 +82,17 @@ class MasterParameters(SharedBlock):
         if group.size() > 1:
             note_shared_update(self.parameters, self)
 
-    def leave(self, memory: Tensor) -> None:
-        """Switch to `memory`, this rank's own, which is laid out as the block; copy its values to the devices."""
-        self.settle()
-        super().leave(memory)
+    def move_to(self, memory: Tensor) -> None:
+        """Use `memory`, which is this rank's own and laid out as the block, instead; copy its values to the devices."""
+        self.synchronize()
+        super().move_to(memory)
         self._masters = [self.shaped(number) for number in range(len(self.parameters))]
         for number, parameter in enumerate(self.parameters):
             if self._live[number]:
                 parameter.detach().copy_(self._masters[number])
 
     def watch(self, parts: Iterable[Slice]) -> None:
-        """From now on detect writes into this rank's slices of the parameters on their devices."""
+        """Detect writes into this rank's slices, `parts`, of the parameters on their devices from now on."""
         self._parts = {part.index: part for part in parts}
         self._pushed = [number for number in self._parts if self._live[number]]
         self.note_pushed()
@@ -115,17 +115,17 @@ class MasterParameters(SharedBlock):
         return self if self._rounded is None or not self._is_half[number] else self._rounded
 
     def values(self, number: int) -> Tensor:
-        """Return a parameter's values in the master's precision, on the host: the master's, if it rounds to them."""
+        """Return a parameter's current values on the host, in the master's precision wherever it rounds to them."""
         parameter, master = self.parameters[number], self._masters[number]
         now = parameter.detach().cpu()
         if not self._is_half[number] or not self._live[number]:
             return now
         return torch.where(master.to(now.dtype) == now, master, now.to(master.dtype))
 
-    def take(self) -> None:
-        """Update this rank's slices of masters from parameters that any code has written.
+    def pull(self) -> None:
+        """Update this rank's slices of masters from the parameters that other code has written.
 
-        Cost: on a device a checksum of the slices, and a wait for it; on the CPU a comparison with the copy.
+        Cost: on a device a checksum of the slices, and a wait for it; on the CPU a comparison with the values sent.
         """
         for device, staging in self._stagings.items():
             here = [n for n in self._parts if self._live[n] and self.parameters[n].device == device]
@@ -135,25 +135,28 @@ class MasterParameters(SharedBlock):
             known = {n for note, differs in zip(whole, differ, strict=True) if not differs for n in note.numbers}
             for number in here:
                 if number not in known:
-                    self._take(number)
+                    self._pull(number)
 
     def _on_device(self, number: int) -> Tensor:
         part, parameter = self._parts[number], self.parameters[number]
         return parameter.detach().as_strided((parameter.numel(),), (1,))[part.start : part.stop]
 
-    def _take(self, number: int) -> None:
+    def _pull(self, number: int) -> None:
         part = self._parts[number]
         master = self.flats[number][part.start : part.stop]
         now = self._on_device(number).cpu()
-        if self._is_half[number] and self._keep[number]:
+        if self._is_half[number] and self._keeps_precision[number]:
             master.copy_(torch.where(master.to(now.dtype) == now, master, now.to(master.dtype)))
         else:
             master.copy_(now)
         self.round(part)
 
     def load(self, part: Slice, values: Tensor | None) -> None:
-        """Set this rank's slice of a master to `values`; with None, or where they do not match, to the parameter's."""
-        self._keep[part.index] = values is not None
+        """Set this rank's slice of a master to `values`; with None, the next `pull` sets it to the parameter's.
+
+        That `pull` also replaces values that do not round to the parameter's.
+        """
+        self._keeps_precision[part.index] = values is not None
         self._notes.pop(part.index, None)
         if values is not None:
             like = self.parameters[part.index]
@@ -167,32 +170,35 @@ class MasterParameters(SharedBlock):
         return self._is_half[number]
 
     def round(self, part: Slice) -> None:
-        """Round this rank's slice for the devices."""
+        """Write the rounded values of this rank's slice, if there is a block of rounded values."""
         if self._is_half[part.index] and self._rounded is not None:
             master = self.flats[part.index][part.start : part.stop]
             self._rounded.flats[part.index][part.start : part.stop].copy_(master)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until this rank no longer reads masters."""
         for staging in self._stagings.values():
-            staging.settle()
+            staging.synchronize()
 
     def revive(self) -> None:
         """Record which parameters are no longer frozen."""
         for number, parameter in enumerate(self.parameters):
             if parameter.requires_grad and not self._live[number]:
-                self._live[number], self._keep[number] = True, False
+                self._live[number], self._keeps_precision[number] = True, False
 
     def push(self, numbers: Set[int] | None = None) -> None:
-        """Begin to copy the rounded values, or else the masters, to the devices; `note_pushed` must follow."""
+        """Begin to copy parameters `numbers`, by default all, to their devices; `note_pushed` must follow.
+
+        Rounded values are copied where they exist, and masters otherwise.
+        """
         chosen = range(len(self.parameters)) if numbers is None else sorted(numbers)
         self._copy([(number, self._sent(number).shaped(number)) for number in chosen])
 
     def push_exact(self) -> None:
-        """Copy the masters to the devices, whether rounded values exist or not."""
+        """Copy all masters to the devices, even where rounded values exist, and wait for the copies."""
         self._copy(list(enumerate(self._masters)))
         self.note_pushed()
-        self.settle()
+        self.synchronize()
 
     def _copy(self, pairs: Sequence[tuple[int, Tensor]]) -> None:
         for device, staging in self._stagings.items():
@@ -200,7 +206,7 @@ class MasterParameters(SharedBlock):
             tensors = [self.parameters[number].detach() for number, _ in here]
             staging.to_device(tensors, [host.detach() for _, host in here])
             for number, _ in here:
-                self._keep[number] = True
+                self._keeps_precision[number] = True
             self._pushed += [number for number, _ in here if number in self._parts]
 
     def note_pushed(self) -> None:
@@ -212,7 +218,7 @@ class MasterParameters(SharedBlock):
                 staging.follow_copies(functools.partial(self._note, here))
 
     def _note(self, numbers: Sequence[int]) -> None:
-        """Record the bits of this rank's slices, for which a copy of the rounded values is queued."""
+        """Record the bits that this rank's slices have on their device after the copies queued so far."""
         counts = [self._parts[number].stop - self._parts[number].start for number in numbers]
         sizes = [count * self.parameters[n].element_size() for n, count in zip(numbers, counts, strict=True)]
         for together in plan_waves(sizes, _NOTED_BYTES) if numbers else ():
@@ -225,7 +231,7 @@ class MasterParameters(SharedBlock):
         return self._sent(number).flats[number].detach()[self._parts[number].start : self._parts[number].stop]
 
     def find_moved(self) -> int | None:
-        """Return the first parameter that changed its device or dtype, or None."""
+        """Return the number of the first parameter that was moved to another device or dtype, or None."""
         for number, parameter in enumerate(self.parameters):
             if parameter.device not in self._stagings or master_dtype(parameter.dtype) != self.dtypes[number]:
                 return number

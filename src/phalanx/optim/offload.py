@@ -106,7 +106,7 @@ class Offload:
     def prepare(self) -> None:
         """Wait, before an update, until this rank reads no masters, and begin to copy the gradients."""
         for masters in self._masters:
-            masters.settle()
+            masters.synchronize()
             masters.revive()
         with_gradient = [shard for _, shard in self._all() if shard.parameter.grad is not None]
         for staging in self._stagings.values():
@@ -130,9 +130,9 @@ class Offload:
             used[key] += shard.count
 
     def update(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
-        """Update this rank's slices of the masters; a single rank also copies them to their devices at once."""
+        """Update this rank's slices of the masters; a group's only rank also begins to copy them to their devices."""
         for masters in self._masters:
-            masters.take()
+            masters.pull()
         with_gradient = [pair for pair in self._all() if pair[1].parameter.grad is not None]
         for alike in _split_by_momentum(with_gradient, optimizer) if self._cut else [with_gradient]:
             sizes = [shard.count * shard.tensor.element_size() for _, shard in alike]
@@ -141,27 +141,27 @@ class Offload:
                 self._update_wave(optimizer, kwargs, [alike[position] for position in wave])
         for masters in self._masters:
             masters.note_pushed()
-        self.keep_state_here(optimizer)
+        self.share_state(optimizer)
 
     def _update_wave(
         self, optimizer: Optimizer, kwargs: dict[str, Any], wave: Sequence[tuple[MasterParameters, OffloadedShard]]
     ) -> None:
         try:
             for _, shard in wave:
-                shard.take_gradient()
+                shard.acquire_gradient()
             optimizer.step(**kwargs)
         finally:
             for _, shard in wave:
-                shard.drop_gradient()
+                shard.release_gradient()
         for masters, shard in wave:
             masters.round(shard.part)
         if self._group.size() == 1:
             for masters in self._masters:
                 masters.push({shard.part.index for owner, shard in wave if owner is masters})
 
-    def keep_state_here(self, optimizer: Optimizer, *, anew: bool = False) -> None:
-        """Move new optimizer state to the host's shared memory; check only if there is more, or `anew`."""
-        if len(optimizer.state) == self._num_with_state and not anew:
+    def share_state(self, optimizer: Optimizer, *, recheck: bool = False) -> None:
+        """Move the optimizer's state to the host's shared memory, if there is new state or with `recheck`."""
+        if len(optimizer.state) == self._num_with_state and not recheck:
             return
         self._num_with_state = len(optimizer.state)
         for shards, memory in zip(self._shards, self._states, strict=True):
@@ -176,7 +176,7 @@ class Offload:
             masters.note_pushed()
 
     def push_exact(self) -> None:
-        """Copy as `push` does if some ranks may not have rounded their part, and wait for the copies."""
+        """Copy the masters themselves, since a lost rank may not have rounded its part, and wait for the copies."""
         for masters in self._masters:
             masters.push_exact()
 

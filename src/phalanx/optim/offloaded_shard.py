@@ -50,7 +50,7 @@ class OffloadedShard:
         self._copy = host
         self._wait = self.staging.to_host(host, flat)
 
-    def take_gradient(self) -> None:
+    def acquire_gradient(self) -> None:
         """Wait for the copy, and set it as the gradient for the optimizer."""
         self.tensor.grad = None
         if self._copy is None or self._wait is None:
@@ -58,7 +58,7 @@ class OffloadedShard:
         self._wait()
         self.tensor.grad = self._copy.as_strided(self.tensor.shape, self.tensor.stride())
 
-    def drop_gradient(self) -> None:
+    def release_gradient(self) -> None:
         """Release the optimizer's gradient and the copy."""
         self.tensor.grad = self._copy = self._wait = None
 

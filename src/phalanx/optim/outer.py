@@ -78,7 +78,7 @@ class OuterParameters:
         self._parameters: list[Tensor] = [parameter for _, parameter in named]
         self._optimizer = optimizer
         self._flat = Flat(self._parameters, device=torch.device(device) if device else None)
-        self._flat.take()
+        self._flat.copy_in()
 
     def by_name(self) -> dict[str, Tensor]:
         return dict(zip(self._names, self._flat.views, strict=True))
@@ -91,7 +91,7 @@ class OuterParameters:
     def step(self, means: Sequence[Tensor]) -> None:
         """Take one step with the ranks' mean movement; then set the model to the outer parameters."""
         gradients = [parameter.grad for parameter in self._parameters]
-        self._flat.give()
+        self._flat.copy_out()
         try:
             for parameter, mean in zip(self._parameters, means, strict=True):
                 parameter.grad = mean
@@ -99,7 +99,7 @@ class OuterParameters:
         finally:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
-        self._flat.take()
+        self._flat.copy_in()
 
     def share(self, root: int, group: dist.ProcessGroup) -> None:
         """Overwrite the copies, and the optimizer's state, with `root`'s. All ranks call it."""

@@ -24,7 +24,7 @@ class ParameterShard:
             self.tensor = flat[part.start : part.stop]
             self.tensor.requires_grad_(flat.is_floating_point() or flat.is_complex())
 
-    def take_gradient(self) -> None:
+    def acquire_gradient(self) -> None:
         """Set this slice of the gradient for the optimizer, copied only if its strides are not the parameter's.
 
         Raises:
@@ -52,7 +52,7 @@ class ParameterShard:
         if self._rearranged is not None and self.parameter.grad is not None:
             self.parameter.grad.detach().copy_(self._rearranged)
 
-    def drop_gradient(self) -> None:
+    def release_gradient(self) -> None:
         """Release the slice of the gradient, so that zero_grad frees its memory."""
         self._rearranged = None
         if not self.is_whole:

@@ -64,9 +64,9 @@ class Rounds(ABC):
         self._parameters: list[Tensor] = [parameter for _, parameter in self._named]
         _broadcast_once([tensor for _, tensor in others], group)
         self._flat = Flat(self._find_tensors, group=group)
-        self._flat.take()
+        self._flat.copy_in()
         self._flat.broadcast(group)
-        self._flat.give()
+        self._flat.copy_out()
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     _name: str
@@ -91,17 +91,17 @@ class Rounds(ABC):
     def _after_step(self, _optimizer: Optimizer, _args: Any, _options: Any) -> None:
         self.local_steps += 1
         if self.local_steps >= self.sync_every:
-            self._hold(finished=False, counts=True)
+            self._run_round(finished=False, counts=True)
 
     @torch.no_grad()
-    def _hold(self, *, finished: bool, counts: bool) -> bool:
+    def _run_round(self, *, finished: bool, counts: bool) -> bool:
         """Run one round; return whether all ranks have finished."""
         self._refuse_newcomers()
         group = self.process_group
-        said = torch.zeros(group.size() + 1, dtype=torch.int64, device=self._parameters[0].device)
-        said[group.rank()], said[-1] = counts, finished
-        dist.all_reduce(said, group=group)
-        *counted, num_finished = said.tolist()
+        counts_of_all = torch.zeros(group.size() + 1, dtype=torch.int64, device=self._parameters[0].device)
+        counts_of_all[group.rank()], counts_of_all[-1] = counts, finished
+        dist.all_reduce(counts_of_all, group=group)
+        *counted, num_finished = counts_of_all.tolist()
         counting = tuple(rank for rank, one in enumerate(counted) if one)
         if counting:
             self._combine(counting=counting)
@@ -141,22 +141,22 @@ class Rounds(ABC):
         if is_torn and self._outer is not None:
             self._outer.share(root, self.process_group)
         self.num_rounds = newest
-        has_say = self.local_steps > 0 or (is_torn and self._outer is None)
-        self._hold(finished=False, counts=has_say and not is_behind)
+        may_count = self.local_steps > 0 or (is_torn and self._outer is None)
+        self._run_round(finished=False, counts=may_count and not is_behind)
         if is_torn and self.num_rounds == newest:
             self._catch_up_without_round(root)
 
     def _catch_up_without_round(self, root: int) -> None:
-        """Make up for the latest round, which `root` completed and others missed, if no rank stepped. Collective."""
+        """Copy the result of the latest round from `root` to ranks that missed it, if no rank stepped. Collective."""
         return None
 
     def _find_newest(self, *, is_new: bool) -> tuple[int, int, bool]:
         """Return the latest completed round, the first rank that has it, and whether others missed it. Collective."""
         group = self.process_group
-        done = torch.zeros(group.size(), dtype=torch.int64, device=self._parameters[0].device)
-        done[group.rank()] = -1 if is_new else self.num_rounds
-        dist.all_reduce(done, group=group)
-        by_rank = done.tolist()
+        completed = torch.zeros(group.size(), dtype=torch.int64, device=self._parameters[0].device)
+        completed[group.rank()] = -1 if is_new else self.num_rounds
+        dist.all_reduce(completed, group=group)
+        by_rank = completed.tolist()
         newest = max(by_rank)
         old = [number for number in by_rank if number >= 0]
         return max(newest, 0), by_rank.index(newest), min(old, default=0) < newest
@@ -164,7 +164,7 @@ class Rounds(ABC):
     def finish(self) -> None:
         """Stop counting, and run rounds until every rank has finished, with the same model. All ranks call it."""
         self._hook.remove()
-        while not self._hold(finished=True, counts=self.local_steps > 0):
+        while not self._run_round(finished=True, counts=self.local_steps > 0):
             pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,10 +222,10 @@ def _find_others(model: nn.Module, combined: Sequence[Tensor]) -> list[tuple[str
 def _broadcast_once(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite `tensors` with rank 0's on every rank. All ranks call it."""
     flat = Flat(tensors)
-    flat.take()
+    flat.copy_in()
     for block in flat.blocks:
         dist.broadcast(block.view(torch.uint8), group=group, group_src=0)  # bytes of any dtype
-    flat.give()
+    flat.copy_out()
 
 
 def _refuse_averaged(name: str, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup) -> None:

@@ -50,7 +50,7 @@ class ShardedState(Optimizer):
         assert self._local is not None  # construction adds at least one group
         return self._local
 
-    def _pass_options(self) -> None:
+    def _copy_options_to_local(self) -> None:
         raise NotImplementedError
 
     def shard_state_dict(self) -> StateDict:
@@ -160,9 +160,9 @@ class ShardedState(Optimizer):
         for shard in (shard for group in self._shards for shard in group):
             if state := whole.get(shard.parameter):
                 self._set_state(shard, cut_state(state, shard.parameter, shard.part.start, shard.part.stop))
-        self._pass_options()
+        self._copy_options_to_local()
         if self._offload is not None:
-            self._offload.keep_state_here(self.optim, anew=True)
+            self._offload.share_state(self.optim, recheck=True)
 
     def _set_state(self, shard: ParameterShard | OffloadedShard, state: dict[str, Any]) -> None:
         if isinstance(shard, OffloadedShard):
@@ -170,8 +170,8 @@ class ShardedState(Optimizer):
         if state:
             self.optim.state[shard.tensor] = state
 
-    def load_kept_state(self, whole: dict[int, Any]) -> None:
-        """Load this rank's part of a whole state that `kept_state` returned."""
+    def load_state_backup(self, whole: dict[int, Any]) -> None:
+        """Load this rank's part of a whole state that `read_state_backup` returned."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._take_state({parameters[number]: state for number, state in whole.items()})
 

@@ -70,8 +70,8 @@ class SharedBlock:
         flat, like = self.flats[number], self.parameters[number]
         return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
 
-    def leave(self, memory: Tensor) -> None:
-        """Switch to `memory`, which is laid out as the block, and is this rank's own."""
+    def move_to(self, memory: Tensor) -> None:
+        """Use `memory`, which is this rank's own and laid out as the block, instead."""
         self.memory = memory
         self.flats = [self._flat(number) for number in range(len(self.parameters))]
 
@@ -101,14 +101,14 @@ class SharedParameters(SharedBlock):
             wait_before_loads()
         give_back_freed_memory()
 
-    def leave(self, memory: Tensor) -> None:
-        super().leave(memory)
+    def move_to(self, memory: Tensor) -> None:
+        super().move_to(memory)
         forget_readers(self)
         for number, parameter in enumerate(self.parameters):
             parameter.data = self.shaped(number)
 
     def find_moved(self) -> int | None:
-        """Return the first parameter that is no longer in the block, or None."""
+        """Return the number of the first parameter that is no longer in the block, or None."""
         for number, (parameter, flat) in enumerate(zip(self.parameters, self.flats, strict=True)):
             if parameter.data_ptr() != flat.data_ptr() or parameter.dtype != flat.dtype:
                 return number
@@ -116,8 +116,8 @@ class SharedParameters(SharedBlock):
 
 
 _LOADS = 1 << 20  # a word is this times the number of collectives that the rank has called, plus its loads since
-_FIRST_LOOK_S, _LONGEST_LOOK_S = 20e-6, 1e-3
-_PATIENCE_S = 10.0
+_MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3
+_TIMEOUT_S = 10.0
 
 _logger = get_logger(__name__)
 
@@ -151,14 +151,12 @@ class Readers:
             return not (position.inside and position.seq > core.seq)
 
         others = [other for other in range(self._group.size()) if other != rank]
-        if not Deadline.after(_PATIENCE_S).wait_until(
-            lambda: not any(map(reads, others)), _FIRST_LOOK_S, _LONGEST_LOOK_S
-        ):
+        if not Deadline.after(_TIMEOUT_S).wait_until(lambda: not any(map(reads, others)), _MIN_POLL_S, _MAX_POLL_S):
             late = tuple(filter(reads, others))
             _logger.warning(
                 "load_state_dict on rank %d: all ranks of this host share the parameters, and %s may still read them: "
-                "it has not called load_state_dict, and waits in no collective. The load goes on after %.0f s.",
+                "it has not called load_state_dict, and waits in no collective. The load continues after %.0f s.",
                 rank,
                 name_ranks(late),
-                _PATIENCE_S,
+                _TIMEOUT_S,
             )

@@ -73,7 +73,7 @@ class HostStaging:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
     def to_device(self, tensors: Iterable[Tensor], host: Iterable[Tensor]) -> None:
-        """Begin to copy to the device, before work queued there later. The host memory is read until `settle`."""
+        """Begin to copy to the device, before work queued there later. `host` is read until `synchronize` returns."""
         for tensor, source in zip(tensors, host, strict=True):
             if self._stream is None or tensor.dtype == source.dtype:
                 tensor.copy_(source, non_blocking=True)
@@ -83,12 +83,12 @@ class HostStaging:
         self.follow_copies(_nothing)
 
     def follow_copies(self, then: Callable[[], object]) -> None:
-        """Call `then`, which queues work after the copies to the device, at the latest in `settle`."""
+        """Call `then`, which queues work after the copies to the device, at the latest in `synchronize`."""
         then()
         if self._stream is not None:
             self._sent = torch.accelerator.current_stream(self.device).record_event()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all copies to the device, and the work after them: then the host memory may be written."""
         if self._sent is not None:
             self._sent.synchronize()

@@ -3,8 +3,8 @@
     rank r      arrived   sync A   copy its slices to a backup   saved   update them   done   sync B
     word[r]     4s                                               4s+1                  4s+2        s: the step's number
 
-A rank that fails anywhere writes 4s+3 (gave up), with its slices unchanged. When a sync fails, each survivor waits
-until every rank is done, gave up, is dead or has had its time, and reads the words:
+A rank that fails before it is done writes 4s+3 (failed), with its slices unchanged. When a sync fails, each survivor
+waits until every rank is done, has failed, is dead or is too late, and reads the words:
 
     all are done, or further      the new step is whole: nothing to do
     else                          the old step: a rank that is `saved` or `done` may have changed its slices, so every
@@ -12,8 +12,8 @@ until every rank is done, gave up, is dead or has had its time, and reads the wo
 
 Ranks that read at different times can see different words: a rank that was stopped between `saved` and `done` may
 continue when the others have restored everything. So there is one decision for each step, a word in which the first
-rank to decide writes old or new by compare-and-exchange; later ranks, after the sync or not, obey it. The parameters
-are of one step when the last rank has obeyed: a rank that wakes in its update still writes, and then restores.
+rank to decide writes old or new by compare-and-exchange; later ranks, after the sync or not, follow it. The parameters
+are of one step when the last rank has followed: a rank that wakes in its update still writes, and then restores.
 
 No rank overwrites the backup before sync A of the next step, which a survivor of a failure never reaches. So a survivor
 can also copy the old step to its own memory (`before`) when the new step counts, but others continue from the old one.
@@ -43,11 +43,11 @@ from phalanx.optim.plan import Plan
 from phalanx.optim.rank_words import RankWords
 from phalanx.optim.shared_parameters import SharedBlock
 
-_ARRIVED, _SAVED, _DONE, _GAVE_UP = range(4)
+_ARRIVED, _SAVED, _DONE, _FAILED = range(4)
 _OLD, _NEW = range(2)  # the two decisions
-_LOOK_S = 0.001
-# A survivor in its update needs as long as an update takes; a rank that let the timeout pass has had its time.
-_PATIENCE_S = 30.0
+_POLL_S = 0.001
+# A survivor in its update needs as long as an update takes. Ranks that the sync's timeout named are not waited for.
+_TIMEOUT_S = 30.0
 
 
 class _Region:
@@ -79,7 +79,7 @@ def _shared(count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges, ascending, with near neighbours merged: the bytes between two parameters may be included."""
+    """Return the ranges in order, merged if less than 128 bytes apart: the gap between two parameters is included."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start - joined[-1][1] < 128:
@@ -110,7 +110,7 @@ class Undo:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Begin and end the update of this rank's slices, inside the block, together with all ranks.
+        """Let the block update this rank's slices, between two syncs with all ranks.
 
         Raises:
             PhalanxError: a rank died, left or is late; all parameters are of one step, the old or the new.
@@ -131,25 +131,25 @@ class Undo:
         self._publish(_ARRIVED)
         try:
             dist.barrier(group=self._group)
-            self._refuse_if_one_gave_up()
+            self._raise_if_failed()
         except BaseException as error:
-            self._publish(_GAVE_UP)
+            self._publish(_FAILED)
             self._resolve(error)
             raise
         try:
             self._save()
-            self._refuse_if_undone()  # a rank that was stopped meanwhile need not write slices that are then restored
+            self._raise_if_undone()  # a rank that was stopped meanwhile need not write slices that are then restored
             yield
         except BaseException:
             self._restore(self._rank)
-            self._publish(_GAVE_UP)
+            self._publish(_FAILED)
             raise
         self._publish(_DONE)
         try:
             dist.barrier(group=self._group)
-            self._refuse_if_one_gave_up()
+            self._raise_if_failed()
             self._decide(_NEW)  # unless a rank did not wait for the sync
-            self._refuse_if_undone()
+            self._raise_if_undone()
         except BaseException as error:
             self._resolve(error)
             raise
@@ -157,23 +157,23 @@ class Undo:
 
     @property
     def number(self) -> int:
-        """Return the step of the parameters, the same on every rank that has learned how the latest step ended."""
+        """Return the step that the parameters are of; equal on all ranks that know how the latest step ended."""
         decided = self._decision()
         if self._failed_at and not (decided is not None and decided[0] == _NEW):
             return self._number - 1
         return self._number
 
     @property
-    def under_way(self) -> int:
-        """Return the number of the latest step that has begun here."""
+    def latest_started(self) -> int:
+        """Return the number of the latest step that has started on this rank."""
         return self._number
 
     def before(self) -> list[Tensor]:
-        """Return a copy of each block's memory from before the latest update, while the backup has it."""
+        """Return a copy of each block's memory as it was before the latest update, until the next one starts."""
         return [region.before() for region in self._regions]
 
     def start_from(self, number: int) -> None:
-        """Continue the numbering after that step. All ranks call it, before the first step."""
+        """Give the next step the number `number` + 1. All ranks call it, before the first step."""
         self._number = number
         self._words.store(4 * number)
         if self._rank == 0:
@@ -196,17 +196,17 @@ class Undo:
             for region in self._regions:
                 region.restore(rank)
 
-    def _refuse_if_one_gave_up(self) -> None:
-        """Refuse to continue if a rank failed in this step, and came to a later sync as if it had completed it."""
-        gone = [rank for rank in range(self._world_size) if self._word(rank) == 4 * self._number + _GAVE_UP]
-        if gone:
+    def _raise_if_failed(self) -> None:
+        """Raise if a rank has failed in this step: its next barrier may have completed the one that this rank is in."""
+        failed = [rank for rank in range(self._world_size) if self._word(rank) == 4 * self._number + _FAILED]
+        if failed:
             raise PeerLostError(
-                f"ZeroRedundancyOptimizer.step {self._number} on rank {self._rank}: rank {gone[0]} failed in it, and "
+                f"ZeroRedundancyOptimizer.step {self._number} on rank {self._rank}: rank {failed[0]} failed in it, and "
                 "all parameters are those of the step before. Read the log of that rank first.",
-                ranks=tuple(gone),
+                ranks=tuple(failed),
             )
 
-    def _refuse_if_undone(self) -> None:
+    def _raise_if_undone(self) -> None:
         decision, decider = self._decision() or (_NEW, self._rank)
         if decision == _OLD:
             raise PeerLostError(
@@ -216,12 +216,12 @@ class Undo:
             )
 
     def _decision(self) -> tuple[int, int] | None:
-        """Return the decision on this step, and the rank that made it; None as long as there is none."""
+        """Return the decision on the latest step, and the rank that made it; None before there is one."""
         number, decided = divmod(self._words.load_common(), 2 * self._world_size)
         return divmod(decided, self._world_size) if number == self._number else None
 
     def _decide(self, decision: int) -> int:
-        """Decide on this step, unless another rank has decided; return the decision, which holds for all."""
+        """Decide on this step, unless another rank has decided; return the decision of the first rank."""
         before = self._words.load_common()
         if before < 2 * self._world_size * self._number:  # a rank that loses this race finds the winner's decision
             word = 2 * self._world_size * self._number + decision * self._world_size + self._rank
@@ -235,19 +235,19 @@ class Undo:
         words = [self._word(rank) for rank in range(self._world_size)]
         if min(words) < 4 * self._number:
             return  # some rank never arrived, so none passed sync A
-        self._await_others(error.missing if isinstance(error, DeadlineError) else ())
+        self._wait_for_others(error.missing if isinstance(error, DeadlineError) else ())
         completed = all(_completed(self._word(rank), self._number) for rank in range(self._world_size))
         if self._decide(_NEW if completed else _OLD) == _NEW:
             return
         for rank in range(self._world_size):
             self._restore(rank)
 
-    def _await_others(self, late: Collection[int]) -> None:
-        deadline, ours = Deadline.after(_PATIENCE_S), sharing_group(self._group)
+    def _wait_for_others(self, late: Collection[int]) -> None:
+        deadline, ours = Deadline.after(_TIMEOUT_S), sharing_group(self._group)
         assert ours is not None  # its memory has the words
         for rank in range(self._world_size):
             if rank != self._rank and rank not in late:
-                deadline.wait_until(partial(self._is_done_or_lost, ours.symm_mem.core, rank), _LOOK_S)
+                deadline.wait_until(partial(self._is_done_or_lost, ours.symm_mem.core, rank), _POLL_S)
 
     def _is_done_or_lost(self, core: Any, rank: int) -> bool:
         return self._word(rank) >= 4 * self._number + _DONE or not core.alive(rank)

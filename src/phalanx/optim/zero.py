@@ -26,7 +26,6 @@ from phalanx._comm.backend.dynamo import undecorated, untraced
 from phalanx._comm.backend.gradient_shards import NeededSlice, find_needed, need_all, need_slice
 from phalanx._comm.backend.shared import ranks_by_host, rehearses, shares_memory
 from phalanx.optim.arguments import check_parameters, decide_cut, decide_group, list_parameters, refuse
-from phalanx.optim.kept_state import KeptState
 from phalanx.optim.master_parameters import MasterParameters
 from phalanx.optim.offload import Offload, may_fuse
 from phalanx.optim.offloaded_shard import OffloadedShard
@@ -36,6 +35,7 @@ from phalanx.optim.sharded_state import ShardedState
 from phalanx.optim.shared_parameters import SharedParameters
 from phalanx.optim.staging import HostStaging
 from phalanx.optim.state import merge_states
+from phalanx.optim.state_backup import StateBackup
 from phalanx.optim.undo import Undo
 
 _OF_THE_WHOLE = {"params", "param_names"}  # keys of a group that are not options
@@ -144,7 +144,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         self._shared: list[SharedParameters | MasterParameters] = []
         self._shards: list[list[ParameterShard] | list[OffloadedShard]] = []  # this rank's shards of each group
         self._local: Optimizer | None = None
-        self._kept: KeptState | None = None
+        self._backup: StateBackup | None = None
         self._moving: tuple[int, dict[int, Any] | None] | None = (
             None  # updates and state during a move to another group
         )
@@ -167,7 +167,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             self.param_groups.pop()
             raise
         if self.is_on_hosts:
-            take_first_ranks_values(group["params"], self._all_hosts)
+            broadcast_parameters(group["params"], self._all_hosts)
         self._share(group, source=0)
 
     def _new_offload(self) -> Offload | None:
@@ -192,7 +192,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         if self._undo is not None:
             self._undo.cover(shared, plan)
         mine = {part.index: part for part in plan[self.rank]}
-        ask_for_gradients(shared.parameters, None if self.gather_gradients else mine, self.process_group)
+        request_gradients(shared.parameters, None if self.gather_gradients else mine, self.process_group)
         local_group = {**_options(group), "params": [shard.tensor for shard in shards]}
         fuses = self.offload and may_fuse(self._optimizer_class, {**self._given, **local_group}, group["params"])
         self._fuses.append(fuses)
@@ -205,7 +205,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             )  # including the class's own defaults: schedulers look for momentum and betas
         else:
             self._local.add_param_group(local_group)
-        self._show_options(len(self._fuses) - 1)  # the user may have changed the others since the last step
+        self._copy_options_from_local(len(self._fuses) - 1)  # the user may have changed the others since the last step
 
     def _refuse_moved(self) -> None:
         for number, shared in enumerate(self._shared):
@@ -253,14 +253,14 @@ class ZeroRedundancyOptimizer(ShardedState):
         if self._consolidated:
             self.state.clear()
             self._consolidated = False
-        self._pass_options()
+        self._copy_options_to_local()
         if self._offload is None:
             with self._gradients(), self._undo.step() if self._undo is not None else contextlib.nullcontext():
                 self.optim.step(**kwargs)
-                self._keep()
+                self._save_backup()
         else:
             self._step_offloaded(self._offload, kwargs)
-        self._show_options()
+        self._copy_options_from_local()
         return loss
 
     def _step_offloaded(self, offload: Offload, kwargs: dict[str, Any]) -> None:
@@ -271,16 +271,16 @@ class ZeroRedundancyOptimizer(ShardedState):
         try:
             with self._undo.step():
                 offload.update(self.optim, kwargs)
-                self._keep()
+                self._save_backup()
         except BaseException:
-            if self.has_updated and self._undo.under_way:  # a rank was lost after all had completed their part
+            if self.has_updated and self._undo.latest_started:  # a rank was lost after all had completed their part
                 offload.push_exact()
             raise
         offload.push()
 
-    def _keep(self) -> None:
-        if self._kept is not None and self._undo is not None:
-            self._kept.save(self._undo.under_way, self.shard_state_dict()["state"])
+    def _save_backup(self) -> None:
+        if self._backup is not None and self._undo is not None:
+            self._backup.save(self._undo.latest_started, self.shard_state_dict()["state"])
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[list[Tensor]]:
@@ -288,11 +288,11 @@ class ZeroRedundancyOptimizer(ShardedState):
         shards = [shard for group in self._shards for shard in group]
         try:
             for shard in shards:
-                shard.take_gradient()
+                shard.acquire_gradient()
             yield [shard.tensor for shard in shards]
         finally:
             for shard in shards:
-                shard.drop_gradient()
+                shard.release_gradient()
 
     @untraced
     @torch.no_grad()
@@ -350,14 +350,14 @@ class ZeroRedundancyOptimizer(ShardedState):
                 if needed is not None:
                     yield parameter, needed
 
-    def _pass_options(self) -> None:
+    def _copy_options_to_local(self) -> None:
         """Copy the options that users and schedulers have set to this rank's optimizer."""
         for mine, local, fuses in zip(self.param_groups, self.optim.param_groups, self._fuses, strict=True):
             local.update(_options(mine))
             if fuses and may_fuse(self._optimizer_class, mine, mine["params"]):
                 local["fused"] = True
 
-    def _show_options(self, first: int = 0) -> None:
+    def _copy_options_from_local(self, first: int = 0) -> None:
         """Copy the options of this rank's optimizer, mainly its defaults, to the groups from `first` on."""
         for mine, local, fuses in [*zip(self.param_groups, self.optim.param_groups, self._fuses, strict=False)][first:]:
             chosen = {"fused": mine.get("fused")} if fuses else {}  # our choice is not the user's
@@ -365,8 +365,8 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     # -- when ranks are lost -------------------------------------------------------------------------------------
 
-    def keep_state(self) -> None:
-        """Keep each rank's state in memory that the others map, so that it survives the rank. All ranks call it.
+    def back_up_state(self) -> None:
+        """Back up each rank's state from now on, in memory that the others map, to survive the rank. All ranks call it.
 
         Cost: one more copy of this rank's state in each step, and of all state during a move to another group.
         """
@@ -376,14 +376,14 @@ class ZeroRedundancyOptimizer(ShardedState):
         parameters = [p for group in self.param_groups for p in group["params"]]
         elements = sum(p.numel() for p in parameters)
         share = elements if not self._cut else elements // self.world_size + 64 * len(parameters)
-        kept = KeptState(self.process_group, share, len(parameters))
-        kept.save(self._undo.number, self.shard_state_dict()["state"])
+        backup = StateBackup(self.process_group, share, len(parameters))
+        backup.save(self._undo.number, self.shard_state_dict()["state"])
         dist.barrier(group=self.process_group)
-        self._kept, self._moving = kept, None
+        self._backup, self._moving = backup, None
 
     @property
     def num_updates(self) -> int:
-        """Return the number of updates of the parameters; all ranks know whether a failed step counts."""
+        """Return the number of updates of the parameters; all ranks agree whether a failed step counts."""
         if self._moving is not None:
             return self._moving[0]
         return 0 if self._undo is None else self._undo.number
@@ -391,36 +391,36 @@ class ZeroRedundancyOptimizer(ShardedState):
     @property
     def has_updated(self) -> bool:
         """Return whether the latest step counts, even if it failed; otherwise parameters are as before."""
-        return self._moving is not None or self._undo is None or self._undo.number == self._undo.under_way
+        return self._moving is not None or self._undo is None or self._undo.number == self._undo.latest_started
 
-    def can_take_back(self, num_updates: int) -> bool:
-        """Return whether `take_back` can return to there: by no update, or by one whose previous state is kept."""
-        undo, kept = None if self._moving is not None else self._undo, self._kept
-        if self.num_updates == num_updates or undo is None or kept is None:
+    def can_roll_back(self, num_updates: int) -> bool:
+        """Return whether `roll_back(num_updates)` can undo the updates since: none, or one with a backup."""
+        undo, backup = None if self._moving is not None else self._undo, self._backup
+        if self.num_updates == num_updates or undo is None or backup is None:
             return self.num_updates == num_updates
-        return undo.number == undo.under_way == num_updates + 1 and kept.holds_all(num_updates)
+        return undo.number == undo.latest_started == num_updates + 1 and backup.has_all(num_updates)
 
     @torch.no_grad()
-    def take_back(self, num_updates: int) -> None:
-        """Restore the parameters and the state after this many updates, although the next update counts.
+    def roll_back(self, num_updates: int) -> None:
+        """Restore the parameters and the state after `num_updates` updates, undoing one that other ranks may count.
 
-        A rank may call it alone: afterwards they are in its own memory, as others may continue from the next update.
+        A rank may call it alone: its parameters move to its own memory, since others may continue with that update.
         """
         if self._undo is not None and self.num_updates > num_updates:
             self._moving = num_updates, self._state_after(num_updates)
             for shared, memory in zip(self._shared, self._undo.before(), strict=True):
-                shared.leave(memory)
+                shared.move_to(memory)
 
-    def kept_state(self) -> dict[int, Any] | None:
-        """Return the whole state of the parameters' step, by number, of all ranks of the group, even lost ones.
+    def read_state_backup(self) -> dict[int, Any] | None:
+        """Return the whole state after the parameters' latest step, by parameter number, from all ranks and lost ones.
 
-        Return None if it was not kept.
+        Return None if it was not backed up.
         """
         return self._moving[1] if self._moving is not None else self._state_after(self.num_updates)
 
     def _state_after(self, num_updates: int) -> dict[int, Any] | None:
-        kept = None if self._kept is None else self._kept.read(num_updates)
-        shards = [self.shard_state_dict()["state"]] if self._undo is None else kept  # the first for a single rank
+        backup = None if self._backup is None else self._backup.read(num_updates)
+        shards = [self.shard_state_dict()["state"]] if self._undo is None else backup  # the first for a single rank
         parameters = [p for group in self.param_groups for p in group["params"]]
         return None if shards is None else merge_states(shards, parameters)
 
@@ -430,14 +430,14 @@ class ZeroRedundancyOptimizer(ShardedState):
         `num_updates` is that rank's number of updates.
         """
         if self._moving is None:  # otherwise the last attempt was interrupted
-            self._moving = self.num_updates, self.kept_state()
+            self._moving = self.num_updates, self.read_state_backup()
         self._all_hosts = self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self._undo = Undo(process_group) if self.world_size > 1 else None
         masters = [one if isinstance(one, MasterParameters) else None for one in self._shared]
         masters += [None] * (len(self.param_groups) - len(masters))  # the last attempt was interrupted
         self._offload = self._new_offload()
-        self._shared, self._shards, self._local, self._kept, self._fuses = [], [], None, None, []
+        self._shared, self._shards, self._local, self._backup, self._fuses = [], [], None, None, []
         for group, previous in zip(self.param_groups, masters, strict=True):
             self._share(group, source, previous)
         if self._undo is not None:
@@ -475,7 +475,7 @@ def make_host_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Proc
     return made
 
 
-def take_first_ranks_values(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite `parameters` with those of rank 0 of `group`. All its ranks call it."""
     for parameter in parameters:
         dist.broadcast(parameter.detach(), group=group, group_src=0)
@@ -496,7 +496,7 @@ def build_local(
     return local
 
 
-def ask_for_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | None, group: dist.ProcessGroup) -> None:
+def request_gradients(parameters: Sequence[Tensor], mine: Mapping[int, Slice] | None, group: dist.ProcessGroup) -> None:
     """Request these slices of the parameters' gradients for this rank from now on; all of them if None."""
     for index, parameter in enumerate(parameters):
         if mine is None:

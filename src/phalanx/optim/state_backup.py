@@ -1,4 +1,4 @@
-"""Keep the state of each rank beyond the rank's end: two copies in memory that all ranks of the host map.
+"""Back up each rank's optimizer state, so that it survives the rank: two copies in memory that the host's ranks map.
 
 update of step k    this rank's state changes, in its own memory
 then                slot k%2: number -1; the state; number k
@@ -29,8 +29,8 @@ _ALIGN = 64
 _TIMES = 8  # room for so many values of four bytes per element: Adam has two, in the parameter's own type
 
 
-class KeptState:
-    """A `KeptState` has room for each rank's state of `num_elements` elements in `num_parameters` parameters.
+class StateBackup:
+    """A `StateBackup` has room for each rank's state of `num_elements` elements in `num_parameters` parameters.
 
     All ranks create it together. If the ranks do not share memory, each keeps its state in its own memory.
     """
@@ -62,7 +62,7 @@ class KeptState:
             *itertools.accumulate((_round_up(t.nbytes, _ALIGN) for t in tensors), initial=_begin_of_tensors(pickled))
         ]
         if offsets[-1] > self.slot_bytes:
-            warn_once(_logger, "the optimizer has more state than is kept for ranks that are lost")
+            warn_once(_logger, "the optimizer's state is too large to be backed up: the job ends when a rank is lost")
             return
         self._bytes[start + _HEAD.size : start + _HEAD.size + len(pickled)] = pickled
         places = self._places(self._memory[start:], tensors, offsets)
@@ -77,22 +77,22 @@ class KeptState:
         return [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(offsets, tensors, strict=False)]
 
     def read(self, number: int) -> list[Any] | None:
-        """Return a copy of every rank's state after step `number`; None if some rank's is missing."""
-        if not self.holds_all(number):
+        """Return a copy of the state of each rank after step `number`; None if one is missing."""
+        if not self.has_all(number):
             return None
         return [self.read_of(rank, number) for rank in self._by_rank]
 
-    def holds_all(self, number: int) -> bool:
-        """Return whether every rank's state after step `number` is kept (see `holds`)."""
-        return all(self.holds(rank, number) for rank in self._by_rank)
+    def has_all(self, number: int) -> bool:
+        """Return whether every rank's state after step `number` is backed up (see `has`)."""
+        return all(self.has(rank, number) for rank in self._by_rank)
 
-    def holds(self, rank: int, number: int) -> bool:
-        """Return whether the state of `rank` after step `number` is kept where this rank can read it."""
+    def has(self, rank: int, number: int) -> bool:
+        """Return whether this rank can read the state of `rank` after step `number`."""
         found: int = _HEAD.unpack_from(_array(self._slot(rank, number)))[0]
         return found == number
 
     def read_of(self, rank: int, number: int) -> Any:
-        """Return a copy of the state of `rank` after step `number`; `holds` must be true for it."""
+        """Return a copy of the state of `rank` after step `number`; `has` must be true for it."""
         slot = self._slot(rank, number)
         _, length = _HEAD.unpack_from(_array(slot))
         leaves: list[Any] = []
