@@ -63,7 +63,7 @@ def test_threads_are_joined_for_so_long_in_all_and_the_one_that_calls_is_not():
 def test_what_comes_true_ends_a_wait_and_is_asked_again_until_then():
     answers = iter([False, False, True])
     looks: list[int] = []
-    assert Deadline.after(60).wait_until(lambda: next(answers), 1e-4, look_around=lambda: looks.append(1))
+    assert Deadline.after(60).wait_until(lambda: next(answers), 1e-4, check=lambda: looks.append(1))
     assert len(looks) == 2
     assert not list(answers)
 
@@ -89,7 +89,7 @@ def test_what_is_looked_around_for_may_end_a_wait():
         raise PermissionError("enough")
 
     with pytest.raises(PermissionError, match="enough"):
-        Deadline.after(None).wait_until(lambda: False, 1e-4, look_around=look)
+        Deadline.after(None).wait_until(lambda: False, 1e-4, check=look)
 
 
 @pytest.mark.parametrize(

@@ -237,14 +237,14 @@ class Rank(Client):
 
     def _call(self, what: int, *fields: bytes, deadline: Deadline | None = None, waits_for: Any = ()) -> list[bytes]:
         deadline = Deadline.after(TIMEOUT_S) if deadline is None else deadline
-        call = self._begin(what, *fields, deadline=deadline)
+        call = self._send_request(what, *fields, deadline=deadline)
         self._await(call, deadline)
-        self._end(call)
+        self._release_call(call)
         if not call.is_over:
             raise DeadlineError("wait timeout")
         return call.result("the coordinator")
 
-    def _begin(self, what: int, *fields: bytes, deadline: Deadline) -> PendingCall:
+    def _send_request(self, what: int, *fields: bytes, deadline: Deadline) -> PendingCall:
         self._number += 1
         call = PendingCall(self._number, what, pack(what, self._number, *fields))
         call.wake = threading.Lock()
@@ -252,8 +252,8 @@ class Rank(Client):
         self.mux.send(self.host, self.route, call)
         return call
 
-    def _begin_all(self, requests: Any, deadline: Deadline) -> list[PendingCall]:
-        return [self._begin(what, *fields, deadline=deadline) for what, fields in requests]
+    def _send_requests(self, requests: Any, deadline: Deadline) -> list[PendingCall]:
+        return [self._send_request(what, *fields, deadline=deadline) for what, fields in requests]
 
     def _await(self, call: PendingCall, deadline: Deadline) -> None:
         if not call.is_over:
@@ -262,10 +262,10 @@ class Rank(Client):
             self.mux.turns.acquire()
             self.has_turn = True
 
-    def _look(self, call: PendingCall) -> None:
+    def _try_read(self, call: PendingCall) -> None:
         pass  # `Mux` reads
 
-    def _end(self, call: PendingCall) -> None:
+    def _release_call(self, call: PendingCall) -> None:
         if not call.is_over:
             self.mux.cancel(self.host, self.route, call)
 
@@ -426,7 +426,7 @@ def be_ranks(endpoint: str, hosts: range, ranks: int, size: int, answers: Any, s
         met.forget()
     signals = []
     for client in clients:
-        signals.append(client._begin(Op.GET, SIGNAL.encode(), deadline=Deadline.after(TIMEOUT_S)))
+        signals.append(client._send_request(Op.GET, SIGNAL.encode(), deadline=Deadline.after(TIMEOUT_S)))
     answers.put("waits")
     for signal in signals:
         signal.wake.acquire()  # type: ignore[union-attr]

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from phalanx._base.loss_detection import SAME_SIGNAL_S, SETTLE_S
+from phalanx._base.loss_detection import REPORT_GRACE_S, SAME_SIGNAL_S
 from phalanx._job.agent.failure import ExceptionReport, Exit
 from phalanx._job.agent.supervision import Kill, Signal, Supervision, Tell
 
@@ -56,7 +56,7 @@ def test_a_job_ends_when_all_its_ranks_have_ended() -> None:
 def test_after_a_failure_the_others_get_a_moment_then_sigterm_then_the_grace_period_then_sigkill() -> None:
     state = running()
     assert state.on_exit(ended(1, 3, at=1.0)) == []
-    assert state.next_due == 1.0 + SETTLE_S
+    assert state.next_due == 1.0 + REPORT_GRACE_S
     assert state.on_time(1.0) == []
     assert state.on_time(1.2) == [Signal(signal.SIGTERM, (0, 2), group=False)]
     assert state.next_due == 11.2
@@ -72,7 +72,7 @@ def test_a_report_alone_starts_the_end_though_the_process_lingers() -> None:
     state = running()
     assert state.on_report(report(1), 1.0) == []
     # rank 1 is ending by itself: it is left to its clean-up until the grace period is over
-    assert state.on_time(1.0 + SETTLE_S) == [Signal(signal.SIGTERM, (0, 2), group=False)]
+    assert state.on_time(1.0 + REPORT_GRACE_S) == [Signal(signal.SIGTERM, (0, 2), group=False)]
     assert state.on_time(state.next_due or 0) == [Kill()]
     assert state.killed == (0, 1, 2)
 
@@ -104,7 +104,7 @@ def test_ctrl_c_before_any_rank_exists_ends_the_job_at_once() -> None:
 def test_ctrl_c_while_a_failed_job_is_being_stopped_kills_at_once() -> None:
     state = running()
     state.on_exit(ended(0, 1))
-    state.on_time(1.0 + SETTLE_S)
+    state.on_time(1.0 + REPORT_GRACE_S)
     assert state.on_signal(signal.SIGINT, 2.0) == [Kill()]
 
 

@@ -54,13 +54,13 @@ def test_the_first_reads_all_who_have_come_at_once(store):
 def test_who_comes_finds_the_start_in_one_round_trip_and_a_later_one_in_two(store):
     frames = []
     client = store._client
-    begin_all = client._begin_all
+    send_requests = client._send_requests
 
     def count(requests, deadline):
         frames.append([what for what, _ in requests])
-        return begin_all(requests, deadline)
+        return send_requests(requests, deadline)
 
-    vars(client)["_begin_all"] = count
+    vars(client)["_send_requests"] = count
     check, again = [Op.COMPARE_SET, Op.CHECK], [Op.COMPARE_SET]
     first = Bootstrap(store, 0, 1, INFO, "0", Deadline.after(60.0))
     first._arrivals.arrive()

@@ -16,7 +16,7 @@ import zmq
 import phalanx._comm.control.connection_guard as guard_module
 import phalanx._job.coordinator.service as service_module
 from phalanx._comm.control.address import Address, listen
-from phalanx._comm.control.admission import Complaints
+from phalanx._comm.control.admission import RateLimitedLog
 from phalanx._comm.control.client import Client
 from phalanx._comm.control.connection_guard import PIECE_BYTES, ConnectionGuard, _find_place, cut
 from phalanx._comm.control.key import Key
@@ -114,7 +114,7 @@ def test_more_strangers_than_descriptors_keep_no_member_out_and_lose_none(served
         assert num_refused > OPEN_FILES // 2
         time.sleep(1.0)  # for as long as it takes to say that the member is there
         assert member.members().keys() == {number}
-        assert not [event for event in member.take() if event.kind == "expelled"]
+        assert not [event for event in member.receive_events() if event.kind == "expelled"]
     with Client(place, KEY) as late:  # after they have gone
         assert late.get("a")
 
@@ -163,14 +163,14 @@ def test_where_members_have_taken_all_connections_another_waits_and_a_line_says_
 _CLOSE = """
 import socket, zmq
 from phalanx._comm.control.address import Address, listen
-from phalanx._comm.control.admission import Complaints
+from phalanx._comm.control.admission import RateLimitedLog
 from phalanx._comm.control.connection_guard import ConnectionGuard
 
 context = zmq.Context()
 router = context.socket(zmq.ROUTER)
 listener = listen(Address("127.0.0.1", 0), 4096)
 port = listener.getsockname()[1]
-guard = ConnectionGuard(router, listener.fileno(), Complaints(print), max_young=8, max_open=8)
+guard = ConnectionGuard(router, listener.fileno(), RateLimitedLog(print), max_young=8, max_open=8)
 router.use_fd = listener.fileno()
 router.bind(f"tcp://127.0.0.1:{port}")
 listener.detach()
@@ -204,7 +204,9 @@ def test_who_has_spoken_before_its_coming_was_read_is_never_young():
         member.linger = 0
         with listen(Address("127.0.0.1", 0), 10) as listener:
             port = listener.getsockname()[1]
-            guard = ConnectionGuard(router, listener.fileno(), Complaints(lambda line: None), max_young=0, max_open=8)
+            guard = ConnectionGuard(
+                router, listener.fileno(), RateLimitedLog(lambda line: None), max_young=0, max_open=8
+            )
             router.use_fd = listener.fileno()
             router.bind(f"tcp://127.0.0.1:{port}")
             listener.detach()

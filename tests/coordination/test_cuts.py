@@ -365,7 +365,7 @@ def test_handshakes_that_break_after_a_connection_that_worked_are_not_taken_for_
         near.set("late", "came")
         waiting.join()
         assert got == [b"came"]
-        assert [event.kind for event in far.take() if event.kind == "expelled"] == []
+        assert [event.kind for event in far.receive_events() if event.kind == "expelled"] == []
         assert far.member == 0
 
 

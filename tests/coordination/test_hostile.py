@@ -129,7 +129,7 @@ class Work:
         self._stop = True
         self._thread.join()
         assert self.problem is None
-        assert not [event for event in self._client.take() if event.kind == "expelled"]
+        assert not [event for event in self._client.receive_events() if event.kind == "expelled"]
         assert self._client.members().keys() == {self._client.member}
         self._client.close()
 

@@ -27,7 +27,7 @@ def test_those_are_silent_that_were_not_heard_for_too_long(seed):
         elif chance < 0.97:
             members.remove(rng.choice(present), b"left", "")
         else:
-            members.forgive(rng.choice([1.0, 20.0]), now)
+            members.note_pause(rng.choice([1.0, 20.0]), now)
         expected = {member.id for member in members if now - member.heard_at > members.lost_after_s}
         assert {member.id for member in members.silent(now)} == expected
 

@@ -296,4 +296,4 @@ def test_of_all_who_come_only_those_who_watch_a_member_hear_of_it(service):
         third.leave()
         first.leave()
         assert [(event.kind, event.member) for event in second.wait_event(10.0)] == [("left", 0)]
-        assert third.take() == []
+        assert third.receive_events() == []

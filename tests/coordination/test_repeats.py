@@ -83,7 +83,7 @@ def test_a_coordinator_that_was_stopped_forgets_no_answers():
     talk = Talk()
     talk.ask("r0", Op.ADD, 1, b"k", b"1")
     talk.ask("r0", Op.JOIN, 2, b"{}", b"all")
-    talk.coordinator.forgive(3600.0, 3601.0)
+    talk.coordinator.note_pause(3600.0, 3601.0)
     assert talk.coordinator.tick(3601.0) == []
     assert talk.ask("r0", Op.ADD, 1, b"k", b"1", now=3601.1) == {"r0": [(AnswerStatus.OK, [b"1"])]}
     assert talk.coordinator.store.get(b"k") == b"1"
@@ -93,7 +93,7 @@ def test_what_was_heard_after_a_pause_is_not_forgiven_twice():
     """Who was heard already when the pause was noticed was given the length of it again, and could be silent longer."""
     talk = Talk()
     talk.ask("r0", Op.JOIN, 1, b"{}", b"all", now=100.0)
-    talk.coordinator.forgive(99.0, 100.0)
+    talk.coordinator.note_pause(99.0, 100.0)
     assert talk.coordinator.tick(109.0) == []
     assert len(talk.coordinator.tick(110.5)) == 1
 

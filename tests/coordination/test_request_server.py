@@ -89,7 +89,7 @@ def test_the_oldest_connections_make_room() -> None:
 
 def test_who_says_half_of_something_has_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_server, "_REQUEST_S", 0.1)
-    monkeypatch.setattr(request_server, "_LOOK_S", 0.1)
+    monkeypatch.setattr(request_server, "_CHECK_S", 0.1)
     with serving() as port, say(port, b"half") as client:
         assert read_all(client) == b""
 

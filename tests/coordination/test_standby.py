@@ -81,14 +81,14 @@ def test_nothing_is_answered_that_a_required_standby_does_not_have_and_all_is_wh
         standby = follow(service)
         client.set("a", "1")
         standby.stop()
-        call = client._begin(2, b"b", b"2", deadline=client._deadline(60.0))
+        call = client._send_request(2, b"b", b"2", deadline=client._deadline(60.0))
         assert told.wait(60.0), "nobody was told that the standby holds answers up"
         assert stalled == [TICKET]
         assert not call.is_over
         assert leader.get("b", 60.0) == b"2"  # the leader's own agent is lost with the coordinator
         followers.required = frozenset()
         client._await(call, client._deadline(60.0))
-        client._end(call)
+        client._release_call(call)
         assert client.get("b") == b"2"
 
 
@@ -151,7 +151,7 @@ def test_a_member_that_hosts_vote_on_is_lost_to_its_watchers_only_until_they_hav
         coordinator.followers.voters = frozenset([leader])
         while set(first.members()) != {leader}:
             pass
-        assert first.take() == []  # it has heard that once
+        assert first.receive_events() == []  # it has heard that once
         with pytest.raises(CoordinationError, match="did not hear from it"):
             silent.post(leader, b"")
 
@@ -199,7 +199,7 @@ def test_ranks_behind_a_relay_do_not_notice_that_another_coordinator_has_taken_o
                 with Client(str(second.address), KEY) as other:
                     other.set("to come", "at last")
                 assert rank.get("to come", 60.0) == b"at last"
-                while waits.look() is None:
+                while waits.poll() is None:
                     pass
                 waits.cancel()
     finally:

@@ -96,7 +96,7 @@ def test_showing_hands_over_the_descriptor_and_the_group_info():
         os.pwrite(fd, b"hello", 0)
         assert show(f"{name}:secret", GroupInfo("dp", 2, (0, 1), (7, 8)), fd)
         with closing(Channel(listener.accept()[0])) as channel:
-            (message,) = channel.take()
+            (message,) = channel.receive_available()
         group = {"name": "dp", "world_size": 2, "ranks": [0, 1], "pids": [7, 8]}
         assert message.content == {"kind": "group", "token": "secret", **group}
         assert os.pread(message.fds[0], 5, 0) == b"hello"

@@ -88,7 +88,7 @@ def test_the_page_that_the_agent_is_given_says_from_the_first_moment_what_it_is(
     assert open_page(address) is page
     connection, _ = listener.accept()
     with closing(Channel(connection)) as channel:
-        (message,) = channel.take()
+        (message,) = channel.receive_available()
     assert message.content == {"kind": "progress page", "token": "token"}
     pages = Pages()
     try:

@@ -166,7 +166,7 @@ class SmallAgent:
             self._tell(next(n for n, s in self.slots.items() if s is slot))
 
     def _hear(self, number: int, connection: Channel) -> None:
-        for message, _ in connection.take():
+        for message, _ in connection.receive_available():
             if message["kind"] == "lost":
                 self.losses.append({**message, "slot": number})
                 self._require_cause()

@@ -276,4 +276,4 @@ def test_a_member_that_is_given_up_is_told_so() -> None:
 
 def _events(client: Client) -> list[Any]:
     assert select.select([client.fileno()], [], [], 30.0)[0]
-    return client.take()
+    return client.receive_events()

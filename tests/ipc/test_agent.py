@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from phalanx._base.ipc.agent import ask, connect, listen, tell
+from phalanx._base.ipc.agent import connect, listen, notify, request
 from phalanx._base.ipc.channel import Channel
 
 
@@ -17,9 +17,9 @@ def name():
 def test_what_is_told_carries_the_token_and_descriptors(name):
     read, write = os.pipe()
     with listen(name, 1) as listener:
-        assert tell(f"{name}:secret", "page", fds=[write], size=3)
+        assert notify(f"{name}:secret", "page", fds=[write], size=3)
         with contextlib.closing(Channel(listener.accept()[0])) as channel:
-            (message,) = channel.take()
+            (message,) = channel.receive_available()
     assert message.content == {"kind": "page", "token": "secret", "size": 3}
     os.close(write)
     message.close()
@@ -29,19 +29,19 @@ def test_what_is_told_carries_the_token_and_descriptors(name):
 
 @pytest.mark.parametrize("agent", ["phalanx-nobody:secret", "", "x", "y" * 300 + ":z"])
 def test_who_reaches_no_agent_hears_so(agent):
-    assert not tell(agent, "page")
-    assert ask(agent, "store", 1.0) == ()
+    assert not notify(agent, "page")
+    assert request(agent, "store", 1.0) == ()
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.05])
 def test_a_full_queue_is_waited_for_as_long_as_was_said(name, timeout_s):
     with listen(name, 0), contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(connect(name)))
-        with pytest.raises(TimeoutError, match="takes no connection"):
+        with pytest.raises(TimeoutError, match="accepts no connection"):
             connect(name, timeout_s)
-        assert not tell(f"{name}:secret", "page")
+        assert not notify(f"{name}:secret", "page")
 
 
 def test_who_asks_an_agent_that_does_not_answer_gets_nothing(name):
     with listen(name, 1):
-        assert ask(f"{name}:secret", "store", 0.05) == ()
+        assert request(f"{name}:secret", "store", 0.05) == ()

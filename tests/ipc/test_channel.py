@@ -36,8 +36,8 @@ def test_a_message_arrives_as_it_was_sent(ends, text):
     ours, theirs = ends
     for _ in range(2):
         ours.send({"text": text})
-    assert [message.content for message in theirs.take()] == [{"text": text}] * 2
-    assert theirs.take() == []
+    assert [message.content for message in theirs.receive_available()] == [{"text": text}] * 2
+    assert theirs.receive_available() == []
 
 
 def test_descriptors_travel_and_are_not_inherited(ends):
@@ -45,7 +45,7 @@ def test_descriptors_travel_and_are_not_inherited(ends):
     read, write = os.pipe()
     ours.send({"n": 1}, [write])
     os.close(write)
-    (message,) = theirs.take()
+    (message,) = theirs.receive_available()
     assert message.content == {"n": 1}
     assert not os.get_inheritable(message.fds[0])
     os.write(message.fds[0], b"x")
@@ -74,7 +74,7 @@ def test_a_channel_never_waits_and_loses_nothing(ends):
     assert ours.waiting
     os.close(write)
     for number in range(2000):
-        (message,) = theirs.take(limit=1)
+        (message,) = theirs.receive_available(limit=1)
         ours.send_some()
         assert message.content["number"] == number
         assert len(message.fds) == (number % 100 == 0)
@@ -87,17 +87,17 @@ def test_a_channel_never_waits_and_loses_nothing(ends):
 def test_messages_are_read_however_they_were_cut_and_the_last_of_one_that_has_gone():
     ours, theirs = socket.socketpair()
     with contextlib.closing(Channel(ours)) as channel:
-        assert channel.take() == []
+        assert channel.receive_available() == []
         data = encode({"text": "ü" * 10})
         for byte in data:
             theirs.sendall(bytes([byte]))
-            messages = channel.take()
+            messages = channel.receive_available()
         assert [message.content for message in messages] == [{"text": "ü" * 10}]
         theirs.sendall(data + data + data[:3])
         theirs.close()
         channel.put({"into": "nothing"})
         assert channel.broken
-        assert [message.content for message in channel.take()] == [{"text": "ü" * 10}] * 2
+        assert [message.content for message in channel.receive_available()] == [{"text": "ü" * 10}] * 2
         assert channel.gone
 
 
@@ -126,7 +126,7 @@ def test_what_is_no_message_is_passed_over_and_its_descriptors_are_closed(body):
         before = open_fds()
         socket.send_fds(ours, [struct.pack("!I", len(body)) + body], [0, 1])
         ours.sendall(encode({"n": 1}))
-        assert [message.content for message in channel.take()] == [{"n": 1}]
+        assert [message.content for message in channel.receive_available()] == [{"n": 1}]
         assert channel.is_garbled
         assert open_fds() == before
 
@@ -138,7 +138,7 @@ def test_more_bytes_or_descriptors_than_a_message_may_have_end_the_channel():
             before = open_fds()
             for byte in data:  # the system itself cuts off those that come with one byte
                 socket.send_fds(ours, [bytes([byte])], fds)
-            assert channel.take() == []
+            assert channel.receive_available() == []
             assert channel.gone
             assert channel.is_garbled
             assert open_fds() == before
@@ -169,7 +169,7 @@ def test_whatever_is_sent_a_channel_returns_only_messages_and_keeps_no_descripto
                 fds = [0] * choose.randrange(4)
                 socket.send_fds(ours, [data], fds)
                 sent.append((content, len(fds)) if is_whole else None)
-                taken = channel.take()
+                taken = channel.receive_available()
                 if None not in sent:
                     assert [(message.content, len(message.fds)) for message in taken] == sent[-1:]
                 for message in taken:
@@ -185,7 +185,7 @@ def test_no_descriptor_is_needed_to_send_what_the_other_takes_at_once(ends, monk
     ours, theirs = ends
     monkeypatch.setattr(os, "dup", refuse)
     ours.put({"n": 1}, [0])
-    (message,) = theirs.take()
+    (message,) = theirs.receive_available()
     assert len(message.fds) == 1
     message.close()
     while not ours.waiting:

@@ -58,7 +58,7 @@ def test_a_sleeping_thread_finds_all_letters_in_order():
         poll.register(mailbox, select.POLLIN)
         while len(found) < 1000:
             poll.poll()
-            found.extend(mailbox.take())
+            found.extend(mailbox.receive_all())
 
     reader = threading.Thread(target=take)
     reader.start()
@@ -66,5 +66,5 @@ def test_a_sleeping_thread_finds_all_letters_in_order():
         mailbox.put(number)
     reader.join()
     assert found == list(range(1000))
-    assert mailbox.take() == []
+    assert mailbox.receive_all() == []
     mailbox.close()

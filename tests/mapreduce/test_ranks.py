@@ -149,7 +149,7 @@ def test_a_mistake_is_heard_on_every_rank_and_the_group_goes_on(tmp_path):
 
 def outlive_the_rank_that_found_a_problem(rank, world_size, folder):
     """Rank 1 cannot reduce its partition, and ends; rank 0 looks at its peers only after that."""
-    team.LOOK_S = 0.0
+    team.CHECK_S = 0.0
     pid_file = Path(folder, "rank 1")
 
     def reduce(key, values):

@@ -161,11 +161,11 @@ def test_a_leader_that_is_gone_is_an_error_at_once():
 def test_who_waits_for_a_leader_hears_that_it_has_ended():
     # An ordinary user may not read the /proc of a process that has ended: EACCES, as if it were in another container.
     # The other ranks then waited until time was up for a socket that nobody would open.
-    def look_around():
+    def check():
         raise PhalanxError("rank 0 has ended")
 
     with pytest.raises(PhalanxError, match="rank 0 has ended"):
-        receive_fds(LocalAddress(new_token()), 1, 1, Deadline.after(600), look_around=look_around)
+        receive_fds(LocalAddress(new_token()), 1, 1, Deadline.after(600), check=check)
 
 
 def test_a_leader_that_does_not_answer_is_late():

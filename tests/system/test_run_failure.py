@@ -227,8 +227,8 @@ def test_what_is_no_report_is_ignored(tmp_path: Path) -> None:
         "    sock.connect('\\0' + name)\n"
         "    if packet is not None: sock.send(packet)\n"
         "    held.append(sock)\n"  # half-open: more of them than the agent lets in
-        "from phalanx._base.ipc.agent import ask\n"
-        "print('descriptors', len(ask(os.environ['PHALANX_AGENT'], 'store', 60.0)))\n"
+        "from phalanx._base.ipc.agent import request\n"
+        "print('descriptors', len(request(os.environ['PHALANX_AGENT'], 'store', 60.0)))\n"
         "sys.exit(5)\n",
     )
     finished = run("--no-preload", "--nproc-per-node", "1", script)

@@ -266,7 +266,7 @@ def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> No
         assert f"is gone: its host, {name}#1 (10.77.0.2), is lost: the coordinator did not hear" in finished[0].out
         assert "is gone: this host and the first one do not hear each other any more" in finished[1].out
         assert finished[1].code == 1
-        assert "phalanx run: the first host is lost: nothing was heard from it for 2." in finished[1].out
+        assert "phalanx run: the first host is lost: it has sent nothing for 2." in finished[1].out
 
 
 @pytest.mark.slow
@@ -287,7 +287,7 @@ def test_the_others_end_when_the_first_host_goes(tmp_path: Path, how: str) -> No
             _, *others = finish(jobs)
     for other in others:
         assert other.code == (143 if how == "ended" else 1)
-        assert ("the first host is lost: nothing was heard from it" in other.out) == (how == "cut off")
+        assert ("the first host is lost: it has sent nothing" in other.out) == (how == "cut off")
         said = f"the coordinator at 10.77.0.1:{_PORT} has ended: its host answers, and nothing listens there any more"
         assert (said in other.out) == (how == "killed")
 

@@ -48,18 +48,18 @@ class Deadline:
         pause_s: float,
         longest_pause_s: float = 0.0,
         *,
-        look_around: Callable[[], object] = lambda: None,
+        check: Callable[[], object] = lambda: None,
     ) -> bool:
         """Poll `is_so`; return True once it is true, or False if the deadline has passed.
 
         It is called at least once, and once more after the deadline. Each pause is `pause_s`, or twice the previous
-        one, up to `longest_pause_s`. Before each pause `look_around` is called, which may raise to end the wait.
+        one, up to `longest_pause_s`. Before each pause `check` is called, which may raise to end the wait.
         """
         while not is_so():
             left_s = self.left_s
             if left_s <= 0.0:
                 return False
-            look_around()
+            check()
             time.sleep(min(pause_s, left_s))
             pause_s = max(pause_s, min(2.0 * pause_s, longest_pause_s))
         return True

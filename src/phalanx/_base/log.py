@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -14,6 +14,6 @@ def get_logger(name: str) -> logging.Logger:
 
 def warn_once(logger: logging.Logger, message: str) -> None:
     """Log `message` as a warning, once per process."""
-    if message not in _said:
-        _said.add(message)
+    if message not in _logged:
+        _logged.add(message)
         logger.warning(message)

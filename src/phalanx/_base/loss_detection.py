@@ -8,7 +8,7 @@ be observed.
     /proc shows that it is being ended      ranks, map_reduce, the agent   at once                lost
     its pidfd or its socket reports the end ranks, RPC, the zygote         its memory is freed    lost
     its connection breaks                   ranks of Gloo, map_reduce      AFTER_BREAK_S          lost, if it has ended
-    none, while a rank waits in a call      every group                    LOOK_S                 as others reported
+    none, while a rank waits in a call      every group                    CHECK_S                as others reported
     a report of another rank                groups over several hosts      REPORT_S               as reported
     no heartbeat of a host                  the coordinator, its members   HOST_TIMEOUT_S         lost, once hosts
     a host's connection ends, no other      the coordinator                CONNECTION_ENDED_S     with votes agree
@@ -29,7 +29,7 @@ the job's store, and by agents to their ranks (`phalanx._comm.rendezvous.agent_f
 
 from __future__ import annotations
 
-LOOK_S = 0.2  # how often a waiting thread checks whether the group has failed
+CHECK_S = 0.2  # how often a waiting thread checks whether the group has failed
 
 AFTER_BREAK_S = 0.5  # by then a killed process has ended, or a rank that knows more has published its report
 MAP_REDUCE_AFTER_BREAK_S = 5.0  # the same if the rest of the work depends on which process it was
@@ -51,8 +51,8 @@ RPC_LAST_ANSWERS_S = 0.1  # after the pulse: if the process has ended, the other
 SAME_SIGNAL_S = 0.25  # a scheduler signals all processes of a job on a host within this time
 SAME_SIGTERM_S = 2.0  # the same on all hosts
 STARTING_S = 300.0  # a script that mentions `phalanx.elastic` but has not called it by then may not be elastic
-SETTLE_S = 0.2  # the time for other ranks to report their errors before they are stopped
-HOST_LOSS_SETTLE_S = 3.0  # ranks check every LOOK_S whether a host is lost, and then ask a store that may be gone, too
+REPORT_GRACE_S = 0.2  # the time for other ranks to report their errors before they are stopped
+HOST_LOSS_GRACE_S = 3.0  # ranks check every CHECK_S whether a host is lost, and then ask a store that may be gone, too
 SILENT_DEATH_LAG_S = 0.5  # subtracted from the time of an unreported death
 ENDING_S = 5.0  # the time for a process to end after its exception, while the others wait
 DYING_S = 5.0  # the time for the kernel to end a killed process (a system call that cannot be interrupted)

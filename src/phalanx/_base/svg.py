@@ -61,9 +61,9 @@ class Drawing:
             f'stroke-linejoin="round"{dash}/>'
         )
 
-    def circle(self, x: float, y: float, radius: float, *, fill: str, stroke: str = "none", told: str = "") -> None:
-        """Draw a dot; `told` is its tooltip."""
-        title = f"<title>{escape(told)}</title>" if told else ""
+    def circle(self, x: float, y: float, radius: float, *, fill: str, stroke: str = "none", tooltip: str = "") -> None:
+        """Draw a dot; `tooltip` is shown when the pointer is over it."""
+        title = f"<title>{escape(tooltip)}</title>" if tooltip else ""
         edge = "" if stroke == "none" else f' stroke="{stroke}" stroke-width="2"'
         self._shapes.append(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"{edge}>{title}</circle>')
 

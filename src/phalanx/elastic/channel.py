@@ -180,7 +180,7 @@ class AgentChannel:
         """Read all messages that have arrived; return whether there were any."""
         has_come = False
         while wait_readable([self._channel], 0.0 if has_come else wait_s):
-            for message in self._channel.take():
+            for message in self._channel.receive_available():
                 message.close()
                 if message.content.get("kind") in ("generation", "joining", *_ENDS):
                     self._arrived.append(message.content)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx._base.deadline import Deadline
-from phalanx._base.loss_detection import LOOK_S, MAP_REDUCE_AFTER_BREAK_S
+from phalanx._base.loss_detection import CHECK_S, MAP_REDUCE_AFTER_BREAK_S
 from phalanx._comm.backend.pickles import pickle_authenticator
 from phalanx._comm.backend.shared import rehearses
 from phalanx._comm.backend.torch_integration.groups import phalanx_group, store_of
@@ -161,7 +161,7 @@ class Team:
         Raises:
             PeerLostError: meanwhile a rank has ended.
         """
-        Deadline.after(None).wait_until(is_so, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, look_around=self.check_peers)
+        Deadline.after(None).wait_until(is_so, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, check=self.check_peers)
 
     def check_peers(self) -> None:
         """Check, now and then, whether the other ranks' processes live.
@@ -172,7 +172,7 @@ class Team:
         now = time.monotonic()
         if self.group is None or now < self._next_look:
             return
-        self._next_look = now + LOOK_S
+        self._next_look = now + CHECK_S
         if ended := self.find_ended():
             raise PeerLostError(self._say_ended(ended), ranks=ended)
 

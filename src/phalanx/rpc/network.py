@@ -44,7 +44,7 @@ from phalanx._base.ipc.wakeup import Wakeup
 from phalanx._base.log import get_logger
 from phalanx._base.loss_detection import RPC_LAST_ANSWERS_S, RPC_PULSE_LOST_S, RPC_PULSE_S, RPC_SILENT_S
 from phalanx._comm.control.address import Address, listen
-from phalanx._comm.control.admission import Admission, Complaints
+from phalanx._comm.control.admission import Admission, RateLimitedLog
 from phalanx._comm.control.connection_guard import ConnectionGuard, connections_allowed, cut, protect
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.local_socket import BACKLOG
@@ -101,8 +101,8 @@ class Network:
         self._lost = lost
         self._welcome = welcome
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._complaints = Complaints(lambda line: _logger.warning("rpc: %s", line))
-        self._admission = Admission(self._context, key.member_pair().public, self._complaints)
+        self._log = RateLimitedLog(lambda line: _logger.warning("rpc: %s", line))
+        self._admission = Admission(self._context, key.member_pair().public, self._log)
         self._router = self._socket(zmq.ROUTER)
         pair = key.coordinator_pair()
         self._router.curve_server = True
@@ -115,7 +115,7 @@ class Network:
             self._guard = ConnectionGuard(
                 self._router,
                 listener.fileno(),
-                self._complaints,
+                self._log,
                 max_young=_MAX_YOUNG,
                 max_open=connections_allowed(_OPEN_FILES),
             )

@@ -49,7 +49,7 @@ def connect(name: str, timeout_s: float = 0.0, *, max_fds: int = 1) -> Channel:
         return Channel(sock, max_fds=max_fds)
     except BlockingIOError as error:
         sock.close()
-        raise TimeoutError(error.errno, f"{name} takes no connection") from None
+        raise TimeoutError(error.errno, f"{name} accepts no connection") from None
     except BaseException:
         sock.close()
         raise
@@ -73,7 +73,7 @@ def split(agent: str) -> tuple[str, str]:
     return name, token
 
 
-def tell(agent: str, kind: str, *, fds: Sequence[int] = (), **fields: Any) -> bool:
+def notify(agent: str, kind: str, *, fds: Sequence[int] = (), **fields: Any) -> bool:
     """Send one message, with the job's token, to the agent at `agent`; return whether the agent received it.
 
     This costs a connection, about 20 µs, and never waits. It returns False if the agent has ended, is in another
@@ -86,9 +86,10 @@ def tell(agent: str, kind: str, *, fds: Sequence[int] = (), **fields: Any) -> bo
     return False
 
 
-def ask(agent: str, kind: str, timeout_s: float) -> tuple[int, ...]:
-    """Send one message to the agent at `agent`, and return the descriptors of its answer, which the caller owns. There
-    are none if it does not answer.
+def request(agent: str, kind: str, timeout_s: float) -> tuple[int, ...]:
+    """Send one message to the agent at `agent`, and return the descriptors of its answer, which the caller owns.
+
+    There are none if the agent does not answer.
     """
     name, token = split(agent)
     deadline = Deadline.after(timeout_s)

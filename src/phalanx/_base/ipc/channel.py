@@ -157,10 +157,10 @@ class Channel:
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
-    def take(self, limit: int = _AT_ONCE) -> list[ChannelMessage]:
+    def receive_available(self, limit: int = _AT_ONCE) -> list[ChannelMessage]:
         """Return the received messages, at most `limit`; set `gone` if there will be no more."""
         messages: list[ChannelMessage] = []
-        while len(messages) < limit and (message := self._take_one()) is not None:
+        while len(messages) < limit and (message := self._receive_one()) is not None:
             messages.append(message)
         return messages
 
@@ -170,13 +170,13 @@ class Channel:
         Raises:
             TimeoutError: there was none until the deadline.
         """
-        while (message := self._take_one()) is None and not self.gone:
+        while (message := self._receive_one()) is None and not self.gone:
             if deadline is not None and deadline.passed:
                 raise TimeoutError
             wait_readable([self], None if deadline is None else deadline.left_s)
         return message
 
-    def _take_one(self) -> ChannelMessage | None:
+    def _receive_one(self) -> ChannelMessage | None:
         """Return the next message if it is complete. Nothing of the following one is read."""
         while not self.gone:
             try:

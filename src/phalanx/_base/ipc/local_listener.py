@@ -135,13 +135,13 @@ def connect(
     deadline: Deadline,
     whose: str,
     *,
-    keep_trying: bool = False,
-    look_around: Callable[[], None] = lambda: None,
+    retry: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> socket.socket:
     """Return a connection to the process that listens at `address`; errors call it `whose`.
 
     If the listener's queue is full, this waits inside the system's `connect`: retries would overtake others. With
-    `keep_trying` the process may not listen yet. `look_around` is called between two attempts, and may raise.
+    `retry` the process may not listen yet. `check` is called between two attempts, and may raise.
 
     Raises:
         OSError: no process listens at `address`.
@@ -158,11 +158,11 @@ def connect(
         except OSError as error:
             sock.close()
             is_full = error.errno in _QUEUE_FULL
-            if not is_full and not (keep_trying and error.errno in _NOT_YET):
+            if not is_full and not (retry and error.errno in _NOT_YET):
                 raise
             if deadline.passed:
                 raise TimeoutError from None
-            look_around()
+            check()
             time.sleep(0.0 if is_full else min(_PAUSE_S, deadline.left_s))
         except BaseException:
             sock.close()

@@ -62,7 +62,7 @@ class Mailbox(Generic[T]):
         self._wakeup = Wakeup()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `take` has messages."""
+        """Return a descriptor that is readable when `receive_all` has messages."""
         return self._wakeup.fileno()
 
     def put(self, letter: T) -> None:
@@ -70,7 +70,7 @@ class Mailbox(Generic[T]):
         self._letters.put(letter)
         self._wakeup.ring()
 
-    def take(self) -> list[T]:
+    def receive_all(self) -> list[T]:
         """Return the messages, in order."""
         self._wakeup.drain()  # first, so that a message added meanwhile rings again
         return [self._letters.get_nowait() for _ in range(self._letters.qsize())]

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.descriptors import find_shortage
-from phalanx._base.loss_detection import LOOK_S
+from phalanx._base.loss_detection import CHECK_S
 from phalanx._comm.diagnostics.failure_report import FailedOperation, FailureReport
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.rank_list import name_ranks
@@ -147,7 +147,7 @@ def _interruptible(connect: Callable[[], GlooEngine], check_others: Callable[[],
     try:
         while True:
             with contextlib.suppress(queue.Empty):
-                outcome = outcomes.get(timeout=LOOK_S)
+                outcome = outcomes.get(timeout=CHECK_S)
                 break
             check_others()
     except BaseException:

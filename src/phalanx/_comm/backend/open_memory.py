@@ -41,7 +41,7 @@ def open_symmetric_memory(
     members = [LocalRank(infos[r].process, infos[r].cpus, threads) for r in local_ranks]
     here = f"init_process_group of group {name!r} on rank {rank}"
 
-    def look_after(which: Iterable[int]) -> None:
+    def check_ranks(which: Iterable[int]) -> None:
         """Check that the ranks live which have not fetched the memory, and that the group is still to be formed."""
         check_meeting()
         for who in (local_ranks[i] for i in sorted(which)):
@@ -54,13 +54,11 @@ def open_symmetric_memory(
             show = _showing(infos, local_ranks, options)
             if not all(_sees_processes(infos[rank], infos[r]) for r in local_ranks):
                 server.open_to_containers()
-            return open_as_leader(server, members, deadline, look_after, idle, stage_bytes=stage_bytes, show=show)
+            return open_as_leader(server, members, deadline, check_ranks, idle, stage_bytes=stage_bytes, show=show)
         address = LocalAddress.parse(infos[local_ranks[0]].token)
         if not _sees_processes(infos[local_ranks[0]], infos[rank]):
             address = address.for_containers
-        return open_as_member(
-            address, local_ranks.index(rank), members, deadline, idle, look_around=lambda: look_after([0])
-        )
+        return open_as_member(address, local_ranks.index(rank), members, deadline, idle, check=lambda: check_ranks([0]))
     except DeadlineError as error:
         missing = tuple(local_ranks[r] for r in error.missing)
         what = f"{name_ranks(missing)} did not fetch the shared memory of this host" if missing else str(error)
@@ -69,7 +67,7 @@ def open_symmetric_memory(
         raise
     except (PhalanxError, OSError, MemoryError) as error:
         patience = Deadline.after(AFTER_BREAK_S if rank != local_ranks[0] else 0.0)
-        patience.wait_until(lambda: False, _PAUSE_S, look_around=lambda: look_after([0]))
+        patience.wait_until(lambda: False, _PAUSE_S, check=lambda: check_ranks([0]))
         raise PhalanxError(_no_memory(error, rank, local_ranks, name)) from None
 
 

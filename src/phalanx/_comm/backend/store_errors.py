@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError
 
-_LOOK_S = 2.0
+_PROBE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def explained(address: StoreAddress) -> Iterator[None]:
 def probe(host: str, port: int) -> str:
     """Return what one plain connection to that address meets; empty when it is made."""
     try:
-        with socket.create_connection((host, port), timeout=_LOOK_S):
+        with socket.create_connection((host, port), timeout=_PROBE_S):
             return ""
     except ConnectionRefusedError:
         return "the host refuses connections to that port: nobody listens there"

@@ -19,37 +19,37 @@ _MAX_REMEMBERED = 1024
 _PAUSE_S = 10.0  # the shortest pause between two equal lines
 _MAX_LINES = 20  # the most lines in such a pause
 _MAX_GUESSES = 4
-_MAX_LOOKED_THROUGH = 4096  # connections: a flood leaves tens of thousands in the kernel's table
+_MAX_SCANNED = 4096  # connections: a flood leaves tens of thousands in the kernel's table
 _ENDED = (4, 5, 6, 8, 9, 11)  # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSE_WAIT, LAST_ACK, CLOSING
 
 
-class Complaints:
-    """`Complaints` reports errors of members, and refused processes, in few lines, however many there are."""
+class RateLimitedLog:
+    """A `RateLimitedLog` reports errors of members, and refused connections, in few lines, however many there are."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
         # for each line: when it was last printed, and how often it was reported since
         self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        self._window, self._told = 0.0, 0
+        self._window, self._num_lines = 0.0, 0
         self.num_refused = 0
 
-    def refused(self, peer: str, why: str, now: float) -> None:
+    def report_refusal(self, peer: str, why: str, now: float) -> None:
         """Record that a connection from `peer` was refused."""
         self.num_refused += 1
-        self.add(f"refused a connection from {peer}: {why}", now)
+        self.report(f"refused a connection from {peer}: {why}", now)
 
-    def add(self, line: str, now: float) -> None:
+    def report(self, line: str, now: float) -> None:
         """Report an event to the user, each `line` at most once per pause."""
-        said_at, since = self._seen.pop(line, (-_PAUSE_S, 0))
+        written_at, since = self._seen.pop(line, (-_PAUSE_S, 0))
         if now - self._window >= _PAUSE_S:
-            self._window, self._told = now, 0
-        if now - said_at >= _PAUSE_S and self._told < _MAX_LINES:
-            self._told += 1
-            self._say(line + (f" ({since} more since the last such line)" if since else ""))
-            said_at, since = now, 0
+            self._window, self._num_lines = now, 0
+        if now - written_at >= _PAUSE_S and self._num_lines < _MAX_LINES:
+            self._num_lines += 1
+            self._write(line + (f" ({since} more since the last such line)" if since else ""))
+            written_at, since = now, 0
         else:
             since += 1
-        self._seen[line] = said_at, since
+        self._seen[line] = written_at, since
         if len(self._seen) > _MAX_REMEMBERED:
             self._seen.popitem(last=False)
 
@@ -57,9 +57,9 @@ class Complaints:
 class Admission:
     """`Admission` answers ZAP requests of one ZeroMQ context: it admits only processes with this public key."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], member_key: bytes, complaints: Complaints) -> None:
-        self._known = z85.decode(member_key)
-        self._complaints = complaints
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], member_key: bytes, log: RateLimitedLog) -> None:
+        self._member_key = z85.decode(member_key)
+        self._log = log
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
@@ -70,9 +70,9 @@ class Admission:
                 version, request, _, peer, _, mechanism, *credentials = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            fine = mechanism == b"CURVE" and credentials == [self._known]
+            fine = mechanism == b"CURVE" and credentials == [self._member_key]
             if not fine:
-                self._complaints.refused(peer.decode(errors="replace"), "it does not know the job's key", now)
+                self._log.report_refusal(peer.decode(errors="replace"), "it does not know the job's key", now)
             status = (b"200", b"OK") if fine else (b"400", b"another key")
             self.socket.send_multipart((version, request, *status, b"", b""))
 
@@ -81,13 +81,13 @@ class Admission:
         self.socket.close()
 
 
-def gone_peers(port: int) -> str:
+def recent_peers(port: int) -> str:
     """Return the addresses whose connections to our `port` ended a moment ago, from the kernel's table."""
     found: dict[str, None] = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:
             with open(f"/proc/self/net/{table}") as file:
-                lines = list(itertools.islice(file, 1, 1 + _MAX_LOOKED_THROUGH))
+                lines = list(itertools.islice(file, 1, 1 + _MAX_SCANNED))
         except OSError:  # no Linux
             continue
         for local, remote, state in (line.split()[1:4] for line in lines):

@@ -41,7 +41,7 @@ class Client(MemberConnection):
 
     def begin_get(self, key: str) -> PendingGet:
         """Request the value of `key`, without waiting."""
-        return PendingGet(self, self._begin(Op.GET, _name(key), deadline=self._deadline(None)))
+        return PendingGet(self, self._send_request(Op.GET, _name(key), deadline=self._deadline(None)))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number at `key`, which is zero if the key is missing, and return the sum."""
@@ -65,19 +65,19 @@ class Client(MemberConnection):
         """
         deadline = self._deadline(None)
         requests = [(Op.COMPARE_SET, (_name(key), b"", b"")), (Op.CHECK, (_name(checked),))]
-        value, is_there = (call.result(self._where)[0] for call in self._answered(requests, deadline))
+        value, is_there = (call.result(self._where)[0] for call in self._call_all(requests, deadline))
         return value, is_there == b"1"
 
-    def _answered(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
+    def _call_all(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
         """Send these requests in one frame, and return the completed calls.
 
         Raises:
             DeadlineError: not all were answered in time.
         """
-        calls = self._begin_all(requests, deadline)
+        calls = self._send_requests(requests, deadline)
         with contextlib.ExitStack() as ends:
             for call in calls:
-                ends.callback(self._end, call)
+                ends.callback(self._release_call, call)
             for call in calls:
                 self._await(call, deadline)
         if not all(call.is_over for call in calls):
@@ -171,13 +171,12 @@ class Client(MemberConnection):
         # Each attempt is answered at once unless the network is cut, and must not be abandoned before its answer.
         each_s = max(deadline.left_s, _TRY_S)
 
-        def is_taken() -> bool:
+        def is_accepted() -> bool:
             return self._call(Op.POST, pack_number(to), body, deadline=Deadline.after(each_s)) != [b"busy"]
 
-        if not deadline.wait_until(is_taken, _BUSY_PAUSE_S):
+        if not deadline.wait_until(is_accepted, _BUSY_PAUSE_S):
             raise DeadlineError(
-                f"{self._where}: member {to} has not taken the messages that it got before, within "
-                f"{deadline.timeout_s:.1f} s."
+                f"{self._where}: member {to} has not received its earlier messages within {deadline.timeout_s:.1f} s."
             )
 
     def post_all(self, messages: Sequence[tuple[int, bytes]], timeout: Timeout = None) -> list[int]:
@@ -191,10 +190,10 @@ class Client(MemberConnection):
             CoordinationError: the connection failed, or this process is not a member.
         """
         deadline = self._deadline(timeout)
-        calls = self._answered([(Op.POST, (pack_number(to), body)) for to, body in messages], deadline)
-        return [place for place, call in enumerate(calls) if self._is_refused_room(call)]
+        calls = self._call_all([(Op.POST, (pack_number(to), body)) for to, body in messages], deadline)
+        return [place for place, call in enumerate(calls) if self._is_busy(call)]
 
-    def _is_refused_room(self, call: PendingCall) -> bool:
+    def _is_busy(self, call: PendingCall) -> bool:
         try:
             return call.result(self._where) == [b"busy"]
         except ValueError:  # the receiver does not exist
@@ -215,14 +214,14 @@ class Client(MemberConnection):
 class PendingGet:
     """A `PendingGet` is a `get` that waits in the coordinator while its caller polls.
 
-    The caller must end it with `cancel`, whether the value has arrived or not.
+    The caller must call `cancel`, whether the value has arrived or not.
     """
 
     def __init__(self, client: Client, call: PendingCall) -> None:
         self._client = client
         self._call: PendingCall | None = call
 
-    def look(self) -> bytes | None:
+    def poll(self) -> bytes | None:
         """Return the value, or None if it has not arrived. This takes at most a millisecond.
 
         Raises:
@@ -230,14 +229,14 @@ class PendingGet:
             ClosedError: the client was closed.
         """
         assert self._call is not None
-        self._client._look(self._call)
+        self._client._try_read(self._call)
         return self._call.result(self._client._where)[0] if self._call.is_over else None
 
     def wait(self, timeout: Timeout) -> bytes | None:
         """Wait for the value and return it, or None after `timeout`.
 
         Raises:
-            CoordinationError, ClosedError: as `look`.
+            CoordinationError, ClosedError: as `poll`.
         """
         assert self._call is not None
         self._client._await(self._call, Deadline.after(timeout))
@@ -247,7 +246,7 @@ class PendingGet:
         """Cancel the request. A second call does nothing."""
         call, self._call = self._call, None
         if call is not None:
-            self._client._end(call)
+            self._client._release_call(call)
 
 
 def _name(key: str) -> bytes:

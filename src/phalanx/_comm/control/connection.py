@@ -96,7 +96,7 @@ class Connection:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards the socket and all attributes below
-        self._room = CallRoom(_MAX_CALLS)
+        self._slots = CallSlots(_MAX_CALLS)
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
         self._epoch = b""
@@ -106,7 +106,7 @@ class Connection:
         self._refused_at: float | None = None  # since when the coordinator's port is closed
         self._failed, self._failed_at = 0, 0.0
         self._suspect: Route | None = None  # a route whose handshakes fail; it will be diagnosed
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -172,7 +172,7 @@ class Connection:
             self._former_epochs.add(self._epoch)
             self._epoch = epoch
             self._cut_at = self._refused_at = None
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             self._socket.connect(route.address.endpoint)
 
     def _find(self, deadline: Deadline) -> Route:
@@ -238,26 +238,26 @@ class Connection:
     ) -> list[bytes]:
         if deadline is None:
             deadline = Deadline.after(self.timeout)
-        call = self._begin(what, *fields, deadline=deadline)
+        call = self._send_request(what, *fields, deadline=deadline)
         try:
             self._await(call, deadline)
         finally:
-            self._end(call)  # the call is unanswered after a timeout or Ctrl-C
+            self._release_call(call)  # the call is unanswered after a timeout or Ctrl-C
         if not call.is_over:
             raise self._late(deadline, waits_for)
         return call.result(self._where)
 
-    def _begin(self, what: int, *fields: bytes, deadline: Deadline) -> PendingCall:
-        """Send a request; every call must be ended with `_end`."""
-        return self._begin_all([(what, fields)], deadline)[0]
+    def _send_request(self, what: int, *fields: bytes, deadline: Deadline) -> PendingCall:
+        """Send a request; release the call with `_release_call`."""
+        return self._send_requests([(what, fields)], deadline)[0]
 
-    def _begin_all(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
-        """Send at most `MAX_MESSAGES` requests in one frame; each returned call must be ended with `_end`."""
+    def _send_requests(self, requests: Sequence[Request], deadline: Deadline) -> list[PendingCall]:
+        """Send at most `MAX_MESSAGES` requests in one frame; release each call with `_release_call`."""
         if os.getpid() != self._pid:
             self._revive(deadline)
         if self._is_closed:
             raise ClosedError(f"{self._where}: this client was closed")
-        if not self._room.take(len(requests), deadline.left_s):
+        if not self._slots.acquire(len(requests), deadline.left_s):
             raise DeadlineError(f"{self._where}: {_MAX_CALLS} calls of this process wait already.")
         try:
             with self._lock:
@@ -269,7 +269,7 @@ class Connection:
                 self._transmit(*calls)
                 self._read()
         except BaseException:
-            self._room.give_back(len(requests))
+            self._slots.release(len(requests))
             raise
         return calls
 
@@ -278,28 +278,28 @@ class Connection:
         while not call.is_over and not deadline.passed:
             self._reader.wait(call, deadline, self._poll_once)
         if not call.is_over:  # this process may have been stopped, with the answer unread
-            self._look(call)
+            self._try_read(call)
 
-    def _look(self, call: PendingCall) -> None:
+    def _try_read(self, call: PendingCall) -> None:
         """Read what has arrived, unless another thread reads."""
-        self._reader.look(call, self._poll_once)
+        self._reader.try_read(call, self._poll_once)
 
-    def _end(self, call: PendingCall) -> None:
-        """End a request, and cancel it at the coordinator if it is unanswered."""
+    def _release_call(self, call: PendingCall) -> None:
+        """Release the request's slot, and cancel the request at the coordinator if it is unanswered."""
         try:
             if not call.is_over:
-                self._withdraw(call)
+                self._cancel(call)
         finally:
-            self._room.give_back()
+            self._slots.release()
 
-    def _withdraw(self, call: PendingCall) -> None:
+    def _cancel(self, call: PendingCall) -> None:
         with self._lock:
             if self._calls.pop(call.number, None) is not None and self._socket is not None:
                 self._transmit_raw(pack(Op.CANCEL, 0, pack_number(call.number)))
                 self._read()
 
     def _late(self, deadline: Deadline, waits_for: Iterable[str]) -> DeadlineError:
-        silent_s, is_cut = time.monotonic() - self._heard_at, self._cut_at is not None
+        silent_s, is_cut = time.monotonic() - self._received_at, self._cut_at is not None
         return late(self._where, deadline.timeout_s, list(waits_for), silent_s, is_cut=is_cut)
 
     # ZeroMQ's descriptor becomes readable once for everything that has arrived, and a send resets it for the thread
@@ -321,8 +321,8 @@ class Connection:
     def _send_heartbeat(self) -> None:
         if self.member >= 0:
             beat = (pack_number(self._inbox.last), pack_number(self.member))
-            self._transmit_raw(pack(Op.HEARTBEAT, self._inbox.taken, *beat))
-            self._inbox.told()
+            self._transmit_raw(pack(Op.HEARTBEAT, self._inbox.consumed, *beat))
+            self._inbox.note_reported()
 
     def _poll_once(self, limit_s: float) -> None:
         """Wait for data to read, and read it. Only the thread that has the turn may call this."""
@@ -354,7 +354,7 @@ class Connection:
             self._note(int.from_bytes(monitor.recv_multipart(_NOBLOCK)[0][:2], "little"))
         while int(dealer.get(_READY)) & _POLLIN:
             frame = b"".join(dealer.recv_multipart(_NOBLOCK))
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             epoch = frame[:EPOCH_BYTES]
             if epoch != self._epoch:
                 if epoch in self._former_epochs:  # it was in transit during the switch
@@ -375,7 +375,7 @@ class Connection:
                             self._inbox.restart()
                         call.fields = fields
                         call.answer = status
-                        self._reader.awaken(call)
+                        self._reader.wake_waiter(call)
                     elif (
                         status == AnswerStatus.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]
                     ):
@@ -432,7 +432,7 @@ class Connection:
     def _finish(self, call: PendingCall, error: Exception) -> None:
         call.error = error
         self._calls.pop(call.number, None)
-        self._reader.awaken(call)
+        self._reader.wake_waiter(call)
 
     def _fail_all(self, error: Exception) -> None:
         for call in list(self._calls.values()):
@@ -452,17 +452,17 @@ class Connection:
         self._connect(deadline)
 
 
-class CallRoom:
-    """A `CallRoom` is a semaphore with `size` places. Any number of threads may use it."""
+class CallSlots:
+    """`CallSlots` are a semaphore with `size` slots. Any number of threads may use it."""
 
     def __init__(self, size: int) -> None:
         self._num_free = size
         self._changed = threading.Condition(threading.Lock())
 
-    def take(self, number: int, timeout_s: float) -> bool:
-        """Take `number` places as soon as all of them are free; return False after `timeout_s`.
+    def acquire(self, number: int, timeout_s: float) -> bool:
+        """Acquire `number` slots as soon as all of them are free; return False after `timeout_s`.
 
-        It takes none while it waits, so that two large requests cannot deadlock.
+        It acquires none while it waits, so that two large requests cannot deadlock.
         """
         with self._changed:
             if self._num_free < number and not self._changed.wait_for(
@@ -472,13 +472,13 @@ class CallRoom:
             self._num_free -= number
             return True
 
-    def give_back(self, number: int = 1) -> None:
+    def release(self, number: int = 1) -> None:
         with self._changed:
             self._num_free += number
             self._changed.notify_all()
 
 
-_EVENT_BYTES, _TELL_BYTES = 100, 1 << 20
+_EVENT_BYTES, _REPORT_BYTES = 100, 1 << 20
 
 
 class EventInbox:
@@ -491,16 +491,16 @@ class EventInbox:
         self._events: deque[Event] = deque()
         self._wakeup = Wakeup()
         self.last = 0  # the number of the last event received
-        self.taken = 0  # the number of the last event taken, which the coordinator need not keep
-        self._untold_bytes = 0  # the bytes taken since the last heartbeat
+        self.consumed = 0  # the number of the last event popped, which the coordinator need not keep
+        self._unreported_bytes = 0  # the bytes popped since the last heartbeat
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there are events to take."""
+        """Return a descriptor that is readable while there are events to pop."""
         return self._wakeup.fileno()
 
     def restart(self) -> None:
         """Restart the numbering: this process has joined, perhaps again."""
-        self.last = self.taken = self._untold_bytes = 0
+        self.last = self.consumed = self._unreported_bytes = 0
 
     def receive(self, number: int, event: Event) -> None:
         """Keep event `number` if it is the next one; drop it if it is a duplicate, or if an earlier event is missing.
@@ -515,23 +515,23 @@ class EventInbox:
         self._events.append(event)
         self._wakeup.ring()
 
-    def take(self) -> list[Event]:
+    def pop_all(self) -> list[Event]:
         """Return the events received since the last call."""
         events = list(self._events)
         self._events.clear()
-        self.taken = self.last
+        self.consumed = self.last
         self._wakeup.drain()
-        self._untold_bytes += sum(len(event.body) + _EVENT_BYTES for event in events)
+        self._unreported_bytes += sum(len(event.body) + _EVENT_BYTES for event in events)
         return events
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether to send the value of `taken` at once, since senders may be blocked."""
-        return self._untold_bytes > _TELL_BYTES
+        """Return whether to send the value of `consumed` at once, since senders may be blocked."""
+        return self._unreported_bytes > _REPORT_BYTES
 
-    def told(self) -> None:
-        """Record that the coordinator was sent the value of `taken`."""
-        self._untold_bytes = 0
+    def note_reported(self) -> None:
+        """Record that the coordinator was sent the value of `consumed`."""
+        self._unreported_bytes = 0
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
@@ -540,7 +540,7 @@ class EventInbox:
 
 # A `Reader` decides which of the threads that wait for answers reads the socket, for all of them.
 #
-#     call ──► send ──► does another thread read? ── no ──► read until my answer arrives, then appoint another reader
+#     call ──► send ──► does another thread read? ── no ──► read until my answer arrives, then wake another reader
 #                                                 └─ yes ─► sleep until the reader wakes this thread
 #
 # A single thread never switches to another one.
@@ -579,16 +579,16 @@ class Reader:
         finally:
             self._thread = None
             self.turn.release()
-            self._appoint()
+            self._wake_next_reader()
 
-    def look(self, call: PendingCall, poll_once: PollOnce) -> None:
+    def try_read(self, call: PendingCall, poll_once: PollOnce) -> None:
         """Read what has arrived, unless the call is over or another thread reads."""
         if not call.is_over and self.turn.acquire(blocking=False):
             try:
                 poll_once(0.0)
             finally:
                 self.turn.release()
-                self._appoint()
+                self._wake_next_reader()
 
     def read_for(self, limit_s: float, poll_once: PollOnce) -> None:
         """Read once, if no other thread reads; wait at most `limit_s` for the turn, and for data."""
@@ -600,14 +600,14 @@ class Reader:
                 self._thread = None
                 self.turn.release()
 
-    def awaken(self, call: PendingCall) -> None:
+    def wake_waiter(self, call: PendingCall) -> None:
         """Wake the thread that waits for the call."""
         if call.wake is not None:
             _release(call.wake)
         elif self._thread is not None and self._thread != threading.get_ident() and self.wakeup is not None:
             self.wakeup.ring()
 
-    def _appoint(self) -> None:
+    def _wake_next_reader(self) -> None:
         """Wake a waiting thread to take over from a reader that stops."""
         with self._lock:
             for call in self._calls.values():
@@ -715,6 +715,6 @@ def late(where: str, timeout_s: float, keys: Sequence[str], silent_s: float, *, 
         shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
         return DeadlineError(f"wait timeout after {timeout_s * 1000:.0f}ms, keys: {shown}")
     return DeadlineError(
-        f"{where} did not answer within {timeout_s:.1f} s; it was last heard {silent_s:.1f} s ago"
+        f"{where} did not answer within {timeout_s:.1f} s; it last answered {silent_s:.1f} s ago"
         f"{', and the connection is cut' if is_cut else ''}."
     )

@@ -23,7 +23,7 @@ import zmq
 
 from phalanx._base.descriptors import raise_limit
 from phalanx._base.loss_detection import CONNECTION_ENDED_S
-from phalanx._comm.control.admission import Complaints, gone_peers
+from phalanx._comm.control.admission import RateLimitedLog, recent_peers
 
 HANDSHAKE_S = 5.0
 _YOUNG_S = HANDSHAKE_S + 1.0  # by then a connection is authenticated, or ZeroMQ has closed it
@@ -39,7 +39,7 @@ _NOBLOCK, _MORE_FOLLOW = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _Place = tuple[str, int]
 
 
-class _Ended(NamedTuple):
+class _EndedConnection(NamedTuple):
     """The end of a member's connection; no process has connected from its host since."""
 
     host: str
@@ -56,12 +56,12 @@ class ConnectionGuard:
     """
 
     def __init__(
-        self, watched: zmq.Socket[bytes], listening: int, complaints: Complaints, *, max_young: int, max_open: int
+        self, watched: zmq.Socket[bytes], listening: int, log: RateLimitedLog, *, max_young: int, max_open: int
     ) -> None:
         with contextlib.closing(socket.socket(fileno=os.dup(listening))) as listener:
             self._port = int(listener.getsockname()[1])
         self._read_at = -_READ_S
-        self._complaints = complaints
+        self._log = log
         self._max_young, self._max_open = max_young, max_open
         self.socket = watched.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -71,7 +71,7 @@ class ConnectionGuard:
         self._unread: set[int] = set()  # descriptors that are no longer young, with their first message still unread
         self._members: dict[int, bytes] = {}  # by descriptor: the identity of the member whose connection it is
         self._current: dict[bytes, int] = {}  # by identity: the descriptor of the newest connection
-        self._ended: dict[bytes, _Ended] = {}  # by identity
+        self._ended: dict[bytes, _EndedConnection] = {}  # by identity
         self._failed = False
         self._now = time.monotonic()
 
@@ -98,7 +98,7 @@ class ConnectionGuard:
     def admit(self, frame: zmq.Frame, identity: bytes = b"") -> None:
         """Record that the connection of `frame`, a part of a message, belongs to a member.
 
-        `identity` is the member's identity, which `take_ended` needs.
+        `identity` is the member's identity, which `pop_ended` needs.
         """
         fd = int(frame.get(zmq.SRCFD))
         place = _find_place(fd)
@@ -138,7 +138,7 @@ class ConnectionGuard:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._failed = True  # the next connection that ends is the failed one: one thread reports both
         elif event == zmq.EVENT_DISCONNECTED:
-            self._end(fd)
+            self._note_end(fd)
         return True
 
     def _accept(self, fd: int) -> None:
@@ -150,11 +150,13 @@ class ConnectionGuard:
             del self._ended[identity]
         self._young[fd] = self._now
 
-    def _end(self, fd: int) -> None:
+    def _note_end(self, fd: int) -> None:
         place = self._peers.pop(fd, None)
         identity = self._forget(fd)
         if identity and place is not None and not any(self._is_from(young, place[0]) for young in self._young):
-            self._ended[identity] = _Ended(place[0], self._now)  # otherwise one of these may be its next connection
+            self._ended[identity] = _EndedConnection(
+                place[0], self._now
+            )  # otherwise one of these may be its next connection
         if self._failed:
             self._failed = False
             self._refuse("" if place is None else place[0])
@@ -173,7 +175,7 @@ class ConnectionGuard:
         place = self._peers.get(fd)
         return place is not None and place[0] == host
 
-    def take_ended(self, now: float) -> list[tuple[bytes, float]]:
+    def pop_ended(self, now: float) -> list[tuple[bytes, float]]:
         """Return members by identity, each once, with the time when their connection ended, CONNECTION_ENDED_S ago or
         earlier, if no process has connected from their host since.
         """
@@ -184,14 +186,14 @@ class ConnectionGuard:
             del self._ended[identity]
         return found
 
-    def forgive(self, pause_s: float, now: float) -> None:
+    def note_pause(self, pause_s: float, now: float) -> None:
         """Record that this process was stopped, so that no process could connect to it."""
         self._ended = {who: ended._replace(at=min(now, ended.at + pause_s)) for who, ended in self._ended.items()}
 
     def make_room(self, now: float) -> None:
         """Close the oldest young connections while there are too many."""
         while self._young and (len(self._young) > self._max_young or len(self._peers) > self._max_open):
-            why = f"{self._max_young} newer ones have said nothing either"
+            why = f"{self._max_young} newer ones have sent nothing either"
             if len(self._peers) > self._max_open:
                 why = (
                     f"{self._max_open} connections are open, and a process may have no more. If it is a host of the "
@@ -202,7 +204,7 @@ class ConnectionGuard:
             place = self._peers.pop(fd)
             assert place is not None  # a connection whose end is unknown is not young
             self._close(fd, place)
-            self._complaints.refused(place[0], why, now)
+            self._log.report_refusal(place[0], why, now)
 
     def close(self) -> None:
         """Stop reading. ZeroMQ's context must be closed next; that ends its monitoring thread.
@@ -224,9 +226,9 @@ class ConnectionGuard:
 
     def _refuse(self, host: str) -> None:
         if not host and self._now - self._read_at >= _READ_S:
-            self._read_at, host = self._now, gone_peers(self._port)
+            self._read_at, host = self._now, recent_peers(self._port)
         host = (host or "an address that was gone before it could be seen").removeprefix("::ffff:")
-        self._complaints.refused(host, "it does not know the job's key, or speaks another language", self._now)
+        self._log.report_refusal(host, "it does not know the job's key, or speaks another language", self._now)
 
 
 def protect(listening: zmq.Socket[bytes], piece_bytes: int = PIECE_BYTES) -> None:

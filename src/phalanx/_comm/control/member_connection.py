@@ -21,7 +21,7 @@ from phalanx._comm.control.route import is_refused
 from phalanx._comm.control.wire import Op, pack, pack_number
 
 _REFUSED_EVERY_S, _PROBE_S = 0.25, 0.3
-_STOOD_STILL_S = 1.0  # so late a heartbeat means that the whole process, or its machine, was stopped
+_STOPPED_S = 1.0  # so late a heartbeat means that the whole process, or its machine, was stopped
 
 
 class MemberConnection(Connection):
@@ -46,12 +46,12 @@ class MemberConnection(Connection):
         watched = b"all" if watch is None else b",".join(map(pack_number, watch))
         self.member = int(self._call(Op.JOIN, body, watched)[0])
         self.is_counted_out = False
-        self._begin_beating()
+        self._start_heartbeats()
         return self.member
 
-    def _begin_beating(self) -> None:
+    def _start_heartbeats(self) -> None:
         self._is_silent = False
-        self._thread = threading.Thread(target=self._beat, name="phalanx-heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run_heartbeats, name="phalanx-heartbeat", daemon=True)
         self._thread.start()
 
     def follow_member(self, member: int, address: Address, epoch: bytes, timeout: Timeout = None) -> None:
@@ -61,11 +61,11 @@ class MemberConnection(Connection):
         if self._thread is not None:
             self._thread.join()
         self.redirect(address, epoch, timeout)
-        # what the coordinator before has said until now, for one that this process was lost, holds no more
+        # messages of the old coordinator no longer apply, for example that this process was lost
         self._stop.clear()
         self.is_counted_out = False
         self.member = member
-        self._begin_beating()
+        self._start_heartbeats()
 
     def send_datagram(self, to: int, body: bytes) -> None:
         """Send a member an unreliable message, without waiting: it may be lost."""
@@ -97,13 +97,13 @@ class MemberConnection(Connection):
     # Events.
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there are events to take."""
+        """Return a descriptor that is readable while there are events to receive."""
         return self._inbox.fileno()
 
-    def take(self) -> list[Event]:
+    def receive_events(self) -> list[Event]:
         """Return the events received since the last call, without waiting; they will not be sent again."""
         with self._lock:
-            events = self._inbox.take()
+            events = self._inbox.pop_all()
             if self._inbox.is_overdue and self._socket is not None:
                 self._send_heartbeat()
                 self._read()
@@ -115,7 +115,7 @@ class MemberConnection(Connection):
         poll = select.poll()  # select() refuses descriptors above 1,023
         poll.register(self.fileno(), select.POLLIN)
         while True:
-            if events := self.take():
+            if events := self.receive_events():
                 return events
             if deadline.passed:
                 return []
@@ -123,36 +123,36 @@ class MemberConnection(Connection):
 
     # The member's thread.
 
-    def _beat(self) -> None:
+    def _run_heartbeats(self) -> None:
         next_at = time.monotonic()
         while not self._stop.is_set():
             now = time.monotonic()
             if now >= next_at:
                 with self._lock:
-                    if now - next_at > _STOOD_STILL_S:  # this process was stopped, and received nothing
-                        self._heard_at = min(now, self._heard_at + now - next_at)
+                    if now - next_at > _STOPPED_S:  # this process was stopped, and received nothing
+                        self._received_at = min(now, self._received_at + now - next_at)
                     self._send_heartbeat()
                     self._read()
-                    self._judge(now)
+                    self._check_silence(now)
                 next_at = now + self._beat_s
             left_s = max(0.0, next_at - time.monotonic())
             if self._cut_at is not None:
-                self._look_for_end(self._cut_at)
+                self._check_end(self._cut_at)
                 left_s = min(left_s, _REFUSED_EVERY_S)
             self._reader.read_for(left_s, self._poll_once)
 
-    def _judge(self, now: float) -> None:
+    def _check_silence(self, now: float) -> None:
         """Report once when the coordinator becomes silent, and once when it is back."""
-        silent_s = now - self._heard_at
+        silent_s = now - self._received_at
         is_served = self.is_served is not None and self.is_served()
         if silent_s > self._lost_after_s and not self._is_silent and not is_served:
             self._is_silent = True
-            self._inbox.put(Event("unreachable", -1, f"nothing was heard from it for {silent_s:.1f} s".encode()))
+            self._inbox.put(Event("unreachable", -1, f"it has sent nothing for {silent_s:.1f} s".encode()))
         elif silent_s <= self._lost_after_s and self._is_silent:
             self._is_silent = False
             self._inbox.put(Event("reachable"))
 
-    def _look_for_end(self, cut_at: float) -> None:
+    def _check_end(self, cut_at: float) -> None:
         """After a cut connection, check whether the coordinator has ended: its host answers, but its port is closed.
 
         A host that is switched off, or a cut link, gives no answer; only silence shows those.

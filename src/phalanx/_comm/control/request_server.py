@@ -28,7 +28,7 @@ BACKLOG = 128
 _REQUEST_S = 10.0  # the time limit for receiving a whole request
 _ANSWER_S = 60.0  # the time limit for sending its answer
 _GRACE_S = 0.25  # from connecting to sending a request, on a busy machine
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _PAUSE_S = 0.05  # while the process has no descriptor left
 
 Answer = bytes | Callable[[], bytes]
@@ -87,7 +87,9 @@ class RequestServer:
             while not self._closed:
                 room_s = self._room_s()
                 self._watch_listener(room_s == 0.0)
-                self._serve_once(self._selector.select(min(room_s or _LOOK_S, _LOOK_S) if self._connections else None))
+                self._serve_once(
+                    self._selector.select(min(room_s or _CHECK_S, _CHECK_S) if self._connections else None)
+                )
         finally:
             for connection in self._connections.values():
                 connection.socket.close()
@@ -171,11 +173,11 @@ class RequestServer:
         connection.request += part
         answer = self._answer(connection.request) if part else None
         if answer is not None:
-            self._begin_answer(connection, answer)
+            self._start_answer(connection, answer)
         elif not part or len(connection.request) >= self._most_bytes:
             self._close(connection.fd)
 
-    def _begin_answer(self, connection: _Connection, answer: Answer) -> None:
+    def _start_answer(self, connection: _Connection, answer: Answer) -> None:
         del self._reading[connection.fd]
         self._selector.unregister(connection.socket)
         self._answering[connection.fd] = time.monotonic()
@@ -184,7 +186,7 @@ class RequestServer:
             connection.left = memoryview(answer)
             self._send(connection)
         else:
-            self._let_make(connection, answer)
+            self._queue_answer(connection, answer)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -192,12 +194,12 @@ class RequestServer:
             ready = [one for fd in self._answering if (one := self._connections[fd]).left]
             if not ready:
                 return
-            self._close(min(ready, key=lambda one: one.taken_at).fd)
+            self._close(min(ready, key=lambda one: one.received_at).fd)
 
     def _send(self, connection: _Connection) -> None:
         try:
             connection.left = connection.left[connection.socket.send(connection.left) :]
-            connection.taken_at = time.monotonic()
+            connection.received_at = time.monotonic()
         except BlockingIOError:
             pass
         except OSError:
@@ -217,7 +219,7 @@ class RequestServer:
 
     # -- the thread that makes answers ---------------------------------------------------------------------------------
 
-    def _let_make(self, connection: _Connection, make: Callable[[], bytes]) -> None:
+    def _queue_answer(self, connection: _Connection, make: Callable[[], bytes]) -> None:
         if self._maker is None:
             self._maker = threading.Thread(target=self._make_answers, name=f"{self._name}-answers", daemon=True)
             self._maker.start()
@@ -240,4 +242,4 @@ class _Connection:
         self.fd = accepted.fileno()
         self.request = b""
         self.left = memoryview(b"")
-        self.taken_at = 0.0  # when the client last received a part of the answer
+        self.received_at = 0.0  # when the client last received a part of the answer

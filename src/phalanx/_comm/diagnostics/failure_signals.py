@@ -24,7 +24,7 @@ _ANSWER_S = 2.0
 class AwaitedValue(Protocol):
     """An `AwaitedValue` is a pending request for a key, which the store answers when the key is set."""
 
-    def look(self) -> bytes | None:
+    def poll(self) -> bytes | None:
         """Return the value, or None if it has not arrived. Nothing is sent.
 
         Raises:
@@ -116,7 +116,7 @@ class FailureSignals:
             while not self.is_store_gone:
                 if self._waiting is None:
                     self._waiting = store.begin_get(self._key(number))
-                value = self._waiting.look()
+                value = self._waiting.poll()
                 if value is None:
                     break
                 self._waiting.cancel()

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from phalanx._base.core_numbers import ABSENT, LEFT
-from phalanx._base.ipc.agent import ask, tell
+from phalanx._base.ipc.agent import notify, request
 from phalanx._comm.diagnostics.flight_recorder import Record, read
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def show(agent: str, group_info: GroupInfo, control: int) -> bool:
 
     This costs a connection and a message, about 20 µs, and never waits.
     """
-    return tell(agent, "group", fds=[control], **asdict(group_info))
+    return notify(agent, "group", fds=[control], **asdict(group_info))
 
 
 def fetch_store(agent: str, timeout_s: float = 5.0) -> int | None:
@@ -65,7 +65,7 @@ def fetch_store(agent: str, timeout_s: float = 5.0) -> int | None:
 
     It is for ranks that do not see the agent's process in their /proc.
     """
-    return next(iter(ask(agent, "store", timeout_s)), None)
+    return next(iter(request(agent, "store", timeout_s)), None)
 
 
 class Observer:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx._base.ipc.agent import tell
+from phalanx._base.ipc.agent import notify
 from phalanx.errors import PhalanxError
 
 PAGE_BYTES = 4096
@@ -192,6 +192,6 @@ def _show(agent: str) -> ProgressPage | None:
     try:
         with memory("phalanx-progress", PAGE_BYTES) as fd:
             page = ProgressPage(mmap.mmap(fd, PAGE_BYTES))  # written before the agent gets it
-            return page if tell(agent, KIND, fds=[fd]) else None
+            return page if notify(agent, KIND, fds=[fd]) else None
     except (OSError, PhalanxError):  # no shared memory
         return None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx._base.ipc.agent import tell
+from phalanx._base.ipc.agent import notify
 
 KIND = "report"  # the kind of the message
 
 
-def ask_for_report(agent: str, folder: str) -> bool:
+def request_report(agent: str, folder: str) -> bool:
     """Make the agent at `agent` ("name:token") write a report into `folder` at its end; False if it is gone."""
-    return tell(agent, KIND, folder=folder)
+    return notify(agent, KIND, folder=folder)

@@ -438,7 +438,7 @@ class AwaitedKey:
         if self._pending is None:
             return self._value is not None or self._store.check([self._key])
         with _in_torchs_words():
-            self._keep(self._pending.look())
+            self._keep(self._pending.poll())
         return self._value is not None
 
     def wait(self, wait_s: float, pause_s: float) -> None:

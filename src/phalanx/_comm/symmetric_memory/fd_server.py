@@ -111,7 +111,7 @@ class _Connection:
 
     def read_rank(self, token: str) -> int | None:
         """Return the rank, once it and the right token have arrived; set `is_done` if nothing more will arrive."""
-        messages = self.channel.take(1)
+        messages = self.channel.receive_available(1)
         self.is_done = bool(messages) or self.channel.is_garbled or self.channel.gone or self._deadline.passed
         hello = messages[0].content if messages else {}
         rank, theirs = hello.get("rank"), str(hello.get("token")).encode()
@@ -125,12 +125,12 @@ def receive_fds(
     deadline: Deadline,
     *,
     wait_for_leader: bool = False,
-    look_around: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> list[int]:
     """Receive the `count` file descriptors that local rank 0 at `address` serves. The caller owns them.
 
     With `wait_for_leader` it may not listen yet: retry until it does. An address in the abstract namespace is always
-    retried: local rank 0 opens it when it knows that some rank needs it. `look_around` is called repeatedly during the
+    retried: local rank 0 opens it when it knows that some rank needs it. `check` is called repeatedly during the
     wait, and may raise: a process that has ended will not answer.
 
     Raises:
@@ -138,10 +138,10 @@ def receive_fds(
         DeadlineError: it did not answer in time.
     """
     try:
-        sock = _connect(address, deadline, wait_for_leader, look_around)
+        sock = _connect(address, deadline, wait_for_leader, check)
         with contextlib.closing(Channel(sock, max_fds=count)) as channel:
             channel.send({"token": address.token, "rank": rank})
-            message = _receive(channel, deadline, look_around)
+            message = _receive(channel, deadline, check)
     except TimeoutError:
         raise DeadlineError("local rank 0 of this host did not hand over the shared memory in time") from None
     except OSError as error:
@@ -163,23 +163,23 @@ def receive_fds(
     return fds
 
 
-def _connect(address: LocalAddress, deadline: Deadline, wait: bool, look_around: Callable[[], None]) -> socket.socket:
+def _connect(address: LocalAddress, deadline: Deadline, wait: bool, check: Callable[[], None]) -> socket.socket:
     whose = "local rank 0 on this host"
     if address.path:
         try:
-            return connect(address, deadline, whose, keep_trying=wait, look_around=look_around)
+            return connect(address, deadline, whose, retry=wait, check=check)
         except OSError as error:
             # /proc of a process in another container is unreadable, and for ordinary users that of an ended one.
             if error.errno not in (errno.EACCES, errno.EPERM):
                 raise
-    return connect(address.for_containers, deadline, whose, keep_trying=True, look_around=look_around)
+    return connect(address.for_containers, deadline, whose, retry=True, check=check)
 
 
-def _receive(channel: Channel, deadline: Deadline, look_around: Callable[[], None]) -> ChannelMessage | None:
+def _receive(channel: Channel, deadline: Deadline, check: Callable[[], None]) -> ChannelMessage | None:
     while True:
         try:
             return channel.receive(Deadline.after(min(_SLICE_S, deadline.left_s)))
         except TimeoutError:
             if deadline.passed:
                 raise
-            look_around()
+            check()

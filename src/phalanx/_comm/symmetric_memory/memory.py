@@ -425,16 +425,16 @@ def open_as_member(
     members: Sequence[LocalRank],
     deadline: Deadline,
     idle: Callable[[float], None],
-    look_around: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> SymmetricMemory:
-    """Fetch the memory from rank 0 of the host; `look_around` is called between two attempts.
+    """Fetch the memory from rank 0 of the host; `check` is called between two attempts.
 
     Raises:
         DeadlineError: rank 0 did not answer in time.
         PhalanxError: rank 0 is lost.
     """
     count = 2 + (len(members) + 1 if needs_liveness_pipes(_processes(members)) else 0)
-    fds = receive_fds(address, rank, count, deadline, look_around=look_around)
+    fds = receive_fds(address, rank, count, deadline, check=check)
     try:
         return SymmetricMemory(fds, rank, members, idle)
     finally:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from phalanx._base.deadline import Deadline
-from phalanx._base.loss_detection import LOOK_S
+from phalanx._base.loss_detection import CHECK_S
 from phalanx._comm.diagnostics.failure_report import occupied
 
 
@@ -22,7 +22,7 @@ def take_call_lock(lock: threading.Lock, group: str, rank: int, timeout_s: float
     deadline = Deadline.after(timeout_s)
     while True:
         check()
-        if lock.acquire(timeout=min(max(deadline.left_s, 0.0), LOOK_S)):
+        if lock.acquire(timeout=min(max(deadline.left_s, 0.0), CHECK_S)):
             return
         if deadline.passed:
             raise occupied(group, rank, timeout_s)

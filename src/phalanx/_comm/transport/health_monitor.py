@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import ClassVar
 
-from phalanx._base.loss_detection import LOOK_S
+from phalanx._base.loss_detection import CHECK_S
 from phalanx._comm.diagnostics.failure_report import FailureReport
 from phalanx._comm.diagnostics.failure_signals import FailureSignals
 from phalanx._comm.diagnostics.failure_store import FailureStore
@@ -103,7 +103,7 @@ class _Listener:
             self._thread.join(_JOIN_S)
 
     def _listen(self) -> None:
-        while not self._stop.wait(LOOK_S):
+        while not self._stop.wait(CHECK_S):
             signals = self._signals.receive()
             for monitor in self._monitors:
                 monitor.look(signals)

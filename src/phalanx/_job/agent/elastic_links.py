@@ -74,7 +74,7 @@ class ElasticLinks:
         link = self._links.get(fd)
         if link is None:
             return []
-        taken = link.channel.take()
+        taken = link.channel.receive_available()
         for message in taken:
             message.close()
         if link.channel.gone:

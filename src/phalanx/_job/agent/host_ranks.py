@@ -222,7 +222,7 @@ class HostRanks:
         if control.fileno() not in ready:
             return
         control.send_some()
-        for event in control.take():
+        for event in control.receive_available():
             self._on_event(event.content)
         if control.gone:
             self._lose_zygote()

@@ -17,7 +17,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from phalanx._base.loss_detection import HOST_LOSS_SETTLE_S, SAME_SIGNAL_S, SAME_SIGTERM_S, SETTLE_S
+from phalanx._base.loss_detection import HOST_LOSS_GRACE_S, REPORT_GRACE_S, SAME_SIGNAL_S, SAME_SIGTERM_S
 from phalanx._base.processes import ENDING_SIGNALS, RELAYED_SIGNALS
 from phalanx._job.agent.failure import ExceptionReport, Exit, HostLoss, RankFailure, decide_failures
 
@@ -77,7 +77,7 @@ class Supervision:
     interrupted: int | None = None
     killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
     overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
-    settle_s: float = SETTLE_S
+    settle_s: float = REPORT_GRACE_S
     is_alone: bool = True  # no rank is on another host
     told_to_end: bool = False  # the ranks of an elastic job save their state, and end, without a time limit
     phase: str = "running"
@@ -158,7 +158,7 @@ class Supervision:
     def on_host_lost(self, ranks: Iterable[int], loss: HostLoss, now: float) -> list[Action]:
         """Decide how to react to the loss of these ranks' host."""
         self.lost.update({rank: loss for rank in ranks if rank not in self.exits and rank not in self.abandoned})
-        return self._settle(now, HOST_LOSS_SETTLE_S) if self.lost else []
+        return self._settle(now, HOST_LOSS_GRACE_S) if self.lost else []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
         """Decide how to react to a signal to the agent: one that ends the job, or one to pass on."""

@@ -208,7 +208,7 @@ class _Zygote:
             self._relay_due()
             if self._control.fileno() in ready:
                 # One, because a rank that is forked for it would inherit the descriptors of those after it.
-                for message in self._control.take(limit=1):
+                for message in self._control.receive_available(limit=1):
                     self._is_spare = False
                     assignment = self._execute(message.content, message.fds)
                     if assignment is not None:

@@ -190,7 +190,7 @@ class ZygoteProcess:
         spare, self._spare = self._spare, None
         if spare is None:
             return None
-        spare.control.take()  # the spare sends nothing: only its end can arrive
+        spare.control.receive_available()  # the spare sends nothing: only its end can arrive
         if spare.pid and not spare.control.gone:
             return spare
         spare.control.close()

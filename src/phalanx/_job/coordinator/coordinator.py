@@ -202,12 +202,12 @@ class Coordinator(StoreRequests):
             self._unpark(session, number)
         del self.sessions[session.route]
 
-    def forgive(self, pause_s: float, now: float) -> None:
+    def note_pause(self, pause_s: float, now: float) -> None:
         """Extend all deadlines by a pause in which the coordinator did not listen.
 
         No member is lost because of the pause, and every session keeps its results for clients that ask again.
         """
-        self.members.forgive(pause_s, now)
+        self.members.note_pause(pause_s, now)
         for session in self.sessions.values():
             session.heard_at = min(now, session.heard_at + pause_s)
 

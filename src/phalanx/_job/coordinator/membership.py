@@ -233,7 +233,7 @@ class Membership:
         grown, self._grown = self._grown, set()
         return [self._members[number] for number in grown if number in self._members]
 
-    def forgive(self, pause_s: float, now: float) -> None:
+    def note_pause(self, pause_s: float, now: float) -> None:
         """Extend all deadlines by a pause in which the coordinator did not listen."""
         for member in self:
             member.heard_at = min(now, member.heard_at + pause_s)

@@ -22,7 +22,7 @@ from phalanx._base.ipc.wakeup import Wakeup
 from phalanx._base.loss_detection import MEMBER_TIMEOUT_S
 from phalanx._base.malloc import give_back_freed_memory
 from phalanx._comm.control.address import Address, listen
-from phalanx._comm.control.admission import Admission, Complaints
+from phalanx._comm.control.admission import Admission, RateLimitedLog
 from phalanx._comm.control.connection_guard import ConnectionGuard, connections_allowed, protect, send_in_pieces
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.local_socket import BACKLOG, LocalSocket
@@ -97,7 +97,7 @@ class Service:
         self.address: Address | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.max_sockets = 64
-        self._complaints = Complaints(self._say)
+        self._log = RateLimitedLog(self._say)
         self._admission: Admission | None = None
         self._guard: ConnectionGuard | None = None
         self._stopping = False
@@ -123,7 +123,7 @@ class Service:
     @property
     def num_refused(self) -> int:
         """Return how many connections were refused."""
-        return self._complaints.num_refused
+        return self._log.num_refused
 
     @property
     def num_open(self) -> int:
@@ -185,7 +185,7 @@ class Service:
                 reason="taken" if error.errno == errno.EADDRINUSE else "",
             ) from None
         pair = key.coordinator_pair()
-        self._admission = Admission(self._context, key.member_pair().public, self._complaints)
+        self._admission = Admission(self._context, key.member_pair().public, self._log)
         router = self._router()
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = pair.public, pair.secret
@@ -194,7 +194,7 @@ class Service:
         port = listener.getsockname()[1]
         self.address = Address(place.host, port)
         self._guard = ConnectionGuard(
-            router, listener.fileno(), self._complaints, max_young=_MAX_YOUNG, max_open=connections_allowed()
+            router, listener.fileno(), self._log, max_young=_MAX_YOUNG, max_open=connections_allowed()
         )
         host = "[::]" if listener.family == socket.AF_INET6 else "0.0.0.0"
         with listener:  # ZeroMQ takes the descriptor only where `bind` returns
@@ -259,9 +259,9 @@ class Service:
                 self._guard.make_room(now)
             if now - ticked_at >= _TICK_S:
                 if now - ticked_at > 4 * _TICK_S:  # this process or the machine was suspended: no member is at fault
-                    self.coordinator.forgive(now - ticked_at - _TICK_S, now)
+                    self.coordinator.note_pause(now - ticked_at - _TICK_S, now)
                     if self._guard is not None:
-                        self._guard.forgive(now - ticked_at - _TICK_S, now)
+                        self._guard.note_pause(now - ticked_at - _TICK_S, now)
                 ticked_at = now
                 for line in (*self.coordinator.tick(now), *self._lose_disconnected(now)):
                     self._say(line)
@@ -279,7 +279,7 @@ class Service:
         return _REQUESTS_S if num_members > _VERY_MANY_MEMBERS else 0.0
 
     def _lose_disconnected(self, now: float) -> list[str]:
-        ended = () if self._guard is None else self._guard.take_ended(now)
+        ended = () if self._guard is None else self._guard.pop_ended(now)
         routes = [(Direct(OTHER_HOSTS, identity), since - _UNBROKEN_S) for identity, since in ended]
         return [line for route in routes for line in self.coordinator.lose_disconnected(*route)]
 
@@ -303,7 +303,7 @@ class Service:
                 self._say(f"a request failed, which is a bug of Phalanx: {error!r}")
                 continue
             if not fine:
-                self._complaints.add(f"what {self.coordinator.who(route)} sends makes no sense", now)
+                self._log.report(f"what {self.coordinator.who(route)} sends makes no sense", now)
 
     def _read_frame(self, listener: int, router: zmq.Socket[bytes], identity: bytes) -> bytes:
         """Return the frame after a route; messages arrive completely or not at all."""

@@ -147,7 +147,7 @@ class ControlChannel:
     def take(self) -> list[ControlMessage | Change]:
         """Return the messages that have arrived; does not wait."""
         messages, self._given_back = self._given_back, []
-        for event in self._client.take():
+        for event in self._client.receive_events():
             if event.kind == "datagram":
                 with contextlib.suppress(*MALFORMED):
                     messages.append(ControlMessage("datagram", event.member, dict(_decode(event.body))))

@@ -189,7 +189,7 @@ def while_listening(
         ended.ring()
 
     def show(ready: set[int]) -> None:
-        for text in said.take() if said.fileno() in ready else ():
+        for text in said.receive_all() if said.fileno() in ready else ():
             host.display.say(text)
 
     def on_signal(number: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx._base.loss_detection import HOST_LOSS_SETTLE_S
+from phalanx._base.loss_detection import HOST_LOSS_GRACE_S
 from phalanx._base.processes import ENDING_SIGNALS
 from phalanx._comm.diagnostics.printable import printable
 from phalanx._comm.diagnostics.rank_list import name_ranks
@@ -146,7 +146,7 @@ class FollowerSupervision(Supervision):
         self.abandoned_by = why
         if self.phase == "stopping":
             return self._stop(signal.SIGTERM, now)
-        return self._settle(now, HOST_LOSS_SETTLE_S)
+        return self._settle(now, HOST_LOSS_GRACE_S)
 
 
 def tells_first_lost(change: Change, first: int) -> bool:

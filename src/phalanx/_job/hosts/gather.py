@@ -251,7 +251,7 @@ class Gathering:
         if control.fileno() not in ready:
             return
         control.send_some()
-        control.take()
+        control.receive_available()
         if control.gone:
             raise LaunchError(
                 "phalanx run: the process from which the ranks are forked (the zygote) has ended while it imported "
@@ -259,7 +259,7 @@ class Gathering:
             )
 
     def _hear_notices(self, ready: set[int]) -> None:
-        for line in self._channel.notices.take() if self._channel.notices.fileno() in ready else ():
+        for line in self._channel.notices.receive_all() if self._channel.notices.fileno() in ready else ():
             self._host.display.say(f"phalanx run: {line}")
 
     def _hear_hosts(self, ready: set[int]) -> None:

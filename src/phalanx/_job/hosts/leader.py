@@ -216,7 +216,7 @@ class LeaderLink(HostLink):
 
     def receive(self, ready: set[int]) -> None:
         """Read messages of the other hosts."""
-        lines = self._peers.channel.notices.take() if self._peers.channel.notices.fileno() in ready else []
+        lines = self._peers.channel.notices.receive_all() if self._peers.channel.notices.fileno() in ready else []
         if self._peers.channel.fileno() in ready or self._peers.channel.has_more:
             for message in self._peers.channel.take():
                 self._read(message)

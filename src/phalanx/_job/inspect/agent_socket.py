@@ -143,7 +143,7 @@ class AgentSocket:
         return Channel(connection, max_bytes=_MAX_BYTES, max_fds=_MAX_FDS, max_queued=_MAX_QUEUED)
 
     def _read_request(self, channel: Channel) -> ClientRequest | None:
-        messages = channel.take(limit=1)
+        messages = channel.receive_available(limit=1)
         if not (messages or channel.gone or channel.is_garbled):
             return None  # it has not come yet
         del self._connections[channel.fileno()]

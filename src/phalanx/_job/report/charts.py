@@ -87,7 +87,7 @@ def dot_chart(
     taken = [(frame.x(dot.x) - 7, frame.y(dot.y), 14.0) for dot in dots]  # left end, height, width
     for dot in dots:
         px, py = frame.x(dot.x), frame.y(dot.y)
-        frame.drawing.circle(px, py, 5, fill="var(--c1)", stroke="var(--paper)", told=dot.told)
+        frame.drawing.circle(px, py, 5, fill="var(--c1)", stroke="var(--paper)", tooltip=dot.told)
         width = 6.6 * len(dot.label)
         for start, anchor in ((px + 9, "start"), (px - 9 - width, "end")):  # on the right, else on the left, else not
             inside = start >= _LEFT and start + width <= WIDTH - 4

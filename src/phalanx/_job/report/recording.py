@@ -21,7 +21,7 @@ from zlib import crc32
 import phalanx
 from phalanx._comm.backend.torch_integration.training_steps import observe_steps
 from phalanx._comm.diagnostics import step_notes
-from phalanx._comm.diagnostics.report_request import ask_for_report
+from phalanx._comm.diagnostics.report_request import request_report
 from phalanx._comm.diagnostics.step_recorder import StepRecorder
 from phalanx._job.report.copy_speed import measure_copy_speed
 from phalanx._job.report.job_record import RANKS, JobRecord
@@ -90,7 +90,7 @@ def begin(folder: str | os.PathLike[str]) -> StepRecorder:
     if not agent:
         _make_way(path)
     recorder = _record(path)
-    if not (agent and ask_for_report(agent, path)) and recorder.rank == 0:
+    if not (agent and request_report(agent, path)) and recorder.rank == 0:
         _write_at_end(path, recorder)
     return recorder
 

@@ -87,7 +87,7 @@ class PipeChannel:
             if self._write_fd in ready:
                 self._channel.send_some()
             if self._channel.fileno() in ready and not self.is_gone:
-                for message in self._channel.take():
+                for message in self._channel.receive_available():
                     on_message(message.content)
 
         return Source(

@@ -164,7 +164,7 @@ class Session:
         self._channel.put("facts", facts=asdict(facts), port=port)
 
     def _tell_reached(self, ready: set[int]) -> None:
-        for results in self._reached.take() if self._reached.fileno() in ready else ():
+        for results in self._reached.receive_all() if self._reached.fileno() in ready else ():
             self._channel.put("reached", results=list(results.items()))
 
     # -- the agent -------------------------------------------------------------------------------------------------

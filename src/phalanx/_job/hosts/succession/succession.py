@@ -184,7 +184,7 @@ class Succession:
                 notices.append(said)
             else:
                 self._count(said)
-        for ticket in self._stalled.take():
+        for ticket in self._stalled.receive_all():
             for member in [member for member, known in self._tickets.items() if known == ticket]:
                 self._forget(member)
                 self._ask_at = time.monotonic() + _ASK_AGAIN_S

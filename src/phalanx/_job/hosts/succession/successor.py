@@ -219,7 +219,7 @@ class Successor:
 
     def take_result(self) -> list[ElectedLeader | None]:
         """Return the elected leader; None in the list: no host was elected in time."""
-        return self._results.take()
+        return self._results.receive_all()
 
     def await_result(self, over: threading.Event) -> ElectedLeader | None:
         """Wait for the result, and return the elected leader; None if no host was elected, or `over` is set."""
@@ -479,7 +479,7 @@ class WitnessTrial:
 
     def take(self) -> list[str]:
         """Return lines for the user if the witness did not answer."""
-        return self._heard.take()
+        return self._heard.receive_all()
 
     def _run(self) -> None:
         try:

@@ -51,7 +51,7 @@ class Looker:
 
     def take(self) -> list[JobView | str | None]:
         """Return views; text on why there is none now; and None when the job has ended."""
-        return self._found.take()
+        return self._found.receive_all()
 
     def close(self) -> None:
         self._end.set()

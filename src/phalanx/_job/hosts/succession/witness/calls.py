@@ -45,7 +45,7 @@ class WitnessCalls:
 
     def take(self) -> list[Reply | str]:
         """Return the replies since the last call, and lines for the user as text."""
-        return self._heard.take()
+        return self._heard.receive_all()
 
     def _run(self) -> None:
         while True:
