@@ -47,8 +47,8 @@ class ServedRows(ServedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = {name: one.grad.coalesce() for name, one in self._held().items() if one.grad is not None}
-        self._say()
+        grads = {name: one.grad.coalesce() for name, one in self._served_parameters().items() if one.grad is not None}
+        self._send_options()
         rows = {name: (grad.indices()[0], grad.values()) for name, grad in grads.items()}
         self._server.server.push_gradients(None, rows)
         self._pull()

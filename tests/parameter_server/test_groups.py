@@ -198,7 +198,7 @@ def _differs(rank, folder):
         ones = {"a": torch.ones(2), "b": torch.ones(2)}
         zeros = {key: torch.zeros(2) for key in ones}
         make = partial(phalanx.ParameterServer, ["s0", "s1"], TRAINERS, optimizer=SGD)
-        clips = r"what gradients are clipped to is Clip\(max_norm=1.0, norm_type=2.0\) on trainer 't0' and "
+        clips = r"the limit to which gradients are clipped is Clip\(max_norm=1.0, norm_type=2.0\) on trainer 't0' and "
         cases = [
             (r"'lr' of group 0 of dense is 1.0 on trainer 't0' and 0.5 on 't1'. Nothing of the step was applied", {}),
             (clips + r"Clip\(max_norm=2.0", {"max_norm": 1.0 + rank}),
@@ -292,7 +292,7 @@ def _refused(rank, folder):
         with pytest.raises(ValueError, match=r"\['a'\] are names of several"):
             make(dense=[{"params": values}, {"params": {"a": torch.zeros(1)}}], optimizer=SGD)
         with make(dense=values, optimizer=SGD) as server:
-            with pytest.raises(RuntimeError, match="the servers make the optimizer's step when gradients"):
+            with pytest.raises(RuntimeError, match="the servers make the optimizer's step when they receive"):
                 server.optimizer.step()
             with pytest.raises(RuntimeError, match=r"save ParameterServer.state_dict\(\)"):
                 server.optimizer.state_dict()

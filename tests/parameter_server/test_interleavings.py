@@ -9,7 +9,7 @@ import torch
 import torch._dynamo  # every optimizer loads it, and it leaves a variable behind
 
 from phalanx.errors import ClosedError, PhalanxError
-from phalanx.parameter_server.hosting import HostedShard
+from phalanx.parameter_server.hosted_shard import HostedShard
 from phalanx.parameter_server.shard import PushedGradients, Spec, TrainerLostError
 
 
@@ -95,7 +95,7 @@ def play(seed):
             model.lost.add(gone)
             replaced.discard(gone)
             asked.pop(gone, None)
-            hosted.settle()
+            hosted.answer_requests()
         elif what == "replace" and model.lost - replaced:  # the worker that was lost stays lost
             back = chance.choice(sorted(model.lost - replaced))
             agent.replace(back)
@@ -195,7 +195,7 @@ def test_an_optimizer_that_fails_is_told_to_all_until_a_state_is_loaded():
         with pytest.raises(PhalanxError, match=r"server 's' could not make step 0: ArithmeticError: too much\nThe par"):
             future.value()
     for trainer, state in (("0", start), ("1", None)):
-        hosted.ask_load(trainer, 1)
+        hosted.request_load(trainer, 1)
         loaded = hosted.request(partial(hosted.load, trainer, 1, state))
     assert loaded.value()[0] == 0
     for trainer in "01":
@@ -236,12 +236,12 @@ def test_a_replica_hears_of_a_step_that_failed_and_one_made_later_is_no_better_t
     replica = HostedShard(others, "p", 0)
     primary._choose_replica()
     others.lose("s")
-    replica.hear_lost(SimpleNamespace(uid=9, info=SimpleNamespace(name="s")))
+    replica.on_lost(SimpleNamespace(uid=9, info=SimpleNamespace(name="s")))
     with pytest.raises(PhalanxError, match="could not make step 0: ArithmeticError"):
         replica.request(partial(replica.pull, "0", 1, ["d"], {})).value()
     replica = HostedShard(others, "p", 0)
     primary._choose_replica()
-    primary.ask_load("0", 1)
+    primary.request_load("0", 1)
     assert primary.request(partial(primary.load, "0", 1, start)).value()[0] == 0
     assert push(0, 1.0).value() is None
     assert replica._failure is None
@@ -259,7 +259,7 @@ def test_who_has_left_is_not_waited_for_after_a_state_is_loaded():
     hosted.request(partial(hosted.create, spec, state))
     assert hosted.request(partial(hosted.write, ("leave", "2"))).value() is None
     for trainer in ("1", "0"):
-        hosted.ask_load(trainer, 1)
+        hosted.request_load(trainer, 1)
         loaded = hosted.request(partial(hosted.load, trainer, 1, state if trainer == "0" else None))
     assert loaded.value()[0] == 0
     for trainer in ("0", "1"):
@@ -268,8 +268,8 @@ def test_who_has_left_is_not_waited_for_after_a_state_is_loaded():
     copy = type(hosted._shard).from_snapshot(hosted._shard.snapshot())
     assert copy.active() == ["0", "1"]
     assert hosted.request(partial(hosted.write, ("leave", "0"))).value() is None
-    hosted.ask_load("1", 2)
-    with pytest.raises(ClosedError, match="trainer '0', whose state was to be loaded, has closed it"):
+    hosted.request_load("1", 2)
+    with pytest.raises(ClosedError, match="trainer '0' has closed it, and its state cannot be loaded"):
         hosted.request(partial(hosted.load, "1", 2, None)).value()
 
 
@@ -285,7 +285,7 @@ def test_a_state_is_loaded_when_all_trainers_have_asked_for_it():
     hosted.request(partial(hosted.create, spec, {**state, "step": 0}))
 
     def load(trainer, number):
-        hosted.ask_load(trainer, number)
+        hosted.request_load(trainer, number)
         return hosted.request(partial(hosted.load, trainer, number, state if trainer == "0" else None))
 
     first = load("0", 1)
@@ -297,8 +297,8 @@ def test_a_state_is_loaded_when_all_trainers_have_asked_for_it():
     assert hosted.request(partial(hosted.attach, "1", agent.uid("1"), "")).value() == (3, 1)
     waits = load("1", 2)
     agent.lose("0")
-    hosted.settle()
-    with pytest.raises(TrainerLostError, match="trainer '0' is lost, whose state was to be loaded: it was killed"):
+    hosted.answer_requests()
+    with pytest.raises(TrainerLostError, match="trainer '0' is lost, and its state cannot be loaded: it was killed"):
         waits.value()
 
 
@@ -329,11 +329,11 @@ def test_the_next_of_a_name_begins_when_all_trainers_have_closed_the_one_before(
 
     assert done([*make("0", "first"), *make("1", "first"), *make("1", "first")]) == [True] * 4  # not closed: shared
     close("0")
-    given_up = make("0", "given up")
-    assert done(given_up) == [False, False]
-    assert hosted.give_up() == ["1"]
-    with pytest.raises(ClosedError, match="its trainer waits for it no more"):
-        given_up[0].value()
+    cancelled = make("0", "given up")
+    assert done(cancelled) == [False, False]
+    assert hosted.cancel_creation() == ["1"]
+    with pytest.raises(ClosedError, match="its trainer has stopped waiting for it"):
+        cancelled[0].value()
     zero = make("0", "second")
     assert done(zero) == [False, False]
     close("1")

@@ -74,7 +74,7 @@ def _trainer_dies(rank, folder):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         server.push_gradients(*_ones(torch.arange(7)))
-        message = r"synchronous step 1: trainer 't1' is lost: .*\nGo on from a checkpoint"
+        message = r"synchronous step 1: trainer 't1' is lost: .*\nResume from a checkpoint"
         for use in (server.pull, server.state_dict):
             with pytest.raises(PeerLostError, match=message) as raised:
                 use()
@@ -281,7 +281,7 @@ def _no_replica(rank, folder):
             return
         server = _counting(["s0", "s1"], ["t0"], replicate=False)
         os.kill(rpc.rpc_sync("s1", pid), signal.SIGKILL)
-        with pytest.raises(PeerLostError, match=r"shard 1 is lost: none of the servers s1, s0 .*\nGo on from a check"):
+        with pytest.raises(PeerLostError, match=r"shard 1 is lost: none of the servers s1, s0 .*\nResume from a check"):
             server.pull()
 
 

@@ -1,13 +1,12 @@
 """A `ParameterServer` keeps parameters on servers, and any number of trainers train them.
 
-what a trainer uses: ParameterServer, Pulled        client.py, pulled.py
+what a trainer uses: ParameterServer, Pulled        client.py
 a server's part of the parameters, its updates      shard.py
 a trainer's calls to servers, and their handlers    client.py, requests.py
-waiting requests, replicas, take-over               hosting.py
+waiting requests, replicas, take-over               hosted_shard.py
 placement of parameters on servers                  layout.py
 """
 
-from phalanx.parameter_server.client import ParameterServer
-from phalanx.parameter_server.pulled import Pulled
+from phalanx.parameter_server.client import ParameterServer, Pulled
 
 __all__ = ["ParameterServer", "Pulled"]

@@ -1,9 +1,10 @@
-"""`ParameterServer` lets a trainer pull parameters before a step, and push gradients after it."""
+"""A trainer pulls parameters from a `ParameterServer` before a step, and pushes gradients after it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -19,10 +20,32 @@ from phalanx.parameter_server.clipping import Clip, make_clip
 from phalanx.parameter_server.groups import KINDS, Group, MakeOptimizer, Options, read_groups
 from phalanx.parameter_server.layout import State, join_states, plan_dense, ring, split_state
 from phalanx.parameter_server.parameters import Parameters, describe
-from phalanx.parameter_server.pulled import Pulled
 from phalanx.parameter_server.server_optimizer import ServerOptimizer, make_server_optimizer
-from phalanx.parameter_server.shard import NotHeldError, PushedGradients, Spec, TrainerLostError
+from phalanx.parameter_server.shard import NoCopyError, PushedGradients, Spec, TrainerLostError
 from phalanx.rpc import current, rpc_async
+
+
+@dataclass
+class Pulled(Mapping[str, Tensor]):
+    """`Pulled` has the values for one step by name; for a table, the rows of the requested ids, in the ids' shape.
+
+    The values require gradients; `ParameterServer.push` sends them. `staleness` is how many steps the slowest trainer
+    is behind.
+    """
+
+    staleness: int
+    _values: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _dense: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _rows: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 class ParameterServer:
@@ -40,7 +63,7 @@ class ParameterServer:
     one process with the same gradients. Synchronous training does not depend on timing.
 
     Arguments:
-        servers: names of the workers that hold the parameters. Each dense tensor is whole on one server; the rows of a
+        servers: names of the workers that keep the parameters. Each dense tensor is whole on one server; the rows of a
             table are distributed over all of them in turn.
         trainers: names of the workers that push.
         dense: tensors by name, for instance `dict(module.named_parameters())`; or groups of them with their own
@@ -61,7 +84,7 @@ class ParameterServer:
         ValueError, TypeError: an argument is invalid, or an optimizer cannot be used.
         MismatchError: another trainer has passed different arguments.
         PeerLostError: all servers of a shard are lost.
-        PhalanxError: they were lost before, and other servers hold the shard anew.
+        PhalanxError: they were lost before, and other servers have created the shard again.
         DeadlineError: a trainer has not closed the previous one of this name (the message names the trainer), or the
             first trainer has not joined.
     """
@@ -148,7 +171,7 @@ class ParameterServer:
         if max(clocks) > min(clocks) + 1:  # a push goes to all shards, so they differ by one step at most
             raise PhalanxError(  # not a PeerLostError, which elastic.run would survive, only to return here
                 f"ParameterServer {name!r}: trainer {self._trainer!r} has pushed {max(clocks)} steps, and shard "
-                f"{clocks.index(min(clocks))} has {min(clocks)} of them: {_whose_loss(self._spec.replicate)}"
+                f"{clocks.index(min(clocks))} has {min(clocks)} of them: {_describe_loss(self._spec.replicate)}"
             )
         self.step = min(clocks)
         self._loads: int = max(number for _, number in attached)
@@ -183,10 +206,10 @@ class ParameterServer:
         one = self._optimizers.get(kind)
         if one is None:
             return []
-        return [{"params": names, **said} for names, said in zip(one.names, one.said(), strict=True)]
+        return [{"params": names, **options} for names, options in zip(one.names, one.options(), strict=True)]
 
-    def _said(self) -> dict[str, list[Options]]:
-        return {kind: one.said() for kind, one in self._optimizers.items()}
+    def _options(self) -> dict[str, list[Options]]:
+        return {kind: one.options() for kind, one in self._optimizers.items()}
 
     def _add_group(self, kind: str, group: Group, values: dict[str, Tensor]) -> None:
         """Add a parameter group on the servers. All trainers call it; the first trainer's values are used."""
@@ -197,7 +220,9 @@ class ParameterServer:
         argument, make = (
             ("optimizer", self._spec.optimizer) if kind == "dense" else ("row_optimizer", self._spec.row_optimizer)
         )
-        make_server_optimizer(kind, argument, make, [(values, {k: v for k, v in group.items() if k != "params"})], _not)
+        make_server_optimizer(
+            kind, argument, make, [(values, {k: v for k, v in group.items() if k != "params"})], _add_nothing
+        )
         num, load = len(self._servers), list(self._load)
         is_dense = kind == "dense"
         place = plan_dense({key: one.nbytes for key, one in values.items()}, num, load) if is_dense else {}
@@ -311,7 +336,7 @@ class ParameterServer:
             factor = clip.factor(total)
             dense = {key: grad * factor for key, grad in dense.items()}
             rows = {key: (ids, grads * factor) for key, (ids, grads) in rows.items()}
-        said = self._said()
+        options = self._options()
         arguments = []
         for index in range(num):
             mine = {key: grad for key, grad in dense.items() if self._place[key] == index}
@@ -320,7 +345,7 @@ class ParameterServer:
             for key, (ids, grads) in rows.items():
                 here = ids % num == index
                 local[key] = (ids[here] // num, grads[here])
-            arguments.append((self._trainer, self.step, PushedGradients(mine, local, said, for_servers)))
+            arguments.append((self._trainer, self.step, PushedGradients(mine, local, options, for_servers)))
         self._on_all(requests.push, arguments)
         if for_servers is not None:
             found = self._on_all(requests.norms, [(self._trainer, self.step)] * num)
@@ -328,7 +353,7 @@ class ParameterServer:
             self._on_all(requests.clip, [(self.step, total)] * num)
         self.step += 1
         for one in self._optimizers.values():
-            one.note_push()
+            one.notify_push()
         return total
 
     def _total_norm(
@@ -347,7 +372,7 @@ class ParameterServer:
         In synchronous training this is the state after this trainer's last step; else each server's current state.
         """
         self._check_open()
-        request = self._trainer, self.step, self._said()
+        request = self._trainer, self.step, self._options()
         shards = self._on_all(requests.state, [request] * len(self._servers))
         return {**join_states(shards), "step": self.step}
 
@@ -380,7 +405,7 @@ class ParameterServer:
         self._loads = number
         self.step = min(clock for clock, _ in answers)
         for kind, one in self._optimizers.items():
-            one.show(answers[0][1][kind])
+            one.set_options(answers[0][1][kind])
 
     def close(self) -> None:
         """Leave, so that the others no longer wait for this trainer.
@@ -400,7 +425,7 @@ class ParameterServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:  # otherwise the others learn of this trainer's end from its process
+        if kind is None:  # otherwise the others detect the end of its process
             self.close()
 
     def _on_all(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -411,20 +436,20 @@ class ParameterServer:
             raise PhalanxError(f"ParameterServer {self._spec.name!r} was closed by this trainer.")
 
 
-def _not(*_: Any) -> None:
+def _add_nothing(*_: Any) -> None:
     """Add no group: the optimizer is only tried out."""
 
 
-def _whose_loss(replicate: bool) -> str:
-    """Return why a shard starts anew, and what to do."""
+def _describe_loss(replicate: bool) -> str:
+    """Return why a shard was created again, and what to do."""
     if replicate:
         return (
-            "the server that had it and the one with its copy are both lost, and it begins anew.\nResume from a "
+            "the server that had it and the one with its copy are both lost, and it was created again.\nResume from a "
             "checkpoint. Servers on more hosts are less likely to be lost together."
         )
     return (
-        "the server that had it is lost, and it begins anew.\nResume from a checkpoint. With replicate=True another "
-        "server has a copy of each shard."
+        "the server that had it is lost, and it was created again.\nResume from a checkpoint. With replicate=True "
+        "another server has a copy of each shard."
     )
 
 
@@ -476,7 +501,7 @@ def try_optimizer(what: str, make: MakeOptimizer, *, sparse: bool) -> list[str]:
     return []
 
 
-_ASK_S = 5.0  # the time limit for details that only improve an error's text
+_DETAILS_S = 5.0  # the time limit for details that only improve an error's text
 
 
 class ShardCalls:
@@ -490,7 +515,7 @@ class ShardCalls:
         self._servers = servers
         self._trainer = trainer
         self._first = first
-        self._hosts = [self._ring(index) for index in range(len(servers))]  # the servers that are not known to be lost
+        self._hosts = [self._ring(index) for index in range(len(servers))]  # the servers that were not found lost
 
     def _ring(self, index: int) -> list[str]:
         return ring(self._servers, index, current.agent().membership.host_of)
@@ -543,21 +568,21 @@ class ShardCalls:
                 raise
             except DeadlineError as error:
                 raise self._explain_late(index, function, error, step) from error
-            except (PeerLostError, NotHeldError) as error:
+            except (PeerLostError, NoCopyError) as error:
                 cause = error
                 hosts = self._hosts[index]
                 if hosts and hosts[0] == host:
                     hosts.pop(0)
-                if isinstance(error, NotHeldError):
+                if isinstance(error, NoCopyError):
                     without.add(host)
                     if host not in hosts:
-                        hosts.append(host)  # it may have a copy later, and be asked once all servers before it are lost
+                        hosts.append(host)  # it may have a copy later, after all servers before it are lost
                 future = self._send(index, function, request)
         tried = self._ring(index)
         members = (current.agent().membership.find(one) for one in tried)
         raise PeerLostError(
             f"ParameterServer {self._name!r}: shard {index} is lost: none of the servers {', '.join(tried)} that "
-            "could have it is there with a copy.\nGo on from a checkpoint.",
+            "could have it has a copy.\nResume from a checkpoint.",
             ranks=tuple(one.info.id for one in members if one is not None),
         ) from cause
 
@@ -567,12 +592,13 @@ class ShardCalls:
         try:
             host = self._hosts[index][0]
             if function is requests.create:
-                return self._explain_held(rpc_async(host, requests.give_up, place, timeout=_ASK_S).wait(), error)
-            clocks = rpc_async(host, requests.clocks, place, timeout=_ASK_S).wait()
+                users = rpc_async(host, requests.cancel_creation, place, timeout=_DETAILS_S).wait()
+                return self._explain_missing(users, error)
+            clocks = rpc_async(host, requests.clocks, place, timeout=_DETAILS_S).wait()
         except PhalanxError:
             return error
         if function is requests.attach:
-            return self._explain_held(list(clocks), error)
+            return self._explain_missing(list(clocks), error)
         if function is requests.add and self._trainer != (first := next(iter(clocks), self._trainer)):
             return DeadlineError(
                 f"ParameterServer {self._name!r}: {self._trainer!r} waits for {first!r} to add the same group. "
@@ -582,19 +608,19 @@ class ShardCalls:
         behind = {name: clock for name, clock in clocks.items() if clock < mine}
         if not behind:
             return error
-        told = ", ".join(f"trainer {name!r} has pushed {clock} steps" for name, clock in behind.items())
+        facts = ", ".join(f"trainer {name!r} has pushed {clock} steps" for name, clock in behind.items())
         text = f"ParameterServer {self._name!r}: {self._trainer!r} has pushed {mine} and waits for the others: "
-        return DeadlineError(f"{text}{told}.\n{error}")
+        return DeadlineError(f"{text}{facts}.\n{error}")
 
-    def _explain_held(self, holders: list[str], error: DeadlineError) -> DeadlineError:
-        """Return the error if none could be made: others hold the one before, or the first trainer has not come."""
-        if not holders:
+    def _explain_missing(self, users: list[str], error: DeadlineError) -> DeadlineError:
+        """Return an error that says why there is no shard: `users` have not closed the previous one of this name."""
+        if not users:
             fact = f"trainer {self._first!r}, whose values it begins with, has not made it."
-        elif self._trainer in holders:
+        elif self._trainer in users:
             return error
         else:
             fact = (
-                f"{self._trainer!r} has closed the one before of this name, and {', '.join(map(repr, holders))} "
-                f"{'has' if len(holders) == 1 else 'have'} not. Close it in all trainers, or give this another name."
+                f"{self._trainer!r} has closed the one before of this name, and {', '.join(map(repr, users))} "
+                f"{'has' if len(users) == 1 else 'have'} not. Close it in all trainers, or give this another name."
             )
         return DeadlineError(f"ParameterServer {self._name!r}: {fact}\n{error}")

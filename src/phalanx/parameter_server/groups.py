@@ -1,4 +1,4 @@
-"""Read the parameter groups that trainers pass, and keep the optimizer of a server's part of the groups.
+"""Parameter groups: as trainers pass them, and on a server with its part of the parameters and their optimizer.
 
 A group in a message or a state is `{"params": [name, ...], "lr": ..., ...}`. Groups are "dense" or "tables", each with
 an optimizer of their own.
@@ -45,8 +45,8 @@ def read_group(what: str, group: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
         pairs = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor) else [params]
         if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in pairs):
             raise TypeError(
-                f"ParameterServer: 'params' of a group of {what} must be tensors with their names, which say where a "
-                "server has them: {'params': module.named_parameters(), ...}"
+                f"ParameterServer: 'params' of a group of {what} must be tensors with their names, by which "
+                "servers find them: {'params': module.named_parameters(), ...}"
             )
         params = dict(pairs)
     return dict(params), {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -75,32 +75,32 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one is other or one == other)
 
 
-class HeldGroups:
-    """`HeldGroups` holds the parameters of dense groups, or of tables, on this server, and their optimizer.
+class ShardGroups:
+    """`ShardGroups` are the dense parameters, or the parts of tables, on this server, and their optimizer.
 
-    `said` has every group's options as a trainer last sent them. Only options that a trainer has changed since are set
-    in the optimizer, which may keep options of its own in a group.
+    `options` has every group's options as a trainer last sent them. Only options that a trainer has changed since are
+    set in the optimizer, which may keep options of its own in a group.
     """
 
     def __init__(self, make: MakeOptimizer, groups: Sequence[Group], values: Mapping[str, Tensor]) -> None:
         self._make = make
         self._names = [list(group["params"]) for group in groups]
-        self.said = [options_of(group) for group in groups]
+        self.options = [options_of(group) for group in groups]
         self.parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
         self.optimizer: torch.optim.Optimizer | None = None
-        self._hold()
+        self._make_optimizer()
 
-    def _hold(self) -> None:
+    def _make_optimizer(self) -> None:
         """Create the optimizer once there is a parameter for it."""
         if self.optimizer is not None or not self.parameters:
             return
         members = [self._members(number) for number in range(len(self._names))]
         if len(members) == 1:  # one group becomes a list, which any function that makes an optimizer accepts
             self.optimizer = self._make(members[0])
-            self.optimizer.param_groups[0].update(options_of(self.said[0]))
+            self.optimizer.param_groups[0].update(options_of(self.options[0]))
         else:
-            said = zip(self.said, members, strict=True)
-            self.optimizer = self._make([{**options_of(options), "params": mine} for options, mine in said])
+            groups = zip(self.options, members, strict=True)
+            self.optimizer = self._make([{**options_of(options), "params": mine} for options, mine in groups])
 
     def _members(self, number: int) -> list[torch.nn.Parameter]:
         return [self.parameters[name] for name in self._names[number] if name in self.parameters]
@@ -108,39 +108,39 @@ class HeldGroups:
     def add(self, group: Group, values: Mapping[str, Tensor]) -> None:
         """Add a group, with those of its values that this server has."""
         self._names.append(list(group["params"]))
-        self.said.append(options_of(group))
+        self.options.append(options_of(group))
         self.parameters |= {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
         if self.optimizer is None:
-            self._hold()
+            self._make_optimizer()
         else:
             mine = self._members(len(self._names) - 1)
             self.optimizer.add_param_group({**options_of(group), "params": mine})
 
-    def set_options(self, said: Sequence[Options]) -> None:
+    def set_options(self, new: Sequence[Options]) -> None:
         """Set the options that a trainer has changed.
 
         A trainer in asynchronous training may not have all groups yet.
         """
-        for number, (before, options) in enumerate(zip(self.said, said, strict=False)):
+        for number, (before, options) in enumerate(zip(self.options, new, strict=False)):
             changed = {key: copy_value(options[key]) for key in find_differing(before, options) if key in options}
             before.update(changed)
             if self.optimizer is not None:
                 self.optimizer.param_groups[number].update(options_of(changed))
 
-    def groups(self, said: Sequence[Options] | None = None) -> list[Group]:
-        """Return all groups with this server's options; options that a trainer has changed in `said` replace them."""
+    def groups(self, new: Sequence[Options] | None = None) -> list[Group]:
+        """Return all groups with this server's options; options that a trainer has changed in `new` replace them."""
         found = []
-        for number, (names, before) in enumerate(zip(self._names, self.said, strict=True)):
+        for number, (names, before) in enumerate(zip(self._names, self.options, strict=True)):
             options = before if self.optimizer is None else self.optimizer.param_groups[number]
-            theirs = said[number] if said is not None and number < len(said) else before
+            theirs = new[number] if new is not None and number < len(new) else before
             changed = {key: theirs[key] for key in find_differing(before, theirs) if key in theirs}
             found.append({"params": list(names), **options_of({**options, **changed})})
         return found
 
-    def load(self, values: Mapping[str, Tensor], kept: Mapping[str, Any], groups: Sequence[Group] | None) -> None:
+    def load(self, values: Mapping[str, Tensor], state: Mapping[str, Any], groups: Sequence[Group] | None) -> None:
         """Load values, their optimizer state, and the groups' options if given."""
         for number, group in enumerate(groups or ()):
-            self.said[number] = options_of(group)
+            self.options[number] = options_of(group)
             if self.optimizer is not None:
                 self.optimizer.param_groups[number].update(options_of(group))
         for name, parameter in self.parameters.items():
@@ -148,10 +148,10 @@ class HeldGroups:
             parameter.copy_(values[name])
             if self.optimizer is not None:
                 self.optimizer.state.pop(parameter, None)
-                if name in kept:
-                    self.optimizer.state[parameter] = copy_values(kept[name])
+                if name in state:
+                    self.optimizer.state[parameter] = copy_values(state[name])
 
-    def kept(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
         """Return a copy of the optimizer state by parameter name."""
         if self.optimizer is None:
             return {}

@@ -33,7 +33,7 @@ def ring(servers: Sequence[str], index: int, host_of: Callable[[str], str]) -> l
     return [mine, *sorted(others, key=lambda other: host_of(other) == host_of(mine))]  # sorted is stable
 
 
-def take_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
+def select_rows(table: Tensor, index: int, num_servers: int) -> Tensor:
     """Return the table's rows on server `index`."""
     if table.is_sparse:  # SGD's momentum
         ids, values = table._indices(), table._values()
@@ -76,10 +76,10 @@ def split_state(state: State, place: Mapping[str, int], num_servers: int) -> lis
             elif name in tables:
                 rows = len(tables[name])
                 kept[name] = {
-                    key: take_rows(one, index, num_servers) if _is_by_row(one, rows) else one
+                    key: select_rows(one, index, num_servers) if _is_by_row(one, rows) else one
                     for key, one in values.items()
                 }
-        own = {name: take_rows(table, index, num_servers) for name, table in tables.items()}
+        own = {name: select_rows(table, index, num_servers) for name, table in tables.items()}
         groups = {"groups": state["groups"]} if "groups" in state else {}  # an older state has none
         shards.append({"step": state["step"], "dense": dense, "tables": own, "optimizer": kept, **groups})
     return shards

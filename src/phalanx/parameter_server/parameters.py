@@ -1,4 +1,4 @@
-"""`Parameters` holds a `ParameterServer`'s tensors by name, to check the arguments of a trainer's calls."""
+"""`Parameters` are a `ParameterServer`'s tensors by name; they check the arguments of a trainer's calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Parameters:
         return self.dense if kind == "dense" else self.tables
 
     def check_names(self, dense: Sequence[str], rows: Mapping[str, Tensor]) -> None:
-        """Refuse names and row ids that do not exist.
+        """Raise if a name or a row id does not exist.
 
         Raises:
             ValueError: a name is unknown, or an id is out of range.
@@ -76,7 +76,7 @@ class Parameters:
         return summed
 
     def check_state(self, state: State) -> None:
-        """Refuse a state of other parameters.
+        """Raise if a state has other parameters.
 
         Raises:
             ValueError: the state has other parameters.

@@ -1,4 +1,4 @@
-"""Handle trainers' requests on a server, called through `phalanx.rpc`; each function looks up its shard."""
+"""Trainers call these functions on a server through `phalanx.rpc`; each looks up its shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from phalanx.parameter_server.clipping import Norms
 from phalanx.parameter_server.groups import Options
-from phalanx.parameter_server.hosting import host
+from phalanx.parameter_server.hosted_shard import host
 from phalanx.parameter_server.layout import State
 from phalanx.parameter_server.shard import PushedGradients, Spec
 from phalanx.rpc.functions import async_execution
@@ -24,9 +24,9 @@ def create(name: str, index: int, spec: Spec, state: State) -> Future[Any]:
     return place.request(partial(place.create, spec, state))
 
 
-def give_up(name: str, index: int) -> list[str]:
-    """Stop waiting for the trainers that hold the previous shard of this name, and return their names."""
-    return host(name, index).give_up()
+def cancel_creation(name: str, index: int) -> list[str]:
+    """Stop waiting for the trainers that use the previous shard of this name, and return their names."""
+    return host(name, index).cancel_creation()
 
 
 @async_execution
@@ -54,7 +54,7 @@ def leave(name: str, index: int, trainer: str) -> Future[Any]:
 def load(name: str, index: int, trainer: str, number: int, state: State | None) -> Future[Any]:
     """Load this state, or that of the first trainer."""
     place = host(name, index)
-    place.ask_load(trainer, number)
+    place.request_load(trainer, number)
     return place.request(partial(place.load, trainer, number, state))
 
 
@@ -88,11 +88,11 @@ def add(name: str, index: int, *arguments: Any) -> Future[Any]:
 
 @async_execution
 def state(
-    name: str, index: int, trainer: str, clock: int, said: Mapping[str, Sequence[Options]] | None = None
+    name: str, index: int, trainer: str, clock: int, options: Mapping[str, Sequence[Options]] | None = None
 ) -> Future[Any]:
     """Return the complete state on this server."""
     place = host(name, index)
-    return place.request(partial(place.state, trainer, clock, said))
+    return place.request(partial(place.state, trainer, clock, options))
 
 
 def clocks(name: str, index: int) -> dict[str, int]:

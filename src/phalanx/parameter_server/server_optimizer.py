@@ -57,11 +57,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         """Refuse to step: a push is the step, and calls this for the sake of hooks and schedulers."""
         if not self._is_pushing:
             raise RuntimeError(
-                "ParameterServer: the servers make the optimizer's step when gradients come: call "
-                "ParameterServer.push or push_gradients in its place"
+                "ParameterServer: the servers make the optimizer's step when they receive gradients: call "
+                "ParameterServer.push or push_gradients instead"
             )
 
-    def note_push(self) -> None:
+    def notify_push(self) -> None:
         """Notify hooks and schedulers of a step."""
         self._is_pushing = True
         try:
@@ -69,13 +69,13 @@ class ServerOptimizer(torch.optim.Optimizer):
         finally:
             self._is_pushing = False
 
-    def said(self) -> list[Options]:
+    def options(self) -> list[Options]:
         """Return the current options of all groups."""
         return [options_of(group) for group in self.param_groups]
 
-    def show(self, said: Sequence[Options]) -> None:
-        """Set the options of all groups to `said`."""
-        for group, options in zip(self.param_groups, said, strict=True):
+    def set_options(self, new: Sequence[Options]) -> None:
+        """Set the options of all groups to `new`."""
+        for group, options in zip(self.param_groups, new, strict=True):
             group.update(options_of(options))
 
     def state_dict(self) -> NoReturn:

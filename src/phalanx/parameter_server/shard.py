@@ -14,15 +14,23 @@ from torch import Tensor
 
 from phalanx.errors import MismatchError, PeerLostError, PhalanxError
 from phalanx.parameter_server.clipping import Clip, Norms
-from phalanx.parameter_server.groups import KINDS, Group, HeldGroups, MakeOptimizer, Options, find_differing, options_of
+from phalanx.parameter_server.groups import (
+    KINDS,
+    Group,
+    MakeOptimizer,
+    Options,
+    ShardGroups,
+    find_differing,
+    options_of,
+)
 from phalanx.parameter_server.layout import State
 
 
 class TrainerLostError(PeerLostError):
-    """A trainer is lost without which a synchronous step cannot be made."""
+    """A synchronous step cannot be completed without the lost trainer."""
 
 
-class NotHeldError(PhalanxError):
+class NoCopyError(PhalanxError):
     """This server has no copy of the shard."""
 
 
@@ -63,8 +71,8 @@ class Shard:
 
     def __init__(self, spec: Spec, state: State, load_number: int = 0) -> None:
         self.spec = spec
-        self._held = {
-            kind: HeldGroups(make, _groups_in(state)[kind], state[kind])
+        self._groups = {
+            kind: ShardGroups(make, _groups_in(state)[kind], state[kind])
             for kind, make in zip(KINDS, (spec.optimizer, spec.row_optimizer), strict=True)
         }
         self._added: list[tuple[str, str]] = []  # the groups added later: their kind and description
@@ -114,7 +122,7 @@ class Shard:
         """Add a group, number `number` among those added later."""
         if number == len(self._added):
             self._added.append((kind, described))
-            self._held[kind].add(group, values)
+            self._groups[kind].add(group, values)
 
     def leave(self, trainer: str) -> None:
         """Remove a trainer that pushes no more; the others do not wait for it."""
@@ -135,8 +143,8 @@ class Shard:
         self._is_reduced = False  # whether the parameters hold the gradients of the next step
         self._norms: dict[str, Norms] = {}  # the norms of the last step that was clipped
         with torch.no_grad():
-            for kind, held in self._held.items():
-                held.load(state[kind], state["optimizer"], state.get("groups", {}).get(kind))
+            for kind, groups in self._groups.items():
+                groups.load(state[kind], state["optimizer"], state.get("groups", {}).get(kind))
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -156,9 +164,9 @@ class Shard:
         """Apply complete synchronous steps: always in the trainers' order, whichever arrived first."""
         while self.is_complete():
             pushed = self._next_step()
-            if refused := self._find_mismatch(pushed):
+            if mismatch := self._find_mismatch(pushed):
                 del self._pending[self.step]  # also deletes a step in which an optimizer fails
-                raise refused
+                raise mismatch
             if any(one.clip for one in pushed.values()) and self._total is None:
                 return
             del self._pending[self.step]
@@ -174,15 +182,15 @@ class Shard:
 
         Every server receives all options, so all refuse the step.
         """
-        says = {trainer: one for trainer, one in pushed.items() if one.options is not None}
-        for trainer, one in list(says.items())[1:]:
-            first, other = next(iter(says.items()))
+        with_options = {trainer: one for trainer, one in pushed.items() if one.options is not None}
+        for trainer, one in list(with_options.items())[1:]:
+            first, other = next(iter(with_options.items()))
             if difference := _find_difference(other, one):
                 where, theirs, mine = difference
                 return MismatchError(
                     f"ParameterServer {self.spec.name!r}, synchronous step {self.step}: {where} is {theirs} on trainer "
                     f"{first!r} and {mine} on {trainer!r}. Nothing of the step was applied.\nLet the same schedulers "
-                    "make the same steps on all trainers, and clip on all or none; go on from a checkpoint."
+                    "make the same steps on all trainers, and clip on all or none; resume from a checkpoint."
                 )
         return None
 
@@ -196,14 +204,14 @@ class Shard:
             return
         self._is_reduced = True
         divisor = len(pushed) if self.spec.reduction == "mean" else 1
-        for name, parameter in self._held["dense"].parameters.items():
+        for name, parameter in self._groups["dense"].parameters.items():
             parts = [one.dense[name] for one in pushed if name in one.dense]
             if parts:
                 total = parts[0].clone()
                 for part in parts[1:]:
                     total += part
                 parameter.grad = total / divisor if divisor > 1 else total
-        for name, table in self._held["tables"].parameters.items():
+        for name, table in self._groups["tables"].parameters.items():
             rows = [one.rows[name] for one in pushed if name in one.rows]
             if rows:
                 ids = torch.cat([one[0] for one in rows])
@@ -219,25 +227,25 @@ class Shard:
             if clip is not None:
                 self._reduce(pushed)
                 self._norms = {
-                    kind: {name: clip.norm_of(p.grad) for name, p in held.parameters.items() if p.grad is not None}
-                    for kind, held in self._held.items()
+                    kind: {name: clip.norm_of(p.grad) for name, p in groups.parameters.items() if p.grad is not None}
+                    for kind, groups in self._groups.items()
                 }
         return self._norms
 
     def _update(self, pushed: list[PushedGradients]) -> None:
         """Step the optimizers once, with the options that the trainers have set."""
-        said = next((one.options for one in pushed if one.options is not None), {})
+        options = next((one.options for one in pushed if one.options is not None), {})
         clip = next((one.clip for one in pushed if one.clip), None)
         self._reduce(pushed)
         if clip is not None and self._total is not None:
-            parameters = [p for held in self._held.values() for p in held.parameters.values()]
+            parameters = [p for groups in self._groups.values() for p in groups.parameters.values()]
             clip.scale([p.grad for p in parameters if p.grad is not None], self._total)
         self._total, self._is_reduced = None, False
-        for kind, held in self._held.items():
-            held.set_options(said.get(kind, ()))
-            if held.optimizer is not None:
-                held.optimizer.step()
-                held.optimizer.zero_grad(set_to_none=True)
+        for kind, groups in self._groups.items():
+            groups.set_options(options.get(kind, ()))
+            if groups.optimizer is not None:
+                groups.optimizer.step()
+                groups.optimizer.zero_grad(set_to_none=True)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -248,7 +256,7 @@ class Shard:
 
     def values(self, dense: Iterable[str], rows: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return copies of values, which later updates do not change."""
-        parameters, tables = (self._held[kind].parameters for kind in KINDS)
+        parameters, tables = (self._groups[kind].parameters for kind in KINDS)
         whole = {name: parameters[name].detach().clone() for name in dense}
         return whole, {name: tables[name].detach().index_select(0, ids) for name, ids in rows.items()}
 
@@ -256,35 +264,35 @@ class Shard:
         """Return the groups added later: their kinds and descriptions."""
         return self._added
 
-    def said(self) -> dict[str, list[Options]]:
+    def options(self) -> dict[str, list[Options]]:
         """Return the options of all groups, as a trainer last sent them."""
-        return {kind: [options_of(one) for one in held.said] for kind, held in self._held.items()}
+        return {kind: [options_of(one) for one in groups.options] for kind, groups in self._groups.items()}
 
-    def state(self, said: Mapping[str, Sequence[Options]] | None = None) -> State:
+    def state(self, options: Mapping[str, Sequence[Options]] | None = None) -> State:
         """Return a state for `load`. It excludes gradients pushed for an incomplete step.
 
-        `said` has the options of the calling trainer, which it may have changed since its last push.
+        `options` are those of the calling trainer, which it may have changed since its last push.
         """
         state: State = {"step": self.step, "optimizer": {}, "groups": {}}
-        for kind, held in self._held.items():
-            state[kind] = {name: one.detach().clone() for name, one in held.parameters.items()}
-            state["optimizer"] |= held.kept()
-            state["groups"][kind] = held.groups(None if said is None else said.get(kind))
+        for kind, groups in self._groups.items():
+            state[kind] = {name: one.detach().clone() for name, one in groups.parameters.items()}
+            state["optimizer"] |= groups.optimizer_state()
+            state["groups"][kind] = groups.groups(None if options is None else options.get(kind))
         return state
 
     def snapshot(self) -> tuple[Any, ...]:
         """Return everything needed to make an equal shard elsewhere."""
         pending = {step: dict(pushed) for step, pushed in self._pending.items()}
-        more = self.said(), list(self._added), dict(self._norms), dict(self.workers)
+        more = self.options(), list(self._added), dict(self._norms), dict(self.workers)
         return self.spec, self.state(), self.load_number, dict(self.clocks), set(self.left), pending, more
 
     @classmethod
     def from_snapshot(cls, snapshot: tuple[Any, ...]) -> Shard:
-        spec, state, load_number, clocks, left, pending, (said, added, norms, workers) = snapshot
+        spec, state, load_number, clocks, left, pending, (options, added, norms, workers) = snapshot
         shard = cls(spec, state, load_number)
         shard.clocks, shard.left, shard._pending = clocks, left, pending
-        for kind, held in shard._held.items():
-            held.said = said[kind]
+        for kind, groups in shard._groups.items():
+            groups.options = options[kind]
         shard._added, shard._norms, shard.workers = added, norms, workers
         return shard
 
@@ -297,7 +305,7 @@ def _groups_in(state: State) -> Mapping[str, Sequence[Group]]:
 def _find_difference(one: PushedGradients, other: PushedGradients) -> tuple[str, object, object] | None:
     """Return the first difference between two trainers' options for a step, in words, and both values."""
     if one.clip != other.clip:
-        return "what gradients are clipped to", one.clip, other.clip
+        return "the limit to which gradients are clipped", one.clip, other.clip
     for kind in KINDS:
         mine, theirs = ((each.options or {}).get(kind, ()) for each in (one, other))
         if len(mine) != len(theirs):

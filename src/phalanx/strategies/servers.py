@@ -172,8 +172,8 @@ class ServedOptimizer(Optimizer):
         self.total_norm: Tensor | None = None
         theirs = server.optimizer
         groups = [
-            {**said, "params": [self._parameters[name] for name in names]}
-            for names, said in zip(theirs.names, theirs.said(), strict=True)
+            {**options, "params": [self._parameters[name] for name in names]}
+            for names, options in zip(theirs.names, theirs.options(), strict=True)
         ]
         super().__init__(groups, theirs.defaults)
         self._is_made = True
@@ -220,37 +220,37 @@ class ServedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = {name: one.grad for name, one in self._held().items() if one.grad is not None}
+        gradients = {name: one.grad for name, one in self._served_parameters().items() if one.grad is not None}
         if rows := [name for name, grad in gradients.items() if grad.is_sparse]:
             raise ValueError(
                 f"ParameterServerStrategy: {rows[0]!r} has a sparse gradient: give phalanx.ParameterServer the matrix "
                 "as a table, of which a step pulls and pushes rows"
             )
-        self._say()
+        self._send_options()
         self.total_norm = self._server.push_gradients(gradients, max_norm=max_norm)
         self._pull()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the servers' complete parameters and optimizer state. All trainers call it."""
-        self._say()
+        self._send_options()
         # In the form of an optimizer's state, which a checkpoint compares.
         return {"state": {}, "param_groups": super().state_dict()["param_groups"], "servers": self._server.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load `state_dict` on servers and trainers. All trainers call it; the first trainer's state is used."""
         self._server.load_state_dict(state_dict["servers"])
-        for group, options in zip(self.param_groups, self._server.optimizer.said(), strict=True):
+        for group, options in zip(self.param_groups, self._server.optimizer.options(), strict=True):
             group.update(options)
         self._pull()
 
-    def _held(self) -> dict[str, Tensor]:
+    def _served_parameters(self) -> dict[str, Tensor]:
         """Return the parameters on the servers, by name."""
         return {name: self._parameters[name] for names in self._server.optimizer.names for name in names}
 
-    def _say(self) -> None:
+    def _send_options(self) -> None:
         """Send the options that are set here to the server."""
-        self._server.optimizer.show([_options(group) for group in self.param_groups])
+        self._server.optimizer.set_options([_options(group) for group in self.param_groups])
 
     @torch.no_grad()
     def _pull(self) -> None:

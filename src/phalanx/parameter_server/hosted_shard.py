@@ -1,18 +1,27 @@
-"""Serve trainers' requests, replicate a shard, and take over the shard of a lost server.
+"""A `HostedShard` answers trainers' requests, replicates a shard, and replaces the primary of a lost one.
 
 trainer              server: primary of shard i            next server: replica of shard i
 push ──────────────► apply, number it
                      receive ────────────────────────────► apply in the order of the numbers
      ◄────────────── acknowledged ◄─────────────────────── done
                      (killed)                              primary from now on; the next server gets a copy
-push again ──────────────────────────────────────────────► taken already: acknowledged; else applied
+push again ──────────────────────────────────────────────► acknowledged, and applied unless it was before
+
+    role      this server                                             next
+    EMPTY     has no copy of the shard                                PRIMARY: the first trainer creates it
+                                                                      REPLICA: the primary sends a copy
+    REPLICA   applies the primary's entries, and answers no trainer   REPLICA: the primary sends another copy
+                                                                      PRIMARY: the primary is lost
+                                                                      EMPTY: all trainers have left
+    PRIMARY   answers trainers                                        EMPTY: all trainers have left
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -22,7 +31,7 @@ from torch.futures import Future
 from phalanx.errors import ClosedError, MismatchError, PeerLostError, PhalanxError, summary_of
 from phalanx.parameter_server.groups import Group, Options
 from phalanx.parameter_server.layout import State, ring
-from phalanx.parameter_server.shard import NotHeldError, PushedGradients, Shard, Spec, TrainerLostError
+from phalanx.parameter_server.shard import NoCopyError, PushedGradients, Shard, Spec, TrainerLostError
 from phalanx.rpc import current, rpc_async
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.functions import async_execution
@@ -31,46 +40,65 @@ from phalanx.rpc.worker_info import WorkerAddress
 _WAIT = object()  # the placeholder for a result that does not exist yet
 
 
+class ShardRole(Enum):
+    """A `ShardRole` limits the next transitions, as the module's table shows."""
+
+    EMPTY = "empty"
+    REPLICA = "replica"
+    PRIMARY = "primary"
+
+
+TRANSITIONS: Mapping[ShardRole, Set[ShardRole]] = {
+    ShardRole.EMPTY: {ShardRole.PRIMARY, ShardRole.REPLICA},
+    ShardRole.REPLICA: {ShardRole.REPLICA, ShardRole.PRIMARY, ShardRole.EMPTY},
+    ShardRole.PRIMARY: {ShardRole.EMPTY},
+}
+
+
 @dataclass(frozen=True)
-class _Waiting:
-    """`_Waiting` is a request with the function that tries to answer it."""
+class _WaitingRequest:
+    """A `_WaitingRequest` is a request with the function that tries to answer it."""
 
     attempt: Callable[[], Any]
     future: Future[Any]
 
 
 class HostedShard:
-    """A `HostedShard` is a shard on this server, as primary or replica; or an empty place for one."""
+    """A `HostedShard` is this server's place for a shard."""
 
     def __init__(self, agent: Agent, name: str, index: int) -> None:
         self._agent = agent
         self._name = name
         self._index = index
-        # Held while requests are tried and applied, one at a time; results are delivered after its release.
+        # It guards requests while they are tried and applied, one at a time; results are delivered after its release.
         self._lock = threading.Lock()
         self._shard: Shard | None = None
-        self._is_primary = False
-        self._primary: int | None = None  # the uid of the primary whose replica this server is
+        self.role = ShardRole.EMPTY
+        self._primary: int | None = None  # the uid of the primary, on a replica
         self._replica: str | None = None
         self._installed: Future[Any] | None = None
         self._number = 0  # the number of the last entry applied
-        self._early: dict[int, tuple[tuple[Any, ...], Future[Any]]] = {}
-        self._waiting: list[_Waiting] = []
+        self._early_entries: dict[int, tuple[tuple[Any, ...], Future[Any]]] = {}
+        self._waiting: list[_WaitingRequest] = []
         self._known_losses: dict[str, set[int | None]] = {}  # by trainer: workers that were lost when it attached
-        self._asked: dict[str, int] = {}  # by trainer: the number of the load that it waits for
+        self._load_requests: dict[str, int] = {}  # by trainer: the number of the load that it waits for
         self._failure: PhalanxError | None = None  # once set, the shard's contents are invalid
+
+    def _become(self, role: ShardRole) -> None:
+        assert role in TRANSITIONS[self.role], (self.role, role)
+        self.role = role
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def request(self, attempt: Callable[[], Any]) -> Future[Any]:
         """Try `attempt` until it returns an answer, whenever the shard has changed."""
-        one = _Waiting(attempt, Future())
+        one = _WaitingRequest(attempt, Future())
         with self._lock:
             self._waiting.append(one)
-        self.settle()
+        self.answer_requests()
         return one.future
 
-    def settle(self) -> None:
+    def answer_requests(self) -> None:
         """Answer the requests that can be answered now."""
         answered: list[tuple[Future[Any], Any]] = []
         with self._lock:
@@ -88,39 +116,42 @@ class HostedShard:
                         changed = True
         for future, result in answered:
             if isinstance(result, Future):
-                result.add_done_callback(partial(pass_on, future))
+                result.add_done_callback(partial(forward_result, future))
             elif isinstance(result, Exception):
                 future.set_exception(result)
             else:
                 future.set_result(result)
 
-    def _held(self) -> Shard | None:
+    def _find_shard(self) -> Shard | None:
         """Return the shard if this server answers requests; None while its primary may still be alive."""
         if self._shard is None:
-            raise NotHeldError(f"server {self._agent.me.info.name!r} has no copy of shard {self._index}.")
-        return self._shard if self._is_primary else None
+            raise NoCopyError(f"server {self._agent.me.info.name!r} has no copy of shard {self._index}.")
+        return self._shard if self.role is ShardRole.PRIMARY else None
 
     def create(self, spec: Spec, state: State) -> Any:
         """Create the shard unless it exists; wait while one that the first trainer has closed still exists."""
         if self._shard is None:
-            self._shard, self._is_primary = Shard(spec, state), True
+            self._shard = Shard(spec, state)
+            self._become(ShardRole.PRIMARY)
             members = [one for one in map(self._agent.membership.find, spec.trainers) if one is not None]
             self._shard.workers = {one.info.name: one.uid for one in members}
             on_thread(partial(self._watch, members))
             self._choose_replica()
-        elif not self._is_primary or spec.trainers[0] in self._shard.left:
+        elif self.role is not ShardRole.PRIMARY or spec.trainers[0] in self._shard.left:
             return _WAIT
         return self._ack(self._installed)
 
-    def give_up(self) -> list[str]:
-        """Stop waiting for the trainers that hold the previous shard of this name, and return their names."""
+    def cancel_creation(self) -> list[str]:
+        """Stop waiting for the trainers that use the previous shard of this name, and return their names."""
         with self._lock:
-            given_up = [
+            cancelled = [
                 one for one in self._waiting if isinstance(one.attempt, partial) and one.attempt.func == self.create
             ]
-            self._waiting = [one for one in self._waiting if one not in given_up]
-        for one in given_up:
-            one.future.set_exception(ClosedError(f"ParameterServer {self._name!r}: its trainer waits for it no more."))
+            self._waiting = [one for one in self._waiting if one not in cancelled]
+        for one in cancelled:
+            one.future.set_exception(
+                ClosedError(f"ParameterServer {self._name!r}: its trainer has stopped waiting for it.")
+            )
         return list(self.clocks())
 
     def attach(self, trainer: str, worker: int, described: str) -> Any:
@@ -128,7 +159,7 @@ class HostedShard:
 
         A shard that this trainer has closed does not count: the next one of that name begins when all have closed it.
         """
-        if self._shard is None or not self._is_primary or trainer in self._shard.left:
+        if self._shard is None or self.role is not ShardRole.PRIMARY or trainer in self._shard.left:
             return _WAIT
         spec = self._shard.spec
         if described != spec.described:
@@ -142,45 +173,45 @@ class HostedShard:
         answer = self._shard.clocks[trainer], self._shard.load_number
         if self._shard.workers.get(trainer) == worker:
             return answer
-        self._asked.pop(trainer, None)  # by the worker that this one replaces
+        self._load_requests.pop(trainer, None)  # the request of the worker that this one replaces
         return self._answer_after(self.write(("attach", trainer, worker)), answer)
 
-    def ask_load(self, trainer: str, number: int) -> None:
+    def request_load(self, trainer: str, number: int) -> None:
         """Record that the trainer has nothing more to push before load `number`."""
         with self._lock:
-            self._asked[trainer] = number
+            self._load_requests[trainer] = number
 
     def load(self, trainer: str, number: int, state: State | None) -> Any:
         """Load the first trainer's state, once all have asked for load `number`: a late trainer may still push."""
-        shard = self._held()
+        shard = self._find_shard()
         if shard is None:
             return _WAIT
         if shard.load_number >= number:
-            return shard.clocks[trainer], shard.said()
+            return shard.clocks[trainer], shard.options()
         lost = self._lost_trainers(shard)
-        if state is None or any(self._asked.get(one, 0) < number for one in shard.active() if one not in lost):
+        if state is None or any(self._load_requests.get(one, 0) < number for one in shard.active() if one not in lost):
             if (first := shard.spec.trainers[0]) in lost:
                 raise TrainerLostError(
-                    f"ParameterServer {shard.spec.name!r}: trainer {first!r} is lost, whose state was to be loaded: "
+                    f"ParameterServer {shard.spec.name!r}: trainer {first!r} is lost, and its state cannot be loaded: "
                     f"{lost[first]}",
                     ranks=(self._rank(first),),
                 )
             if first in shard.left:
                 raise ClosedError(
-                    f"ParameterServer {shard.spec.name!r}: trainer {first!r}, whose state was to be loaded, has closed "
-                    "it. Let the first trainer load before it closes, or make another ParameterServer without it."
+                    f"ParameterServer {shard.spec.name!r}: trainer {first!r} has closed it, and its state cannot be "
+                    "loaded. Let the first trainer load before it closes, or make another ParameterServer without it."
                 )
             return _WAIT
-        told = self.write(("load", number, state))
-        return self._answer_after(told, (shard.clocks[trainer], shard.said()))
+        acknowledged = self.write(("load", number, state))
+        return self._answer_after(acknowledged, (shard.clocks[trainer], shard.options()))
 
     @staticmethod
-    def _answer_after(told: Future[Any] | None, answer: Any) -> Any:
-        """Return `answer` once the replica has acknowledged (`told`)."""
-        if told is None:
+    def _answer_after(acknowledged: Future[Any] | None, answer: Any) -> Any:
+        """Return `answer` once the replica has acknowledged the entry."""
+        if acknowledged is None:
             return answer
         answered: Future[Any] = Future()
-        told.add_done_callback(partial(pass_on, answered, value=answer))
+        acknowledged.add_done_callback(partial(forward_result, answered, value=answer))
         return answered
 
     def add(
@@ -194,7 +225,7 @@ class HostedShard:
         described: str,
     ) -> Any:
         """Add a group with the values of the first remaining trainer, once its last step is applied."""
-        shard = self._held()
+        shard = self._find_shard()
         if shard is None:
             return _WAIT
         first = shard.active()[0]
@@ -209,45 +240,45 @@ class HostedShard:
         lost = self._lost_trainers(shard)
         if first in lost:
             raise TrainerLostError(
-                f"ParameterServer {shard.spec.name!r}: trainer {first!r} is lost, which was to add a group: "
+                f"ParameterServer {shard.spec.name!r}: trainer {first!r} is lost, and its group cannot be added: "
                 f"{lost[first]}",
                 ranks=(self._rank(first),),
             )
-        if not self._may_go_on(shard, trainer, clock) or trainer != first:
+        if not self._may_continue(shard, trainer, clock) or trainer != first:
             return _WAIT
         return self.write(("add", number, kind, group, values, described))
 
     def push(self, trainer: str, clock: int, gradients: PushedGradients) -> Any:
         """Apply a trainer's gradients, once its clock allows it; this also limits a trainer that never pulls."""
-        shard = self._held()
-        if shard is None or (clock >= shard.clocks[trainer] and not self._may_go_on(shard, trainer, clock)):
+        shard = self._find_shard()
+        if shard is None or (clock >= shard.clocks[trainer] and not self._may_continue(shard, trainer, clock)):
             return _WAIT
         return self.write(("push", trainer, clock, gradients))
 
     def norms(self, trainer: str, clock: int) -> Any:
         """Return the norms of this shard's gradients for synchronous step `clock`, once all have pushed them."""
-        shard = self._held()
+        shard = self._find_shard()
         if shard is None:
             return _WAIT
         waits = shard.step == clock and shard.is_complete() and self._failure is None
-        if not waits and not self._may_go_on(shard, trainer, clock + 1):
+        if not waits and not self._may_continue(shard, trainer, clock + 1):
             return _WAIT
         return shard.norms()
 
     def write(self, entry: tuple[Any, ...]) -> Any:
         """Apply the entry on this server and on the replica."""
-        shard = self._held()
+        shard = self._find_shard()
         if shard is None:
             return _WAIT
         before = self._failure
         self._apply(shard, entry)
-        told = None
+        acknowledged = None
         if self._replica is not None:  # also if it failed: it is numbered, and later entries would wait on the replica
             arguments = (self._name, self._index, self._number, entry)
-            told = self._ack(self._send(self._replica, receive, arguments))
+            acknowledged = self._ack(self._send(self._replica, receive, arguments))
         if self._failure is not before and self._failure is not None:
             raise self._failure
-        return told
+        return acknowledged
 
     def _apply(self, shard: Shard, entry: tuple[Any, ...]) -> None:
         if entry[0] == "load":
@@ -259,30 +290,31 @@ class HostedShard:
         except Exception as error:  # an optimizer raised it, here and on the replica, and it cannot be undone
             self._failure = PhalanxError(
                 f"ParameterServer {shard.spec.name!r}: server {self._agent.me.info.name!r} could not make step "
-                f"{shard.step}: {summary_of(error)}\nThe parameters are as the optimizer left them; go on "
+                f"{shard.step}: {summary_of(error)}\nThe parameters are as the optimizer left them; resume "
                 "from a checkpoint."
             )
             self._failure.__cause__ = error
         self._number += 1
         if not shard.active():  # all trainers have left: there will be no more requests
-            self._shard, self._is_primary, self._primary = None, False, None
-            self._asked, self._failure = {}, None
+            self._shard, self._primary = None, None
+            self._become(ShardRole.EMPTY)
+            self._load_requests, self._failure = {}, None
 
     def pull(self, trainer: str, clock: int, dense: list[str], rows: Mapping[str, Tensor]) -> Any:
         """Return the values, and how far the slowest trainer is behind, once the trainer may continue."""
-        shard = self._held()
-        if shard is None or not self._may_go_on(shard, trainer, clock):
+        shard = self._find_shard()
+        if shard is None or not self._may_continue(shard, trainer, clock):
             return _WAIT
         return *shard.values(dense, rows), shard.staleness(clock, self._lost_trainers(shard))
 
-    def state(self, trainer: str, clock: int, said: Mapping[str, Sequence[Options]] | None = None) -> Any:
-        """Return the shard's complete state, once the step is complete, with the options `said` of the trainer."""
-        shard = self._held()
-        if shard is None or not self._may_go_on(shard, trainer, clock):
+    def state(self, trainer: str, clock: int, options: Mapping[str, Sequence[Options]] | None = None) -> Any:
+        """Return the shard's complete state, once the step is complete, with the trainer's `options`."""
+        shard = self._find_shard()
+        if shard is None or not self._may_continue(shard, trainer, clock):
             return _WAIT
-        return shard.state(said)
+        return shard.state(options)
 
-    def _may_go_on(self, shard: Shard, trainer: str, clock: int) -> bool:
+    def _may_continue(self, shard: Shard, trainer: str, clock: int) -> bool:
         if self._failure is not None:
             raise self._failure
         lost = self._lost_trainers(shard)
@@ -297,10 +329,10 @@ class HostedShard:
             one: why for one, why in lost.items() if one in shard.behind() and not self._is_awaited(shard, one, trainer)
         }
         if missing:
-            told = "; ".join(f"trainer {one!r} is lost: {why}" for one, why in missing.items())
+            losses = "; ".join(f"trainer {one!r} is lost: {why}" for one, why in missing.items())
             raise TrainerLostError(
-                f"ParameterServer {shard.spec.name!r}, synchronous step {shard.step}: {told} It had not pushed its "
-                "gradients; the step cannot be completed.\nGo on from a checkpoint, with the trainers that there are.",
+                f"ParameterServer {shard.spec.name!r}, synchronous step {shard.step}: {losses} It had not pushed its "
+                "gradients; the step cannot be completed.\nResume from a checkpoint, with the remaining trainers.",
                 ranks=tuple(self._rank(one) for one in missing),
             )
         return False
@@ -318,7 +350,7 @@ class HostedShard:
         """Return whether `trainer` waits until the replacement of the trainer `lost` attaches.
 
         It does so if it attached after that loss, as the trainers of the next generation of an elastic job do. A
-        trainer that attached before learns of the loss by an error: the replacement waits for it to join the group.
+        trainer that attached before gets an error: the replacement waits for it to join the group.
         """
         if shard.workers.get(lost) not in self._known_losses.get(trainer, ()):
             return False
@@ -354,8 +386,9 @@ class HostedShard:
     def install(self, primary: int, number: int, snapshot: tuple[Any, ...], failure: str | None) -> None:
         """Become the replica with this state; `failure` is why its contents are invalid, if they are."""
         with self._lock:
-            if self._is_primary:
-                raise NotHeldError("this server has taken over the shard.")
+            if self.role is ShardRole.PRIMARY:
+                raise NoCopyError("this server is the primary of the shard now.")
+            self._become(ShardRole.REPLICA)
             self._shard, self._primary, self._number = Shard.from_snapshot(snapshot), primary, number
             self._failure = None if failure is None else PhalanxError(failure)
         self.receive(None, None)
@@ -365,15 +398,15 @@ class HostedShard:
         future: Future[Any] = Future()
         applied = []
         with self._lock:
-            if self._is_primary:  # the sender is no longer the primary; it is lost, and answered no trainer
-                raise NotHeldError("this server has taken over the shard.")
+            if self.role is ShardRole.PRIMARY:  # the sender is lost, and has answered no trainer
+                raise NoCopyError("this server is the primary of the shard now.")
             if number is not None and entry is not None:
-                self._early[number] = (entry, future)
+                self._early_entries[number] = (entry, future)
             if self._shard is not None:
-                for old in [one for one in self._early if one <= self._number]:  # already in the installed state
-                    applied.append(self._early.pop(old)[1])
-                while self._shard is not None and self._number + 1 in self._early:
-                    next_entry, its_future = self._early.pop(self._number + 1)
+                for old in [one for one in self._early_entries if one <= self._number]:  # in the installed state
+                    applied.append(self._early_entries.pop(old)[1])
+                while self._shard is not None and self._number + 1 in self._early_entries:
+                    next_entry, its_future = self._early_entries.pop(self._number + 1)
                     self._apply(self._shard, next_entry)
                     applied.append(its_future)
         for one in applied:
@@ -402,17 +435,17 @@ class HostedShard:
             failed.set_exception(error)
             return failed
 
-    def _ack(self, told: Future[Any] | None) -> Future[Any] | None:
-        """Return a future that completes when the replica, or its successor, has acknowledged (`told`)."""
-        if told is None:
+    def _ack(self, sent: Future[Any] | None) -> Future[Any] | None:
+        """Return a future that completes when the replica, or its successor, has acknowledged a message."""
+        if sent is None:
             return None
         ack: Future[Any] = Future()
-        told.add_done_callback(partial(self._hear_replica, ack, self._replica))
+        sent.add_done_callback(partial(self._on_replica_answer, ack, self._replica))
         return ack
 
-    def _hear_replica(self, ack: Future[Any], replica: str | None, told: Future[Any]) -> None:
+    def _on_replica_answer(self, ack: Future[Any], replica: str | None, sent: Future[Any]) -> None:
         try:
-            told.value()
+            sent.value()
         except PeerLostError:
             on_thread(partial(self._replace_replica, ack, replica))
         except Exception as error:
@@ -428,19 +461,18 @@ class HostedShard:
         if next_one is None:
             ack.set_result(None)
         else:
-            next_one.add_done_callback(partial(pass_on, ack))
+            next_one.add_done_callback(partial(forward_result, ack))
 
-    def hear_lost(self, member: WorkerAddress) -> None:
-        """Take over from a lost worker, replace it as the replica, or fail the calls that wait for it."""
+    def on_lost(self, member: WorkerAddress) -> None:
+        """Replace a lost primary, choose another replica, or fail the requests that wait for a lost trainer."""
         with self._lock:
-            if self._shard is not None:
-                if not self._is_primary and self._primary == member.uid:
-                    self._is_primary = True
-                    self._early.clear()  # earlier entries are missing, and no trainer was answered
-                    self._choose_replica()
-                elif self._is_primary and self._replica == member.info.name:
-                    self._choose_replica()
-        self.settle()
+            if self.role is ShardRole.REPLICA and self._primary == member.uid:
+                self._become(ShardRole.PRIMARY)
+                self._early_entries.clear()  # earlier entries are missing, and no trainer was answered
+                self._choose_replica()
+            elif self.role is ShardRole.PRIMARY and self._replica == member.info.name:
+                self._choose_replica()
+        self.answer_requests()
 
 
 _registry = threading.Lock()
@@ -456,7 +488,7 @@ def host(name: str, index: int) -> HostedShard:
     with _registry:
         if uid not in _hosted:
             _hosted[uid] = {}
-            agent.on_lost.append(partial(_hear_lost, agent))
+            agent.on_lost.append(partial(_notify_places, agent))
             agent.on_close.append(lambda: _forget(uid))
         places = _hosted[uid]
         if (name, index) not in places:
@@ -469,13 +501,13 @@ def _forget(uid: int) -> None:
         _hosted.pop(uid, None)
 
 
-def _hear_lost(agent: Agent, member: WorkerAddress) -> None:
+def _notify_places(agent: Agent, member: WorkerAddress) -> None:
     if agent.is_leaving:  # all workers are leaving
         return
     with _registry:
         places = list(_hosted.get(agent.me.uid, {}).values())
     for place in places:
-        on_thread(partial(place.hear_lost, member))
+        on_thread(partial(place.on_lost, member))
 
 
 def install(name: str, index: int, primary: int, number: int, snapshot: tuple[Any, ...], failure: str | None) -> None:
@@ -489,7 +521,7 @@ def receive(name: str, index: int, number: int, entry: tuple[Any, ...]) -> Futur
     return host(name, index).receive(number, entry)
 
 
-def pass_on(future: Future[Any], done: Future[Any], value: Any = None) -> None:
+def forward_result(future: Future[Any], done: Future[Any], value: Any = None) -> None:
     """Complete `future` with the outcome of `done`, or with `value` instead of its result."""
     try:
         result = done.value()
