@@ -10,7 +10,7 @@ from phalanx._base.ipc.agent import listen
 from phalanx._base.ipc.channel import Channel
 from phalanx._base.ipc.local_listener import new_token
 from phalanx._comm.diagnostics import observer
-from phalanx._comm.diagnostics.observer import GroupInfo, Observer, show
+from phalanx._comm.diagnostics.observer import GroupInfo, Observer, register_group
 from phalanx._comm.symmetric_memory.fd_server import FdServer
 from phalanx._comm.symmetric_memory.memfd import memory
 from phalanx._comm.symmetric_memory.memory import LocalRank, open_as_leader
@@ -94,7 +94,7 @@ def test_showing_hands_over_the_descriptor_and_the_group_info():
     name = f"phalanx-test-{os.getpid()}"
     with listen(name, 1) as listener, memory("control", 4096) as fd:
         os.pwrite(fd, b"hello", 0)
-        assert show(f"{name}:secret", GroupInfo("dp", 2, (0, 1), (7, 8)), fd)
+        assert register_group(f"{name}:secret", GroupInfo("dp", 2, (0, 1), (7, 8)), fd)
         with closing(Channel(listener.accept()[0])) as channel:
             (message,) = channel.receive_available()
         group = {"name": "dp", "world_size": 2, "ranks": [0, 1], "pids": [7, 8]}
@@ -106,4 +106,4 @@ def test_showing_hands_over_the_descriptor_and_the_group_info():
 @pytest.mark.parametrize("agent", ["phalanx-nobody:secret", "x", "y" * 300 + ":z"])
 def test_an_agent_that_is_not_there_costs_nothing(agent):
     with memory("control", 4096) as fd:
-        assert not observer.show(agent, GroupInfo("dp", 1, (0,), (1,)), fd)
+        assert not observer.register_group(agent, GroupInfo("dp", 1, (0,), (1,)), fd)

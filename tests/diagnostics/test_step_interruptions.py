@@ -106,7 +106,7 @@ def test_a_recorder_that_has_failed_closes(tmp_path, recorder, monkeypatch, caps
     """`close` raised again what had ended the recording, and left the file open and not said to be ended."""
     for _ in range(3):
         recorder.mark(STEP)
-    monkeypatch.setattr(recorder, "_keep_state", lambda: 1 / 0)
+    monkeypatch.setattr(recorder, "_save_state", lambda: 1 / 0)
     recorder.mark(STEP)
     recorder.close(ended=True)
     assert (written(tmp_path).steps_done, written(tmp_path).ended) == (4, True)
@@ -116,7 +116,7 @@ def test_a_recorder_that_has_failed_closes(tmp_path, recorder, monkeypatch, caps
 def test_a_recorder_closes_when_an_interruption_comes_then(tmp_path, recorder, monkeypatch, alarm):
     for _ in range(3):
         recorder.mark(STEP)
-    monkeypatch.setattr(recorder, "_look", lambda now: alarm())
+    monkeypatch.setattr(recorder, "_measure_process", lambda now: alarm())
     with pytest.raises(Alarm):
         recorder.close(ended=True)
     recorder.mark(STEP)  # nobody listens any more
@@ -181,7 +181,7 @@ def test_interrupted_at_any_line_no_step_is_lost_and_none_counts_twice(tmp_path,
     for name, clock in zip(("whole", "interrupted"), clocks, strict=True):
         (tmp_path / name).mkdir()
         recorders.append(StepRecorder(str(tmp_path / name / "0.steps"), {"rank": 3}, clock))
-        monkeypatch.setattr(recorders[-1], "_look", lambda now: None)
+        monkeypatch.setattr(recorders[-1], "_measure_process", lambda now: None)
     whole, interrupted = recorders
     num_raised = 0
 

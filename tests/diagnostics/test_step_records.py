@@ -264,7 +264,7 @@ def test_what_a_killed_rank_had_not_made_into_records_is_read_as_it_would_have_m
     late = StepRecorder(str(tmp_path / "late/0.steps"), {"rank": 3}, clocks[1])
     monkeypatch.setattr(at_once, "_limit", lambda: 1)
     for recorder in (at_once, late):  # or the two look at the process at different moments
-        monkeypatch.setattr(recorder, "_look", lambda now: None)
+        monkeypatch.setattr(recorder, "_measure_process", lambda now: None)
     num_events = 0
     while num_events < 1500:
         for kind, value in [draw.choice(EVENTS)] if draw.random() < 0.1 else LOOP:
@@ -286,7 +286,7 @@ def test_a_rank_that_dies_between_its_records_and_its_state_has_done_no_step_twi
 ):
     for _ in range(3):
         one_step(recorder, clock)
-    monkeypatch.setattr(recorder, "_keep_state", lambda: None)  # from here on it is dead before
+    monkeypatch.setattr(recorder, "_save_state", lambda: None)  # from here on it is dead before
     clock.now += 100
     for _ in range(3):
         one_step(recorder, clock)
@@ -318,7 +318,7 @@ def test_a_loop_without_a_loader_goes_on_after_an_optimizer_that_raised(tmp_path
 
 
 def test_what_goes_wrong_in_recording_is_said_and_ends_no_program(tmp_path, recorder, clock, monkeypatch, capsys):
-    monkeypatch.setattr(recorder, "_keep_state", lambda: 1 / 0)
+    monkeypatch.setattr(recorder, "_save_state", lambda: 1 / 0)
     one_step(recorder, clock)
     one_step(recorder, clock)
     assert capsys.readouterr().err.count("will lack what could not be recorded: ZeroDivisionError") == 1

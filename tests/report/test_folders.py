@@ -79,7 +79,7 @@ def test_what_comes_up_while_recording_ends_takes_no_report_with_it(tmp_path, fa
     script = STEPS + (
         f"def fail(*given): raise {fault}\n"
         "recorder = sys.modules['phalanx._job.report.recording'].current()\n"
-        "recorder._keep_state = fail\n"
+        "recorder._save_state = fail\n"
     )
     python(tmp_path, script, "out")
     found = read(tmp_path / "out")

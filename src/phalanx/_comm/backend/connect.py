@@ -20,7 +20,7 @@ from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx._comm.engines.engine import Engine
 from phalanx._comm.engines.gloo import GlooEngine
-from phalanx._comm.rendezvous.bootstrap import check_meeting
+from phalanx._comm.rendezvous.bootstrap import check_formation
 from phalanx._comm.rendezvous.rank_info import RankInfo
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.options import Options
@@ -79,13 +79,13 @@ def open_gloo(
     rank, infos, name = group.rank, group.infos, group.name
     size = len(infos)
 
-    def tell_others(reason: str) -> None:
+    def notify_others(reason: str) -> None:
         processes = {rank: f"pid {infos[rank].process.pid} on {infos[rank].hostname} {infos[rank].address}".rstrip()}
         reason = f"{reason} in init_process_group"
         failure_store.linger(failure_store.post(FailureReport("interrupted", (rank,), processes, reason=reason)))
 
     if shortage := find_shortage(size + _SPARE_DESCRIPTORS):  # Gloo would abort the process
-        tell_others("too few open files for all connections")
+        notify_others("too few open files for all connections")
         raise PhalanxError(
             f"init_process_group of group {name!r} on rank {rank}: Gloo connects each of its {size} ranks with each "
             f"other. {shortage}"
@@ -98,8 +98,8 @@ def open_gloo(
 
     def check_others() -> None:
         report = failure_store.report()
-        if report is None and (fate := failure_store.server_fate()) and fate[1] == "ended":
-            who = fate[0]
+        if report is None and (server := failure_store.server_state()) and server[1] == "ended":
+            who = server[0]
             processes = {who: f"pid {infos[who].process.pid} on {infos[who].hostname}"}
             report = FailureReport(
                 "lost", (who,), processes, reason="the job's store, which it served, is gone with it"
@@ -107,7 +107,7 @@ def open_gloo(
         if report is not None:
             failure_store.acknowledge()
             raise report.error(FailedOperation("init_process_group", name, rank))
-        check_meeting()
+        check_formation()
 
     try:
         return _interruptible(connect, check_others, name)
@@ -116,7 +116,7 @@ def open_gloo(
     except RuntimeError as error:
         raise _unreachable(error, group) from None
     except (KeyboardInterrupt, SystemExit) as error:
-        tell_others(type(error).__name__)
+        notify_others(type(error).__name__)
         if not error.args:
             where = FailedOperation("init_process_group", name, rank)
             others = name_ranks([r for r in range(size) if r != rank])

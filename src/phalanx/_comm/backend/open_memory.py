@@ -14,7 +14,7 @@ from phalanx._base.loss_detection import AFTER_BREAK_S
 from phalanx._base.processes import describe_address_space
 from phalanx._comm.backend.rendezvous import agent_address
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._comm.rendezvous.bootstrap import check_meeting
+from phalanx._comm.rendezvous.bootstrap import check_formation
 from phalanx._comm.rendezvous.rank_info import RankInfo
 from phalanx._comm.symmetric_memory.fd_server import FdServer
 from phalanx._comm.symmetric_memory.sizes import STAGE_BYTES, STAGE_BYTES_BETWEEN_HOSTS
@@ -43,18 +43,20 @@ def open_symmetric_memory(
 
     def check_ranks(which: Iterable[int]) -> None:
         """Check that the ranks live which have not fetched the memory, and that the group is still to be formed."""
-        check_meeting()
+        check_formation()
         for who in (local_ranks[i] for i in sorted(which)):
             if infos[who].process.has_ended():
-                how = f"rank {who} ({infos[who]}) came, and ended before the group was formed"
+                how = f"rank {who} ({infos[who]}) joined, and ended before the group was formed"
                 raise PeerLostError(f"{here}: {how}.\nRead its log first.", ranks=(who,))
 
     try:
         if rank == local_ranks[0]:
-            show = _showing(infos, local_ranks, options)
+            register = _registration(infos, local_ranks, options)
             if not all(_sees_processes(infos[rank], infos[r]) for r in local_ranks):
                 server.open_to_containers()
-            return open_as_leader(server, members, deadline, check_ranks, idle, stage_bytes=stage_bytes, show=show)
+            return open_as_leader(
+                server, members, deadline, check_ranks, idle, stage_bytes=stage_bytes, register=register
+            )
         address = LocalAddress.parse(infos[local_ranks[0]].token)
         if not _sees_processes(infos[local_ranks[0]], infos[rank]):
             address = address.for_containers
@@ -96,14 +98,17 @@ def advice(number: int | None) -> str:
     }.get(number or 0, "")
 
 
-def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any) -> Callable[[int], object] | None:
-    """Return a function that shows the group's memory to the agent of `phalanx run`, which reads the flight recorder;
-    None if there is no agent.
+def _registration(
+    infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any
+) -> Callable[[int], object] | None:
+    """Return a function that registers the group's memory with the agent; None if there is no agent.
+
+    The agent of `phalanx run` reads the flight recorder in that memory.
     """
     agent = agent_address()
     if not agent:
         return None
-    from phalanx._comm.diagnostics.observer import GroupInfo, show
+    from phalanx._comm.diagnostics.observer import GroupInfo, register_group
 
     numbers = list(options.global_ranks_in_group) or range(len(infos))
     group_info = GroupInfo(
@@ -112,4 +117,4 @@ def _showing(infos: Sequence[RankInfo], local_ranks: Sequence[int], options: Any
         tuple(numbers[r] for r in local_ranks),
         tuple(infos[r].process.pid for r in local_ranks),
     )
-    return lambda control: show(agent, group_info, control)
+    return lambda control: register_group(agent, group_info, control)

@@ -16,7 +16,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = tuple(os.path.join(_PYTHON, name) + os.sep for name in ("site-packages", "dist-packages"))
 # Decorators of torch's public functions: a deprecated one is called through the first.
-_PASS_ON = ("typing_extensions.py", "contextlib.py")
+_FORWARDING = ("typing_extensions.py", "contextlib.py")
 
 # Modules that only forward the call. Files of phalanx's own examples or tests count as the user's.
 _library: dict[str, bool] = {}
@@ -26,7 +26,7 @@ def _is_library(filename: str) -> bool:
     answer = _library.get(filename)
     if answer is None:
         pythons = filename.startswith(("<frozen ", _PYTHON)) and not filename.startswith(_PACKAGES)
-        answer = pythons or filename.startswith((_OURS, _TORCH)) or os.path.basename(filename) in _PASS_ON
+        answer = pythons or filename.startswith((_OURS, _TORCH)) or os.path.basename(filename) in _FORWARDING
         _library[filename] = answer
     return answer
 

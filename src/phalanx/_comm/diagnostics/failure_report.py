@@ -179,7 +179,7 @@ class FailureReport:
         """Return whether the rank exited normally, and its last operation came from this rank's line."""
         finished = not (position.inside or position.failed or position.elsewhere)
         same_line = bool(operation.call_site) and position.operation.endswith(f"({operation.call_site})")
-        return ended_well(self.reason) and finished and same_line
+        return ended_normally(self.reason) and finished and same_line
 
     def _interrupted(self) -> list[str]:
         position = self.positions.get(self.ranks[0])
@@ -217,7 +217,7 @@ class FailureReport:
 NOTHING_CALLED = RankCall("nothing yet")
 
 
-def ended_well(reason: str) -> bool:
+def ended_normally(reason: str) -> bool:
     """Return whether `reason`, a rank's own text on its end, means that its program had finished."""
     return reason in (LEFT, QUIET_END)
 

@@ -47,7 +47,7 @@ class FailureSignals:
     """`FailureSignals` are the signals in `store`, shared by all groups of the job; their keys end with `suffix`.
 
     All of it is best effort: a store that does not answer (its host was cut off, and torch's client would wait for a
-    quarter of an hour) is not asked again.
+    quarter of an hour) is not queried again.
     """
 
     def __init__(self, store: Any, suffix: str = "") -> None:
@@ -56,22 +56,22 @@ class FailureSignals:
         self.connection = store.clone()  # a blocking call on a connection delays the others on it
         self._next: int | None = None
         self._waiting: AwaitedValue | None = None
-        self.is_store_gone = False
+        self.is_store_lost = False
 
-    def ask(self, question: Callable[[], T], default: T) -> T:
-        """Return the store's answer to `question`; `default` if it takes over two seconds, or did before."""
-        if self.is_store_gone:
+    def query(self, request: Callable[[], T], default: T) -> T:
+        """Return the store's answer to `request`; `default` if it takes over two seconds, or did so before."""
+        if self.is_store_lost:
             return default
         answers: list[T] = []
-        thread = threading.Thread(target=_ask, args=(question, answers), name="phalanx-failure-store", daemon=True)
+        thread = threading.Thread(target=_query, args=(request, answers), name="phalanx-failure-store", daemon=True)
         thread.start()
         thread.join(_ANSWER_S)
-        self.is_store_gone = not answers
+        self.is_store_lost = not answers
         return answers[0] if answers else default
 
     def send(self, group_key: str) -> None:
         """Signal all ranks to read this group's part of the store."""
-        self.ask(lambda: self._send(group_key), None)
+        self.query(lambda: self._send(group_key), None)
 
     def _send(self, group_key: str) -> None:
         number, mine = self._first(), f"{os.urandom(8).hex()} {group_key}"
@@ -89,16 +89,16 @@ class FailureSignals:
     def receive(self) -> set[str]:
         """Return the keys of the groups that were signalled since the last call."""
         if self._next is None:
-            first = self.ask(self._first, -1)
+            first = self.query(self._first, -1)
             if first < 0:
                 return set()
             self._next = first
         if isinstance(self.connection, NotifyingStore):
-            return self._take_arrived(self._next, self.connection)
-        return self._take_all(self._next)
+            return self._receive_arrived(self._next, self.connection)
+        return self._receive_all(self._next)
 
-    def _take_all(self, number: int) -> set[str]:
-        def take() -> set[str]:
+    def _receive_all(self, number: int) -> set[str]:
+        def receive() -> set[str]:
             keys: set[str] = set()
             there = number
             while self.connection.check([self._key(there)]):
@@ -107,13 +107,13 @@ class FailureSignals:
             self._next = there
             return keys
 
-        return self.ask(take, set())
+        return self.query(receive, set())
 
-    def _take_arrived(self, number: int, store: NotifyingStore) -> set[str]:
-        """Return the result of `_take_all` from a store that notifies."""
+    def _receive_arrived(self, number: int, store: NotifyingStore) -> set[str]:
+        """Return the result of `_receive_all` from a store that notifies."""
         keys: set[str] = set()
         try:
-            while not self.is_store_gone:
+            while not self.is_store_lost:
                 if self._waiting is None:
                     self._waiting = store.begin_get(self._key(number))
                 value = self._waiting.poll()
@@ -124,7 +124,7 @@ class FailureSignals:
                 keys.add(_group_key(value))
                 number = self._next = number + 1
         except (RuntimeError, ValueError):  # the connection is lost, or the store refuses
-            self.is_store_gone = True
+            self.is_store_lost = True
         return keys
 
     def close(self) -> None:
@@ -135,9 +135,9 @@ class FailureSignals:
                 waiting.cancel()
 
 
-def _ask(question: Callable[[], T], answers: list[T]) -> None:
+def _query(request: Callable[[], T], answers: list[T]) -> None:
     with contextlib.suppress(RuntimeError):
-        answers.append(question())
+        answers.append(request())
 
 
 def _group_key(value: bytes) -> str:

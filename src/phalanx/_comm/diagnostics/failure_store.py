@@ -27,10 +27,10 @@ from phalanx._comm.diagnostics.failure_report import FailureReport
 from phalanx._comm.diagnostics.failure_signals import FailureSignals
 from phalanx._comm.diagnostics.flight_recorder import RankPosition
 
-Fate = Literal["ended", "hangs"]
+ServerState = Literal["ended", "hangs"]
 
 _COLLECT_S = 0.8
-_ANSWERS_PER_S = 2048  # answers per second that a store accepts from ranks that are all asked at once
+_ANSWERS_PER_S = 2048  # answers per second that a store accepts from ranks that all answer at once
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2  # polling, since torch's own wait prints warnings on a timeout
 _WAIT_S = 0.1  # in a store that can wait silently
 _ANSWER_S = 2.0
@@ -41,9 +41,9 @@ class FailureStore:
     """A `FailureStore` publishes one group's failures in `store`, under keys that end in the secret `group_key`.
 
     `server_rank` is the rank whose process serves the store, -1 if it is not in this group; `address` is the store's
-    address. `find_lost_host` asks the process on this host that knows of lost hosts; it does not wait. Nor does
-    `told_here`, which a transport with shared memory sets: it returns the report of a rank of this host, even if the
-    store cannot be reached.
+    address. `find_lost_host` queries the process on this host that knows of lost hosts; it does not wait. Nor
+    does `find_local_report`, which a transport with shared memory sets: it returns the report of a rank of this host,
+    even if the store cannot be reached.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class FailureStore:
         self._server_rank = server_rank
         self._address = address
         self.find_lost_host = find_lost_host
-        self.told_here: Callable[[], FailureReport | None] = lambda: None
+        self.find_local_report: Callable[[], FailureReport | None] = lambda: None
 
     @property
-    def is_gone(self) -> bool:
-        """Return whether the store failed to answer; it is not asked again."""
-        return self.signals.is_store_gone
+    def is_lost(self) -> bool:
+        """Return whether the store failed to answer; it is not queried again."""
+        return self.signals.is_store_lost
 
-    def server_fate(self) -> tuple[int, Fate] | None:
-        """Return the rank that served the store, and how it ended, if the store's silence shows that; else None.
+    def server_state(self) -> tuple[int, ServerState] | None:
+        """Return the rank that served the store, and its state, if the store's silence shows that; else None.
 
         The port of a process that has ended is closed. The port of a stopped process is open: the kernel accepts its
         connections. Only if the host does not answer either may the network be at fault.
         """
-        if not self.is_gone or self._server_rank in (-1, self._rank) or self._address is None:
+        if not self.is_lost or self._server_rank in (-1, self._rank) or self._address is None:
             return None
         try:
             with socket.create_connection(self._address, timeout=_ANSWER_S):
@@ -96,11 +96,11 @@ class FailureStore:
 
     def report(self) -> FailureReport | None:
         """Return the report, if a rank has published one, or if a host is lost, which explains later failures."""
-        return self.report_here() or self.signals.ask(self._read, None)
+        return self.report_on_host() or self.signals.query(self._read, None)
 
-    def report_here(self) -> FailureReport | None:
+    def report_on_host(self) -> FailureReport | None:
         """Return the report that this host knows without the store."""
-        return self.find_lost_host() or self.told_here()
+        return self.find_lost_host() or self.find_local_report()
 
     def _read(self) -> FailureReport | None:
         text = self._get(f"failure/{self.group_key}")
@@ -117,10 +117,10 @@ class FailureStore:
         report = self.find_lost_host() or report
         key = f"failure/{self.group_key}"
         mine = report.to_json()
-        stands: bytes = self.signals.ask(lambda: self._store.compare_set(key, "", mine), b"")
-        if stands == mine.encode():
+        published: bytes = self.signals.query(lambda: self._store.compare_set(key, "", mine), b"")
+        if published == mine.encode():
             self.signals.send(self.group_key)
-        return FailureReport.from_json(stands.decode()) if stands else self.told_here() or report
+        return FailureReport.from_json(published.decode()) if published else self.find_local_report() or report
 
     def await_report(self, patience_s: float) -> FailureReport | None:
         """Return the report of a rank that knows more, if it comes soon."""
@@ -131,7 +131,7 @@ class FailureStore:
 
     def _pause(self, keys: list[str], longest_s: float) -> None:
         """Wait a short time; in a store that can wait silently, until the keys are set."""
-        if self._waits_in_store and not self.is_gone:
+        if self._waits_in_store and not self.is_lost:
             with contextlib.suppress(RuntimeError):
                 self._store.wait(keys, timedelta(seconds=max(longest_s, 0.001)))
         else:
@@ -141,7 +141,7 @@ class FailureStore:
         """Confirm that this rank has read the report, if the process that serves the store waits for that."""
         if self._server_rank == -1:
             return
-        self.signals.ask(lambda: self._store.set(self._known(self._rank), ""), None)
+        self.signals.query(lambda: self._store.set(self._acknowledged_key(self._rank), ""), None)
 
     def linger(self, report: FailureReport) -> None:
         """Wait, at most five seconds, until the other ranks have read the report, if this process serves the store.
@@ -150,25 +150,27 @@ class FailureStore:
         """
         if self._server_rank != self._rank:
             return
-        others = [self._known(r) for r in range(self._world_size) if r != self._rank and r not in report.ranks]
+        others = [
+            self._acknowledged_key(r) for r in range(self._world_size) if r != self._rank and r not in report.ranks
+        ]
         deadline = Deadline.after(_LINGER_S)
         deadline.wait_until(
-            lambda: not others or self.is_gone or self.signals.ask(lambda: self._store.check(others), False), _POLL_S
+            lambda: not others or self.is_lost or self.signals.query(lambda: self._store.check(others), False), _POLL_S
         )
 
-    def _known(self, rank: int) -> str:
+    def _acknowledged_key(self, rank: int) -> str:
         return f"known/{self.group_key}/{rank}"
 
     # -- how a rank ended ----------------------------------------------------------------------------------------
 
-    def leave_exit_reason(self, reason: str, position: RankPosition) -> None:
+    def publish_exit_reason(self, reason: str, position: RankPosition) -> None:
         """Publish how this rank ends, and where it was."""
         text = json.dumps({"reason": reason, "position": asdict(position)})
-        self.signals.ask(lambda: self._store.set(f"exit/{self.group_key}/{self._rank}", text), None)
+        self.signals.query(lambda: self._store.set(f"exit/{self.group_key}/{self._rank}", text), None)
 
     def exit_reason(self, rank: int) -> tuple[str, RankPosition | None]:
         """Return how `rank` ended, in its own words; "" if it published nothing."""
-        text = self.signals.ask(lambda: self._get(f"exit/{self.group_key}/{rank}"), "")
+        text = self.signals.query(lambda: self._get(f"exit/{self.group_key}/{rank}"), "")
         if not text:
             return "", None
         data = json.loads(text)
@@ -183,20 +185,20 @@ class FailureStore:
         which then holds for all; if none comes, they read the answers.
         """
         mine, key = str(self._rank), f"positions/{self.group_key}"
-        asked: bytes = self.signals.ask(lambda: self._store.compare_set(key, "", mine), b"")
+        requested: bytes = self.signals.query(lambda: self._store.compare_set(key, "", mine), b"")
         answers: dict[int, RankPosition] = {}
         others = [r for r in range(self._world_size) if r != self._rank]
         deadline = Deadline.after(_COLLECT_S + self._world_size / _ANSWERS_PER_S)
-        if asked == mine.encode():
+        if requested == mine.encode():
             self.signals.send(self.group_key)
         elif self.await_report(deadline.left_s + _COLLECT_S) is not None:
             return answers
         pause_s = _POLL_S
         while True:
             missing = [r for r in others if r not in answers]
-            found: dict[int, RankPosition] = self.signals.ask(partial(self._read_positions, missing), {})
+            found: dict[int, RankPosition] = self.signals.query(partial(self._read_positions, missing), {})
             answers |= found
-            if len(answers) == len(others) or deadline.passed or self.is_gone:
+            if len(answers) == len(others) or deadline.passed or self.is_lost:
                 return answers
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
@@ -212,14 +214,14 @@ class FailureStore:
         middle = len(ranks) // 2
         return self._read_positions(ranks[:middle]) | self._read_positions(ranks[middle:])
 
-    def wants_positions(self) -> bool:
+    def are_positions_requested(self) -> bool:
         """Return whether a rank ran out of time, and is about to publish a report."""
-        return self.signals.ask(lambda: self._store.check([f"positions/{self.group_key}"]), False)
+        return self.signals.query(lambda: self._store.check([f"positions/{self.group_key}"]), False)
 
     def report_position(self, position: RankPosition) -> None:
         """Publish this rank's place, if some rank requests it and this one has not answered yet."""
-        if not self._answered and self.wants_positions():
+        if not self._answered and self.are_positions_requested():
             self._answered = True
-            self.signals.ask(
+            self.signals.query(
                 lambda: self._store.set(self._position_key(self._rank), json.dumps(asdict(position))), None
             )

@@ -16,7 +16,7 @@ from phalanx._base.core_numbers import (
 from phalanx._comm.diagnostics.divergence import describe_earlier_divergence, describe_left_alone
 from phalanx._comm.diagnostics.failure_report import NOTHING_CALLED, FailedOperation, FailureReport, RankCall, closed
 from phalanx._comm.diagnostics.flight_recorder import Record, read, read_position
-from phalanx._comm.diagnostics.whereabouts import find_position, has_finished, how_it_ended, late_ranks, name_process
+from phalanx._comm.diagnostics.whereabouts import describe_end, find_position, has_finished, late_ranks, name_process
 from phalanx._comm.symmetric_memory.memory import SymmetricMemory
 from phalanx.errors import ClosedError, DeadlineError, MismatchError, PeerLostError, PhalanxError
 
@@ -125,7 +125,7 @@ def _lost(symm_mem: SymmetricMemory, who: int, mine: Record | None) -> FailureRe
         (who,),
         _processes(symm_mem, who),
         {who: read_position(core, who)},
-        reason=how_it_ended(symm_mem, who),
+        reason=describe_end(symm_mem, who),
         remarks=(alone,) if alone else (),
     )
 

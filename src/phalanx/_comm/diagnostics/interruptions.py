@@ -23,11 +23,11 @@ def is_interruption(error: BaseException) -> bool:
     return False
 
 
-class Quiet:
-    """A `Quiet` context suppresses errors, but not interruptions. `tell` is called with the error."""
+class SuppressedErrors:
+    """A `SuppressedErrors` context suppresses errors, but not interruptions; `report` is called with each error."""
 
-    def __init__(self, tell: Callable[[Exception], None] = lambda error: None) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[Exception], None] = lambda error: None) -> None:
+        self._report = report
 
     def __enter__(self) -> None:
         pass
@@ -37,5 +37,5 @@ class Quiet:
     ) -> bool:
         if not isinstance(error, Exception) or is_interruption(error):
             return False
-        self._tell(error)
+        self._report(error)
         return True

@@ -52,7 +52,7 @@ class GroupLog:
     ranks: tuple[RankLog, ...]
 
 
-def show(agent: str, group_info: GroupInfo, control: int) -> bool:
+def register_group(agent: str, group_info: GroupInfo, control: int) -> bool:
     """Send the control memory's descriptor to the agent at `agent` ("name:token"); return False if that fails.
 
     This costs a connection and a message, about 20 µs, and never waits.

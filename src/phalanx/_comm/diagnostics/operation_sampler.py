@@ -40,17 +40,18 @@ class OperationSampler:
     Cost: 0.4 µs for each line read, and a microsecond for each new line.
     """
 
-    def __init__(self, file: StepFile, tell_groups: Callable[[list[dict[str, object]]], None]) -> None:
+    def __init__(self, file: StepFile, report_groups: Callable[[list[dict[str, object]]], None]) -> None:
         self._file = file
-        self._tell_groups = tell_groups
+        self._report_groups = report_groups
         # the numbers of groups, by their memory
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._groups: list[dict[str, object]] = []
-        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the time of the last line read
+        # the time of the last line read, by a group's memory
+        self._last_read: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._read_step = 0
         self.steps_between = 1
         """The number of steps until the next reading, before the recorder overwrites unread lines."""
-        self.num_seen = 0
+        self.num_read = 0
         self.generation = 0
 
     def read(self, marks: Sequence[tuple[int, int]], step: int) -> None:
@@ -67,12 +68,12 @@ class OperationSampler:
             return 0
         begins_ns = [at for at, _ in marks]
         number = self._number_of(group)
-        last = self._seen.get(symm_mem, 0)
+        last = self._last_read.get(symm_mem, 0)
         new = 0
         for seq, kind, dtype, _, _, _, count, shape, enter, leave, status, *_ in symm_mem.core.records(symm_mem.rank):
             if enter <= last or not leave or kind in (SEND, RECV):
                 continue
-            self._seen[symm_mem] = enter
+            self._last_read[symm_mem] = enter
             new += 1
             at = bisect_right(begins_ns, enter) - 1
             num_bytes = (prod(shape) if shape else count) * ITEM_BYTES.get(dtype, 1)
@@ -80,7 +81,7 @@ class OperationSampler:
                 num_bytes = _gradient_bytes.get(group.group, 0)
             phase = marks[at][1] if at >= 0 else 0
             self._file.add_operation(array("d", (number, kind, seq, num_bytes, enter, leave, phase, step, status)), seq)
-        self.num_seen += new
+        self.num_read += new
         return new
 
     def _number_of(self, group: whereabouts.ObservedGroup) -> int:
@@ -91,5 +92,5 @@ class OperationSampler:
             again = sum(g["name"] == group.group and g["generation"] == self.generation for g in self._groups)
             self._groups.append({"name": group.group, "generation": self.generation, "again": again})
             self._numbers[group.symm_mem] = number
-            self._tell_groups(self._groups)
+            self._report_groups(self._groups)
         return number

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from phalanx._comm.diagnostics.interruptions import Quiet
+from phalanx._comm.diagnostics.interruptions import SuppressedErrors
 
-_NUM_LOOKED_AT = 16  # elements of a list that are examined: the first ones show its kind
+_NUM_EXAMINED = 16  # elements of a list that are examined: the first ones show its kind
 _DEEPEST = 8
 
 
@@ -17,7 +17,7 @@ def count_samples(batch: Any) -> float | None:
 
     It runs inside a user's loader, so it raises nothing of its own, whatever the batch is.
     """
-    with Quiet():
+    with SuppressedErrors():
         for part in _parts(batch, 0):
             length = _first_dimension(part)
             if length is not None:
@@ -34,7 +34,7 @@ def _parts(batch: Any, depth: int) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         inside = batch.values()
     elif isinstance(batch, (list, tuple)):
-        inside = batch[:_NUM_LOOKED_AT]
+        inside = batch[:_NUM_EXAMINED]
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         inside = vars(batch).values()
     for part in inside:

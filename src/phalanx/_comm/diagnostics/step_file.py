@@ -103,7 +103,7 @@ def _allocate(fd: int) -> None:
 class StepFile:
     """A `StepFile` creates and writes the file at `path`; all methods but `set_facts` and `set_state` are a few stores.
 
-    After an exception in between, from a signal handler, `settle` makes the file valid.
+    After an exception in between, from a signal handler, `repair` makes the file valid.
 
     Raises:
         OSError: the file cannot be created.
@@ -190,7 +190,7 @@ class StepFile:
         self._num_steps += 1
         self._words[_STEP_COUNT] = self._num_steps
 
-    def settle(self) -> int:
+    def repair(self) -> int:
         """Complete work that an exception has interrupted; return the number of steps in the records."""
         self._turn_steps()
         self._turn_operations()

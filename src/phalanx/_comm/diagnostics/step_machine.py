@@ -145,7 +145,7 @@ class StepMachine:
         elif self._has_update:  # the update of another optimizer, or of the next step with the same batch
             self._split = (list(self._parts), self._samples, self._loss, self._updated_at)
         self._has_backward = True
-        self._take_batch()
+        self._count_batch()
         self._parts[FORWARD] += now - self.since
         self._turn_to(BACKWARD, now)
 
@@ -168,7 +168,7 @@ class StepMachine:
         if not self._enters(UPDATE):
             return
         self._updating = optimizer
-        self._take_batch()
+        self._count_batch()
         if optimizer in self._stepped and self._split is not None:
             self._end_step_before(*self._split)
         self._stepped.add(optimizer)
@@ -202,7 +202,7 @@ class StepMachine:
 
     def _step(self, now: float, _: float) -> None:
         """End a step here, whatever events it had."""
-        self._take_batch()
+        self._count_batch()
         self._end_phase(now, OTHER)
         self._updated_at = now
         self._end_step()
@@ -232,7 +232,7 @@ class StepMachine:
         self.since, self.phase = now, phase
         self.marks.append((int(now * 1e9), phase))
 
-    def _take_batch(self) -> None:
+    def _count_batch(self) -> None:
         """Count the batch, if there is one, as a training batch."""
         if self._batch_s:
             self._has_batch = self._has_loader = True

@@ -16,7 +16,7 @@ from phalanx._comm.diagnostics.step_machine import END_WAIT
 class _Listener(Protocol):
     def mark(self, kind: float, value: float = 0.0) -> None: ...
 
-    def tell(self, **facts: Any) -> None: ...
+    def add_facts(self, **facts: Any) -> None: ...
 
     def read_loss(self, loss: Any) -> float | None: ...
 
@@ -24,13 +24,13 @@ class _Listener(Protocol):
 
 
 _listeners: list[_Listener] = []  # one or none
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def listen(listener: _Listener) -> None:
     """Set the listener, replacing the previous one."""
     _listeners[:] = [listener]
-    _told.clear()
+    _reported.clear()
 
 
 def stop_listening() -> None:
@@ -41,9 +41,9 @@ def stop_listening() -> None:
 def note_wait(seconds: float, on: Literal["stages", "servers"]) -> None:
     """Record a wait of this rank, until now, for other stages of its pipeline, or for parameter servers."""
     for listener in _listeners:
-        if on not in _told:
-            _told.add(on)
-            listener.tell(waits_for=sorted(_told))
+        if on not in _reported:
+            _reported.add(on)
+            listener.add_facts(waits_for=sorted(_reported))
         listener.mark(END_WAIT, seconds)
 
 

@@ -67,7 +67,7 @@ def read_folder(folder: str | os.PathLike[str]) -> list[RankFile]:
     return found
 
 
-def put_in_order(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
+def order_records(records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
     """Return the records with increasing times; if the clock was set back (a restored snapshot), it stands still."""
     ordered: list[StepRecord] = []
     for record in records:
@@ -108,7 +108,7 @@ def _catch_up(contents: StepFileContents) -> RankFile:
         unix_offset=contents.unix_offset,
         operations_seen=contents.operations_seen,
         cost_s=contents.cost_s,
-        steps=put_in_order(contents.steps + tuple(late)),
+        steps=order_records(contents.steps + tuple(late)),
         operation_stride=contents.operation_stride,
         operations=contents.operations,
         reached=tally.reached,

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from typing import Any
 
 from phalanx._comm.diagnostics import progress_page
-from phalanx._comm.diagnostics.interruptions import Quiet, is_interruption
+from phalanx._comm.diagnostics.interruptions import SuppressedErrors, is_interruption
 from phalanx._comm.diagnostics.operation_sampler import OperationSampler
 from phalanx._comm.diagnostics.progress_page import own_generation, own_step
 from phalanx._comm.diagnostics.step_file import NUM_EVENTS, StepFile, StepRecord, merge
@@ -49,7 +49,7 @@ from phalanx._comm.diagnostics.step_machine import (
 from phalanx._comm.diagnostics.step_tally import StepTally
 from phalanx._comm.diagnostics.whereabouts import ObservedGroup, listen_for_ends, stop_listening
 
-_LOOK_S = 0.5  # between two measurements of the process's memory, and the longest delay of events
+_MEASURE_S = 0.5  # between two measurements of the process's memory, and the longest delay of events
 _LOSS_S = 1.0  # between two losses that must be waited for
 _MOST_EVENTS = NUM_EVENTS // 2
 _NUM_EAGER = 1000  # after so many events without a step, some are waited for
@@ -82,11 +82,11 @@ class StepRecorder:
         self._file = StepFile(path, now, time.time() - now)
         self._facts = dict(facts)
         self._file.set_facts(self._facts)
-        self._operations = OperationSampler(self._file, lambda groups: self.tell(groups=groups))
+        self._operations = OperationSampler(self._file, lambda groups: self.add_facts(groups=groups))
         self._machine = StepMachine(now, self._add_step)
         self._tally = StepTally(int(self._facts.get("rank", 0)))
         self.log = _core.EventLog(
-            self._file.events_address, NUM_EVENTS, float(BEGIN_UPDATE), float(END_UPDATE), self._take_safely
+            self._file.events_address, NUM_EVENTS, float(BEGIN_UPDATE), float(END_UPDATE), self._process_events_safely
         )
         """The event log, written by `mark(kind, value)` with the kinds of `step_machine`."""
         self.device_memory: Callable[[], float] = float
@@ -95,19 +95,19 @@ class StepRecorder:
         because the number may have changed.
         """
         self.on_first_step: Callable[[StepRecorder], None] = lambda recorder: None
-        self._taken = 0  # the number of events taken
+        self._num_processed = 0  # the number of processed events
         self._events_per_step = 6.0
         self._pending: StepRecord | None = None
         self._in_records = 0  # the number of steps in records
         self._in_records_already = 0  # so many of the next steps are already in records: they come again
         self._is_whole = True  # nothing was interrupted
-        self._is_learning = False  # whether it must learn its place in a new generation
+        self._is_place_unknown = False  # whether the rank's place in a new generation is unknown
         self._loss_due = 0.0
-        self._looked = self._cost_s = 0.0
-        self._kept = ""  # the state, as JSON
-        self._keep_state()
+        self._measured_at = self._cost_s = 0.0
+        self._saved_state = ""  # the state, as JSON
+        self._save_state()
         listen_for_ends(self.end_group)
-        progress_page.listen_for_generations(self._await_place)
+        progress_page.listen_for_generations(self._prepare_generation)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class StepRecorder:
                 return None
             self._loss_due = now + _LOSS_S
         value = None
-        with Quiet():  # a tracer's tensor has no value
+        with SuppressedErrors():  # a tracer's tensor has no value
             value = loss.item()
         return float(value) if isinstance(value, (float, int)) else None
 
@@ -182,7 +182,7 @@ class StepRecorder:
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
-    def tell(self, **facts: Any) -> None:
+    def add_facts(self, **facts: Any) -> None:
         """Write more facts of this rank, or of the run."""
         if self._thread == -1:
             return
@@ -193,7 +193,7 @@ class StepRecorder:
         """Read a group's last operations: this process is about to leave it."""
         if threading.get_ident() == self._thread:
             self.log.take()
-            with Quiet(self._give_up):
+            with SuppressedErrors(self._stop_recording):
                 self._operations.read_group(group, list(self._machine.marks), self._tally.num_steps)
 
     @property
@@ -215,7 +215,7 @@ class StepRecorder:
         self.log.take()
         self._tally.sample_share = share
         if self._is_whole:
-            self._keep_state()
+            self._save_state()
 
     @property
     def num_steps(self) -> int:
@@ -235,13 +235,13 @@ class StepRecorder:
         try:
             self.log.take()
             self.log.close()
-            with Quiet(self._give_up):
+            with SuppressedErrors(self._stop_recording):
                 self._finish()
         finally:
             self._thread = -1
             self.log.close()
             stop_listening(self.end_group)
-            progress_page.stop_listening(self._await_place)
+            progress_page.stop_listening(self._prepare_generation)
             if ended:
                 self._file.set_ended()
             self._file.close()
@@ -252,66 +252,66 @@ class StepRecorder:
             if not self._tally.num_steps:  # otherwise its lifetime would be unknown
                 self._machine.since = self._clock()
             if self._pending is not None:
-                self._keep(self._pending)
+                self._write_record(self._pending)
                 self._pending = None
-            self._look(self._clock())
+            self._measure_process(self._clock())
             self._read_operations()
-            self._keep_state()
+            self._save_state()
         if not self._tally.num_steps:  # no training, but some activity
-            with Quiet():
+            with SuppressedErrors():
                 self.on_first_step(self)
 
     # -- periodic work -------------------------------------------------------------------------------------------------
 
-    def _take_safely(self) -> None:
+    def _process_events_safely(self) -> None:
         """Process new events, inside the user's calls: an error of ours is logged, and ends the recording.
 
         Only an exception of the user's own signal handler is raised; the interrupted work is repeated later.
         """
         try:
-            self._take()
+            self._process_events()
         except Exception as error:
             if is_interruption(error):
                 raise
-            self._give_up(error)
+            self._stop_recording(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _stop_recording(self, error: Exception) -> None:
         self.log.close()
-        with Quiet():  # there may be no stderr
+        with SuppressedErrors():  # there may be no stderr
             why = f"{type(error).__name__}: {error}"
             print(f"phalanx: the run's report will lack what could not be recorded: {why}", file=sys.stderr)
 
-    def _take(self) -> None:
+    def _process_events(self) -> None:
         """Turn new events into records."""
         if not self._is_whole:
-            self._go_back()
+            self._restore_state()
         self._is_whole = False
         began, tally, steps = self._clock(), self._tally, self._tally.num_steps
-        flat, num = self._file.events_since(self._taken)
+        flat, num = self._file.events_since(self._num_processed)
         for at in range(0, len(flat), 3):
             self._machine.feed(*flat[at : at + 3])
         if tally.num_steps > steps:
-            self._events_per_step = (num - self._taken) / (tally.num_steps - steps)
+            self._events_per_step = (num - self._num_processed) / (tally.num_steps - steps)
             self._read_operations()
-        self._taken = num
-        self._keep_state()
+        self._num_processed = num
+        self._save_state()
         now = self._clock()
         self._cost_s += now - began
-        self._file.set_cost(self._cost_s, self._operations.num_seen)
+        self._file.set_cost(self._cost_s, self._operations.num_read)
         self._is_whole = True
-        self.log.took(num, self._limit(), now + _LOOK_S)
+        self.log.took(num, self._limit(), now + _MEASURE_S)
 
-    def _go_back(self) -> None:
+    def _restore_state(self) -> None:
         """Return to the state before work that an exception has interrupted. The file keeps its content."""
-        state = json.loads(self._kept)
+        state = json.loads(self._saved_state)
         began = int(state["machine"]["since"] * 1e9)
         marks = [mark for mark in self._machine.marks if mark[0] <= began]
         self._machine = StepMachine.resume(state["machine"], self._add_step)
         self._machine.marks.extend(marks)
         self._tally = StepTally(**state["tally"])
         self._pending = None if state["pending"] is None else StepRecord(*state["pending"])
-        self._taken = state["taken"]
-        self._in_records = self._file.settle()
+        self._num_processed = state["taken"]
+        self._in_records = self._file.repair()
         self._file.set_facts(self._facts)
         self._in_records_already = self._in_records - state["in_records"]
         if self._in_records_already and self._pending is not None:
@@ -319,70 +319,70 @@ class StepRecorder:
             self._pending = None
 
     def _limit(self) -> int:
-        """Return the number of events to wait for: few while the place in the run must be learned."""
-        if self._is_learning or not self._tally.num_steps:
-            return 1 if self._taken < _NUM_EAGER else 6
+        """Return the number of events to wait for: few while the place in the run is unknown."""
+        if self._is_place_unknown or not self._tally.num_steps:
+            return 1 if self._num_processed < _NUM_EAGER else 6
         return max(1, min(_MOST_EVENTS, int(self._events_per_step * self._operations.steps_between)))
 
     def _add_step(self, step: FinishedStep) -> None:
         tally = self._tally
         if tally.num_steps == 0:
-            with Quiet():
+            with SuppressedErrors():
                 self.on_first_step(self)
             tally.generation = self._operations.generation = own_generation()  # the rank may have joined later
             if committed := own_step():  # later it would not be known: a loop may commit less often
                 tally.ahead = committed - 1
-        if step.end >= self._looked + _LOOK_S:
-            self._look(step.end)
+        if step.end >= self._measured_at + _MEASURE_S:
+            self._measure_process(step.end)
         record = tally.add(step)
-        self._learn_place()
+        self._update_place()
         if self._in_records_already:
             self._in_records_already -= 1
             return
         self._pending = record if self._pending is None else merge(self._pending, record)
         if self._pending.num_steps >= self._file.step_stride:
-            self._keep(self._pending)
+            self._write_record(self._pending)
             self._pending = None
 
-    def _keep(self, record: StepRecord) -> None:
+    def _write_record(self, record: StepRecord) -> None:
         self._file.add_step(array("d", record))
         self._in_records += int(record.num_steps)
 
-    def _keep_state(self) -> None:
+    def _save_state(self) -> None:
         state = {
-            "taken": self._taken,
+            "taken": self._num_processed,
             "in_records": self._in_records,
             "pending": self._pending,
             "tally": asdict(self._tally),
             "machine": self._machine.state(),
         }
-        self._kept = json.dumps(state)
-        self._file.set_state(self._kept)
+        self._saved_state = json.dumps(state)
+        self._file.set_state(self._saved_state)
 
-    def _await_place(self) -> None:
+    def _prepare_generation(self) -> None:
         """Write the earlier steps before the ranks continue in another generation."""
         if threading.get_ident() == self._thread:
-            self._is_learning = True
+            self._is_place_unknown = True
             self.log.take()
-            self._is_learning = True  # earlier steps know theirs
-            self.log.took(self._taken, 1, 0.0)
+            self._is_place_unknown = True  # the earlier steps have updated it
+            self.log.took(self._num_processed, 1, 0.0)
 
-    def _learn_place(self) -> None:
-        """Learn the place in the run: after a loss the ranks continue from the last commit, with new rank numbers."""
+    def _update_place(self) -> None:
+        """Update the place in the run: after a loss the ranks continue from the last commit, with new rank numbers."""
         tally = self._tally
-        self._is_learning = False
+        self._is_place_unknown = False
         generation = own_generation()
         if generation == tally.generation:
             return
         tally.generation = self._operations.generation = generation
-        with Quiet():
+        with SuppressedErrors():
             tally.rank = self.rank_now()
         if tally.ahead is not None:
             tally.ahead = own_step() - tally.num_steps
 
-    def _look(self, now: float) -> None:
+    def _measure_process(self, now: float) -> None:
         """Measure the process: its memory, its CPU time, its preemptions."""
-        self._looked = now
+        self._measured_at = now
         usage = resource.getrusage(resource.RUSAGE_SELF)
         try:
             with open("/proc/self/statm", "rb") as file:
@@ -392,7 +392,7 @@ class StepRecorder:
             resident, shared = float(usage.ru_maxrss), 0.0
         self._file.set_peak(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
         cpu_s, on_device = usage.ru_utime + usage.ru_stime, 0.0
-        with Quiet():
+        with SuppressedErrors():
             on_device = float(self.device_memory())
         self._tally.process = (resident, shared, cpu_s, float(usage.ru_nivcsw), on_device)
 

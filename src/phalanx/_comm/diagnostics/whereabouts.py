@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx._base import core_numbers
-from phalanx._comm.diagnostics.failure_report import KILLED, LEFT, ended_well
+from phalanx._comm.diagnostics.failure_report import KILLED, LEFT, ended_normally
 from phalanx._comm.diagnostics.flight_recorder import RankPosition, read_position
 from phalanx._comm.symmetric_memory.watch import wait_status
 
@@ -31,7 +31,7 @@ class ObservedGroup(Protocol):
 _groups: weakref.WeakSet[ObservedGroup] = weakref.WeakSet()
 
 
-def remember(group: ObservedGroup) -> None:
+def register(group: ObservedGroup) -> None:
     """Search this group for missing ranks, too, as long as it exists."""
     _groups.add(group)
 
@@ -50,7 +50,7 @@ def stop_listening(listener: Callable[[ObservedGroup], None]) -> None:
         _listeners.remove(listener)
 
 
-def tell_end(group: ObservedGroup) -> None:
+def notify_end(group: ObservedGroup) -> None:
     """Notify the listeners that this process is about to leave the group."""
     for listener in list(_listeners):
         listener(group)
@@ -91,7 +91,7 @@ def name_process(symm_mem: SymmetricMemory, rank: int) -> str:
     return f"pid {theirs.pid}" + (" in another pid namespace" if theirs.namespace != ours.namespace else "")
 
 
-def how_it_ended(symm_mem: SymmetricMemory, rank: int) -> str:
+def describe_end(symm_mem: SymmetricMemory, rank: int) -> str:
     """Return how a rank's process ended, from the best source available."""
     life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
     if exit_reason:
@@ -112,5 +112,5 @@ def has_finished(symm_mem: SymmetricMemory, rank: int) -> bool:
     """Return whether a rank has left, or its process has ended, because its program had finished."""
     life, _, _, _, _, exit_reason = symm_mem.core.state(rank)
     if exit_reason or life == core_numbers.LEFT:
-        return not exit_reason or ended_well(exit_reason)
+        return not exit_reason or ended_normally(exit_reason)
     return not symm_mem.core.alive(rank) and wait_status(symm_mem.process_of(rank)) == 0

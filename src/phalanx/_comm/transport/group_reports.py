@@ -8,7 +8,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from phalanx._comm.diagnostics.divergence import describe_left_alone
-from phalanx._comm.diagnostics.failure_report import FailedOperation, FailureReport, describe_interruption, ended_well
+from phalanx._comm.diagnostics.failure_report import (
+    FailedOperation,
+    FailureReport,
+    describe_interruption,
+    ended_normally,
+)
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.flight_recorder import RankPosition
 
@@ -88,7 +93,7 @@ class GroupReports:
         """
         positions = {} if position is None else {who: position}
         remarks: tuple[str, ...] = ()
-        if peer is None and position is not None and position.seq < self.here.seq and ended_well(reason):
+        if peer is None and position is not None and position.seq < self.here.seq and ended_normally(reason):
             remarks = (describe_left_alone(self.here.position.operation, [self.here.rank], [who], {}),)
         return FailureReport("lost", (who,), self.processes(who), positions, reason=reason, remarks=remarks)
 
@@ -103,7 +108,7 @@ class GroupReports:
         """Write `reason` to the store before the connections close: a rank that loses one reads it; the first stays."""
         if self.report is None and not self._has_published_exit and self.here.world_size > 1:
             self._has_published_exit = True
-            self.store.leave_exit_reason(reason, self.where())
+            self.store.publish_exit_reason(reason, self.where())
 
     def linger(self) -> None:
         """Wait until the other ranks have read the report, if any: the store may end with this rank."""

@@ -52,7 +52,7 @@ class HealthMonitor:
                 report = self._failure_store.report()
                 self._looked = True
             else:
-                report = self._failure_store.report_here()
+                report = self._failure_store.report_on_host()
             if report is not None:
                 self._is_closed = True
                 self._over(report)

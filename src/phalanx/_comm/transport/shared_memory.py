@@ -25,7 +25,7 @@ from phalanx._comm.diagnostics import failures
 from phalanx._comm.diagnostics.call_sites import short
 from phalanx._comm.diagnostics.failure_report import LEFT_IN_FLIGHT, closed, describe_wait, occupied
 from phalanx._comm.diagnostics.flight_recorder import read
-from phalanx._comm.diagnostics.whereabouts import find_position, late_ranks, remember, tell_end
+from phalanx._comm.diagnostics.whereabouts import find_position, late_ranks, notify_end, register
 from phalanx._comm.rendezvous.bootstrap import NOTICE_S
 from phalanx._comm.symmetric_memory.memory import Buffer, SymmetricMemory
 from phalanx._comm.symmetric_memory.sizes import STAGE_BYTES
@@ -117,7 +117,7 @@ class SharedMemoryTransport(Transport):
         self.symm_mem = symm_mem
         self.rank, self.world_size = symm_mem.rank, symm_mem.world_size
         self.core = symm_mem.core
-        remember(self)
+        register(self)
 
     @property
     def closed(self) -> bool:
@@ -149,13 +149,13 @@ class SharedMemoryTransport(Transport):
     def close(self) -> None:
         """Leave the group. Ranks that wait for this one, and threads in operations here, are notified at once."""
         if not self.symm_mem.closed:
-            tell_end(self)
+            notify_end(self)
         self.symm_mem.close()
 
     def abandon(self) -> None:
         """Close as `close` does, at the end of the process, without waking threads that are in operations."""
         if not self.symm_mem.closed:
-            tell_end(self)
+            notify_end(self)
         self.symm_mem.close_for_good()
 
     # -- around an operation -------------------------------------------------------------------------------------

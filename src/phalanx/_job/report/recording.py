@@ -230,7 +230,7 @@ def _tell_torch_facts(recorder: StepRecorder) -> None:
         facts["backend"] = dist.get_backend()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         facts["device"] = torch.cuda.get_device_name()
-    recorder.tell(**facts)
+    recorder.add_facts(**facts)
 
 
 def _device_memory() -> float:

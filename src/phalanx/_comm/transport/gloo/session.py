@@ -279,7 +279,7 @@ class GlooSession:
                 break
             time.sleep(_PAUSE_S)
         answers = self.reports.store.collect_positions()
-        if fate := self.reports.store.server_fate():
+        if fate := self.reports.store.server_state():
             return self.reports.report_lost(fate[0], "the job's store, which it served, does not answer", peer)
         silent = next((r for r in self.reports.others() if r not in answers), None)
         if silent is None:

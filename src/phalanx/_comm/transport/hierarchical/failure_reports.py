@@ -14,7 +14,7 @@ from phalanx._base.processes import read_state
 from phalanx._comm.diagnostics.failure_report import NOTHING_CALLED, FailureReport, RankCall, late
 from phalanx._comm.diagnostics.failure_store import FailureStore
 from phalanx._comm.diagnostics.flight_recorder import RankPosition, read, read_position
-from phalanx._comm.diagnostics.whereabouts import how_it_ended, late_ranks
+from phalanx._comm.diagnostics.whereabouts import describe_end, late_ranks
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import Disagreement
 from phalanx._comm.transport.group_reports import GroupReports, ReportingRank
@@ -46,7 +46,7 @@ class FailureReports(GroupReports):
     def attach(self, store: FailureStore) -> None:
         """Set the store, once the memory exists."""
         super().attach(store)
-        store.told_here = self._told_here
+        store.find_local_report = self._find_local_report
 
     @property
     def _core(self) -> _core.Group:
@@ -78,7 +78,7 @@ class FailureReports(GroupReports):
                 # It may have ended this memory for a cause that it could not publish without the store.
                 silence = self._server_lost(ctx.timeout_s, deadline)
                 return silence or self._lost(
-                    self._layout.local_ranks[local], how_it_ended(self._memory.symm_mem, local), peer
+                    self._layout.local_ranks[local], describe_end(self._memory.symm_mem, local), peer
                 )
         return (
             self._reported_by_others(REPORT_S)
@@ -97,7 +97,7 @@ class FailureReports(GroupReports):
             if self._core.set_failure(report.to_json()):
                 return
 
-    def _told_here(self) -> FailureReport | None:
+    def _find_local_report(self) -> FailureReport | None:
         """Return the report of a rank of this host in the memory."""
         text = ""
         with contextlib.suppress(ClosedError):  # another thread may have closed the memory meanwhile
@@ -106,7 +106,7 @@ class FailureReports(GroupReports):
 
     def _reported_by_others(self, patience_s: float) -> FailureReport | None:
         report = self.store.await_report(patience_s)
-        if report is None and self.store.wants_positions():
+        if report is None and self.store.are_positions_requested():
             return self.store.await_report(COLLECT_REPORT_S)
         return report
 
@@ -124,7 +124,7 @@ class FailureReports(GroupReports):
         Its neighbours noticed first and closed their connections, without being able to publish why: ranks that lost
         those connections would blame the neighbours.
         """
-        fate = self.store.server_fate()
+        fate = self.store.server_state()
         if fate is None:
             return None
         who, what = fate
@@ -155,7 +155,7 @@ class FailureReports(GroupReports):
         else:
             missing = [peer] if peer >= 0 else self.others()
         remarks: tuple[str, ...] = ()
-        if missing and self.store.is_gone:
+        if missing and self.store.is_lost:
             # No rank can be asked: those of this host are there, or the core would have reported them.
             missing = [r for r in missing if r not in self._layout.local_ranks] or missing
             remarks = ("The job's store does not answer either: this host may be cut off.",)
