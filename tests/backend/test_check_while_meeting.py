@@ -12,7 +12,7 @@ from tests.system.hosts_jobs import on_hosts
 
 import phalanx._comm.backend.create as create
 from phalanx._comm.engines.gloo import GlooEngine
-from phalanx._comm.rendezvous.bootstrap import checked_while_meeting
+from phalanx._comm.rendezvous.bootstrap import checked_while_forming
 from phalanx.testing import why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
@@ -42,7 +42,7 @@ def form(rank, world_size, machines, folder, place, stuck):
             GlooEngine.__init__ = stay
     dist.barrier()  # nobody is behind where the others believe that it is
     try:
-        with checked_while_meeting(check):
+        with checked_while_forming(check):
             dist.new_group(list(range(world_size)))
     except Superseded:
         return "superseded"

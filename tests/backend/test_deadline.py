@@ -33,7 +33,7 @@ def test_a_rank_that_never_reaches_init_is_named_on_every_rank_that_did(tmp_path
 
     for message, missing in run_ranks(check, 4, init=False)[:2]:
         assert missing == (2,)
-        assert message.startswith("init_process_group of group '0': rank 2 of 4 never came within 1.0 s.\n")
+        assert message.startswith("init_process_group of group '0': rank 2 of 4 never joined within 1.0 s.\n")
         assert "Check that 4 processes were started" in message
 
 
@@ -51,7 +51,7 @@ def test_a_rank_that_makes_one_group_more_reads_of_groups_and_not_of_processes(t
         return str(caught.value)
 
     message, *_ = run_ranks(check, 3)
-    assert "ranks 1, 2 of 3 never came within 0.5 s" in message
+    assert "ranks 1, 2 of 3 never joined within 0.5 s" in message
     assert "All ranks make all groups, in the same order" in message
     assert "processes were started" not in message
 
@@ -141,7 +141,7 @@ def test_a_long_wait_is_announced_once_with_who_is_missing(monkeypatch, tmp_path
 def test_a_long_wait_at_init_is_announced_with_who_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(bootstrap, "NOTICE_S", 0.0)
     info = RankInfo(host_identity(), "here", "", ProcessId.of_self(), frozenset({0}), 1)
-    with pytest.raises(DeadlineError, match=r"ranks 1, 2 of 3 never came within 0\.4 s"):
+    with pytest.raises(DeadlineError, match=r"ranks 1, 2 of 3 never joined within 0\.4 s"):
         bootstrap.exchange(dist.HashStore(), 0, 3, info, "dp", Deadline.after(0.4))
     (line,) = (record.getMessage() for record in caplog.records)
     assert line == "init_process_group of group 'dp': waiting for ranks 1, 2 for 0 s; giving up after 0 s."

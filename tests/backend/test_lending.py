@@ -99,7 +99,7 @@ def test_tensors_outlive_the_lending_and_the_group():
     lending = _lending()
     with lending.making():
         kept = torch.ones(SIZE // 4)
-    assert lending._pool.holds(kept)
+    assert lending._pool.contains(kept)
     gone = weakref.ref(lending)
     del lending
     gc.collect()

@@ -120,7 +120,7 @@ def test_a_huge_tensor_costs_nothing_until_it_is_touched(rank):
 def test_a_heap_without_room_says_so_on_every_rank_and_works_on():
     with pytest.raises(PhalanxError, match=r"shared_empty of \d+ bytes: .* has no room") as caught:
         phalanx.shared_empty(1 << 50)
-    assert "Let go of tensors" in str(caught.value)
+    assert "Release tensors" in str(caught.value)
     tensor = phalanx.shared_empty(5000)
     tensor.fill_(1.0)
     dist.all_reduce(tensor)

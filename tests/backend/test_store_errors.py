@@ -87,7 +87,7 @@ def test_a_master_alone_says_whom_it_waited_for() -> None:
     """Our error, not torch's any more: rank 0 does not wait in torch, which only counts who comes."""
     error = _error_of(_free_port(), 0)
     assert isinstance(error, DeadlineError)
-    assert "rank 1 of 2 never came to 127.0.0.1 port " in str(error)
+    assert "rank 1 of 2 never joined at 127.0.0.1 port " in str(error)
     assert "within 1.0 s." in str(error)
     assert "(MASTER_ADDR, MASTER_PORT)" in str(error)
 

@@ -1,7 +1,7 @@
 """How a group forms: whoever does not belong there, or believes something else, is told at once, on every rank.
 
 Ranks that believed in world sizes 2 and 3 joined and reduced: both got the average of two, and a whole epoch with the
-wrong shards. Two processes with one RANK overlooked each other, and "rank 2 never came" was all that was said, when
+wrong shards. Two processes with one RANK overlooked each other, and "rank 2 never joined" was all that was said, when
 time was up; a RANK that does not exist ended in an IndexError, and the others waited. And a file that an incomplete
 start had left behind made the next two healthy jobs fail, with words about the ranks of the first.
 """
@@ -76,7 +76,7 @@ def test_ranks_that_do_not_fit_together_are_all_told_who_believes_what(tmp_path)
 
 
 def _alone_for_a_moment(path):
-    with pytest.raises(DeadlineError, match="rank 1 of 2 never came within"):
+    with pytest.raises(DeadlineError, match="rank 1 of 2 never joined within"):
         start(path, 0, 2, timedelta(seconds=0.2))
     os._exit(0)  # the store's file stays, as it does when the interpreter is killed
 
@@ -120,9 +120,9 @@ def test_who_waits_in_vain_hears_of_the_earlier_start_at_that_file(tmp_path) -> 
         return str(caught.value)
 
     message = run_ranks(check, 1, init=False)[0]
-    assert "rank 0 of 2 never came within 0.1 s." in message
+    assert "rank 0 of 2 never joined within 0.1 s." in message
     assert "\nBefore this start, an earlier start ended at " in message
-    assert message.endswith(": rank 1 of 2 never came within 0.2 s.")
+    assert message.endswith(": rank 1 of 2 never joined within 0.2 s.")
 
 
 @pytest.mark.slow(but=("0",))
@@ -150,7 +150,7 @@ def test_a_rank_that_ends_while_it_waits_for_the_others_is_named_at_once(victim,
     for message, ranks in (result for result in results if result):
         assert ranks == (victim,)
         assert f"rank {victim} (pid " in message
-        assert "came, and ended before all ranks had come.\nRead its log first." in message
+        assert "joined, and ended before all ranks had joined.\nRead its log first." in message
 
 
 def test_a_process_of_another_job_learns_that_its_rank_is_taken_by_a_group_that_was_formed_there(
@@ -173,7 +173,7 @@ def test_a_process_of_another_job_learns_that_its_rank_is_taken_by_a_group_that_
         return outcome
 
     outcome = run_ranks(check, 3, init=False)[2]
-    assert "on rank 1: no other rank has come, and rank 1 is another process already: pid " in outcome
+    assert "on rank 1: no other rank has joined, and rank 1 is already another process, pid " in outcome
     assert "which still runs; a group of this name was formed here at " in outcome
 
 

@@ -177,7 +177,7 @@ def test_what_a_coordinator_says_as_another_one_takes_over_does_not_count(servic
             before = known.heard_at
             while known.heard_at == before:  # until its heartbeat comes
                 time.sleep(0.01)
-            assert not one.is_counted_out
+            assert not one.is_removed
 
 
 def test_ranks_behind_a_relay_do_not_notice_that_another_coordinator_has_taken_over(service: Service) -> None:

@@ -42,7 +42,7 @@ def _step(ddp):
 
 
 def _is_in_pool(ddp):
-    return ddp._reducer._set.pool.holds(ddp.module[0].weight.grad)
+    return ddp._reducer._set.pool.contains(ddp.module[0].weight.grad)
 
 
 def _build():

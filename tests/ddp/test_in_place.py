@@ -34,7 +34,7 @@ def _mean(world_size, step=0):
 def _in_place(ddp):
     """Positions of the parameters whose gradients lie in the pool."""
     pool = ddp._reducer._set.pool
-    return [i for i, p in enumerate(ddp.parameters()) if p.grad is not None and pool.holds(p.grad)]
+    return [i for i, p in enumerate(ddp.parameters()) if p.grad is not None and pool.contains(p.grad)]
 
 
 def _step(ddp, rank, step=0, **zero):
@@ -97,13 +97,13 @@ def test_only_tensors_of_a_backward_come_from_the_pool(rank, world_size):
     _step(ddp, rank)
     ddp.zero_grad()
     pool = ddp._reducer._set.pool
-    assert not pool.holds(torch.empty(_WIDTH, _WIDTH))
+    assert not pool.contains(torch.empty(_WIDTH, _WIDTH))
     output = ddp(_batch(rank))
     output.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         output.sum().backward()
     _step(ddp, rank, 1)  # the forward closes the one that was interrupted
-    assert not pool.holds(torch.empty(_WIDTH, _WIDTH))
+    assert not pool.contains(torch.empty(_WIDTH, _WIDTH))
     torch.testing.assert_close([p.grad for p in ddp.parameters()], _mean(world_size, 1))
 
 

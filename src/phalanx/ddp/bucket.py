@@ -315,7 +315,7 @@ class DenseBucket:
         """
         (parameter,) = self.parameters
         return (
-            pool.holds(grad)
+            pool.contains(grad)
             and grad.untyped_storage().resizable()
             and grad.dtype == self.plan.dtype
             and grad.shape == parameter.shape

@@ -105,7 +105,7 @@ def refuse_join_shadow(module: nn.Module, group: dist.ProcessGroup) -> None:
         )
     sharing = sharing_group(group)  # its ranks share parameters under ZeroRedundancyOptimizer, or master parameters
     if any(
-        has_shared_update(parameter) or (sharing is not None and sharing.symm_mem.holds(parameter.data_ptr()))
+        has_shared_update(parameter) or (sharing is not None and sharing.symm_mem.contains(parameter.data_ptr()))
         for parameter in module.parameters()
     ):
         raise RuntimeError(

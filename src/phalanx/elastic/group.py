@@ -22,7 +22,7 @@ from phalanx._comm.backend.create import open_transport
 from phalanx._comm.backend.torch_integration import groups
 from phalanx._comm.backend.torch_integration.groups import list_groups, phalanx_group
 from phalanx._comm.diagnostics.progress_page import open_page
-from phalanx._comm.rendezvous.bootstrap import checked_while_meeting
+from phalanx._comm.rendezvous.bootstrap import checked_while_forming
 from phalanx._comm.transport.rehearsal import RefusingTransport
 from phalanx.elastic.commits import Commits
 from phalanx.elastic.frozen import Frozen
@@ -214,7 +214,7 @@ class ElasticGroup:
     def _go_on(self, old: Any, standings: list[RankState]) -> None:
         """Restore the state from which the ranks resume. All ranks call it."""
         rank = self.process_group.rank()
-        with checked_while_meeting(self._check):
+        with checked_while_forming(self._check):
             self._script_groups.form(self.process_group, [one.groups for one in standings])
         agreement = decide(standings, apart=bool(self._commits.objects.rounds))
         if agreement is None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from phalanx._comm.backend import rendezvous
 from phalanx._comm.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
-from phalanx._comm.rendezvous.bootstrap import checked_while_meeting
+from phalanx._comm.rendezvous.bootstrap import checked_while_forming
 
 _PAUSE_S = 0.005
 _last_meeting = -1, 0  # the generation, and the number of its meetings so far
@@ -38,7 +38,7 @@ def form_world(store: Any, rank: int, world_size: int, timeout: timedelta, check
 
     `check` is called repeatedly while ranks are missing; an exception that it raises ends the wait.
     """
-    with checked_while_meeting(check), one_except_hook():
+    with checked_while_forming(check), one_except_hook():
         dist.init_process_group("phalanx", store=store, rank=rank, world_size=world_size, timeout=timeout)
     return dist.group.WORLD
 

@@ -75,7 +75,7 @@ class Lending:
         self.collect()
         if not self._pool.serves(tensor.numel() * tensor.element_size()) or not self._free:
             return None
-        if not (self._pool.holds(tensor) and tensor.is_contiguous()):
+        if not (self._pool.contains(tensor) and tensor.is_contiguous()):
             shape = tuple(tensor.shape)
             strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
             made = self._pool.empty_strided(shape, strides, tensor.dtype)

@@ -81,7 +81,7 @@ class Connection:
             raise without_key(self.address)
         self.timeout = timeout
         self.member = -1
-        self.is_counted_out = False  # the coordinator no longer counts this process as a member
+        self.is_removed = False  # the coordinator no longer counts this process as a member
         self.job = job
         self.key = key
         self._given_context, self._heartbeat_s = context, heartbeat_s
@@ -379,7 +379,7 @@ class Connection:
                     elif (
                         status == AnswerStatus.UNKNOWN and self.member >= 0 and fields[1:] == [pack_number(self.member)]
                     ):
-                        self.is_counted_out = True
+                        self.is_removed = True
                         self._expelled(fields[0])
                 elif status == AnswerStatus.HEARTBEAT and fields:
                     self._beat_s = float(fields[0])

@@ -45,7 +45,7 @@ class MemberConnection(Connection):
         self._stop.clear()
         watched = b"all" if watch is None else b",".join(map(pack_number, watch))
         self.member = int(self._call(Op.JOIN, body, watched)[0])
-        self.is_counted_out = False
+        self.is_removed = False
         self._start_heartbeats()
         return self.member
 
@@ -63,7 +63,7 @@ class MemberConnection(Connection):
         self.redirect(address, epoch, timeout)
         # messages of the old coordinator no longer apply, for example that this process was lost
         self._stop.clear()
-        self.is_counted_out = False
+        self.is_removed = False
         self.member = member
         self._start_heartbeats()
 

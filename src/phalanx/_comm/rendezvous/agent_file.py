@@ -35,8 +35,8 @@ def create_agent_file(address: str, key: str, relay: str = "") -> tuple[int, str
     the path at which this process relays messages to the store.
     """
     fd = create("phalanx-agent")
-    told = {"address": address, "key": key, "relay": relay, "processes": _pid_namespace()}
-    os.pwrite(fd, json.dumps(told).encode(), 0)
+    content = {"address": address, "key": key, "relay": relay, "processes": _pid_namespace()}
+    os.pwrite(fd, json.dumps(content).encode(), 0)
     return fd, f"{COORDINATOR}/proc/{os.getpid()}/fd/{fd}"
 
 
@@ -46,9 +46,9 @@ def read_store(fd: int) -> tuple[str, str]:
     With a relay, the address is the relay's, which contains the agent's process number; in a container with its own
     process numbers that number is invalid.
     """
-    told = json.loads(os.pread(fd, _LOST_AT, 0).rstrip(b"\0"))
-    can_relay = told["relay"] and told["processes"] == _pid_namespace()
-    return told["relay"] if can_relay else told["address"], told["key"]
+    content = json.loads(os.pread(fd, _LOST_AT, 0).rstrip(b"\0"))
+    can_relay = content["relay"] and content["processes"] == _pid_namespace()
+    return content["relay"] if can_relay else content["address"], content["key"]
 
 
 def _pid_namespace() -> str:
@@ -58,7 +58,7 @@ def _pid_namespace() -> str:
         return ""
 
 
-def tell_lost(fd: int, lost: LostHost) -> None:
+def report_lost(fd: int, lost: LostHost) -> None:
     """Report a lost host to the ranks of this host; only the first report counts."""
     if read_lost(fd) is None:
         spans = [[first, last] for first, last in _spans(lost.ranks)]
@@ -70,8 +70,8 @@ def read_lost(fd: int) -> LostHost | None:
     data = os.pread(fd, _MAX_BYTES, _LOST_AT)
     if not data:
         return None
-    told = json.loads(data)
-    return LostHost(tuple(r for first, last in told["ranks"] for r in range(first, last + 1)), told["reason"])
+    content = json.loads(data)
+    return LostHost(tuple(r for first, last in content["ranks"] for r in range(first, last + 1)), content["reason"])
 
 
 def describe_loss(host: str, why: str) -> str:

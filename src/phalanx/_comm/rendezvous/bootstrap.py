@@ -59,7 +59,7 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None
 
 
 @contextlib.contextmanager
-def checked_while_meeting(check: Callable[[], None]) -> Iterator[None]:
+def checked_while_forming(check: Callable[[], None]) -> Iterator[None]:
     """In this context, call `check` repeatedly while a group forms; an exception from `check` ends the wait."""
     token = _check.set(check)
     try:
@@ -68,8 +68,8 @@ def checked_while_meeting(check: Callable[[], None]) -> Iterator[None]:
         _check.reset(token)
 
 
-def check_meeting() -> None:
-    """Call the check that `checked_while_meeting` has set. Every wait that forms a group calls this repeatedly."""
+def check_formation() -> None:
+    """Call the check that `checked_while_forming` has set. Every wait that forms a group calls this repeatedly."""
     if (check := _check.get()) is not None:
         check()
 
@@ -97,7 +97,7 @@ class Bootstrap:
         self._group = group
         self._is_further = is_further
         self._deadline = deadline
-        self._num_judged = 0  # the number of arrivals that `_decide` has already checked
+        self._num_checked = 0  # the number of arrivals that `_decide` has already checked
         self.infos: list[RankInfo] = []
 
     def join(self) -> list[RankInfo]:
@@ -112,7 +112,7 @@ class Bootstrap:
         outcome = None
         while outcome is None:
             self._arrivals.arrive()
-            self._num_judged = 0
+            self._num_checked = 0
             with contextlib.suppress(_Superseded):
                 outcome = self._wait()
         if failure := outcome.get("failure"):
@@ -130,7 +130,7 @@ class Bootstrap:
         if self._store.check([infos]) or (arrivals.number and not arrivals.read_all()):
             return ""  # no start is in progress
         arrivals.me = replace(arrivals.me, is_contested=True)
-        arrivals.take_place()
+        arrivals.register()
 
         def is_over() -> bool:
             if min(arrivals.read_all()) == arrivals.index:
@@ -150,11 +150,11 @@ class Bootstrap:
         """
         with contextlib.suppress(RuntimeError):  # the store is already gone
             if self._me.rank == 0:
-                self._poll_until(lambda: self._have_acknowledged(expected), Deadline.after(_ACKNOWLEDGE_S), _no_notice)
+                self._poll_until(lambda: self._all_acknowledged(expected), Deadline.after(_ACKNOWLEDGE_S), _no_notice)
             else:
                 self._store.set(self._arrivals.key(f"acknowledged/{self._arrivals.index}"), "")
 
-    def _have_acknowledged(self, expected: int) -> bool:
+    def _all_acknowledged(self, expected: int) -> bool:
         others = [i for i, one in self._arrivals.read_all().items() if one.rank != 0]
         return len(others) >= expected and (
             not others or self._store.check([self._arrivals.key(f"acknowledged/{i}") for i in others])
@@ -186,7 +186,7 @@ class Bootstrap:
 
         def is_over() -> bool:
             nonlocal next_check, is_first
-            if outcome.has_come():
+            if outcome.is_set():
                 return True
             if is_first:
                 outcome.stop_waiting()  # this rank publishes the outcome itself
@@ -208,8 +208,8 @@ class Bootstrap:
 
         last_key = self._arrivals.key(f"rank/{self._me.world_size - 1}")  # keys are numbered by arrival
         with (
-            AwaitedKey(self._store, self._arrivals.key(OUTCOME), is_told=not is_first) as outcome,
-            AwaitedKey(self._store, last_key, is_told=is_first) as last,
+            AwaitedKey(self._store, self._arrivals.key(OUTCOME), notified=not is_first) as outcome,
+            AwaitedKey(self._store, last_key, notified=is_first) as last,
         ):
             if not self._poll_until(is_over, patience, warn, pause):
                 self._give_up()
@@ -219,9 +219,9 @@ class Bootstrap:
     def _decide(self) -> bool:
         """Publish that the group is complete or impossible; return whether it is. The first arrival calls this."""
         arrivals = list(self._arrivals.read_all().values())
-        if len(arrivals) == self._num_judged:  # an arrival's record never changes
+        if len(arrivals) == self._num_checked:  # an arrival's record never changes
             return False
-        self._num_judged = len(arrivals)
+        self._num_checked = len(arrivals)
         if failure := find_problem(arrivals):
             self._publish(failure)
         elif len(arrivals) == self._me.world_size:
@@ -242,7 +242,7 @@ class Bootstrap:
         if is_first:
             arrived = list(arrivals.read_all().values())
         else:  # only the first arrival checks all ranks
-            is_first = arrivals.seek_first()
+            is_first = arrivals.find_first()
             arrived = [arrivals.first]
         if failure := find_dead(arrived, self._me.info) or self._find_holder(len(arrivals.known)):
             self._publish(failure)
@@ -260,8 +260,8 @@ class Bootstrap:
             return None
         return FormationFailure(
             "mismatch",
-            f"no other rank has come, and rank {self._me.rank} is another process already: {holder}, which still runs; "
-            f"{self._arrivals.before['how']}.\n"
+            f"no other rank has joined, and rank {self._me.rank} is already another process, {holder}, which still "
+            f"runs; {self._arrivals.before['how']}.\n"
             "Give each process a RANK (rank=...) of its own, and each job an address (port, file) of its own.",
             {self._me.rank: str(holder)},
         )
@@ -273,7 +273,7 @@ class Bootstrap:
             size = self._me.world_size
             where = address_of(self._store)
             text = (
-                f"{name_ranks(missing)} of {size} never came{f' to {where}' if where else ''} within "
+                f"{name_ranks(missing)} of {size} never joined{f' at {where}' if where else ''} within "
                 f"{self._deadline.timeout_s:.1f} s.\n"
                 f"{self._advice()}"
             )
@@ -281,11 +281,11 @@ class Bootstrap:
                 text += "\nAll ranks need this address and port (MASTER_ADDR, MASTER_PORT), and a way to it."
             if self._arrivals.before:
                 text += f"\nBefore this start, {self._arrivals.before['how'].rstrip('.')}."
-            self._publish(FormationFailure("missing", text, dict.fromkeys(missing, "never came")))
+            self._publish(FormationFailure("missing", text, dict.fromkeys(missing, "never joined")))
             return
         first = self._arrivals.first
         text = (
-            f"all ranks came, and rank {first.rank} ({first.info}), which was to say so, did not within "
+            f"all ranks have joined, but rank {first.rank} ({first.info}) did not publish their list within "
             f"{self._deadline.timeout_s:.1f} s: it hangs, or is stopped.\nLook at that process first."
         )
         self._publish(FormationFailure("missing", text, {first.rank: str(first.info)}))
@@ -333,15 +333,15 @@ class Bootstrap:
         FileStore, and TCPStore prints a warning on every timeout. `pause` may return as soon as the store notifies.
         """
         notice_at = Deadline.after(NOTICE_S, deadline.clock)
-        spoken, pause_s = False, 0.0005
+        has_notified, pause_s = False, 0.0005
         while True:
             if is_over():
                 return True
             if deadline.passed:
                 return False
-            check_meeting()
-            if notice_at.passed and not spoken:
-                spoken = True
+            check_formation()
+            if notice_at.passed and not has_notified:
+                has_notified = True
                 notice()
             pause(min(pause_s, deadline.left_s))
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
@@ -351,13 +351,13 @@ class Bootstrap:
         first, size = self._arrivals.first, self._me.world_size
         if size > _MOST_DESCRIBED and not is_first:  # thousands of ranks would read each other's records
             num_missing = size - self._arrivals.count()
-            who_knows = f"rank {first.rank}" if first is not self._me else "the rank that came first"
-            whom = f"{num_missing} of {size} ranks ({who_knows} says which)"
+            first_name = f"rank {first.rank}" if first is not self._me else "the rank that joined first"
+            whom = f"{num_missing} of {size} ranks (the log of {first_name} names them)"
         else:
             missing = self._arrivals.missing()
             num_missing, whom = len(missing), name_ranks(missing)
         if num_missing <= 0:
-            whom = f"rank {first.rank} to say that all have come"
+            whom = f"rank {first.rank} to publish the list of ranks"
         before = f" Before this start, {self._arrivals.before['how']}." if self._arrivals.before else ""
         return (
             f"init_process_group of group {self._group!r}: waiting for {whom} for {waited:.0f} s; "
@@ -415,7 +415,7 @@ class AwaitedKey:
     """An `AwaitedKey` waits for the value of `key` in `store`. As a context manager it stops waiting on exit.
 
     Arguments:
-        is_told: the store notifies this process. Otherwise, or if the store cannot, every check polls the store.
+        notified: the store notifies this process. Otherwise, or if the store cannot, every check polls the store.
 
     Cost: at the job's coordinator one request in all, however long the wait; at other stores one request per check.
 
@@ -423,22 +423,22 @@ class AwaitedKey:
         RuntimeError: the process that serves the store has ended (as torch's stores report it); from any method.
     """
 
-    def __init__(self, store: Store, key: str, *, is_told: bool = True) -> None:
+    def __init__(self, store: Store, key: str, *, notified: bool = True) -> None:
         self._store = store
         self._key = key
         self._value: bytes | None = None
         self._pending: Any = None  # the request that waits in the store, as long as there is one
         base = base_of(store)
-        if is_told and hasattr(base, "begin_get"):
+        if notified and hasattr(base, "begin_get"):
             with _in_torchs_words():
                 self._pending = base.begin_get(base.name_through(store, key))
 
-    def has_come(self) -> bool:
+    def is_set(self) -> bool:
         """Return whether the value is there, without waiting."""
         if self._pending is None:
             return self._value is not None or self._store.check([self._key])
         with _in_torchs_words():
-            self._keep(self._pending.poll())
+            self._set(self._pending.poll())
         return self._value is not None
 
     def wait(self, wait_s: float, pause_s: float) -> None:
@@ -447,13 +447,13 @@ class AwaitedKey:
             time.sleep(pause_s)
         else:
             with _in_torchs_words():
-                self._keep(self._pending.wait(wait_s))
+                self._set(self._pending.wait(wait_s))
 
     def get(self) -> bytes:
         """Return the value, which must be there."""
         return self._store.get(self._key) if self._value is None else self._value
 
-    def _keep(self, value: bytes | None) -> None:
+    def _set(self, value: bytes | None) -> None:
         if value is not None:
             self._value = value
             self.stop_waiting()
@@ -499,7 +499,7 @@ class Arrivals:
         self.index = 0  # the place of `me`
         self.before: dict[str, Any] = {}  # how the last start ended, and with which members
         self.known: dict[int, RankArrival] = {}
-        self._num_sought = 1  # the number of places in which this rank searches for the first arrival
+        self._num_searched = 1  # the number of places in which this rank searches for the first arrival
         self._in_file = file_of(store)
 
     def key(self, name: str) -> str:
@@ -540,14 +540,14 @@ class Arrivals:
     # -- arriving ------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Take a place in the current start, or in a new one."""
+        """Register in the current start, or in a new one."""
         while True:
             has_outcome = self._find_start()
             self.known = {}
-            if how := self._is_left_behind(has_outcome):
+            if how := self._describe_leftover(has_outcome):
                 self.end(how)
                 continue
-            self.take_place()
+            self.register()
             self.known[self.index] = self.me
             if self.current()[1] == self.number:
                 return
@@ -566,8 +566,8 @@ class Arrivals:
         self.number, self.before = _read_state(text.decode())
         return has_outcome if self.number == expected else self._store.check([self.key(OUTCOME)])
 
-    def take_place(self) -> None:
-        """Take the next place and publish this rank's record, in one request where the store supports it."""
+    def register(self) -> None:
+        """Register this rank in the next place, and publish its record, in one request where the store supports it."""
         words = json.dumps(self.me.to_json())
         base = base_of(self._store)
         if hasattr(base, "add_item"):
@@ -577,7 +577,7 @@ class Arrivals:
         self.index = self._store.add(self.key("came"), 1) - 1
         self._store.set(self.key(f"rank/{self.index}"), words)
 
-    def _is_left_behind(self, has_outcome: bool) -> str:
+    def _describe_leftover(self, has_outcome: bool) -> str:
         """Return how this start ended, if it has ended and does not concern a rank that arrives now; else ""."""
         if has_outcome:
             failure = json.loads(self._store.get(self.key(OUTCOME))).get("failure")
@@ -586,9 +586,9 @@ class Arrivals:
             # A late rank of the same job must read why the start failed. A file does not show which job wrote it: while
             # one of the file's processes runs, it is this job. A process that has read the failure tries again.
             processes = [one.info.process for one in self.read_all().values()]
-            is_told = self.me.info.process in processes
+            has_read = self.me.info.process in processes
             is_old = bool(self._in_file) and not any(process.is_running() for process in processes)
-            if not (is_told or is_old):
+            if not (has_read or is_old):
                 return ""
             return f"an earlier start ended at {failure['at']}: {failure['text'].splitlines()[0]}"
         if self._in_file and (dead := find_dead(list(self.read_all().values()), self.me.info)):
@@ -613,18 +613,18 @@ class Arrivals:
         came = {one.rank for one in self.read_all().values()}
         return [r for r in range(self.me.world_size) if r not in came]
 
-    def seek_first(self) -> bool:
+    def find_first(self) -> bool:
         """Search for the first arrival, in twice as many places each time; return whether it is `me`.
 
         `me` is the first if no earlier place has a record: those processes may have died. No other records are read:
         thousands of ranks would read each other's records.
         """
-        num_sought = min(self._num_sought, min(self.known))
-        self._read(list(range(num_sought)))
+        num_searched = min(self._num_searched, min(self.known))
+        self._read(list(range(num_searched)))
         if min(self.known) != self.index:
             return False
-        self._num_sought *= 2
-        return self.index == num_sought
+        self._num_searched *= 2
+        return self.index == num_searched
 
     def _read(self, places: list[int]) -> None:
         """Read the records at `places` in one request; in halves if a process has not yet written its record."""

@@ -45,7 +45,7 @@ _MPI = {
 }
 
 # Variables that show that this process is one of several, but do not suffice for a rendezvous.
-_HALF_TOLD = (
+_INCOMPLETE = (
     "LOCAL_RANK", "PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK",
     "PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK",
 )  # fmt: skip
@@ -201,7 +201,7 @@ def find_incomplete_environment(environment: Mapping[str, str], *, is_spawned: b
 
     `is_spawned`: `multiprocessing` started this process.
     """
-    ranks = {name: environment[name] for name in _HALF_TOLD if environment.get(name, "") not in ("", "-1")}
+    ranks = {name: environment[name] for name in _INCOMPLETE if environment.get(name, "") not in ("", "-1")}
     if ranks.get("LOCAL_RANK") == "0":
         del ranks["LOCAL_RANK"]
     if "SLURM_JOB_ID" in environment:  # Slurm's plugins may set PMI variables for a single task

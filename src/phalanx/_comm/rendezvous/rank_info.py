@@ -150,7 +150,7 @@ class RankArrival:
         return cls(info=RankInfo.from_json(data["rank_info"]), **own)
 
     def __str__(self) -> str:
-        return f"{self.info}, which came at {time.strftime('%H:%M:%S', time.localtime(self.at))}"
+        return f"{self.info}, which joined at {time.strftime('%H:%M:%S', time.localtime(self.at))}"
 
 
 @dataclass(frozen=True)
@@ -209,27 +209,27 @@ def find_dead(arrivals: Sequence[RankArrival], mine: RankInfo) -> FormationFailu
         if one.info.has_ended(mine):
             return FormationFailure(
                 "lost",
-                f"rank {one.rank} ({one.info}) came, and ended before all ranks had come.\nRead its log first.",
+                f"rank {one.rank} ({one.info}) joined, and ended before all ranks had joined.\nRead its log first.",
                 {one.rank: str(one.info)},
             )
     return None
 
 
 def _disagreement(
-    arrivals: Sequence[RankArrival], fact: str, say: Callable[[RankArrival], str], advice: str = ""
+    arrivals: Sequence[RankArrival], fact: str, describe: Callable[[RankArrival], str], advice: str = ""
 ) -> FormationFailure:
     """Return a failure of `fact` and each rank's value; of many ranks with one value, only a few are named."""
-    beliefs: dict[str, list[RankArrival]] = {}
+    by_text: dict[str, list[RankArrival]] = {}
     for one in sorted(arrivals, key=lambda one: one.rank):
-        beliefs.setdefault(say(one), []).append(one)
+        by_text.setdefault(describe(one), []).append(one)
     lines = []
-    for belief, who in beliefs.items():
+    for belief, who in by_text.items():
         for one in who[:_MOST_NAMED]:
             lines.append(f"  rank {one.rank} ({one.info}): {belief}")
         if len(who) > _MOST_NAMED:
             lines.append(f"  and {len(who) - _MOST_NAMED} more: {belief}")
     text = "\n".join(filter(None, [f"{fact}.", *lines, advice]))
-    return FormationFailure("mismatch", text, {one.rank: say(one) for one in arrivals})
+    return FormationFailure("mismatch", text, {one.rank: describe(one) for one in arrivals})
 
 
 def host_identity() -> str:
@@ -247,7 +247,7 @@ def host_identity() -> str:
     except (FileNotFoundError, PermissionError) as error:
         warn_once(
             _logger,
-            f"backend 'phalanx': {error.filename} cannot be read, so nobody knows which ranks are on this host: "
-            "this one shares memory with none. Mount /proc.",
+            f"backend 'phalanx': {error.filename} cannot be read, so no rank knows which others are on its host: "
+            "this rank shares memory with none. Mount /proc.",
         )
         return f"pid-{os.getpid()}-{os.urandom(8).hex()}"

@@ -14,17 +14,17 @@ def find_address(node: str) -> str:
     try:
         socket.getaddrinfo(node, None)
     except OSError:
-        return _ask_slurm(node) or node
+        return _query_slurm(node) or node
     return node
 
 
-def _ask_slurm(node: str) -> str:
+def _query_slurm(node: str) -> str:
     if shutil.which("scontrol") is None:
         return ""
     command = ["scontrol", "-o", "show", "node", node]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    words = dict(word.split("=", 1) for word in told.stdout.split() if "=" in word)
+    words = dict(word.split("=", 1) for word in answer.stdout.split() if "=" in word)
     return words.get("NodeAddr", "")

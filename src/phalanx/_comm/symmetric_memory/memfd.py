@@ -20,8 +20,8 @@ from phalanx.errors import PhalanxError
 
 
 @dataclass(frozen=True)
-class Sparse:
-    """A `Sparse` is an anonymous file whose pages exist once they are touched; call `reserve` before that."""
+class SparseFile:
+    """A `SparseFile` is an anonymous file whose pages exist once they are touched; call `reserve` before that."""
 
     fd: int
     in_folder: str = ""
@@ -52,7 +52,7 @@ def memory(name: str, nbytes: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def sparse_memory(name: str, nbytes: int) -> Iterator[Sparse]:
+def sparse_memory(name: str, nbytes: int) -> Iterator[SparseFile]:
     """Yield memory as `memory` does, but reserve nothing: `nbytes` is only address space.
 
     Raises:
@@ -82,7 +82,7 @@ def obstacle() -> str:
 
 
 @contextlib.contextmanager
-def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = True) -> Iterator[Sparse]:
+def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = True) -> Iterator[SparseFile]:
     problems = []
     sealable = os.MFD_ALLOW_SEALING if nbytes else 0  # a file that grows is read and written, not mapped
     for folder in _folders():
@@ -93,7 +93,7 @@ def _first_that_works(name: str, nbytes: int, *, reserved: bool, warns: bool = T
                 raise PhalanxError(f"no memory can be shared: {error.strerror}. {describe_limit()}") from None
             problems.append(f"{folder or 'memfd_create'}: {error.strerror}")
             continue
-        sparse = Sparse(fd, folder)
+        sparse = SparseFile(fd, folder)
         try:
             try:
                 os.ftruncate(fd, nbytes)

@@ -20,7 +20,7 @@ from phalanx._base.deadline import Deadline, timeout_ns
 from phalanx._base.ipc.local_listener import LocalAddress
 from phalanx._comm.symmetric_memory.fd_server import FdServer, Notice, receive_fds
 from phalanx._comm.symmetric_memory.liveness_pipe import LivenessPipes, needs_liveness_pipes, new_pipes
-from phalanx._comm.symmetric_memory.memfd import Sparse, memory, sparse_memory
+from phalanx._comm.symmetric_memory.memfd import SparseFile, memory, sparse_memory
 from phalanx._comm.symmetric_memory.sizes import STAGE_BYTES, channel_bytes
 from phalanx._comm.symmetric_memory.watch import Pidfds, ProcessId
 from phalanx.errors import ClosedError, InternalError, PhalanxError
@@ -126,19 +126,19 @@ class SymmetricMemory:
         self._control_bytes = os.fstat(control).st_size
         self._heap_bytes = os.fstat(heap).st_size // self.world_size
         self._watchers = _watchers(liveness_pipes, members, rank)
-        self._heap_file: Sparse | None = None
+        self._heap_file: SparseFile | None = None
         try:
             self._control = _core.map(control, self._control_bytes)
             # One page of the heap keeps it alive until it is needed: a thousand idle groups hold no descriptor.
             self._heap_page: int | None = _core.map(heap, _core.PAGE)
             if heap_folder:  # the leader reserves room there
-                self._heap_file = Sparse(os.dup(heap), heap_folder)
+                self._heap_file = SparseFile(os.dup(heap), heap_folder)
         except BaseException:
             self._watchers.close()
             raise
         spins = SPIN_NS, _background_spin_ns(members)
-        told = self._watchers.fds, self._watchers.stat_fds
-        self.core = _core.Group(self._control, self._control_bytes, rank, *spins, *told, idle)
+        descriptors = self._watchers.fds, self._watchers.stat_fds
+        self.core = _core.Group(self._control, self._control_bytes, rank, *spins, *descriptors, idle)
         me = members[rank].process
         self.core.join(me.pid, me.start_ticks)
         _all.add(self)
@@ -179,7 +179,7 @@ class SymmetricMemory:
         try:
             return self._allocate(nbytes, deadline, call_site, check, owner)
         except BaseException:
-            self._put_back()
+            self._release_heap()
             raise
 
     def pieces(self, own: Buffer) -> list[Buffer]:
@@ -207,7 +207,7 @@ class SymmetricMemory:
         if index < 0:
             raise PhalanxError(
                 f"shared_empty of {nbytes} bytes: the group's heap of {self._heap_bytes} bytes per rank has no room, "
-                f"or {_core.BLOCKS} blocks are in use.\nLet go of tensors that you no longer need."
+                f"or {_core.BLOCKS} blocks are in use.\nRelease tensors that you no longer need."
             )
         if leaders != [nbytes, piece]:
             self.core.set_poison(MISMATCH, self.rank)  # the next sync notifies all ranks
@@ -219,7 +219,7 @@ class SymmetricMemory:
         buffer = (ctypes.c_char * nbytes).from_address(self._heap + whose * self._heap_bytes + offset)
         if owner is not None and self.world_size > 1:
             self.one_memory[index] = range(ctypes.addressof(buffer), ctypes.addressof(buffer) + nbytes)
-        weakref.finalize(buffer, self._let_go, index).atexit = False  # tensors may outlive the exit hooks
+        weakref.finalize(buffer, self._release_block, index).atexit = False  # tensors may outlive the exit hooks
         return buffer
 
     def _place(self, nbytes: int, owner: int | None) -> tuple[int, int]:
@@ -252,7 +252,7 @@ class SymmetricMemory:
             raise InternalError(f"offset {offset:#x} of rank {rank} is not in the group's heap. Please report this.")
         return self._heap + rank * self._heap_bytes + offset
 
-    def holds(self, address: int) -> bool:
+    def contains(self, address: int) -> bool:
         """Return whether an address is in the heap, in this rank's piece or another's."""
         return self._heap is not None and 0 <= address - self._heap < self._heap_bytes * self.world_size
 
@@ -267,12 +267,12 @@ class SymmetricMemory:
                     _core.discard(self._heap + r * self._heap_bytes + block.offset, block.nbytes)
                 self._placement.remove(block)
 
-    def _let_go(self, index: int) -> None:
+    def _release_block(self, index: int) -> None:
         self.one_memory.pop(index, None)
         self.core.release(index)  # no effect once the group is closed
-        self._put_back()
+        self._release_heap()
 
-    def _put_back(self) -> None:
+    def _release_heap(self) -> None:
         with self._lock:
             self._blocks_in_use -= 1
             if self._closed and self._blocks_in_use == 0:
@@ -290,7 +290,7 @@ class SymmetricMemory:
                 f"shared_empty: the group's heap of {self._heap_bytes} bytes for each of {self.world_size} ranks "
                 f"cannot be mapped: {error.strerror}.\n{_how_to_get_addresses()}"
             ) from None
-        self._let_go_of_page()
+        self._unmap_page()
         self.core.set_heaps(tuple(self._heap + r * self._heap_bytes for r in range(self.world_size)), self._heap_bytes)
 
     def _unmap_heap(self) -> None:
@@ -298,7 +298,7 @@ class SymmetricMemory:
             _core.unmap(self._heap, self._heap_bytes * self.world_size)
             self._heap = None
 
-    def _let_go_of_page(self) -> None:
+    def _unmap_page(self) -> None:
         if self._heap_page is not None:
             _core.unmap(self._heap_page, _core.PAGE)
             self._heap_page = None
@@ -313,7 +313,7 @@ class SymmetricMemory:
                 return
             self._closed = True
         _all.discard(self)
-        self.core.close(self._let_go_of_memory)
+        self.core.close(self._release_memory)
 
     def close_for_good(self) -> None:
         """Close at the end of the process: threads that are inside stay there, and the memory stays, too."""
@@ -324,7 +324,7 @@ class SymmetricMemory:
             self._blocks_in_use += 1
         self.core.close(None)
 
-    def _let_go_of_memory(self) -> None:
+    def _release_memory(self) -> None:
         """Release the memory, once no thread is inside or will be."""
         _core.unmap(self._control, self._control_bytes)
         self._watchers.close()
@@ -332,7 +332,7 @@ class SymmetricMemory:
             if self._heap_file is not None:
                 os.close(self._heap_file.fd)
                 self._heap_file = None
-            self._let_go_of_page()
+            self._unmap_page()
             if self._blocks_in_use == 0:
                 self._unmap_heap()
 
@@ -364,7 +364,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager
-def _new_memory(members: Sequence[LocalRank], stage_bytes: int) -> Iterator[tuple[int, Sparse]]:
+def _new_memory(members: Sequence[LocalRank], stage_bytes: int) -> Iterator[tuple[int, SparseFile]]:
     """Yield the control memory, formatted, and the heap, empty; closed on exit."""
     world_size = len(members)
     channel = channel_bytes(world_size)
@@ -389,12 +389,12 @@ def open_as_leader(
     idle: Callable[[float], None],
     *,
     stage_bytes: int = STAGE_BYTES,
-    show: Callable[[int], object] | None = None,
+    register: Callable[[int], object] | None = None,
 ) -> SymmetricMemory:
     """Create the memory as rank 0 of the host, and pass it to the others.
 
-    Data are copied through the memory in chunks of `stage_bytes`, each with a sync. `show` is called with the control
-    memory's descriptor before any rank waits, so that another process can observe the group.
+    Data are copied through the memory in chunks of `stage_bytes`, each with a sync. `register` is called with the
+    control memory's descriptor before any rank waits, so that another process can observe the group.
 
     Raises:
         DeadlineError: some rank did not fetch it; `missing` lists them.
@@ -408,8 +408,8 @@ def open_as_leader(
         symm_mem = SymmetricMemory(
             [control, heap.fd, *reads, *writes[:1]], 0, members, idle, heap_folder=heap.in_folder
         )
-        if show is not None:
-            show(control)
+        if register is not None:
+            register(control)
         try:
             own = dict(enumerate(writes))
             server.serve(range(1, world_size), [control, heap.fd, *reads], deadline, notice, own=own)

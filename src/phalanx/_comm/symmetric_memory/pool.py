@@ -21,9 +21,9 @@ _logger = get_logger(__name__)
 class SharedPool:
     """A `SharedPool` serves tensors of `expected` sizes (bytes -> count) to this thread between `enter` and `leave`.
 
-    A tensor of such a size that is created meanwhile may be in the group's heap; `holds` tests this. Otherwise it is an
-    ordinary tensor, may live for any time, and returns its block when it dies. Without a free block a tensor is in
-    ordinary memory: so are all, if torch's allocator cannot be replaced.
+    A tensor of such a size that is created meanwhile may be in the group's heap; `contains` tells. It is otherwise an
+    ordinary tensor: it may live for any time, and returns its block when it dies. Without a free block a tensor is in
+    ordinary memory, and so are all tensors if torch's allocator cannot be replaced.
 
     All ranks build theirs together, for the same sizes. Tensors may have different offsets on different ranks.
     `allocate` returns symmetric memory of a given size; untouched pages cost nothing.
@@ -41,14 +41,14 @@ class SharedPool:
         begin = -(-self._memory.data_ptr() // _core.PAGE) * _core.PAGE
         self._range = range(begin, begin + nbytes)
         self._pool: _core.Pool | None = None
-        self._gives = True
+        self._is_active = True
         try:
             self._pool = _core.Pool(begin, nbytes, classes)
         except OSError as error:  # another build of torch, or too many pools
-            self._step_aside(error)
+            self._deactivate(error)
 
-    def _step_aside(self, why: OSError) -> None:
-        self._gives = False
+    def _deactivate(self, why: OSError) -> None:
+        self._is_active = False
         warn_once(
             _logger,
             f"torch's allocator can't be given the memory that ranks share ({why.strerror or why}): autograd writes "
@@ -61,11 +61,11 @@ class SharedPool:
 
     def _enter(self) -> bool:
         """Enter as `enter` does; return whether this thread was already inside."""
-        if self._pool is not None and self._gives and not self._symm_mem.closed:
+        if self._pool is not None and self._is_active and not self._symm_mem.closed:
             try:
                 return self._pool.enter()
             except OSError as error:
-                self._step_aside(error)
+                self._deactivate(error)
         return False
 
     def leave(self) -> None:
@@ -77,7 +77,7 @@ class SharedPool:
         """Return whether tensors of this size are expected; it is the same on every rank."""
         return nbytes in self._sizes
 
-    def holds(self, tensor: Tensor) -> bool:
+    def contains(self, tensor: Tensor) -> bool:
         return tensor.data_ptr() in self._range
 
     def empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -88,7 +88,7 @@ class SharedPool:
         finally:
             if not was_inside:
                 self.leave()
-        return made if self.holds(made) else None
+        return made if self.contains(made) else None
 
     def close(self) -> None:
         """Stop giving out blocks; those in use stay until their tensors die."""

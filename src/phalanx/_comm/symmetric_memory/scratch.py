@@ -40,14 +40,14 @@ class Scratch:
             return torch.empty(count, dtype=dtype)
         buffer = (ctypes.c_char * nbytes).from_address(self._memory.data_ptr() + offset)
         # The block keeps the heap alive, through this bound method, until its tensor dies.
-        weakref.finalize(buffer, self._let_go, nbytes, offset).atexit = False
+        weakref.finalize(buffer, self._release, nbytes, offset).atexit = False
         return torch.frombuffer(buffer, dtype=dtype, count=count)
 
-    def _let_go(self, nbytes: int, offset: int) -> None:
+    def _release(self, nbytes: int, offset: int) -> None:
         self._free[nbytes].append(offset)
 
 
-def take_scratch(heap_bytes: int, allocate: Callable[[int], Tensor]) -> Scratch:
+def open_scratch(heap_bytes: int, allocate: Callable[[int], Tensor]) -> Scratch:
     """Return a scratch in a quarter of a heap, for which `allocate` is called. All ranks call both."""
     try:
         piece = allocate(min(_LARGEST_BYTES, heap_bytes // 4))

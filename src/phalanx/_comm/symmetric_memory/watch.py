@@ -41,16 +41,16 @@ class ProcessId:
 
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended; False also if this process cannot see it."""
-        return self._can_be_seen() and not self._is_there()
+        return self._is_visible() and not self._exists()
 
     def is_running(self) -> bool:
         """Return whether the process is known to live; False also if this process cannot see it."""
-        return self._can_be_seen() and self._is_there()
+        return self._is_visible() and self._exists()
 
-    def _can_be_seen(self) -> bool:
+    def _is_visible(self) -> bool:
         return bool(self.namespace) and self.namespace == _namespace()
 
-    def _is_there(self) -> bool:
+    def _exists(self) -> bool:
         fields = read_stat(self.pid)
         return bool(fields) and find_exit_status(fields) is None and int(fields[19]) == self.start_ticks
 
@@ -96,8 +96,8 @@ class WatchedProcess(NamedTuple):
     stat: int
 
 
-class _Watch:
-    """A `_Watch` has the descriptors of processes, with counts: many groups watch the same few processes."""
+class _DescriptorCache:
+    """A `_DescriptorCache` has the descriptors of processes, with counts: many groups watch the same few processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ def _open(process: ProcessId) -> WatchedProcess:
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
-        return _of_the_gone()
+        return _ended_process()
     try:
         stat = os.open(f"/proc/{process.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # no /proc, or it hides others' processes, or no descriptor is free
@@ -145,11 +145,11 @@ def _open(process: ProcessId) -> WatchedProcess:
         None,
     ):  # the start of the process whose `stat` is open
         _close(watched)
-        return _of_the_gone()
+        return _ended_process()
     return watched
 
 
-def _of_the_gone() -> WatchedProcess:
+def _ended_process() -> WatchedProcess:
     """Return a descriptor that is readable at once."""
     reading, writing = os.pipe()
     os.close(writing)
@@ -162,7 +162,7 @@ def _close(watched: WatchedProcess) -> None:
         os.close(watched.stat)
 
 
-watch = _Watch()
+watch = _DescriptorCache()
 
 
 class Pidfds:

@@ -194,9 +194,9 @@ class ControlChannel:
         self._given_back = [message for message in self.take() if isinstance(message, ControlMessage)]
 
     @property
-    def is_counted_out(self) -> bool:
+    def is_removed(self) -> bool:
         """Return whether the coordinator itself has reported that this host is no longer a member."""
-        return self._client.is_counted_out
+        return self._client.is_removed
 
     def redirect(self, first: int, address: Address, epoch: bytes, timeout_s: float) -> None:
         """Continue with the coordinator that has taken over, led by `first`. Of unsent messages only lines are kept.

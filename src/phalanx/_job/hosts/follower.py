@@ -19,7 +19,7 @@ from phalanx._base.loss_detection import HOST_LOSS_GRACE_S
 from phalanx._base.processes import ENDING_SIGNALS
 from phalanx._comm.diagnostics.printable import printable
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
+from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, describe_loss, report_lost
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic import Elastic
 from phalanx._job.agent.elastic_actions import LEAVE, BeginGeneration, ElasticAction
@@ -394,4 +394,4 @@ class FollowerLink(HostLink):
 
     def _tell_ranks(self, ranks: Sequence[int], reason: str) -> None:
         if self._attempt.numbers.store is not None:
-            tell_lost(self._attempt.numbers.store, LostHost(tuple(ranks), reason))
+            report_lost(self._attempt.numbers.store, LostHost(tuple(ranks), reason))

@@ -16,7 +16,7 @@ from phalanx._comm.control.wire import MALFORMED
 from phalanx._comm.diagnostics.observer import GroupLog
 from phalanx._comm.diagnostics.printable import printable, printable_lines
 from phalanx._comm.diagnostics.rank_list import name_ranks
-from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, describe_loss, tell_lost
+from phalanx._comm.rendezvous.agent_file import LostHost, create_agent_file, describe_loss, report_lost
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic_actions import LEAVE, BeginGeneration, DropHost, PrepareHost
 from phalanx._job.agent.failure import ExceptionReport, Exit, HostLoss
@@ -435,7 +435,7 @@ class LeaderLink(HostLink):
         if self._attempt.state.interrupted is None or self._attempt.state.phase == "running":
             self._host.display.say(f"phalanx run: {node.where}, with {name_ranks(slots)}, is lost: {why}")
         if self._attempt.numbers.store is not None:
-            tell_lost(self._attempt.numbers.store, LostHost(tuple(gone), describe_loss(node.where, why)))
+            report_lost(self._attempt.numbers.store, LostHost(tuple(gone), describe_loss(node.where, why)))
         self._put_all("host lost", host=node.where, ranks=slots, gone=gone, why=why)
         self._attempt.do(actions)
         self._attempt.do_elastic(survived or [])

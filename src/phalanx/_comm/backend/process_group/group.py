@@ -28,7 +28,7 @@ from phalanx._comm.backend.torch_integration.hooks import hookable
 from phalanx._comm.backend.work import DoneWork, PhalanxWork, SerialExecutor
 from phalanx._comm.diagnostics.call_sites import calling_site
 from phalanx._comm.diagnostics.failure_report import closed, nested
-from phalanx._comm.symmetric_memory.scratch import Scratch, take_scratch
+from phalanx._comm.symmetric_memory.scratch import Scratch, open_scratch
 from phalanx._comm.transport.base import CallContext, Transport
 from phalanx.errors import DeadlineError, PeerLostError, PhalanxError
 
@@ -329,7 +329,7 @@ class PhalanxProcessGroup(TorchGroup):
             raise RuntimeError(f"group {self._name!r} allocates no tensors on {device}")
         if self._scratch is None:
             heap_bytes, site = self.symm_mem.heap_bytes, calling_site()
-            self._scratch = take_scratch(heap_bytes, lambda n: self.allocate_symmetric((n,), torch.uint8, site))
+            self._scratch = open_scratch(heap_bytes, lambda n: self.allocate_symmetric((n,), torch.uint8, site))
         return self._scratch.allocate(size, dtype)
 
     def allocate_symmetric(

@@ -172,7 +172,7 @@ class Successor:
     def begin_election(self, *, stands: bool = True) -> bool:
         """Begin to elect another leader, with this host as a candidate if it `stands`; return False if impossible."""
         config = self._voter.newest
-        if config is None or not self.may_elect or self._channel.is_counted_out or self.is_electing:
+        if config is None or not self.may_elect or self._channel.is_removed or self.is_electing:
             return False
         self.is_electing, self._has_promised, self._present = True, False, frozenset()
         self._over = over = threading.Event()
@@ -197,7 +197,7 @@ class Successor:
             places = tuple(
                 address for member, address in self._voter.newest.addresses if member != self._channel.member
             )
-        if not places or self._channel.is_counted_out or self.is_electing:
+        if not places or self._channel.is_removed or self.is_electing:
             return False
         self.is_electing = True
         self._over = over = threading.Event()
