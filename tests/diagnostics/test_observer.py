@@ -31,7 +31,7 @@ def seen():
             Deadline.after(10),
             lambda missing: None,
             lambda waited_s: None,
-            show=lambda fd: fds.append(os.dup(fd)),
+            register=lambda fd: fds.append(os.dup(fd)),
         )
     group_info = GroupInfo("dp", 1, (3,), (os.getpid(),))
     looker = Observer(group_info, fds[0])
