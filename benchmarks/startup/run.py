@@ -30,14 +30,13 @@ TARGET_WITH_HOSTS = 0.4
 # The agent as it is, noting when it is about to start the zygote: all that lies between Enter and the import of torch.
 AGENT = """
 import sys, time
-from phalanx._job.launch import run_job
-start_zygote = run_job.ZygoteProcess
+from phalanx._job.launch import command
+start_zygote = command.ZygoteProcess
 def noted(*args, **kwargs):
     print("done at", time.monotonic(), file=sys.stderr, flush=True)
     return start_zygote(*args, **kwargs)
-run_job.ZygoteProcess = noted
-from phalanx._job.launch.command import main
-sys.exit(main(sys.argv[1:]))
+command.ZygoteProcess = noted
+sys.exit(command.main(sys.argv[1:]))
 """
 
 

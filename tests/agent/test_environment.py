@@ -4,21 +4,24 @@ import pytest
 
 from phalanx._job.agent.environment import (
     RANK_VARIABLES,
-    JobEnvironment,
     Place,
     find_disagreements,
     plan_environment,
     plan_rank_environment,
     plan_zygote_environment,
 )
+from phalanx._job.agent.plan import JobPlan, Pinning
+from phalanx._job.agent.settings import Settings
+from phalanx._job.agent.target import JobTarget
 from phalanx._job.hosts.job_spec import name_own_address
 
-JOB = JobEnvironment(Place.alone(3), "127.0.0.1", 1234, run_id="none", restart_count=1, max_restarts=2)
+SETTINGS = Settings(JobTarget("script", "train.py"), max_restarts=2)
+PLAN = JobPlan(SETTINGS, 3, Pinning(1, ((),) * 3), 0, {}, {}, run_id="none")
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_sees_what_torchrun_sets(rank: int) -> None:
-    variables = plan_rank_environment(JOB, rank)
+    variables = plan_rank_environment(PLAN, Place.alone(3), rank, master_port=1234, restart_count=1)
     expected = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "GROUP_RANK": 0,
         "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "ROLE_RANK": rank, "ROLE_WORLD_SIZE": 3,
@@ -32,10 +35,8 @@ def test_a_rank_sees_what_torchrun_sets(rank: int) -> None:
 
 
 def test_store_and_terminal_are_told_when_there_are_some() -> None:
-    job = JobEnvironment(
-        Place.alone(1), "127.0.0.1", 1, "none", 0, 0, store="/proc/1/fd/5", agent="a:b", columns=70, terminal=True
-    )
-    variables = plan_rank_environment(job, 0)
+    plan = replace(PLAN, columns=75)
+    variables = plan_rank_environment(plan, Place.alone(1), 0, master_port=1, store="/proc/1/fd/5", agent="a:b")
     assert variables["PHALANX_STORE"] == "/proc/1/fd/5"
     assert variables["PHALANX_AGENT"] == "a:b"
     assert variables["PHALANX_TTY"] == "1"
@@ -45,15 +46,18 @@ def test_store_and_terminal_are_told_when_there_are_some() -> None:
 def test_every_variable_of_a_rank_is_the_launchers_or_a_default_that_the_user_replaces() -> None:
     """COLUMNS, and the interfaces of Gloo and NCCL, were overwritten whatever the user had set."""
     addresses = name_own_address("10.0.0.2", "eth1")
-    job = JobEnvironment(
-        Place.alone(1), "127.0.0.1", 1, "none", 0, 0, store="/proc/1/fd/5", agent="a:b", columns=70, terminal=True,
-        rank_variables={**addresses, "PHALANX_REPORT": "d", "PHALANX_RANKS_PER_GPU": "2"}, generation=1, run="r",
-    )  # fmt: skip
-    everything = plan_rank_environment(job, 0)
+    variables = {**addresses, "PHALANX_REPORT": "d", "PHALANX_RANKS_PER_GPU": "2"}
+    plan = replace(PLAN, columns=70, launcher_variables=variables, run="r")
+
+    def plan_environment(plan: JobPlan) -> dict[str, str]:
+        store, agent = "/proc/1/fd/5", "a:b"
+        return plan_rank_environment(plan, Place.alone(1), 0, master_port=1, generation=1, store=store, agent=agent)
+
+    everything = plan_environment(plan)
     defaults = everything.keys() - set(RANK_VARIABLES)
     assert defaults == {"PYTHONUNBUFFERED", "COLUMNS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-    users = replace(job, environment=dict.fromkeys(everything, "the user's"))
-    assert plan_rank_environment(users, 0) == {k: v for k, v in everything.items() if k not in defaults}
+    users = replace(plan, environment=dict.fromkeys(everything, "the user's"))
+    assert plan_environment(users) == {k: v for k, v in everything.items() if k not in defaults}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,8 @@ def test_env_here_replaces_env_there_which_replaces_this_hosts_own_which_replace
 
 def test_ranks_of_several_hosts_are_numbered_over_all_and_within_their_role() -> None:
     place = Place(node=1, num_nodes=3, first_rank=4, num_ranks=2, world_size=9, first_role_rank=1, role_world_size=3)
-    variables = plan_rank_environment(JobEnvironment(place, "10.0.0.1", 5, "id", 0, 0, role="evaluator"), 5)
+    plan = replace(PLAN, settings=replace(SETTINGS, role="evaluator"), master_addr="10.0.0.1")
+    variables = plan_rank_environment(plan, place, 5, master_port=5)
     expected = {
         "RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 9, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 3,
         "ROLE_NAME": "evaluator", "ROLE_RANK": 2, "ROLE_WORLD_SIZE": 3, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 5,

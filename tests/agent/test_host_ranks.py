@@ -17,8 +17,7 @@ from phalanx._job.agent import host_ranks
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic_actions import BeginGeneration, ElasticAction, GiveUp
 from phalanx._job.agent.failure import Exit
-from phalanx._job.agent.placement import Pinning
-from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.plan import JobPlan, Pinning
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import JobTarget
 
@@ -27,7 +26,7 @@ class Decided(Attempt):
     """Does nothing of what is decided, but remembers it."""
 
     def __init__(self, num_ranks: int) -> None:
-        plan = JobPlan(Settings(JobTarget("script", "train.py", ())), num_ranks, cast(Pinning, None), False, {}, "job")
+        plan = JobPlan(Settings(JobTarget("script", "train.py", ())), num_ranks, cast(Pinning, None), 0, {}, {}, "job")
         super().__init__(plan, cast(Any, None), 0)
         self.decided: list[ElasticAction] = []
         self.theirs: dict[int, Channel] = {}

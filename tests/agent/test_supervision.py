@@ -9,8 +9,8 @@ from phalanx._job.agent.failure import ExceptionReport, Exit
 from phalanx._job.agent.supervision import Kill, Signal, Supervision, Tell
 
 
-def running(world_size: int = 3, grace_s: float = 10.0) -> Supervision:
-    state = Supervision(world_size, grace_s)
+def running(world_size: int = 3, shutdown_timeout_s: float = 10.0) -> Supervision:
+    state = Supervision(world_size, shutdown_timeout_s)
     for rank in range(world_size):
         state.on_started(rank)
     return state

@@ -17,8 +17,7 @@ import pytest
 from phalanx._comm.control.client import Client
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.host_resources import HostResources
-from phalanx._job.agent.placement import Pinning
-from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.plan import JobPlan, Pinning
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import JobTarget
 from phalanx._job.coordinator.service import Service
@@ -68,7 +67,7 @@ def _leader(channel: ControlChannel, other: int) -> tuple[LeaderLink, PeerHosts,
     facts = [HostFacts(channel.member, "a", 1, 1, "", "10.0.0.1"), HostFacts(other, "b", 1, 2, "", "10.0.0.2")]
     nodes = plan_nodes(facts)
     peers = PeerHosts(channel, nodes, nodes[0], 10.0)
-    plan = JobPlan(Settings(JobTarget("script", "train.py", ())), 1, cast(Pinning, None), False, {}, "job")
+    plan = JobPlan(Settings(JobTarget("script", "train.py", ())), 1, cast(Pinning, None), 0, {}, {}, "job")
     host = cast(Any, SimpleNamespace(display=SimpleNamespace(), zygote=SimpleNamespace(wake=lambda: None)))
     leader = LeaderLink(plan, host, 0, peers, ("", ""))
     attempt = Attempt(plan, host, 0, leader)

@@ -14,7 +14,8 @@ from phalanx._comm.control.key import Key
 
 _AGENT = """
 import os, sys, time
-from phalanx._job.launch.command import run_settings
+from phalanx._job.launch.command import report_errors, run_job
+from phalanx._job.launch.plan_job import plan_job
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import JobTarget
@@ -33,7 +34,8 @@ else:
     first, *more = meet.split(",")
     rendezvous = Rendezvous(first, more_endpoints=tuple(more), **common)
 target = JobTarget("script", script)
-sys.exit(run_settings(Settings(target, nproc="1", run_id="job", rendezvous=rendezvous), os.environ))
+settings = Settings(target, nproc_per_node="1", run_id="job", rendezvous=rendezvous)
+sys.exit(report_errors(lambda: run_job(plan_job(settings, os.environ))))
 """
 _SCRIPT = """
 import os, torch, torch.distributed as dist

@@ -14,8 +14,8 @@ from phalanx._comm.control.key import Key
 from phalanx._job.hosts import start
 from phalanx._job.hosts.control_channel import FIRST, Change
 from phalanx._job.hosts.job_spec import KEY
-from phalanx._job.launch.command import plan_job
 from phalanx._job.launch.command_line import parse
+from phalanx._job.launch.plan_job import plan_job
 
 
 def test_the_first_host_hears_of_one_that_joins_as_soon_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,10 @@ import pytest
 from phalanx._job.agent.settings import Settings
 from phalanx._job.agent.target import JobTarget
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split_endpoint
-from phalanx._job.launch.command import decide_num_ranks
-from phalanx._job.launch.command_line import parse
+from phalanx._job.launch.command_line import parse, read_settings
 from phalanx._job.launch.manual import format_help
 from phalanx._job.launch.options import OPTIONS, REFUSED, Streams, find_names
+from phalanx._job.launch.plan_job import count_ranks, count_ranks_on_gpus, plan_job
 from phalanx.errors import LaunchError
 
 
@@ -37,7 +37,7 @@ def test_a_script_alone_takes_all_defaults() -> None:
 
 def test_everything_behind_the_script_belongs_to_the_script() -> None:
     settings = parse(["--nproc-per-node", "2", "train.py", "--nproc-per-node", "3", "-m", "--"])
-    assert settings.nproc == "2"
+    assert settings.nproc_per_node == "2"
     assert settings.target == JobTarget("script", "train.py", ("--nproc-per-node", "3", "-m", "--"))
 
 
@@ -51,7 +51,7 @@ def test_everything_behind_the_script_belongs_to_the_script() -> None:
     ],
 )
 def test_dashes_and_underscores_are_the_same(words: list[str]) -> None:
-    assert parse([*words, "a.py"]).nproc == "2"
+    assert parse([*words, "a.py"]).nproc_per_node == "2"
 
 
 def test_every_option_reaches_its_field() -> None:
@@ -64,9 +64,10 @@ def test_every_option_reaches_its_field() -> None:
     )
     assert parse(words.split()) == Settings(
         JobTarget("module", "pkg.mod", ("x",)),
-        nproc="gpu", log_dir="d", grace_s=2.5, exit_timeout_s=7.0, affinity=False, preload=False, max_restarts=3,
-        master_addr="h", master_port=99, run_id="job7", standalone=True, role="trainer", redirects=Streams(3),
-        tee=Streams(0, ((0, 1), (1, 2))), shown_ranks=(0, 2), key_file="k", signals_to_handle="SIGTERM,SIGINT",
+        nproc_per_node="gpu", log_dir="d", shutdown_timeout_s=2.5, exit_timeout_s=7.0, affinity=False,
+        preload=False, max_restarts=3, master_addr="h", master_port=99, run_id="job7", standalone=True,
+        role="trainer", redirects=Streams(3),
+        tee=Streams(0, ((0, 1), (1, 2))), local_ranks_filter=(0, 2), key_file="k", signals_to_handle="SIGTERM,SIGINT",
     )  # fmt: skip
 
 
@@ -158,23 +159,37 @@ def test_all_problems_are_told_at_once() -> None:
     assert len(message.splitlines()) == 3
 
 
+def test_problems_of_the_command_line_and_of_the_script_are_raised_together() -> None:
+    problems: list[str] = []
+    settings = read_settings(["--nproc-per-node", "0", "missing.py"], {}, problems)
+    assert settings is not None
+    with pytest.raises(LaunchError) as caught:
+        plan_job(settings, {}, problems=problems)
+    number, script = str(caught.value).splitlines()
+    assert number == "phalanx run: --nproc-per-node: must be at least 1, got 0"
+    assert "phalanx run: script 'missing.py': no such file" in script
+
+
 @pytest.mark.parametrize(
-    ("nproc", "cpus", "gpus", "ranks"),
+    ("nproc_per_node", "cpus", "gpus", "ranks"),
     [("auto", 4, 0, 4), ("auto", 4, 2, 2), ("cpu", 4, 2, 4), ("gpu", 4, 2, 2), ("3", 4, 2, 3), ("64", 1, 0, 64)],
 )
-def test_words_for_the_number_of_ranks(nproc: str, cpus: int, gpus: int, ranks: int) -> None:
-    assert decide_num_ranks(nproc, cpus, gpus) == ranks
+def test_words_for_the_number_of_ranks(nproc_per_node: str, cpus: int, gpus: int, ranks: int) -> None:
+    problems: list[str] = []
+    assert (count_ranks(nproc_per_node, cpus, gpus, problems), problems) == (ranks, [])
 
 
 @pytest.mark.parametrize(
-    ("nproc", "gpus", "per_gpu", "ranks"), [("auto", 2, 3, 6), ("gpu", 1, 4, 4), ("4", 1, 4, 4), ("3", 2, 2, 3)]
+    ("nproc_per_node", "gpus", "per_gpu", "ranks"),
+    [("auto", 2, 3, 6), ("gpu", 1, 4, 4), ("4", 1, 4, 4), ("3", 2, 2, 3)],
 )
-def test_ranks_that_share_gpus_are_counted_by_gpus(nproc: str, gpus: int, per_gpu: int, ranks: int) -> None:
-    assert decide_num_ranks(nproc, 1, gpus, per_gpu) == ranks
+def test_ranks_that_share_gpus_are_counted_by_gpus(nproc_per_node: str, gpus: int, per_gpu: int, ranks: int) -> None:
+    problems: list[str] = []
+    assert (count_ranks_on_gpus(nproc_per_node, gpus, per_gpu, problems), problems) == (ranks, [])
 
 
 @pytest.mark.parametrize(
-    ("nproc", "gpus", "message"),
+    ("nproc_per_node", "gpus", "message"),
     [
         ("auto", 0, "--ranks-per-gpu 2: this host has no GPU that CUDA could use"),
         ("cpu", 1, "--ranks-per-gpu 2 and --nproc-per-node cpu: ranks are counted by GPUs or by cores"),
@@ -182,10 +197,10 @@ def test_ranks_that_share_gpus_are_counted_by_gpus(nproc: str, gpus: int, per_gp
         ("5", 2, "2 GPUs have room for 4 ranks, and --nproc-per-node asks for 5. Give --ranks-per-gpu 3."),
     ],
 )
-def test_more_ranks_than_the_gpus_are_to_have_are_refused(nproc: str, gpus: int, message: str) -> None:
-    with pytest.raises(LaunchError, match=re.escape(message)) as caught:
-        decide_num_ranks(nproc, 8, gpus, 2)
-    assert caught.value.exit_code == 2
+def test_more_ranks_than_the_gpus_are_to_have_are_refused(nproc_per_node: str, gpus: int, message: str) -> None:
+    problems: list[str] = []
+    assert count_ranks_on_gpus(nproc_per_node, gpus, 2, problems) == 0
+    assert message in problems[0]
 
 
 def test_no_gpu_has_no_ranks_at_all() -> None:
@@ -193,14 +208,15 @@ def test_no_gpu_has_no_ranks_at_all() -> None:
 
 
 def test_gpu_without_a_gpu_is_refused() -> None:
-    with pytest.raises(LaunchError, match=r"no GPU that CUDA could use.*--nproc-per-node cpu for 4 ranks") as caught:
-        decide_num_ranks("gpu", 4, 0)
-    assert caught.value.exit_code == 2
+    problems: list[str] = []
+    assert count_ranks("gpu", 4, 0, problems) == 0
+    assert re.search(r"no GPU that CUDA could use.*--nproc-per-node cpu for 4 ranks", problems[0])
 
 
 def test_an_absurd_number_of_ranks_is_refused() -> None:
-    with pytest.raises(LaunchError, match="more than 64 ranks for each of the 2 cores that this command may use, 128"):
-        decide_num_ranks("129", 2, 0)
+    problems: list[str] = []
+    assert count_ranks("129", 2, 0, problems) == 0
+    assert "more than 64 ranks for each of the 2 cores that this command may use, 128" in problems[0]
 
 
 def test_the_help_names_every_option_on_two_screens() -> None:
@@ -266,11 +282,11 @@ def test_refused_options_are_refused_as_variables_too() -> None:
 
 
 def test_the_shutdown_timeout_is_torchruns() -> None:
-    assert parse(["a.py"]).grace_s == 30.0
-    assert parse(["a.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}).grace_s == 7.0
+    assert parse(["a.py"]).shutdown_timeout_s == 30.0
+    assert parse(["a.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}).shutdown_timeout_s == 7.0
     environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7", "PET_SHUTDOWN_TIMEOUT": "8"}
-    assert parse(["a.py"], environ).grace_s == 8.0
-    assert parse(["--shutdown-timeout", "9", "a.py"], environ).grace_s == 9.0
+    assert parse(["a.py"], environ).shutdown_timeout_s == 8.0
+    assert parse(["--shutdown-timeout", "9", "a.py"], environ).shutdown_timeout_s == 9.0
 
 
 def test_the_page_lists_every_difference_from_torchrun() -> None:
@@ -303,7 +319,7 @@ def test_the_page_lists_every_difference_from_torchrun() -> None:
 
 
 def test_a_completion_needs_no_script() -> None:
-    assert parse(["--print-completion", "bash"]).completion == "bash"
+    assert parse(["--print-completion", "bash"]).print_completion == "bash"
     assert "--print_completion: must be bash, zsh or tcsh, got 'fish'" in refuse("--print_completion=fish")
 
 
@@ -368,7 +384,7 @@ def test_variables_of_torchrun_stand_behind_the_command_line() -> None:
     }  # fmt: skip
     settings = parse(["--max-restarts", "7", "pkg"], environ)
     assert settings == Settings(
-        JobTarget("module", "pkg"), nproc="3", max_restarts=7, master_addr="n1", master_port=5, run_id="job",
+        JobTarget("module", "pkg"), nproc_per_node="3", max_restarts=7, master_addr="n1", master_port=5, run_id="job",
         rendezvous=Rendezvous("n1:5", False, 1, 2, 2),
     )  # fmt: skip
 
@@ -383,8 +399,8 @@ def test_a_wrong_variable_is_named() -> None:
 def test_the_old_launcher_starts_one_rank_and_tells_it_its_local_rank() -> None:
     words = "--nproc_per_node=4 --nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=29501 a.py --x"
     settings = parse(words.split(), old_launcher=True)
-    assert (settings.nproc, settings.local_rank_argument) == ("4", True)
-    assert parse(["a.py"], old_launcher=True).nproc == "1"
+    assert (settings.nproc_per_node, settings.local_rank_argument) == ("4", True)
+    assert parse(["a.py"], old_launcher=True).nproc_per_node == "1"
     assert not parse(["--use_env", "a.py"], old_launcher=True).local_rank_argument
     with pytest.raises(LaunchError, match=r"a program gets no --local-rank\. Give --use-env"):
         parse(["--no-python", "ls"], old_launcher=True)

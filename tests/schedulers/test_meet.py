@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from phalanx._comm.control.key_file import default_path, make_key
+from phalanx._job.agent.plan import JobPlan, Pinning
+from phalanx._job.agent.settings import refuse
 from phalanx._job.coordinator.rendezvous import Rendezvous
-from phalanx._job.launch.adopt import adopt
+from phalanx._job.launch.adopt import adopt, find_node, has_own_endpoint, meet_nodes, place_node
 from phalanx._job.launch.command_line import parse
 from phalanx._job.schedulers import meet as place
 from phalanx._job.schedulers.allocation import Allocation
@@ -31,7 +33,7 @@ def home(tmp_path):
 def test_node_0_hands_its_path_to_the_others_on_its_host():
     def node(rank, world_size):
         found = Allocation("MPICH", rank, 3, f"job-{os.getppid()}", (), local_node=rank, num_local_nodes=3)
-        rendezvous, _ = meet(found, None, {}, ASKED)
+        rendezvous, _ = meet(found, None, {}, place_node(ASKED, found))
         assert (rendezvous.is_local, rendezvous.leads, rendezvous.key) == (True, rank == 0, None)
         if rendezvous.announce is not None:
             rendezvous.announce("/a/path")
@@ -44,10 +46,11 @@ def test_node_0_hands_its_path_to_the_others_on_its_host():
 
 
 def test_the_first_node_makes_the_key_and_the_others_find_it(home):
-    first, job = meet(TWO_HOSTS, None, home, ASKED)
+    first, job = meet(TWO_HOSTS, None, home, place_node(ASKED, TWO_HOSTS))
     key, is_new = make_key(default_path(home))
     assert (first.key, is_new, job) == (str(key), False, "slurm-1.0")
-    other, _ = meet(replace(TWO_HOSTS, node=1), None, home, ASKED)
+    second = replace(TWO_HOSTS, node=1)
+    other, _ = meet(second, None, home, place_node(ASKED, second))
     places = tuple(f"127.0.0.1:{port}" for port in TWO_HOSTS.ports)
     for node, rendezvous in enumerate((first, other)):
         assert (rendezvous.endpoint, *rendezvous.more_endpoints) == places
@@ -74,16 +77,25 @@ JOB = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NNODES": "3"}
 
 
 def adopted(words, environ):
-    said = []
-    settings, environ = adopt(parse([*words, "train.py"]), environ, said.append)
-    return settings, environ, said
+    """Return this node's settings, and the environment that its ranks inherit."""
+    settings = parse([*words, "train.py"])
+    found = find_node(settings, environ)
+    if found is None:
+        return settings, environ
+    problems = []
+    own, remaining = adopt(settings, environ, found, problems)
+    refuse(problems)
+    if not has_own_endpoint(settings):
+        plan = JobPlan(own, 1, Pinning(1, ((),)), 0, remaining, remaining, own.run_id)
+        own = meet_nodes(plan, environ, found).settings
+    return own, remaining
 
 
-def test_what_the_user_says_goes_first(home):
+def test_options_override_the_scheduler(home, capfd):
     make_key(default_path(home))
-    settings, environ, said = adopted([], {**MPI, **home})
+    settings, environ = adopted([], {**MPI, **home})
     assert (settings.rendezvous.endpoint, settings.rendezvous.node_rank) == ("10.0.0.9:4711", 1)
-    assert (settings.run_id, said, "PMI_RANK" in environ) == ("mpiexec-10.0.0.9:4711", [], False)
+    assert (settings.run_id, capfd.readouterr().err, "PMI_RANK" in environ) == ("mpiexec-10.0.0.9:4711", "", False)
     assert adopted(["--rdzv-id", "mine"], {**MPI, **home})[0].run_id == "mine"
     elsewhere = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=other:1"]
     assert adopted(elsewhere, {**MPI, **home})[0].rendezvous.endpoint == "other:1"
@@ -94,22 +106,23 @@ def test_what_the_user_says_goes_first(home):
 
 def test_the_key_goes_to_the_agent_and_not_on_to_what_ranks_start(home):
     key, _ = make_key(default_path(home))
-    settings, environ, _ = adopted([], {**MPI, "PHALANX_KEY": str(key), "OTHER": "kept"})
+    settings, environ = adopted([], {**MPI, "PHALANX_KEY": str(key), "OTHER": "kept"})
     assert (settings.rendezvous.key, environ.get("PHALANX_KEY"), environ["OTHER"]) == (str(key), None, "kept")
 
 
-def test_where_nobody_says_that_it_was_started_on_every_host_the_line_says_how(home):
+def test_where_nobody_says_that_it_was_started_on_every_host_the_line_says_how(home, capfd):
     make_key(default_path(home))
     lsf = {"LSB_JOBID": "5", "LSB_HOSTS": f"{socket.gethostname()} other other"}
-    (line,) = adopted([], {**lsf, **home})[2]
+    adopted([], {**lsf, **home})
+    (line,) = capfd.readouterr().err.splitlines()
     assert ", if that port is free. It is to be started" in line
     assert line.endswith(f'on every host: blaunch -z "{socket.gethostname()} other" phalanx run …')
 
 
-def test_a_command_that_is_started_once_says_if_hosts_are_left_over():
-    settings, _, said = adopted([], JOB)
+def test_a_command_that_is_started_once_says_if_hosts_are_left_over(capfd):
+    settings, _ = adopted([], JOB)
     assert settings.rendezvous is None
-    assert said == [
+    assert capfd.readouterr().err == (
         "phalanx run: Slurm gave this job 3 hosts, and this command, started once, uses one. On all of them: "
-        "srun --ntasks-per-node=1 phalanx run …"
-    ]
+        "srun --ntasks-per-node=1 phalanx run …\n"
+    )

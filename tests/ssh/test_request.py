@@ -14,9 +14,11 @@ from phalanx.errors import LaunchError
 
 
 def read(*words: str, environ: dict[str, str] | None = None) -> Request:
-    return read_request(
+    request = read_request(
         [*words, "--ssh", shlex.quote(sys.executable), "train.py", "--hosts", "mine"], environ or {}, "/home/you"
     )
+    assert request is not None
+    return request
 
 
 def refuse(*words: str, environ: dict[str, str] | None = None) -> str:

@@ -16,9 +16,9 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 def run(words: list[str]) -> int:
     """Run `phalanx run` with `words`, here or over ssh; return the exit code."""
     if any(word.startswith(("--host", "--ssh", "--remote", "--detach")) for word in words):
-        from phalanx._job.launch.command_line import SSH_OPTIONS, take_options
+        from phalanx._job.launch.command_line import SSH_OPTIONS, split_options
 
-        if take_options(words, SSH_OPTIONS)[0]:
+        if split_options(words, SSH_OPTIONS)[0]:
             from phalanx._job.ssh.job import main as run_over_ssh
 
             return run_over_ssh(words)

@@ -207,7 +207,7 @@ class Attempt:
         if failures and running and self.state.interrupted is None and not self.state.overdue:
             self.host.display.say(
                 f"phalanx run: rank {failures[0].rank} has failed: {summarise(failures[0])}. More when all have ended: "
-                f"{count_ranks(running)} may still take up to {self.state.grace_s:g} s"
+                f"{count_ranks(running)} may still take up to {self.state.shutdown_timeout_s:g} s"
             )
 
     def _release_tracebacks(self) -> None:
@@ -262,7 +262,7 @@ class Attempt:
             self.elastic.note_early_loss(exit)
         if actions is None:
             if self.elastic.has_trained:  # the others work alone now, perhaps saving, and may take their time
-                self.state.settle_s = self.state.grace_s
+                self.state.settle_s = self.state.shutdown_timeout_s
             self.do(self.state.on_exit(exit))
             return
         self.ranks.processes.lose(exit)
@@ -322,7 +322,7 @@ class Attempt:
             if self.state.phase == "stopping":
                 self.host.display.say(
                     f"phalanx run: {name}: stopping {count_ranks(running)}, with "
-                    f"{self.state.grace_s:g} s to end by themselves (again: kill at once)"
+                    f"{self.state.shutdown_timeout_s:g} s to end by themselves (again: kill at once)"
                 )
             elif any(isinstance(action, Kill) for action in actions):
                 self.host.display.say(f"phalanx run: {name} again: killing {count_ranks(running)}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from phalanx._comm.rendezvous.launchers import describe_rank, find_launch
+from phalanx._job.agent.plan import JobPlan
 
 # Only the agent needs the job's key as a variable: readers of a rank's environment, or of its dump, must not get it.
 KEY_VARIABLE = "PHALANX_KEY"
@@ -19,6 +20,7 @@ RANK_VARIABLES = (
     "PHALANX_STORE", "PHALANX_STORE_OF", "PHALANX_ADDRESS", "PHALANX_AGENT", "PHALANX_TTY", "PHALANX_GENERATION",
     "PHALANX_REPORT", "PHALANX_RUN", "PHALANX_RANKS_PER_GPU",
 )  # fmt: skip
+_LEAST_COLUMNS = 20  # of a terminal that is too narrow for the lines of ranks
 
 
 @dataclass(frozen=True)
@@ -52,38 +54,28 @@ def describe_ranks(place: Place) -> str:
     return f"rank {first}" if first == last else f"ranks {first}-{last}"
 
 
-@dataclass(frozen=True)
-class JobEnvironment:
-    """A `JobEnvironment` is what all ranks of an attempt on a host share. `store` and `agent` are empty outside Linux.
-
-    `run` identifies this job on all its hosts: two jobs may have the same `run_id`.
-    """
-
-    place: Place
-    master_addr: str
-    master_port: int
-    run_id: str
-    restart_count: int
-    max_restarts: int
-    role: str = "default"
-    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    store: str = ""
-    agent: str = ""
-    columns: int | None = None
-    terminal: bool = False
-    rank_variables: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)  # inherited by the ranks
-    generation: int = 0  # the generation of an elastic job
-    run: str = ""
-
-
-def plan_rank_environment(job: JobEnvironment, rank: int) -> dict[str, str]:
+def plan_rank_environment(
+    plan: JobPlan,
+    place: Place,
+    rank: int,
+    *,
+    master_port: int,
+    restart_count: int = 0,
+    generation: int = 0,
+    store: str = "",
+    agent: str = "",
+) -> dict[str, str]:
     """Return the variables that the launcher sets for `rank`, which is one of this host's.
 
     RANK_VARIABLES replace what the rank inherits; all others are defaults, which the user's own values replace.
+
+    Arguments:
+        place: this host's ranks in the current attempt, or in the current generation of an elastic job.
+        generation: the number of that generation; 0 for the first one.
+        store: PHALANX_STORE, the address of the store where the ranks meet; empty outside Linux.
+        agent: PHALANX_AGENT, the address of this host's agent; empty outside Linux.
     """
-    place = job.place
-    local_rank = rank - place.first_rank
+    settings, local_rank = plan.settings, rank - place.first_rank
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
@@ -91,33 +83,33 @@ def plan_rank_environment(job: JobEnvironment, rank: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(place.num_ranks),
         "GROUP_RANK": str(place.node),
         "GROUP_WORLD_SIZE": str(place.num_nodes),
-        "ROLE_NAME": job.role,
+        "ROLE_NAME": settings.role,
         "ROLE_RANK": str(place.first_role_rank + local_rank),
         "ROLE_WORLD_SIZE": str(place.role_world_size),
-        "MASTER_ADDR": job.master_addr,
-        "MASTER_PORT": str(job.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(job.restart_count),
-        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        "TORCHELASTIC_RUN_ID": job.run_id,
+        "MASTER_ADDR": plan.master_addr,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts or 0),
+        "TORCHELASTIC_RUN_ID": plan.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # no store of torch's is at MASTER_PORT before rank 0 opens one
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": job.signals_to_handle,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": settings.signals_to_handle,
         "PYTHONUNBUFFERED": "1",
-        **job.rank_variables,
+        **plan.launcher_variables,
     }
-    if job.store:
-        variables["PHALANX_STORE"] = job.store
+    if store:
+        variables["PHALANX_STORE"] = store
         variables["PHALANX_STORE_OF"] = describe_rank(variables)
-    if job.run:
-        variables["PHALANX_RUN"] = job.run
-    if job.generation:
-        variables["PHALANX_GENERATION"] = str(job.generation)
-    if job.agent:
-        variables["PHALANX_AGENT"] = job.agent
-    if job.terminal:
+    if plan.run:
+        variables["PHALANX_RUN"] = plan.run
+    if generation:
+        variables["PHALANX_GENERATION"] = str(generation)
+    if agent:
+        variables["PHALANX_AGENT"] = agent
+    if plan.columns:
         variables["PHALANX_TTY"] = "1"
-    if job.columns is not None:
-        variables["COLUMNS"] = str(job.columns)
-    return {name: value for name, value in variables.items() if name in RANK_VARIABLES or name not in job.environment}
+        prefix = f"[{place.world_size - 1}] "
+        variables["COLUMNS"] = str(max(_LEAST_COLUMNS, plan.columns - len(prefix) - 1))
+    return {name: value for name, value in variables.items() if name in RANK_VARIABLES or name not in plan.environment}
 
 
 def plan_environment(

@@ -52,7 +52,9 @@ class HostLink:
     def make_supervision(self) -> Supervision:
         """Return the object that decides about the ranks."""
         settings, is_alone = self._plan.settings, self.place.num_nodes == 1
-        return Supervision(self.place.world_size, settings.grace_s, settings.exit_timeout_s, is_alone=is_alone)
+        return Supervision(
+            self.place.world_size, settings.shutdown_timeout_s, settings.exit_timeout_s, is_alone=is_alone
+        )
 
     def make_elastic(self) -> Elastic:
         """Return the object that decides how the job continues when an elastic rank is lost."""

@@ -140,7 +140,7 @@ class HostRanks:
         """
         self._host.errors.renew(rank - self._place.first_rank)
         environment = self._numbers.plan_environment(rank)
-        cpus = self._plan.placement.cpus[rank - self._place.first_rank]
+        cpus = self._plan.pinning.cpus[rank - self._place.first_rank]
         reports = self._rank_reports.fileno()
         self.processes.fork(rank, environment, cpus, reports, self._host.zygote, self._host.pump)
 

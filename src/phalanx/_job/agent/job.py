@@ -22,10 +22,10 @@ from phalanx._job.agent.error_files import VARIABLE, ErrorFiles, hand_up
 from phalanx._job.agent.failure import RankFailure, describe_failures
 from phalanx._job.agent.folder import JobFolder
 from phalanx._job.agent.host_resources import HostResources
+from phalanx._job.agent.job_result import JobResult
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.supervision import Supervision
 from phalanx._job.agent.target import find_local_rank_flag
-from phalanx._job.agent.verdict import Verdict
 from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx._job.inspect.agent_socket import AgentSocket
 from phalanx._job.inspect.flight.files import write_flight
@@ -92,8 +92,8 @@ def opened_host(
     limits.raise_open_files(plan.num_ranks)  # ours: the zygote was started before, and the ranks keep the user's
     agent_socket = AgentSocket()
     try:
-        display = Display(colour=wants_colour(plan.environ, plan.terminal), terminal=plan.terminal)
-        template = find_template(plan.settings.log_line_prefix_template, plan.environ)
+        display = Display(colour=wants_colour(plan.command_environment, plan.columns > 0), terminal=plan.columns > 0)
+        template = find_template(plan.settings.log_line_prefix_template, plan.command_environment)
         if template:
             role, name = plan.settings.role, socket.gethostname()
             display.prefix_of = lambda rank: fill(template, rank=rank, local_rank=rank, role=role, host=name)
@@ -103,7 +103,7 @@ def opened_host(
         agent_socket.close()
         raise
     metrics: list[Metrics] = []  # it has one entry, or none
-    folder = JobFolder(plan.environ)
+    folder = JobFolder(plan.command_environment)
     host.errors = ErrorFiles(logs.attempts or folder.path)
     try:
         flag = find_local_rank_flag(plan.settings.target) if plan.settings.local_rank_argument else ""
@@ -156,7 +156,7 @@ def _begin_metrics(plan: JobPlan, display: Display, host: str, port: int) -> lis
     from phalanx._job.agent.metrics import TOKEN_VARIABLE, Metrics  # here, because most jobs have none
 
     try:
-        metrics = Metrics(host, port, plan.environ.get(TOKEN_VARIABLE, ""))
+        metrics = Metrics(host, port, plan.command_environment.get(TOKEN_VARIABLE, ""))
     except LaunchError as error:
         if plan.settings.needs_metrics:
             raise
@@ -274,8 +274,8 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
     if attempt.elastic.phase is ElasticPhase.ENDING and all(end.status in (0, BELOW_MINIMUM_EXIT_CODE) for end in ends):
         return BELOW_MINIMUM_EXIT_CODE  # the reason was printed
     if not state.failures:
-        if plan.verdict:
-            Verdict(attempt.place.world_size).write(plan.verdict)
+        if plan.result_path:
+            JobResult(attempt.place.world_size).write(plan.result_path)
         if code := _find_orderly_code(state):
             ranks = name_ranks([rank for rank, end in sorted(state.exits.items()) if end.status])
             host.display.say(
@@ -283,9 +283,9 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
             )
         return code
     _hand_up_error(plan, state.failures[0])
-    if plan.verdict:
+    if plan.result_path:
         text = _describe_failures(attempt, flight)
-        Verdict(attempt.place.world_size, state.failures[0].rank, text).write(plan.verdict)
+        JobResult(attempt.place.world_size, state.failures[0].rank, text).write(plan.result_path)
         host.display.forget()
     else:
         _report_failures(host, attempt, flight)
@@ -299,7 +299,7 @@ def _find_orderly_code(state: Supervision) -> int:
 
 def _hand_up_error(plan: JobPlan, first: RankFailure) -> None:
     """Write the first failed rank's error file to the file that a scheduler named for this."""
-    own = plan.environ.get(VARIABLE)
+    own = plan.command_environment.get(VARIABLE)
     if own and first.report is not None and first.report.error_file:
         hand_up(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
 
@@ -346,7 +346,13 @@ def _open_logs(plan: JobPlan) -> Logs:
     settings = plan.settings
     log_dir = settings.log_dir
     try:
-        logs = Logs(log_dir, plan.run_id, redirects=settings.redirects, tee=settings.tee, shown=settings.shown_ranks)
+        logs = Logs(
+            log_dir,
+            plan.run_id,
+            redirects=settings.redirects,
+            tee=settings.tee,
+            local_ranks_filter=settings.local_ranks_filter,
+        )
         if plan.settings.rendezvous is None:
             logs.begin(range(plan.num_ranks), 0)
         return logs
@@ -403,7 +409,7 @@ def describe_signal_end(state: Supervision, *, traceback: bool = False) -> str:
     ranks = ", ".join(str(rank) for rank in state.killed)
     return (
         f"phalanx run: stopped by {name}; rank{'s' * (len(state.killed) > 1)} {ranks} did not end within "
-        f"{state.grace_s:g} s and had to be killed (--shutdown-timeout gives them more)"
+        f"{state.shutdown_timeout_s:g} s and had to be killed (--shutdown-timeout gives them more)"
     )
 
 

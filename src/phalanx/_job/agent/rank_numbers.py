@@ -8,11 +8,11 @@ from typing import Any
 
 from phalanx._job.agent import error_files
 from phalanx._job.agent.elastic_actions import BeginGeneration, plan_message
-from phalanx._job.agent.environment import JobEnvironment, plan_rank_environment
+from phalanx._job.agent.environment import plan_rank_environment
 from phalanx._job.agent.generation import HostPart, SlotPlan, plan_generation
 from phalanx._job.agent.host_link import HostLink
 from phalanx._job.agent.host_resources import HostResources
-from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.plan import JobPlan, find_free_port
 
 
 class RankNumbers:
@@ -29,7 +29,8 @@ class RankNumbers:
         self.part = part or self._plan_first_part()
         self.store: int | None = None
         self._old_stores: dict[int, int] = {}  # by generation: some ranks may still be about to open them
-        self._job: JobEnvironment
+        self._store_path = ""
+        self._master_port = 0
 
     @property
     def begun(self) -> BeginGeneration | None:
@@ -53,9 +54,8 @@ class RankNumbers:
         self._open_store()
 
     def _open_store(self) -> None:
-        self.store, path = self._link.create_store()
-        job = self._plan.describe_job(self.part.place, self._restart_count, path, self._host.agent_socket.address)
-        self._job = replace(job, generation=self.generation)
+        self.store, self._store_path = self._link.create_store()
+        self._master_port = self._plan.master_port or find_free_port()
 
     def begin(self, begun: BeginGeneration) -> HostPart | None:
         """Begin another generation; return this host's part in it, or None if it has none."""
@@ -72,7 +72,16 @@ class RankNumbers:
 
     def plan_environment(self, rank: int) -> dict[str, str]:
         """Return the variables of the process in slot `rank`, whose error file stays the same."""
-        variables = plan_rank_environment(self._job, self.part.rank_of(rank))
+        variables = plan_rank_environment(
+            self._plan,
+            self.part.place,
+            self.part.rank_of(rank),
+            master_port=self._master_port,
+            restart_count=self._restart_count,
+            generation=self.generation,
+            store=self._store_path,
+            agent=self._host.agent_socket.address,
+        )
         path = self._host.errors.path_of(rank - self._link.place.first_rank)
         return {**variables, error_files.VARIABLE: path}
 

@@ -65,7 +65,7 @@ class Supervision:
     """`Supervision` decides about one attempt at the job. Every method takes an event and returns actions."""
 
     world_size: int
-    grace_s: float
+    shutdown_timeout_s: float
     exit_timeout_s: float | None = None
     exits: dict[int, Exit] = field(default_factory=dict)
     reports: dict[int, ExceptionReport] = field(default_factory=dict)
@@ -217,7 +217,7 @@ class Supervision:
 
     def _stop(self, signum: int, now: float, hold_s: float | None = None) -> list[Action]:
         """Send `signum` to the ranks; the grace period begins after `hold_s`, for which the zygote may hold it."""
-        self.phase, self.next_due = "stopping", now + (hold_s or 0.0) + self.grace_s
+        self.phase, self.next_due = "stopping", now + (hold_s or 0.0) + self.shutdown_timeout_s
         self.sent.setdefault(signum, now)
         # Ctrl-C goes to whole groups, as a terminal sends it: programs expect that. Other signals go to the rank alone,
         # which must get the chance to stop its own children in order. A rank that reported is ending already.

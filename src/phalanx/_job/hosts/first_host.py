@@ -145,12 +145,12 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say:
     try:
         if rendezvous.key is not None:
             return Key.parse(rendezvous.key)
-        while (key := find_key(plan.settings.key_file, plan.environ)) is None and not deadline.passed:
+        while (key := find_key(plan.settings.key_file, plan.command_environment)) is None and not deadline.passed:
             if not told:
                 told = True
                 say(
-                    f"phalanx run: no key yet ({default_path(plan.environ)}); waiting {wait_s:g} s for the first host "
-                    "to make one, in case it shares this home"
+                    f"phalanx run: no key yet ({default_path(plan.command_environment)}); waiting {wait_s:g} s for the "
+                    "first host to make one, in case it shares this home"
                 )
             if over.wait(_PAUSE_S):
                 break

@@ -199,7 +199,7 @@ class FollowerLink(HostLink):
         self.wait_s = 0.0  # how long elastic ranks wait for hosts
         self.ended: dict[str, Any] | None = None  # the first host's `end`, if it came
         self.supervision = FollowerSupervision(
-            place.world_size, plan.settings.grace_s, place=place, channel=channel, attempt=number
+            place.world_size, plan.settings.shutdown_timeout_s, place=place, channel=channel, attempt=number
         )
         self._host = host
         self._attempt: Attempt

@@ -124,7 +124,7 @@ class Gathering:
             self._plan,
             master_addr=address,
             master_port=find_free_port(),
-            rank_variables={**self._plan.rank_variables, **known},
+            launcher_variables={**self._plan.launcher_variables, **known},
         )
         self._host.display.say(
             f"phalanx run: {len(nodes)} hosts: "
@@ -319,10 +319,11 @@ class Gathering:
                 exit_code=error.exit_code,
             ) from None
         joined.client.close()
-        if not joined.job_spec.is_asked_for_by(self._plan.settings):
+        if not joined.job_spec.is_requested_by(self._plan.settings):
+            name = joined.job_spec.settings.target.name
             self._host.display.say(
-                f"phalanx run: another job that began at this address, {printable(joined.job_spec.name)}, goes on, and "
-                f"the host at {address} leads it. This command begins a job of its own"
+                f"phalanx run: another job that began at this address, {printable(name)}, goes on, and the host at "
+                f"{address} leads it. This command begins a job of its own"
             )
             return
         self._send_on(address)

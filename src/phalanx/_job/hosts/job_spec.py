@@ -1,4 +1,4 @@
-"""A `JobSpec` is the first host's description of the job for hosts that join: all that `phalanx join` needs."""
+"""A `JobSpec` is the first host's description of the job for the hosts that join: all that `phalanx join` needs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 from phalanx._job.agent.environment import plan_environment
 from phalanx._job.agent.settings import Settings
-from phalanx._job.agent.target import JobTarget, Kind
+from phalanx._job.agent.target import JobTarget
+from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.output.streams import Streams
 
 KEY = "launch/job_spec"  # the key of the job spec in the coordinator's store
-VERSION = 4
+VERSION = 5
 
 # The first host passes these variables on unasked; a host's own values replace them.
 _PASSED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "GLIBC_TUNABLES")
@@ -25,84 +26,72 @@ _OF_ONE_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "TORCH_HO
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The job as the first host was asked for it.
+    """A `JobSpec` is the job as it was requested on the first host.
 
-    `endpoints` is where it began: the command of a host that was in it looks for it there when it is started again.
+    Arguments:
+        settings: what holds for all hosts; of the rendezvous, the number of hosts and the time limits.
+        folder: where the job runs on the first host.
+        env: the values of --env on the first host.
+        passed: the variables that the first host passes on by default.
+        endpoints: where the job began. A host that was in the job, and is started again, looks for the job there.
     """
 
-    kind: Kind
-    name: str
-    arguments: tuple[str, ...]
+    settings: Settings
+    rendezvous: Rendezvous
     folder: str
-    nproc: str
-    run_id: str
-    min_nodes: int
-    max_nodes: int
-    host_timeout_s: float
-    join_timeout_s: float
-    last_call_s: float
-    role: str
-    signals_to_handle: str
-    log_dir: str | None
-    report: str | None
-    metrics: tuple[str, int] | None  # where another host can serve its own, too
-    redirects: Streams
-    tee: Streams
-    shown_ranks: tuple[int, ...] | None
-    grace_s: float
-    exit_timeout_s: float | None
-    evict_after_s: float | None
-    affinity: bool
-    preload: bool
-    max_restarts: int | None
-    local_rank_argument: bool
-    ranks_per_gpu: int | None
-    env: dict[str, str]  # what --env names on the first host
-    passed: dict[str, str]  # the variables that the first host passes on by default
+    env: Mapping[str, str]
+    passed: Mapping[str, str]
     endpoints: tuple[str, ...]
-    version: int = VERSION
 
     @classmethod
     def of(
         cls, settings: Settings, run_id: str, environment: Mapping[str, str], endpoints: tuple[str, ...] = ()
     ) -> JobSpec:
-        """Return the spec of the job that was asked for here, whose ranks inherit `environment`."""
-        rendezvous = settings.rendezvous
-        assert rendezvous is not None
-        target = settings.target
+        """Return the spec of the job that was requested on this host, whose ranks inherit `environment`."""
+        own = settings.rendezvous
+        assert own is not None
         return cls(
-            target.kind, target.name, target.arguments, os.getcwd(), settings.nproc, run_id, rendezvous.min_nodes,
-            rendezvous.max_nodes, rendezvous.host_timeout_s, rendezvous.join_timeout_s, rendezvous.last_call_s,
-            settings.role, settings.signals_to_handle, settings.log_dir, settings.report,
-            choose_metrics(settings.metrics), settings.redirects, settings.tee, settings.shown_ranks,
-            settings.grace_s, settings.exit_timeout_s, settings.evict_after_s,
-            settings.affinity, settings.preload, settings.max_restarts, settings.local_rank_argument,
-            settings.ranks_per_gpu,
-            {name: environment[name] for name in settings.env if name in environment},
-            {name: value for name, value in environment.items() if is_passed(name)}, endpoints,
-        )  # fmt: skip
+            replace(
+                settings,
+                run_id=run_id,
+                metrics=choose_metrics(settings.metrics),
+                key_file=None,
+                env={},
+                rendezvous=None,
+                share=(0, 1),
+            ),
+            Rendezvous(
+                min_nodes=own.min_nodes,
+                max_nodes=own.max_nodes,
+                join_timeout_s=own.join_timeout_s,
+                last_call_s=own.last_call_s,
+                host_timeout_s=own.host_timeout_s,
+            ),
+            folder=os.getcwd(),
+            env={name: environment[name] for name in settings.env if name in environment},
+            passed={name: value for name, value in environment.items() if is_passed(name)},
+            endpoints=endpoints,
+        )
 
     def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps({"version": VERSION, **asdict(self)}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> JobSpec:
-        """Read what `to_bytes` wrote.
+        """Return the spec that `to_bytes` has written.
 
         Raises:
-            ValueError: another version of Phalanx has written them.
+            ValueError: another version of Phalanx has written it.
         """
         try:
             fields: dict[str, Any] = json.loads(data)
-            if fields["version"] != VERSION:
+            if fields.pop("version") != VERSION:
                 raise ValueError
+            settings = _to_tuples(fields.pop("settings"))
             for name in ("redirects", "tee"):
-                streams = fields[name]
-                fields[name] = Streams(streams["all"], tuple((int(a), int(b)) for a, b in streams["by_rank"]))
-            fields["arguments"], fields["endpoints"] = tuple(fields["arguments"]), tuple(fields["endpoints"])
-            fields["metrics"] = None if fields["metrics"] is None else tuple(fields["metrics"])
-            fields["shown_ranks"] = None if fields["shown_ranks"] is None else tuple(fields["shown_ranks"])
-            return cls(**fields)
+                settings[name] = Streams(**_to_tuples(settings[name]))
+            settings["target"] = JobTarget(**_to_tuples(settings["target"]))
+            return cls(Settings(**settings), Rendezvous(**_to_tuples(fields.pop("rendezvous"))), **_to_tuples(fields))
         except (KeyError, TypeError, ValueError):
             raise ValueError("the first host runs another version of Phalanx. Install the same one on all") from None
 
@@ -110,35 +99,37 @@ class JobSpec:
         """Return the environment of the ranks on a host with the environment `own` and its own --env `env`."""
         return plan_environment(own, env, self.env, self.passed)
 
-    def is_asked_for_by(self, settings: Settings) -> bool:
-        """Return whether a command with these settings asks for this job."""
-        is_named = settings.run_id in ("", self.run_id)
-        return is_named and settings.target == JobTarget(self.kind, self.name, self.arguments)
+    def is_requested_by(self, settings: Settings) -> bool:
+        """Return whether a command with these settings requests this job."""
+        is_named = settings.run_id in ("", self.settings.run_id)
+        return is_named and settings.target == self.settings.target
 
     def to_settings(self, own: Settings) -> Settings:
-        """Return the job as it runs on a host where only `phalanx join` was typed, with `own`'s facts of this host."""
+        """Return the settings of the job on a host where `phalanx join` was typed with the settings `own`."""
+        first = self.settings
         return replace(
-            own,
-            target=JobTarget(self.kind, self.name, self.arguments),
-            nproc=own.nproc or self.nproc,
-            log_dir=own.log_dir or self.log_dir,
-            report=own.report or self.report,
-            metrics=own.metrics or self.metrics,
+            first,
+            nproc_per_node=own.nproc_per_node or first.nproc_per_node,
+            ranks_per_gpu=own.ranks_per_gpu or first.ranks_per_gpu,
+            log_dir=own.log_dir or first.log_dir,
+            report=own.report or first.report,
+            metrics=own.metrics or first.metrics,
             needs_metrics=own.metrics is not None,
-            role=own.role or self.role,
-            signals_to_handle=self.signals_to_handle,
-            redirects=self.redirects,
-            tee=self.tee,
-            shown_ranks=self.shown_ranks,
-            grace_s=self.grace_s,
-            exit_timeout_s=self.exit_timeout_s,
-            evict_after_s=self.evict_after_s,
-            affinity=self.affinity and own.affinity,
-            preload=self.preload,
-            max_restarts=self.max_restarts,
-            local_rank_argument=self.local_rank_argument,
-            ranks_per_gpu=own.ranks_per_gpu or self.ranks_per_gpu,
+            role=own.role or first.role,
+            affinity=first.affinity and own.affinity,
+            key_file=own.key_file,
+            env=own.env,
+            rendezvous=own.rendezvous,
         )
+
+
+def _to_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass that JSON has turned into lists: tuples, of which some contain tuples."""
+    return {name: _to_tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def _to_tuple(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(_to_tuple(value) if isinstance(value, list) else value for value in values)
 
 
 def choose_metrics(metrics: tuple[str, int] | None) -> tuple[str, int] | None:

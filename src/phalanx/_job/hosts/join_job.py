@@ -93,7 +93,7 @@ def follow(
         ) from None
     facts = HostFacts(
         -1, socket.gethostname(), os.getpid(), plan.num_ranks, plan.settings.role, own, rendezvous.node_rank,
-        joined.job_spec.run_id,
+        joined.job_spec.settings.run_id,
         "" if rendezvous.max_nodes == 1 else describe_nnodes(rendezvous.min_nodes, rendezvous.max_nodes),
     )  # fmt: skip
     assert isinstance(host.pump.viewer, Forward)
@@ -195,11 +195,11 @@ class _Followed:
         """Return this host's part in the succession, for one membership."""
         if self._joined.key is None:  # all agents are on one host
             return None
-        return Successor(self._channel, self._joined.key, self._own, self._joined.job_spec.host_timeout_s)
+        return Successor(self._channel, self._joined.key, self._own, self._joined.job_spec.rendezvous.host_timeout_s)
 
     def _lead(self, attempt: Attempt, link: LeaderLink, report: JobReport | None) -> int:
         """Lead the job on, of which this host has led an attempt to its end; or leave that to another host."""
-        successor, key, spec = self._successor, self._joined.key, self._joined.job_spec
+        successor, key, first = self._successor, self._joined.key, self._joined.job_spec.rendezvous
         assert successor is not None
         assert successor.office is not None
         assert key is not None
@@ -208,11 +208,11 @@ class _Followed:
             self._rendezvous,
             endpoint=str(service.address),
             leads=True,
-            min_nodes=spec.min_nodes,
-            max_nodes=spec.max_nodes,
-            join_timeout_s=spec.join_timeout_s,
-            last_call_s=spec.last_call_s,
-            host_timeout_s=spec.host_timeout_s,
+            min_nodes=first.min_nodes,
+            max_nodes=first.max_nodes,
+            join_timeout_s=first.join_timeout_s,
+            last_call_s=first.last_call_s,
+            host_timeout_s=first.host_timeout_s,
         )
         port = service.address.port if service.address is not None else 0
         own = OwnAddress(self._own, find_interface(self._own))
@@ -413,7 +413,7 @@ class _Followed:
             run=str(body["run"]),
             master_addr=str(address),
             master_port=int(port),
-            rank_variables={**self._plan.rank_variables, **known},
+            launcher_variables={**self._plan.launcher_variables, **known},
         )
         self._host.display.say(
             f"phalanx run: host {place.node + 1} of {place.num_nodes} of the job at "
@@ -425,10 +425,10 @@ class _Followed:
         number = int(body["attempt"])
         succession = None
         if self._successor is not None:
-            spec = self._joined.job_spec
-            limits = Limits(spec.min_nodes, spec.max_nodes)
+            job = self._joined.job_spec.rendezvous
+            limits = Limits(job.min_nodes, job.max_nodes)
             succession = FollowedSuccession(
-                self._successor, self._channel, plan, self._host, limits, spec.host_timeout_s, store, self._move
+                self._successor, self._channel, plan, self._host, limits, job.host_timeout_s, store, self._move
             )
         link = FollowerLink(plan, self._host, number, place, self._channel, store, first, succession)
         return Attempt(plan, self._host, number, link), link

@@ -97,7 +97,7 @@ class LeaderLink(HostLink):
         """Learn whose link this is, and have its display name the hosts of all ranks."""
         self._attempt = attempt
         self._host.display.host_of = self._peers.name_host
-        if template := find_template(self._plan.settings.log_line_prefix_template, self._plan.environ):
+        if template := find_template(self._plan.settings.log_line_prefix_template, self._plan.command_environment):
             self._host.display.prefix_of = lambda rank: self._peers.fill_prefix(template, rank)
 
     def make_elastic(self) -> ElasticHosts:

@@ -106,7 +106,7 @@ def _follow(
         environment = joined.job_spec.plan_environment(plan.environment, plan.settings.env)
         if environment != plan.environment:
             plan = replace(plan, environment=environment)
-            host.zygote = host.zygote.start_in(plan_zygote_environment(environment, plan.placement.threads))
+            host.zygote = host.zygote.start_in(plan_zygote_environment(environment, plan.pinning.threads))
         try:
             return follow(plan, rendezvous, host, joined, on_moved)
         except JobMovedError as moved:
@@ -195,9 +195,9 @@ def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
     try:
         if rendezvous.key is not None:
             return Key.parse(rendezvous.key)
-        key = find_key(plan.settings.key_file, plan.environ)
+        key = find_key(plan.settings.key_file, plan.command_environment)
         if key is None:
-            path = default_path(plan.environ)
+            path = default_path(plan.command_environment)
             key, is_new = make_key(path)
             if is_new:
                 from phalanx._job.output.text import show

@@ -1,73 +1,117 @@
-"""Complete the settings of `phalanx run` from a scheduler's variables."""
+"""Plan one node of a job that a scheduler has started: the scheduler's variables complete the settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
+from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.settings import Settings
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.launch.devices import count_gpus
+from phalanx._job.launch.plan_job import plan_job
+from phalanx._job.output.text import show
 from phalanx._job.schedulers.allocation import Allocation
 from phalanx._job.schedulers.find import find_allocation
 from phalanx._job.schedulers.meet import meet
 from phalanx._job.schedulers.slurm import find_unused_hosts
-from phalanx.errors import LaunchError
 
 # These identify a process, not a job: they are meant for this command, and wrong in a rank.
 _OF_ONE_PROCESS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "HYDRA_", "RANK", "WORLD_SIZE")
 
 
-def adopt(
-    settings: Settings, environ: Mapping[str, str], say: Callable[[str], object]
-) -> tuple[Settings, dict[str, str]]:
-    """Return the settings and environment of this node of the job; both unchanged if there is only one node.
+def plan_node(settings: Settings, environ: Mapping[str, str], problems: list[str]) -> JobPlan:
+    """Return the plan of this node's part of the job, or of the whole job if there is only one node.
 
-    The user's options override the scheduler: --standalone, or where the hosts meet. Node 0 prints a line on the
-    result.
+    The node waits for the others once it knows that it can run its part. `problems` are those of the command line.
 
     Raises:
-        LaunchError: the scheduler's variables contradict each other or the options, or the nodes cannot meet.
+        LaunchError: with all the problems that were found; or the nodes cannot meet.
     """
-    asked = settings.rendezvous
-    if settings.standalone:
-        return settings, dict(environ)
-    found = find_allocation(environ, nnodes=asked.max_nodes if asked else 0)
+    found = find_node(settings, environ)
     if found is None:
-        if asked is None and (unused := find_unused_hosts(environ)):
-            say(
-                f"phalanx run: Slurm gave this job {unused} hosts, and this command, started once, uses one. "
-                "On all of them: srun --ntasks-per-node=1 phalanx run …"
-            )
-        return settings, dict(environ)
-    told = environ
-    environ = _without_process(environ, found)
-    if asked is not None and asked.endpoint and not asked.endpoint.startswith(":"):
-        return settings, environ  # the user's options decide
-    if asked is not None and not asked.min_nodes <= found.num_nodes <= asked.max_nodes:
-        raise LaunchError(
-            f"phalanx run: --nnodes {asked.max_nodes}, and {found.describe()} has {found.num_nodes}. "
-            "Leave --nnodes out, or start as many.",
-            exit_code=2,
+        return plan_job(settings, environ, problems=problems)
+    own, remaining = adopt(settings, environ, found, problems)
+    plan = plan_job(own, remaining, problems=problems)
+    return plan if has_own_endpoint(settings) else meet_nodes(plan, environ, found)
+
+
+def find_node(settings: Settings, environ: Mapping[str, str]) -> Allocation | None:
+    """Return the place that a scheduler gave this command among several nodes; None if there is one node.
+
+    --standalone overrides the scheduler. If Slurm gave the job more hosts than this command uses, print a line.
+
+    Raises:
+        LaunchError: the scheduler's variables contradict each other.
+    """
+    if settings.standalone:
+        return None
+    rendezvous = settings.rendezvous
+    found = find_allocation(environ, nnodes=rendezvous.max_nodes if rendezvous else 0)
+    if found is None and rendezvous is None and (unused := find_unused_hosts(environ)):
+        show(
+            2,
+            f"phalanx run: Slurm gave this job {unused} hosts, and this command, started once, uses one. "
+            "On all of them: srun --ntasks-per-node=1 phalanx run …",
         )
-    found = replace(found, job=settings.run_id or found.job)
-    rendezvous, job = meet(found, settings.key_file, told, asked or Rendezvous())
+    return found
+
+
+def has_own_endpoint(settings: Settings) -> bool:
+    """Return whether the user's options say where the hosts meet: they override the scheduler."""
+    rendezvous = settings.rendezvous
+    return rendezvous is not None and bool(rendezvous.endpoint) and not rendezvous.endpoint.startswith(":")
+
+
+def adopt(
+    settings: Settings, environ: Mapping[str, str], found: Allocation, problems: list[str]
+) -> tuple[Settings, dict[str, str]]:
+    """Return the settings and the environment of node `found`; append what contradicts the options to `problems`."""
+    remaining = _without_process(environ, found)
+    if has_own_endpoint(settings):
+        return settings, remaining
+    rendezvous = settings.rendezvous
+    if rendezvous is not None and not rendezvous.min_nodes <= found.num_nodes <= rendezvous.max_nodes:
+        problems.append(
+            f"--nnodes {rendezvous.max_nodes}, and {found.describe()} has {found.num_nodes}. "
+            "Leave --nnodes out, or start as many."
+        )
+    remaining.pop("PHALANX_KEY", None)  # `meet_nodes` reads it; the ranks' children need not inherit it
+    own = replace(
+        settings,
+        nproc_per_node=(settings.nproc_per_node == "auto" and found.nproc_per_node) or settings.nproc_per_node,
+        run_id=settings.run_id or found.job,
+        rendezvous=place_node(rendezvous or Rendezvous(), found),
+        share=(found.local_node, found.num_local_nodes),
+    )
+    return own, {**remaining, **_share_gpus(remaining, found)}
+
+
+def place_node(rendezvous: Rendezvous, found: Allocation) -> Rendezvous:
+    """Return the rendezvous of node `found`, whose endpoint is not known yet."""
+    return replace(
+        rendezvous,
+        leads=found.node == 0,
+        node_rank=found.node,
+        min_nodes=found.num_nodes,
+        max_nodes=found.num_nodes,
+    )
+
+
+def meet_nodes(plan: JobPlan, environ: Mapping[str, str], found: Allocation) -> JobPlan:
+    """Return the plan with the place where the nodes meet, once it is known; node 0 prints it.
+
+    Raises:
+        LaunchError: the nodes cannot meet.
+    """
+    rendezvous = plan.settings.rendezvous
+    assert rendezvous is not None
+    found = replace(found, job=plan.run_id)
+    rendezvous, job = meet(found, plan.settings.key_file, environ, rendezvous)
     if found.node == 0:
         hint = f". It is to be started on every host: {found.hint}" if found.hint else ""
-        say(f"phalanx run: {replace(found, job=job).describe()}; they meet {_describe_place(rendezvous)}{hint}")
-    nproc = found.nproc if found.nproc and settings.nproc == "auto" else settings.nproc
-    shared = _share_gpus(environ, found)
-    return (
-        replace(
-            settings,
-            rendezvous=rendezvous,
-            nproc=nproc,
-            run_id=job,
-            share=(found.local_node, found.num_local_nodes),
-        ),
-        # The key is in the settings now; the ranks' children need not inherit it.
-        {**{name: value for name, value in environ.items() if name != "PHALANX_KEY"}, **shared},
-    )
+        show(2, f"phalanx run: {replace(found, job=job).describe()}; they meet {_describe_place(rendezvous)}{hint}")
+    return replace(plan, run_id=job, settings=replace(plan.settings, rendezvous=rendezvous, run_id=job))
 
 
 def _describe_place(rendezvous: Rendezvous) -> str:

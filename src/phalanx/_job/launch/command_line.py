@@ -8,33 +8,44 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
+from phalanx._job.agent.settings import Settings, refuse
 from phalanx._job.agent.target import JobTarget, Kind
 from phalanx._job.launch.options import OPTIONS, REFUSED, Option, explain_unknown, find_names
-from phalanx.errors import LaunchError
 
-SSH_OPTIONS = ("hosts", "hostfile", "ssh", "remote-dir", "remote-python", "detach")  # `phalanx._job.ssh` takes them
+SSH_OPTIONS = ("hosts", "hostfile", "ssh", "remote-dir", "remote-python", "detach")  # `phalanx._job.ssh` reads them
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun reads it where --shutdown-timeout is not given
 
 
 def parse(
     words: Sequence[str], environ: Mapping[str, str] | None = None, *, old_launcher: bool = False
 ) -> Settings | None:
-    """Return the settings of the words after `phalanx run`, and, overridden by these, of PET_ variables in `environ`.
-
-    Return None if the words ask for help. Everything after the script belongs to the script. With `old_launcher` the
-    words are those of torch.distributed.launch, which by default starts one rank, and passes its local rank by
-    argument.
+    """Return the settings as `read_settings` does, or refuse the command line.
 
     Raises:
         LaunchError: with every problem of the command line, one per line; its exit code is 2.
     """
     problems: list[str] = []
+    settings = read_settings(words, environ or {}, problems, old_launcher=old_launcher)
+    refuse(problems)
+    return settings
+
+
+def read_settings(
+    words: Sequence[str], environ: Mapping[str, str], problems: list[str], *, old_launcher: bool = False
+) -> Settings | None:
+    """Return the settings of the words after `phalanx run`, which override those of PET_ variables in `environ`.
+
+    Return None if the words ask for help. Everything after the script belongs to the script. Each problem is appended
+    to `problems`, and leaves the default in its field; the name of the target is empty if it is not known.
+
+    `old_launcher`: the words are those of torch.distributed.launch, which by default starts one rank, and passes its
+    local rank by argument.
+    """
     given: dict[str, Any] = {}
     rest = _read_words(words, given, problems)
     if rest is None:
         return None
-    _read_environment(environ or {}, given, problems)
+    _read_environment(environ, given, problems)
     kinds: list[Kind] = ["module"] if "module" in given else []
     if "no-python" in given:
         kinds.append("program")
@@ -45,9 +56,7 @@ def parse(
     ]
     if len(kinds) > 1:
         problems.append("-m and --no-python: a job is a module or a program, not both")
-    if "print-completion" in given and not problems:
-        return Settings(JobTarget("script", ""), completion=given["print-completion"])
-    if not rest and not problems:
+    if not (rest or problems or "print-completion" in given):
         problems.append("no script: say what to run, for example: phalanx run train.py")
     fields: dict[str, Any] = {
         option.field.removeprefix("not:"): not option.field.startswith("not:")
@@ -57,7 +66,7 @@ def parse(
         if option.field and not option.field.startswith("kind:") and option.name in given
     }
     if old_launcher:
-        fields = {"nproc": "1", "local_rank_argument": True, **fields}
+        fields = {"nproc_per_node": "1", "local_rank_argument": True, **fields}
         if kinds == ["program"] and fields["local_rank_argument"]:
             problems.append("--no-python: a program gets no --local-rank. Give --use-env as well; or use `phalanx run`")
     rendezvous = None
@@ -67,20 +76,19 @@ def parse(
         )
 
         rendezvous = decide_rendezvous(given, problems)
-    if problems:
-        raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
-    target = JobTarget(kinds[0] if kinds else "script", rest[0], tuple(rest[1:]))
+    name, *arguments = rest or [""]
+    target = JobTarget(kinds[0] if kinds else "script", name, tuple(arguments))
     return Settings(target, rendezvous=rendezvous, **fields)
 
 
-def take_options(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """Take the options `names` from in front of the target; return their values, and all other words.
+def split_options(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of the options `names` before the target, and all other words.
 
-    A flag's value is empty. What is no option, or lacks its value, stays where it is, for `parse` to refuse.
+    A flag's value is empty. An unknown option, or one without its value, stays among the words, and `parse` refuses it.
     """
     options = {option.name: option for option in OPTIONS}
     options.update({option.short: option for option in OPTIONS if option.short})
-    rest, kept, taken = list(words), [], {}
+    rest, kept, values = list(words), [], {}
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
         word = rest.pop(0)
         flag, separator, value = word.partition("=")
@@ -90,12 +98,12 @@ def take_options(words: Sequence[str], names: Collection[str]) -> tuple[dict[str
         option = options.get(name)
         has_value = option is not None and bool(option.value)
         if option is not None and option.name in names and (separator or rest or not has_value):
-            taken[option.name] = rest.pop(0) if has_value and not separator else value
+            values[option.name] = rest.pop(0) if has_value and not separator else value
             continue
         kept.append(word)
         if has_value and not separator and rest:
             kept.append(rest.pop(0))
-    return taken, [*kept, *rest]
+    return values, [*kept, *rest]
 
 
 def _read_words(words: Sequence[str], given: dict[str, Any], problems: list[str]) -> list[str] | None:

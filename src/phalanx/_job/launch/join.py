@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import threading
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint, split_endpoint
 from phalanx._job.hosts.first_host import JoinedJob, connect
 from phalanx._job.hosts.node_plan import UNFIT
-from phalanx._job.launch.command import plan_job
+from phalanx._job.launch.command import report_errors, run_job
 from phalanx._job.launch.command_line import parse
 from phalanx._job.launch.options import OPTIONS
-from phalanx._job.launch.run_job import run_job
+from phalanx._job.launch.plan_job import plan_job
 from phalanx._job.output.standard import guarded, open_standard_descriptors
 from phalanx._job.output.text import show
 from phalanx.errors import AuthenticationError, LaunchError, PhalanxError
@@ -37,14 +36,7 @@ def main(words: Sequence[str]) -> int:
     if not words or set(words) & {"-h", "--help"}:
         guarded(lambda: print(format_help()))
         return 0 if words else USAGE_EXIT_CODE
-    try:
-        endpoint, settings = read_words(words)
-        return _join(endpoint, settings)
-    except LaunchError as error:
-        show(2, str(error).replace("phalanx run:", "phalanx join:"))
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    return report_errors(lambda: _join(*read_words(words)), "join")
 
 
 def read_words(words: Sequence[str]) -> tuple[str, Settings]:
@@ -92,7 +84,7 @@ def read_words(words: Sequence[str]) -> tuple[str, Settings]:
     given = " ".join(options).replace("_", "-")
     return join_endpoint(host, port), replace(
         settings,
-        nproc=settings.nproc if "--nproc-per-node" in given else "",
+        nproc_per_node=settings.nproc_per_node if "--nproc-per-node" in given else "",
         role=settings.role if "--role" in given else "",
         rendezvous=Rendezvous(
             join_endpoint(host, port),
@@ -136,7 +128,7 @@ def _join(endpoint: str, settings: Settings) -> int:
         raise LaunchError(
             f"{error}{where}", exit_code=error.exit_code if isinstance(error, LaunchError) else 1
         ) from None
-    return run_job(replace(plan, run_id=job_spec.run_id), joined)
+    return run_job(plan, joined)
 
 
 def _tell_first_host(joined: JoinedJob, why: str) -> None:

@@ -207,8 +207,8 @@ def _read_streams(text: str) -> Streams:
 
 
 OPTIONS = (
-    Option("nproc-per-node", "nproc", "How many ranks this host starts: a number, gpu, cpu (one for each core that "
-           "this command may use), or auto (the default: gpu if there are GPUs, else cpu).",
+    Option("nproc-per-node", "nproc_per_node", "How many ranks this host starts: a number, gpu, cpu (one for each "
+           "core that this command may use), or auto (the default: gpu if there are GPUs, else cpu).",
            "N|auto|cpu|gpu", _read_nproc),
     Option("ranks-per-gpu", "ranks_per_gpu", "How many ranks share a GPU (default 1). phalanx.init().device is then "
            "the same for so many neighbours. NCCL takes one rank per GPU, so their CUDA tensors are exchanged through "
@@ -227,14 +227,15 @@ OPTIONS = (
            "show them: DIR/ID_…/attempt_0/LOCAL_RANK/stdout.log, as torchrun names them.",
            "0-3|RANK:0-3,…", _read_streams, short="r"),
     Option("tee", "tee", "The same, and show them as well.", "0-3|RANK:0-3,…", _read_streams, short="t"),
-    Option("local-ranks-filter", "shown_ranks", "Show only what these local ranks print.", "RANK,…", _read_local_ranks),
+    Option("local-ranks-filter", "local_ranks_filter", "Show only what these local ranks print.", "RANK,…",
+           _read_local_ranks),
     Option("log-line-prefix-template", "log_line_prefix_template", "Put this text before each line on the screen, in "
            "the place of the rank: ${role_name}, ${rank}, ${local_rank} and ${hostname} in it are replaced, as by "
            "torchrun. Equal lines are then shown once for each rank.", "TEMPLATE"),
     Option("traceback", "traceback", "Show whole tracebacks, of every rank and after Ctrl-C. By default, the first "
            "failure is shown without the lines of libraries, and each other rank has one line.", torchruns=False),
-    Option("shutdown-timeout", "grace_s", "After Ctrl-C, SIGTERM or the failure of another rank, ranks get so many "
-           "seconds to end before SIGKILL (default 30).", "SECONDS", _read_seconds),
+    Option("shutdown-timeout", "shutdown_timeout_s", "After Ctrl-C, SIGTERM or the failure of another rank, ranks get "
+           "so many seconds to end before SIGKILL (default 30).", "SECONDS", _read_seconds),
     Option("exit-timeout", "exit_timeout_s", "When a rank has ended well, the others get so many seconds before they "
            "are stopped (default: no limit; the command says who is still there).",
            "SECONDS", _read_seconds, torchruns=False),
@@ -291,7 +292,7 @@ OPTIONS = (
     Option("run-path", "kind:script", "The target is a script, as for torchrun."),
     Option("use-env", "not:local_rank_argument", "Give the script no argument for its local rank: it reads LOCAL_RANK, "
            "as with torch.distributed.launch.", torchruns=False),
-    Option("print-completion", "completion", "Print a script by which a shell completes these options, and exit. "
+    Option("print-completion", "print_completion", "Print a script by which a shell completes these options, and exit. "
            "(`phalanx completion` is for all commands.)", "bash|zsh|tcsh", _read_shell, torchruns=False),
     Option("start-method", None, "It is taken and has no effect: ranks are forked from a process that has imported "
            "torch, and behave like fresh ones.", "spawn|fork|forkserver", _read_start_method),

@@ -31,7 +31,7 @@ class JobRequest:
         """Return the words that follow `phalanx run` in the file."""
         settings = parse(self.words, self.variables)
         assert settings is not None
-        if self.gpus or not self.cpus or settings.nproc != "auto":
+        if self.gpus or not self.cpus or settings.nproc_per_node != "auto":
             return self.words
         # A limit on processor time hides no core: counted in the job, they would be all of the machine's.
         return (f"--nproc-per-node={self.cpus}", *self.words)

@@ -58,12 +58,18 @@ class Logs:
     """
 
     def __init__(
-        self, log_dir: str | None, run_id: str, *, redirects: Streams, tee: Streams, shown: tuple[int, ...] | None
+        self,
+        log_dir: str | None,
+        run_id: str,
+        *,
+        redirects: Streams,
+        tee: Streams,
+        local_ranks_filter: tuple[int, ...] | None,
     ) -> None:
         self._folder = log_dir
         self._by_rank: dict[int, LogFile] = {}
         self._by_stream: dict[tuple[int, int], LogFile] = {}
-        self._redirects, self._tee, self._shown = redirects, tee, shown
+        self._redirects, self._tee, self._local_ranks_filter = redirects, tee, local_ranks_filter
         self._first = 0
         self.attempts = ""  # the folder of files by attempt and local rank; empty if there are none
         self.streams = redirects != NO_STREAMS or tee != NO_STREAMS
@@ -102,7 +108,7 @@ class Logs:
         """Return whether the screen shows this rank's stream."""
         local_rank = rank - self._first
         redirected = self._redirects.of(local_rank) & stream and not self._tee.of(local_rank) & stream
-        return not redirected and (self._shown is None or local_rank in self._shown)
+        return not redirected and (self._local_ranks_filter is None or local_rank in self._local_ranks_filter)
 
     def put(self, rank: int, stream: int, lines: Sequence[bytes]) -> str:
         """Write `lines`; return a message if some could not be written, else ""."""

@@ -32,8 +32,8 @@ class Allocation:
     """An `Allocation` says that this command is node `node` of `num_nodes` of a job.
 
     `job` identifies the job among a user's jobs on these hosts. `first_host` is the host of node 0, empty if unknown;
-    `port` is 0 if none was chosen. `local_node` of `num_local_nodes` is its place on this host. `nproc` is the number
-    of ranks to start, if the scheduler decides that. `variables` are the source of all this.
+    `port` is 0 if none was chosen. `local_node` of `num_local_nodes` is its place on this host. `nproc_per_node` is
+    empty unless the scheduler decides that number. `variables` are the source of all this.
     """
 
     scheduler: str
@@ -45,7 +45,7 @@ class Allocation:
     port: int = 0
     local_node: int = 0
     num_local_nodes: int = 1
-    nproc: str = ""
+    nproc_per_node: str = ""
     # set if the variables leave open where node 0 is, or which job this is; MPI itself knows
     asks_mpi: bool = False
     hint: str = ""  # how to start the command on every host, if it was started on one

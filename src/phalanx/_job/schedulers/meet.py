@@ -39,36 +39,33 @@ _KEY_PATIENCE_S = 60.0  # how long a shared folder may take to show a file that 
 
 
 def meet(
-    found: Allocation, key_file: str | None, environ: Mapping[str, str], asked: Rendezvous
+    found: Allocation, key_file: str | None, environ: Mapping[str, str], own: Rendezvous
 ) -> tuple[Rendezvous, str]:
-    """Return this node's meeting point, with the user's options in `asked`; and the job's name.
+    """Return the meeting point of node `found`, with its options in `own`; and the job's name.
 
-    Other nodes than the first may wait for the first, `asked.join_timeout_s` at most.
+    Other nodes than the first may wait for the first, `own.join_timeout_s` at most.
 
     Raises:
         LaunchError: there is no key, or the first host cannot be found; the message says what to do.
     """
-    mine = replace(
-        asked, leads=found.node == 0, node_rank=found.node, min_nodes=found.num_nodes, max_nodes=found.num_nodes
-    )
-    deadline = Deadline.after(asked.join_timeout_s)
+    deadline = Deadline.after(own.join_timeout_s)
     try:
         if found.is_on_one_host and not found.port:
-            return _meet_on_one_host(found, mine, deadline), found.job
+            return _meet_on_one_host(found, own, deadline), found.job
         if found.asks_mpi:
-            return _meet_through_mpi(found, mine, environ, deadline)
-        mine = replace(mine, key=_find_key(found, key_file, environ))
+            return _meet_through_mpi(found, own, environ, deadline)
+        own = replace(own, key=_find_key(found, key_file, environ))
         host = find_address(found.first_host) if found.scheduler == "Slurm" else found.first_host
-        return _at(mine, [join_endpoint(host, port) for port in found.ports]), found.job
+        return _at(own, [join_endpoint(host, port) for port in found.ports]), found.job
     except (AuthenticationError, DeadlineError) as error:
         raise LaunchError(f"phalanx run: {found.describe()}: {error}") from error
 
 
-def _at(mine: Rendezvous, endpoints: Sequence[str]) -> Rendezvous:
-    return replace(mine, endpoint=endpoints[0], more_endpoints=tuple(endpoints[1:]))
+def _at(own: Rendezvous, endpoints: Sequence[str]) -> Rendezvous:
+    return replace(own, endpoint=endpoints[0], more_endpoints=tuple(endpoints[1:]))
 
 
-def _meet_on_one_host(found: Allocation, mine: Rendezvous, deadline: Deadline) -> Rendezvous:
+def _meet_on_one_host(found: Allocation, own: Rendezvous, deadline: Deadline) -> Rendezvous:
     if sys.platform != "linux":
         raise LaunchError(
             f"phalanx run: {found.describe()}: several nodes on one host find each other on Linux only. Start it once, "
@@ -78,10 +75,10 @@ def _meet_on_one_host(found: Allocation, mine: Rendezvous, deadline: Deadline) -
     digest = hashlib.sha256(f"{found.scheduler}/{found.job}".encode()).hexdigest()
     address = LocalAddress(digest[:32], str(private.folder() / f"agents-{digest[:32]}"))
     if found.node == 0:
-        return replace(mine, endpoint="", is_local=True, announce=_hand_out(address, found.num_nodes, deadline))
+        return replace(own, endpoint="", is_local=True, announce=_hand_out(address, found.num_nodes, deadline))
     (fd,) = receive_fds(address, found.node, 1, deadline, wait_for_leader=True)
     try:
-        return replace(mine, endpoint=os.pread(fd, _MAX_PATH_BYTES, 0).decode(), is_local=True)
+        return replace(own, endpoint=os.pread(fd, _MAX_PATH_BYTES, 0).decode(), is_local=True)
     finally:
         os.close(fd)
 
@@ -102,14 +99,14 @@ def _hand_out(address: LocalAddress, num_nodes: int, deadline: Deadline) -> Call
 
 
 def _meet_through_mpi(
-    found: Allocation, mine: Rendezvous, environ: Mapping[str, str], deadline: Deadline
+    found: Allocation, own: Rendezvous, environ: Mapping[str, str], deadline: Deadline
 ) -> tuple[Rendezvous, str]:
     from phalanx._comm.control.key import Key
 
     words = b""
     with contextlib.ExitStack() as held:  # MPI opens sockets of its own meanwhile
         if found.node == 0:
-            hosts = [own.address for own in own_addresses() if not own.is_loopback]
+            hosts = [address.address for address in own_addresses() if not address.is_loopback]
             port = found.port or held.enter_context(_free_port())
             job = f"mpiexec-{socket.gethostname()}-{os.getpid()}-{read_start_ticks(os.getpid())}"
             endpoints = [join_endpoint(host, port) for host in ([found.first_host] if found.first_host else hosts)]
@@ -123,9 +120,9 @@ def _meet_through_mpi(
                 "address of that host, and MASTER_PORT to a free port there (mpiexec -x or -genv).",
                 exit_code=2,
             ) from None
-    mine = replace(mine, key=said["key"])
+    own = replace(own, key=said["key"])
     # The first host listens at all its addresses: it cannot know which one another host can reach.
-    return _at(mine, [f":{said['port']}"] if found.node == 0 else said["endpoints"]), said["job"]
+    return _at(own, [f":{said['port']}"] if found.node == 0 else said["endpoints"]), said["job"]
 
 
 @contextlib.contextmanager

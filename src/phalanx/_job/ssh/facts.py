@@ -18,8 +18,8 @@ from phalanx._base.host_addresses import own_addresses
 from phalanx._job.agent.environment import plan_environment
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.target import JobTarget, read_source
-from phalanx._job.launch.command import plan_job
 from phalanx._job.launch.command_line import parse
+from phalanx._job.launch.plan_job import plan_job
 from phalanx.errors import LaunchError
 
 
@@ -74,7 +74,7 @@ def collect_facts(request: Mapping[str, Any], environ: dict[str, str]) -> tuple[
     try:
         settings = parse(request["words"], environ)
         assert settings is not None, "the help does not come here"
-        settings = replace(settings, env=request["env"], nproc=request["slots"] or settings.nproc)
+        settings = replace(settings, env=request["env"], nproc_per_node=request["slots"] or settings.nproc_per_node)
         facts = replace(facts, script=digest_source(settings.target))
         return facts, plan_job(settings, environ, plan_environment(environ, settings.env))
     except LaunchError as error:

@@ -19,10 +19,11 @@ from phalanx._comm.control.key import Key
 from phalanx._comm.control.key_file import find_key
 from phalanx._comm.control.wire import MALFORMED
 from phalanx._job.agent import limits
-from phalanx._job.agent.plan import is_terminal
+from phalanx._job.agent.plan import read_terminal_columns
 from phalanx._job.agent.settings import USAGE_EXIT_CODE
 from phalanx._job.coordinator.rendezvous import join_endpoint
 from phalanx._job.hosts.reach import TRY_S
+from phalanx._job.launch.command import main as run_here
 from phalanx._job.output.display import Writer
 from phalanx._job.output.standard import open_standard_descriptors
 from phalanx._job.output.text import encode, show
@@ -53,6 +54,8 @@ def main(words: Sequence[str]) -> int:
     open_standard_descriptors()
     try:
         request = read_request(words, os.environ, os.getcwd())
+        if request is None:
+            return run_here(["--help"])
         key = None
         if request.settings.rendezvous is not None:
             key = find_key(request.settings.key_file, os.environ) or Key.generate()
@@ -212,7 +215,7 @@ class SshJob:
 
     def _start(self, connection: Connection) -> None:
         node = self._connections.index(connection)
-        has_terminal = node == 0 and is_terminal() and not self._request.detach
+        has_terminal = node == 0 and read_terminal_columns() > 0 and not self._request.detach
         connection.phase = Phase.RUNNING
         connection.put(
             "start",
@@ -271,7 +274,7 @@ class SshJob:
         """Wait until the agents have ended. In a job whose hosts are fixed, the failure of one ends all, in a while."""
         if not self._is_elastic:
             self._turn_until(lambda: not self._is_any_open or any(map(_has_failed, self._connections)), None)
-            limit_s = self._silence_s + self._request.settings.grace_s + _LEAVE_S
+            limit_s = self._silence_s + self._request.settings.shutdown_timeout_s + _LEAVE_S
             self._turn_until(lambda: not self._is_any_open or self._first.phase is Phase.ENDED, limit_s)
             self._turn_until(lambda: not self._is_any_open, _LAST_S)
         else:

@@ -13,12 +13,11 @@ from typing import Any
 import phalanx
 from phalanx._comm.control.key_file import FILE_VARIABLE, VARIABLE
 from phalanx._job.agent.environment import RANK_VARIABLES
-from phalanx._job.agent.plan import is_terminal
-from phalanx._job.agent.settings import USAGE_EXIT_CODE, Settings
+from phalanx._job.agent.plan import read_terminal_columns
+from phalanx._job.agent.settings import Settings, refuse
 from phalanx._job.hosts.job_spec import is_passed
-from phalanx._job.launch.command_line import SSH_OPTIONS, parse, take_options
+from phalanx._job.launch.command_line import SSH_OPTIONS, read_settings, split_options
 from phalanx._job.ssh.host_list import HostEntry, parse_hostfile, parse_hosts
-from phalanx.errors import LaunchError
 
 _CONTRADICTING = {
     "standalone": "a standalone job runs on one host",
@@ -73,16 +72,16 @@ class Request:
         return rendezvous is not None and rendezvous.min_nodes != rendezvous.max_nodes
 
 
-def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) -> Request:
-    """Return what `words` ask for, started in `folder`.
+def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) -> Request | None:
+    """Return the job that `words` request, started in `folder`; None if they ask for help.
 
     Raises:
         LaunchError: with every problem of the command line.
     """
     problems: list[str] = []
-    taken, rest = take_options(words, (*SSH_OPTIONS, *_PLACE))
+    taken, rest = split_options(words, (*SSH_OPTIONS, *_PLACE))
     hosts = _read_hosts(taken, problems)
-    given, rest = take_options(rest, _CONTRADICTING)
+    given, rest = split_options(rest, _CONTRADICTING)
     given |= {name: "" for name in _CONTRADICTING if environ.get(f"PET_{name.replace('-', '_').upper()}")}
     problems += [f"--hosts and --{name}: {_CONTRADICTING[name]}. Leave out one of the two" for name in given]
     command = read_ssh(taken.get("ssh"), problems)
@@ -91,18 +90,17 @@ def read_request(words: Sequence[str], environ: Mapping[str, str], folder: str) 
     if not os.path.isabs(remote_folder):
         problems.append(f"--remote-dir {remote_folder!r}: must be an absolute path")
     target_words = [f"--nnodes={len(hosts) or 1}", *rest]
-    settings = None
-    try:
-        settings = parse([*(f"--{name}={taken[name]}" for name in _PLACE if name in taken), *target_words], environ)
-    except LaunchError as error:
-        problems += [line.removeprefix("phalanx run: ") for line in str(error).splitlines()]
-    if settings is not None and settings.target.name.startswith(","):
+    place_words = [f"--{name}={taken[name]}" for name in _PLACE if name in taken]
+    num_problems = len(problems)
+    settings = read_settings([*place_words, *target_words], environ, problems)
+    if settings is None:
+        return None
+    if settings.target.name.startswith(","):
         blank = f"--hosts {taken.get('hosts')} {settings.target.name}"
         problems.append(f"{blank}: a blank ends the list. Write it without blanks, or in quotes")
-    elif settings is not None and hosts:
+    elif hosts and len(problems) == num_problems:
         _check_settings(settings, len(hosts), "detach" in taken, problems)
-    if problems or settings is None:
-        raise LaunchError("\n".join(f"phalanx run: {problem}" for problem in problems), exit_code=USAGE_EXIT_CODE)
+    refuse(problems)
     env = {name: environ.get(name) if value is None else value for name, value in settings.env.items()}
     return Request(
         hosts=tuple(hosts),
@@ -175,7 +173,7 @@ def _check_settings(settings: Settings, num_hosts: int, detach: bool, problems: 
 
 def _is_passed(name: str) -> bool:
     named = is_passed(name) or name in _PASSED or name.startswith(_PASSED_PREFIXES)
-    return (named and name not in _NOT_PASSED) or (name in _OF_TERMINAL and is_terminal())
+    return (named and name not in _NOT_PASSED) or (name in _OF_TERMINAL and read_terminal_columns() > 0)
 
 
 def make_check(request: Request, entry: HostEntry, secret: str) -> dict[str, Any]:

@@ -31,12 +31,12 @@ from phalanx._base.ipc.event_loop import EventLoop, Source
 from phalanx._base.ipc.signals import caught_signals, read_signals
 from phalanx._base.ipc.wakeup import Mailbox
 from phalanx._base.processes import adopt_orphans, die_with_parent, kill_descendants
-from phalanx._job.agent.plan import JobPlan, is_terminal
+from phalanx._job.agent.plan import JobPlan, read_terminal_columns
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.hosts.reach import ReachTarget, Responder, try_all
 from phalanx._job.inspect.stacks.job_snapshot import ask
 from phalanx._job.inspect.stacks.jobs import find_jobs
-from phalanx._job.launch.command import run_plan
+from phalanx._job.launch.command import report_errors, run_job
 from phalanx._job.ssh.facts import collect_facts
 from phalanx._job.ssh.pipes import AS_TEXT, PipeChannel
 from phalanx.errors import LaunchError
@@ -317,7 +317,8 @@ def _become_agent(plan: JobPlan, parent: int, outputs: Mapping[int, int], enviro
         die_with_parent(parent)
         os.environ.clear()
         os.environ.update(environ)
-        code = run_plan(replace(plan, terminal=is_terminal(), environ=dict(environ)))
+        own = replace(plan, columns=read_terminal_columns(), command_environment=dict(environ))
+        code = report_errors(lambda: run_job(own))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -115,7 +115,7 @@ class TakeOver:
     def _restore_supervision(self, plan: JobPlan, elastic: ElasticHosts) -> Supervision:
         settings = plan.settings
         slots = elastic.generation.slots
-        supervision = Supervision(max(slots) + 1, settings.grace_s, settings.exit_timeout_s, is_alone=False)
+        supervision = Supervision(max(slots) + 1, settings.shutdown_timeout_s, settings.exit_timeout_s, is_alone=False)
         supervision.started |= set(elastic.members)
         supervision.retired |= set(range(supervision.world_size)) - set(slots)
         for exit in (*self._state.exits, *(exit for said in self._states.values() for exit in said.exits)):

@@ -11,6 +11,5 @@ the call's own.
     outcome     how a rank ended, whole or not at all
     rank        what runs in a rank
     agent       what runs in the agent's process
-    verdict     the agent's result of the job
     call        the caller's side
 """

@@ -1,42 +1,36 @@
-"""Run an agent that a program starts: it is `phalanx run`, but dies with its caller, which may have the last word."""
+"""Run the agent of a call. It runs a job as `phalanx run` does, ends with the calling process, and reports to it."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import pickle
 import signal
 import sys
+from dataclasses import replace
 
 from phalanx._base.processes import die_with_parent
-from phalanx._job.agent.verdict import Verdict
-from phalanx._job.launch.command import plan_job
-from phalanx._job.launch.command_line import parse
-from phalanx._job.launch.run_job import run_job
+from phalanx._job.agent.job_result import JobResult
+from phalanx._job.agent.settings import Settings
+from phalanx._job.launch.calls.rank import result_path, settings_path
+from phalanx._job.launch.command import run_job
+from phalanx._job.launch.plan_job import plan_job
 from phalanx._job.output.standard import open_standard_descriptors
-from phalanx._job.output.text import show
 from phalanx.errors import LaunchError
 
 
 def main() -> int:
-    """Run the job described by sys.argv: CALLER VERDICT WORDS….
-
-    Write the job's result to the file VERDICT; if VERDICT is empty, print it, as on the command line.
-    """
-    caller, verdict, words = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    """Run the job of the call whose folder is sys.argv[2], for the process sys.argv[1]; return the exit code."""
+    caller, folder = int(sys.argv[1]), sys.argv[2]
     die_with_parent(caller, signal.SIGTERM)
     open_standard_descriptors()
+    result = str(result_path(folder))
+    settings: Settings = pickle.loads(settings_path(folder).read_bytes())
     try:
-        settings = parse(words)
-        assert settings is not None, "the caller has refused what is no job"
-        plan = dataclasses.replace(plan_job(settings, os.environ), verdict=verdict)
-        if verdict:
-            Verdict(world_size=plan.num_ranks).write(verdict)  # so that the caller knows that it has begun
+        plan = replace(plan_job(settings, os.environ), result_path=result)
+        JobResult(world_size=plan.num_ranks).write(result)  # the job has begun
         return run_job(plan)
     except LaunchError as error:
-        if verdict:
-            Verdict(text=str(error)).write(verdict)
-        else:
-            show(2, str(error))
+        JobResult(text=str(error)).write(result)
         return error.exit_code
     except KeyboardInterrupt:  # in the first moments, before signals are caught: nothing was started
         return 128 + signal.SIGINT

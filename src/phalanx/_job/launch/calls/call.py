@@ -5,20 +5,23 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
+import pickle
 import selectors
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from phalanx._base.processes import name_signal
 from phalanx._job.agent.folder import JobFolder
-from phalanx._job.agent.verdict import Verdict
+from phalanx._job.agent.job_result import JobResult
+from phalanx._job.agent.settings import Settings
+from phalanx._job.agent.target import JobTarget
 from phalanx._job.launch.calls import outcome, payload
-from phalanx._job.launch.calls.rank import outcome_path, payload_path, surroundings_path
-from phalanx._job.launch.command_line import parse
+from phalanx._job.launch.calls.rank import outcome_path, payload_path, result_path, settings_path, surroundings_path
+from phalanx._job.launch.command_line import read_settings
 from phalanx.errors import LaunchError
 
 _READ_BYTES = 1 << 16
@@ -65,14 +68,21 @@ def launch(
         ValueError: an option is unknown to `phalanx run`, or its value is invalid.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button: every rank has ended, as after Ctrl-C on the command.
     """
-    call, data, words = _prepare(fn, args, kwargs or {}, nproc_per_node=nproc_per_node, **options)
+    if not callable(fn):
+        raise TypeError(f"phalanx.launch: needs a function, got a {type(fn).__name__}")
+    settings = _read_options({"nproc_per_node": nproc_per_node, **options})
+    try:
+        data = payload.encode(fn, args, kwargs or {})
+    except TypeError as error:
+        raise TypeError(f"phalanx.launch: {error}") from error
     with _opened_folder() as folder:
+        settings = replace(settings, target=JobTarget("module", _MODULE, (folder,)))
+        settings_path(folder).write_bytes(pickle.dumps(settings))
         payload_path(folder).write_bytes(data)
         surroundings_path(folder).write_bytes(payload.encode_surroundings())
-        verdict_path = os.path.join(folder, "verdict")
-        code = _run_agent(verdict_path, [*words, "-m", "phalanx._job.launch.calls", folder])
-        verdict = Verdict.read(verdict_path)
-        return _collect(call, folder, verdict, code)
+        code = _run_agent(folder)
+        name = f"phalanx.launch of {getattr(fn, '__qualname__', fn)!s}"
+        return _collect(name, folder, JobResult.read(str(result_path(folder))), code)
 
 
 @contextlib.contextmanager
@@ -93,24 +103,7 @@ def _opened_folder() -> Iterator[str]:
         folder.close()
 
 
-def _prepare(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: object
-) -> tuple[str, bytes, list[str]]:
-    """Check the call; return its name for messages, the call as bytes, and the arguments of `phalanx run`.
-
-    Raises:
-        TypeError, ValueError: as `launch`.
-    """
-    if not callable(fn):
-        raise TypeError(f"phalanx.launch: needs a function, got a {type(fn).__name__}")
-    words = _words(**options)
-    try:
-        data = payload.encode(fn, args, kwargs)
-    except TypeError as error:
-        raise TypeError(f"phalanx.launch: {error}") from error
-    return f"phalanx.launch of {getattr(fn, '__qualname__', fn)!s}", data, words
-
-
+_MODULE = "phalanx._job.launch.calls"  # what the ranks run
 _OF_A_SCRIPT = ("module", "no_python", "run_path", "use_env", "help")
 _OF_SEVERAL_HOSTS = (
     "nnodes",
@@ -125,48 +118,56 @@ _OF_SEVERAL_HOSTS = (
 )
 
 
-def _words(**options: object) -> list[str]:
-    """Return the options as `phalanx run` takes them; refused here, in the caller's own words."""
-    if scripts := [name for name in options if name in _OF_A_SCRIPT]:
-        raise ValueError(f"phalanx.launch: {scripts[0]}=: this is for a script, and here a function is called")
-    if scripts := [name for name in options if name in _OF_SEVERAL_HOSTS]:
-        raise ValueError(
-            f"phalanx.launch: {scripts[0]}=: ranks are started on this host only. Put the call into a script, and "
-            "start that on each host with `phalanx run --nnodes`"
-        )
+def _read_options(options: Mapping[str, object]) -> Settings:
+    """Return the settings of a job on this host with these options of `phalanx run`.
+
+    Raises:
+        ValueError: with all problems of the options, in the caller's words.
+    """
+    refused = [f"{name}=: it is for a script; a call runs a function" for name in options if name in _OF_A_SCRIPT]
+    refused += [
+        f"{name}=: ranks are started on this host only. Put the call into a script, and start that on each host with "
+        "`phalanx run --nnodes`"
+        for name in options
+        if name in _OF_SEVERAL_HOSTS
+    ]
     words = ["--standalone"]
     for name, value in options.items():
+        if name in (*_OF_A_SCRIPT, *_OF_SEVERAL_HOSTS):
+            continue
         flag = "--" + name.replace("_", "-")
         if value is True:
             words.append(flag)
         elif value is not False and value is not None:
             words.append(f"{flag}={value}")
-    try:
-        parse([*words, "-m", "phalanx._job.launch.calls"])
-    except LaunchError as error:
-        problems = str(error)
-        for name in options:
-            problems = problems.replace(f"--{name.replace('_', '-')}:", f"{name}=:")
-        raise ValueError(problems.replace("phalanx run: ", "phalanx.launch: ")) from None
-    return words
+    problems: list[str] = []
+    settings = read_settings([*words, "-m", _MODULE], {}, problems)
+    for problem in problems:
+        flag, colon, rest = problem.partition(":")
+        name = flag.removeprefix("--").replace("-", "_")
+        refused.append(f"{name}={colon}{rest}" if name in options else problem)
+    if refused:
+        raise ValueError("\n".join(f"phalanx.launch: {problem}" for problem in refused))
+    assert settings is not None
+    return settings
 
 
 # The working directory in the path would let the user's `random.py` shadow the agent's imports. Ctrl-C in the first
 # moments ends the agent without a traceback of ours.
-BOOT = (
+_BOOT = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); '' in sys.path and sys.path.remove(''); "
     "from phalanx._job.launch.calls.agent import main; sys.exit(main())"
 )
 
 
-def _run_agent(verdict: str, words: Sequence[str]) -> int:
-    """Run the agent to its end, showing its output; returns its exit code (minus a signal's number)."""
+def _run_agent(folder: str) -> int:
+    """Run the agent of the call in `folder` and show its output; return its exit code, or minus a signal's number."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(_shown_on(sys.stdout, sys.__stdout__, 1))
         err = stack.enter_context(_shown_on(sys.stderr, sys.__stderr__, 2))
         agent = subprocess.Popen(
-            [sys.executable, *flags, "-c", BOOT, str(os.getpid()), verdict, *words],
+            [sys.executable, *flags, "-c", _BOOT, str(os.getpid()), folder],
             stdin=subprocess.DEVNULL,
             stdout=out.theirs,
             stderr=err.theirs,
@@ -275,31 +276,31 @@ def _show(agent: subprocess.Popen[bytes], pipes: Sequence[_Pipe]) -> None:
                 return
 
 
-def _collect(call: str, folder: str, verdict: Verdict | None, code: int) -> list[Any]:
+def _collect(call: str, folder: str, result: JobResult | None, code: int) -> list[Any]:
     """Return the ranks' results, or raise the first failure; `code` is the agent's exit code."""
-    if verdict is None or not verdict.world_size:
-        how = verdict.text if verdict else f"its agent ended before it began: {_describe(code)}"
-        raise LaunchError(how.replace("phalanx run:", f"{call}:") if verdict else f"{call}: {how}", exit_code=code)
-    if verdict.failed_rank >= 0 or code:
-        raise _failure(call, folder, verdict, code)
+    if result is None or not result.world_size:
+        how = result.text if result else f"its agent ended before it began: {_describe_exit(code)}"
+        raise LaunchError(how.replace("phalanx run:", f"{call}:") if result else f"{call}: {how}", exit_code=code)
+    if result.failed_rank >= 0 or code:
+        raise _failure(call, folder, result, code)
     results = []
-    for rank in range(verdict.world_size):
+    for rank in range(result.world_size):
         ended = outcome.read(outcome_path(folder, rank))
         if ended is None:
             raise LaunchError(
-                f"{call}: rank {rank} of {verdict.world_size} ended, with exit code 0, before its function returned "
+                f"{call}: rank {rank} of {result.world_size} ended, with exit code 0, before its function returned "
                 "(sys.exit, os._exit)."
             )
         if ended.failed:
-            raise LaunchError(f"{call}: rank {rank} of {verdict.world_size} {ended.text.rstrip()}")
+            raise LaunchError(f"{call}: rank {rank} of {result.world_size} {ended.text.rstrip()}")
         results.append(ended.result)
     return results
 
 
-def _failure(call: str, folder: str, verdict: Verdict, code: int) -> BaseException:
-    rank = verdict.failed_rank
+def _failure(call: str, folder: str, result: JobResult, code: int) -> BaseException:
+    rank = result.failed_rank
     ended = outcome.read(outcome_path(folder, rank)) if rank >= 0 else None
-    text = verdict.text or f"the job ended before its function had returned everywhere: {_describe(code)}"
+    text = result.text or f"the job ended before its function had returned everywhere: {_describe_exit(code)}"
     if ended is not None and isinstance(ended.error, Exception):
         error = ended.error
         error.__cause__ = RankTraceback(f"{call}: {text}")
@@ -307,5 +308,5 @@ def _failure(call: str, folder: str, verdict: Verdict, code: int) -> BaseExcepti
     return LaunchError(f"{call}: {text}", exit_code=code)
 
 
-def _describe(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return name_signal(-code) if code < 0 else f"exit code {code}"

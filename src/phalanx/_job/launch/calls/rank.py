@@ -35,6 +35,16 @@ def surroundings_path(folder: str) -> Path:
     return Path(folder, "surroundings")
 
 
+def settings_path(folder: str) -> Path:
+    """Return the path of the job's settings, a pickle."""
+    return Path(folder, "settings")
+
+
+def result_path(folder: str) -> Path:
+    """Return the path of the job's result."""
+    return Path(folder, "result")
+
+
 def outcome_path(folder: str, rank: int) -> Path:
     """Return where the outcome of `rank` appears."""
     return Path(folder, f"outcome-{rank}")

@@ -1,4 +1,4 @@
-"""A `Verdict` is the agent's result of a job, for a caller that raises it instead of a user who reads it."""
+"""A `JobResult` is the agent's report of how a job ended, for a program that has started it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A `Verdict` describes how a job ended. `failed_rank` is the first cause, or -1; `text` is the agent's report."""
+class JobResult:
+    """A `JobResult` says how a job ended. `failed_rank` is the rank that failed first, or -1; `text` describes it.
+
+    A `world_size` of 0 means that the job did not begin.
+    """
 
     world_size: int = 0
     failed_rank: int = -1
     text: str = ""
-    interrupted: int = 0  # the signal that ended it
 
     def write(self, path: str) -> None:
-        """Write the verdict to `path`, wholly or not at all."""
+        """Write the result to `path` atomically."""
         draft = f"{path}.draft"
         Path(draft).write_text(json.dumps(asdict(self)))
         os.rename(draft, path)
 
     @classmethod
-    def read(cls, path: str) -> Verdict | None:
-        """Return the verdict in `path`; None if there is none."""
+    def read(cls, path: str) -> JobResult | None:
+        """Return the result in `path`; None if there is none."""
         try:
             return cls(**json.loads(Path(path).read_text()))
         except FileNotFoundError:
