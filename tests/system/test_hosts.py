@@ -160,11 +160,11 @@ def test_every_byte_crosses_a_hosts_edge_once():
     assert sent == {name: pytest.approx(parts, rel=0.05, abs=0.1) for name, parts in expected.items()}
 
 
-def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_two_that_travel_together():
+def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_gloos_own_once_all_agree():
     def check(rank, world_size, machines):
         session, agreement = dist.group.WORLD.transport.session, dist.group.WORLD.transport.agreement
         log = []
-        send, play, receive = session.leaders.send, session.rail.play, agreement.receive_heads
+        send, begin, receive = session.leaders.send, session.engine.begin, agreement.receive_heads
 
         def logged(name, call):
             def wrapped(*args, **kwargs):
@@ -174,14 +174,14 @@ def test_a_small_all_reduce_is_one_message_each_way_and_a_larger_one_two_that_tr
             return wrapped
 
         session.leaders.send = logged("heads go", send)
-        session.rail.play = logged("data goes", play)
+        session.engine.begin = logged("data goes", begin)
         agreement.receive_heads = logged("wait for heads", receive)
         small, larger = torch.ones(65_536), torch.ones(65_537)
         dist.all_reduce(small)
         dist.all_reduce(larger)
         return log, small[0].item(), larger[0].item()
 
-    expected = ["heads go", "wait for heads", "heads go", "data goes", "wait for heads"]
+    expected = ["heads go", "wait for heads", "heads go", "wait for heads", "data goes"]
     assert on_hosts((1, 1), check) == [(expected, 2.0, 2.0)] * 2
 
 

@@ -69,7 +69,9 @@ def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure
                 f"init_process_group of group {group.name!r} on rank {rank}: no communicator from {runtime.vendor}: "
                 f"{error}.\nDestroy groups that are no longer used."
             ) from None
-    return open_gloo(group, settings, deadline, failure_store)
+    # a rank that has its host for itself runs Gloo's own collectives, one at a time
+    num_threads = int(group.layout.has_one_rank_each)
+    return open_gloo(group, settings, deadline, failure_store, num_threads=num_threads)
 
 
 def open_gloo(

@@ -6,14 +6,16 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import socket
 import struct
 import sys
 import threading
+import time
 import weakref
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -94,7 +96,9 @@ class GlooEngine:
             self._group = _ProcessGroupGloo(self._addresses, rank, world_size, options)
         # Another thread's sockets may be among them: they are only queried.
         self._sockets = {n: inode for n, inode in open_sockets().items() if before.get(n) != inode}
+        self._device.watch(self._sockets)
         self._nothing = torch.empty(1, dtype=torch.uint8)
+        self._collective: Any = None  # the last one begun
         self.rank = rank
         self.world_size = world_size
 
@@ -121,7 +125,16 @@ class GlooEngine:
             options.reduceOp = op
         if root is not None:
             options.rootRank = root
-        return getattr(self._group, method)(*arguments, options)
+        self._collective = getattr(self._group, method)(*arguments, options)
+        return self._collective
+
+    def doze(self, timeout_s: float) -> None:
+        """Wait until something arrives at this rank, at most so long; this may miss what arrives as it begins.
+
+        Gloo's own thread wakes up at the same time, and reads it.
+        """
+        if self._device is not None:  # it was freed
+            self._device.doze(timeout_s)
 
     def check(self, peer: int) -> None:
         """Raise RuntimeError if the connection with `peer` is lost. Call it rarely: each call sends some bytes."""
@@ -145,10 +158,15 @@ class GlooEngine:
     def free(self) -> None:
         """Free the sockets and threads now, not at garbage collection; this is the last call, after `close`.
 
-        Do not call it after `begin`: Gloo's destructor waits for its collectives, and an interrupted one may never end.
+        Gloo's destructor waits for its collectives, and an interrupted one may never end: then nothing is freed.
         """
+        if self._collective is not None and not self._collective.is_completed():
+            _unended.append(self._group)
         self._group = _Freed()
         self._device = None
+
+
+_unended: list[Any] = []  # groups of Gloo with a collective that has not ended
 
 
 class _Freed:
@@ -299,6 +317,7 @@ class GlooDevice:
         self._listening = new if len(new) == 1 else {}
         self._lock = threading.Lock()
         self._num_connecting = 0
+        self._arrivals = select.epoll() if hasattr(select, "epoll") else None
         self._filter()
 
     @property
@@ -306,6 +325,20 @@ class GlooDevice:
         """Return the addresses and ports at which it listens, as far as the system lists them."""
         places = (_place(descriptor, inode) for descriptor, inode in self._listening.items())
         return [place for place in places if place is not None]
+
+    def watch(self, sockets: Iterable[int]) -> None:
+        """Add connections to those for which `doze` waits, until they are closed."""
+        if self._arrivals is not None:
+            for descriptor in sockets:
+                with contextlib.suppress(OSError):  # another thread's, which it has closed
+                    self._arrivals.register(descriptor, select.EPOLLIN)
+
+    def doze(self, timeout_s: float) -> None:
+        """Wait until something arrives in this process, as `GlooEngine.doze`."""
+        if self._arrivals is None:
+            time.sleep(timeout_s)
+        else:
+            self._arrivals.poll(timeout_s, 1)
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:

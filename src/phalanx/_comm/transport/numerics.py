@@ -16,9 +16,14 @@ def sum_of(redop: int) -> int:
     return SUM if redop == AVG else redop
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which tensors of `dtype` are summed."""
+    return torch.float32 if dtype in HALF else dtype
+
+
 def sum_type(tensor: Tensor) -> Tensor:
     """Return `tensor` in the type in which it is summed."""
-    return tensor.float() if tensor.dtype in HALF else tensor
+    return tensor.to(sum_dtype(tensor.dtype))
 
 
 def divide(total: Tensor, redop: int, world_size: int) -> None:

@@ -254,6 +254,9 @@ class MpiEngine:
     def _forget(self, operation: PendingOperation) -> None:
         self._underway.discard(operation)  # no lock: `close` holds it while it tests
 
+    def doze(self, timeout_s: float) -> None:
+        """Do nothing: waits poll."""
+
     def check(self, peer: int) -> None:
         """Do nothing: a waiting thread is notified when a peer has left."""
 

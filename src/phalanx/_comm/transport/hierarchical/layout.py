@@ -50,6 +50,11 @@ class Layout:
         return len(self.topology.hosts)
 
     @cached_property
+    def has_one_rank_each(self) -> bool:
+        """Return whether no two ranks share a host."""
+        return self.num_hosts == self.topology.world_size
+
+    @cached_property
     def num_rails(self) -> int:
         """Return the number of slices that are sent between hosts at once."""
         return min(len(ranks) for ranks in self.topology.hosts)

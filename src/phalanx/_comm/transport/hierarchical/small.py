@@ -23,7 +23,7 @@ from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.call import CollectiveCall
 from phalanx._comm.transport.hierarchical.agreement import Agreement, Piece
 from phalanx._comm.transport.hierarchical.exchange import ALWAYS_SMALL_BYTES, SMALL_BYTES
-from phalanx._comm.transport.numerics import HALF, divide, sum_of, sum_type
+from phalanx._comm.transport.numerics import HALF, divide, sum_dtype, sum_of, sum_type
 from phalanx._comm.transport.tensors import dense, is_plain, nbytes, scaled, write_back
 
 
@@ -46,7 +46,7 @@ class SmallCollectives:
 
     def fits_sum(self, dtype: torch.dtype, count: int) -> bool:
         """Return whether a sum of so many elements is sent with the heads, as in `fits`, unless options forbid it."""
-        added, session = torch.float32 if dtype in HALF else dtype, self._session
+        added, session = sum_dtype(dtype), self._session
         size = count * added.itemsize
         if session.options.algorithm is not None or session.compression.rounds(added):
             return size <= ALWAYS_SMALL_BYTES

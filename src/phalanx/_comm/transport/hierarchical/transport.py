@@ -1,7 +1,7 @@
 """`HierarchicalTransport` runs a group whose ranks are on several hosts.
 
-It has a session, which wraps each operation, an agreement, and collectives of three kinds: small, segmented and direct.
-It chooses the kind by an operation's size.
+It has a session, which wraps each operation, an agreement, and collectives of four kinds: small, segmented, direct, and
+the engine's own. It chooses the kind by an operation's size and the group's layout.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from phalanx._comm.symmetric_memory.memory import SymmetricMemory
 from phalanx._comm.transport.base import CallContext, Transport
 from phalanx._comm.transport.call import CollectiveCall, describe_call
 from phalanx._comm.transport.hierarchical.agreement import Agreement
+from phalanx._comm.transport.hierarchical.by_engine import EngineCollectives
 from phalanx._comm.transport.hierarchical.direct import DirectCollectives
 from phalanx._comm.transport.hierarchical.layout import Layout
 from phalanx._comm.transport.hierarchical.messages import HierarchicalMessages
@@ -61,12 +62,14 @@ class HierarchicalTransport(Transport):
         self.agreement = Agreement(self.session)
         self._small = SmallCollectives(self.agreement)
         self._segmented = SegmentedCollectives(self.agreement)
+        self._by_engine: EngineCollectives | None = None
         self._direct = DirectCollectives(self.agreement, self._small, self._segmented)
         self._messages = HierarchicalMessages(self.session)
 
     def attach(self, symm_mem: SymmetricMemory, engine: Engine, failure_store: FailureStore) -> None:
         """Set the memory, the engine and the store, before the first operation."""
         self.session.attach(symm_mem, engine, failure_store)
+        self._by_engine = EngineCollectives.of(self.agreement, engine)
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -166,9 +169,10 @@ class HierarchicalTransport(Transport):
         if self._small.fits_sum(tensor.dtype, tensor.numel()):
             self._small.all_reduce(tensor, call, redop, ctx, root=root, factor=factor)
         else:
-            self.session.interruptible(
-                call, ctx, partial(self._segmented.all_reduce, tensor, call, redop, ctx, root=root, factor=factor)
-            )
+            own = self._by_engine
+            large = self._segmented if own is None or not own.reduces(tensor.dtype, redop) else own
+            run = partial(large.all_reduce, tensor, call, redop, ctx, root=root, factor=factor)
+            self.session.interruptible(call, ctx, run)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], redop: int, ctx: CallContext, *, factor: Any = None
@@ -206,7 +210,8 @@ class HierarchicalTransport(Transport):
         if self._small.fits(nbytes(tensor)):
             self._small.broadcast(tensor, call, root, ctx)
         else:
-            self.session.interruptible(call, ctx, partial(self._segmented.broadcast, tensor, call, root, ctx))
+            large = self._by_engine or self._segmented
+            self.session.interruptible(call, ctx, partial(large.broadcast, tensor, call, root, ctx))
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, ctx: CallContext, *, root: int = -1) -> None:
         """Write rank r's `tensor` to outputs[r], on every rank or only on `root`; elsewhere `outputs` is empty.

@@ -1,0 +1,87 @@
+"""Run collectives of large tensors by the engine's own, if each rank has its host for itself.
+
+Without neighbours in memory there is nothing to combine on a host: the ranks agree, and the engine does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx._base.deadline import Deadline
+from phalanx._comm.engines.engine import Engine
+from phalanx._comm.engines.gloo import GlooEngine
+from phalanx._comm.transport.base import CallContext
+from phalanx._comm.transport.call import CollectiveCall
+from phalanx._comm.transport.gloo.numerics import is_reducible, operation_of, result_of, summand
+from phalanx._comm.transport.hierarchical.agreement import Agreement
+from phalanx._comm.transport.hierarchical.rails import ConnectionBroken, timedelta_of
+from phalanx._comm.transport.numerics import sum_dtype
+from phalanx._comm.transport.tensors import dense, flat, scaled, write_back
+
+
+class EngineCollectives:
+    """`EngineCollectives` are the engine's own, after an agreement. Each takes the collective's arguments and call."""
+
+    def __init__(self, agreement: Agreement, engine: GlooEngine) -> None:
+        self._agreement = agreement
+        self._session = agreement.session
+        self._engine = engine
+
+    @classmethod
+    def of(cls, agreement: Agreement, engine: Engine) -> EngineCollectives | None:
+        """Return the engine's collectives; None if ranks share a host, or the engine or the options forbid them."""
+        session = agreement.session
+        is_alone = session.layout.has_one_rank_each and session.options.algorithm is None
+        return cls(agreement, engine) if is_alone and isinstance(engine, GlooEngine) else None
+
+    def reduces(self, dtype: torch.dtype, redop: int) -> bool:
+        """Return whether the engine has this reduction, and sums are not rounded between hosts."""
+        return is_reducible(redop, dtype) and not self._session.compression.rounds(sum_dtype(dtype))
+
+    def all_reduce(
+        self, tensor: Tensor, call: CollectiveCall, redop: int, ctx: CallContext, *, root: int, factor: Any
+    ) -> None:
+        wanted = root in (-1, self._session.rank)
+        with self._session.running(call, ctx) as deadline, torch.no_grad():
+            self._agreement.agree(ctx, deadline)
+            data = dense(scaled(tensor, factor))
+            total = summand(data, redop, is_scratch=wanted or data is not tensor)
+            op = operation_of(redop, data.dtype)
+            if root < 0:
+                self._run("allreduce", [[total]], deadline, op=op)
+            else:
+                self._run("reduce", [[total]], deadline, op=op, root=root)
+            if wanted:
+                result = result_of(total, data, redop, self._session.world_size)
+                if result.data_ptr() != tensor.data_ptr():
+                    write_back(tensor, result)
+                else:
+                    result[:0].zero_()  # what Gloo has added up counts as a change, as a copy does
+
+    def broadcast(self, tensor: Tensor, call: CollectiveCall, root: int, ctx: CallContext) -> None:
+        with self._session.running(call, ctx) as deadline:
+            self._agreement.agree(ctx, deadline)
+            data = dense(tensor)
+            self._run("broadcast", [[flat(data).view(torch.uint8)]], deadline, root=root)
+            if data is not tensor and root != self._session.rank:
+                write_back(tensor, data)
+
+    def _run(self, method: str, arguments: Sequence[Any], deadline: Deadline, **options: Any) -> None:
+        try:
+            self._engine.begin(method, arguments, timedelta_of(deadline), **options).wait()
+        except RuntimeError as error:
+            raise ConnectionBroken(self._find_lost(), str(error)) from error
+
+    def _find_lost(self) -> int:
+        """Return a rank whose connection is lost; Gloo does not report which one ended its collective."""
+        others = [rank for rank in range(self._session.world_size) if rank != self._session.rank]
+        for peer in others:
+            try:
+                self._engine.check(peer)
+            except RuntimeError:
+                return peer
+        return others[0]
