@@ -87,7 +87,8 @@ class BruckExchange(LeaderExchange):
         self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
     ) -> None:
         """Send as `LeaderExchange.send`; all payloads are the same, or there is none."""
-        end = write_message(self._own, heads, list(dict.fromkeys(heads)), next(iter(payloads.values()), ()))
+        self.inboxes.post()
+        end = write_message(self._own, heads, next(iter(payloads.values()), ()))
         self._messages = [(self._own.address, aligned(end))]
         self._send_round(0, deadline)
 
@@ -100,7 +101,7 @@ class BruckExchange(LeaderExchange):
             end += nbytes
         outbox.first_word.value = end
         with talking_to(one.receiver):
-            outbox.pending = self._engine.send(one.receiver, outbox.first(end), FINGERPRINT)
+            outbox.pending = self._engine.send(one.receiver, outbox.message(end, self._number), FINGERPRINT)
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
         """Receive as `LeaderExchange.receive`, and forward messages to other hosts."""

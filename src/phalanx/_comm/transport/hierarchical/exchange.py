@@ -14,14 +14,15 @@ import contextlib
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from phalanx._base.deadline import Deadline
 from phalanx._comm.engines.engine import Engine
 from phalanx._comm.transport.call import HEAD_BYTES, agree
 from phalanx._comm.transport.hierarchical.inboxes import Inboxes, MessageBuffer
 from phalanx._comm.transport.hierarchical.layout import Layout
-from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, talking_to, timedelta_of
+from phalanx._comm.transport.hierarchical.rails import FINGERPRINT, ConnectionBroken, timedelta_of
 
 # The most data that a rank sends or receives, per other host, in an operation whose data are sent with its heads.
 SMALL_BYTES = 2**18
@@ -31,8 +32,7 @@ _PREFIX = struct.Struct("<II")  # the number of different heads, and the payload
 _ALIGNED = 64
 
 
-@dataclass(frozen=True)
-class HostMessage:
+class HostMessage(NamedTuple):
     """A `HostMessage` has another host's `heads`, in rank order, and its payload, until the next operation."""
 
     heads: Sequence[bytes]
@@ -96,8 +96,10 @@ class LeaderExchange(abc.ABC):
         """Return the memory for this operation's message to `peer`, once the last but one was sent from it."""
         outbox = self._outboxes[key][self._number % SENT]
         if outbox.pending is not None:  # of the operation before the last, and most likely complete
-            with talking_to(peer):
+            try:
                 outbox.pending.wait(timedelta_of(deadline))
+            except RuntimeError as error:
+                raise ConnectionBroken(peer, str(error)) from error
         return outbox
 
 
@@ -122,12 +124,14 @@ class DirectExchange(LeaderExchange):
     def send(
         self, heads: Sequence[bytes], payloads: Mapping[int, Sequence[tuple[int, int]]], deadline: Deadline
     ) -> None:
-        distinct = list(dict.fromkeys(heads))
+        self.inboxes.post()
         for host, peer in self._peers.items():
             outbox = self.free_outbox(host, peer, deadline)
-            end = write_message(outbox, heads, distinct, payloads.get(host, ()))
-            with talking_to(peer):
-                outbox.pending = self._engine.send(peer, outbox.first(end), FINGERPRINT)
+            message = outbox.message(write_message(outbox, heads, payloads.get(host, ())), self._number)
+            try:
+                outbox.pending = self._engine.send(peer, message, FINGERPRINT)
+            except RuntimeError as error:
+                raise ConnectionBroken(peer, str(error)) from error
 
     def receive(self, deadline: Deadline) -> dict[int, HostMessage]:
         return {
@@ -143,19 +147,22 @@ def all_agree(mine: bytes, *hosts: Sequence[bytes]) -> bool:
 # -- a host's message: two numbers, the index of each rank's head, the different heads, the payload --------------------
 
 
-def write_message(
-    buffer: MessageBuffer, heads: Sequence[bytes], distinct: Sequence[bytes], pieces: Sequence[tuple[int, int]]
-) -> int:
+def write_message(buffer: MessageBuffer, heads: Sequence[bytes], pieces: Sequence[tuple[int, int]]) -> int:
     """Write a host's message to the beginning of `buffer`, and return its length."""
-    start = _payload_offset(len(heads), len(distinct))
-    end = start
+    distinct = list(dict.fromkeys(heads))
+    kinds = bytes([distinct.index(head) for head in heads])
+    start = end = _payload_offset(len(heads), len(distinct))
     for address, nbytes in pieces:
         ctypes.memmove(buffer.address + end, address, nbytes)
         end += nbytes
-    _PREFIX.pack_into(buffer.bytes, 0, len(distinct), end - start)
-    buffer.bytes[_PREFIX.size : _PREFIX.size + len(heads)] = bytes([distinct.index(head) for head in heads])
-    buffer.bytes[start - len(distinct) * HEAD_BYTES : start] = b"".join(distinct)
+    buffer.bytes[:start] = b"".join((_beginning(len(distinct), end - start, kinds), *distinct))
     return end
+
+
+@lru_cache(maxsize=1024)
+def _beginning(num_distinct: int, nbytes: int, kinds: bytes) -> bytes:
+    """Return what precedes the heads of a message."""
+    return (_PREFIX.pack(num_distinct, nbytes) + kinds).ljust(_payload_offset(len(kinds), 0), b"\0")
 
 
 def read_message(buffer: MessageBuffer, at: int, num_ranks: int) -> tuple[HostMessage, int]:

@@ -1,8 +1,8 @@
 """Receives that are posted several operations ahead, and the wait of a leader for their messages.
 
-Several receives are posted at once: Gloo requires the receiver's answer before it sends, and so has it already. If the
-engine's waits ignore signals, a leader polls the memory of the message for a moment, and then has a thread wait for the
-message.
+Gloo requires the receiver's answer before it sends, and so has it already. If the engine's waits ignore signals, a
+leader waits a moment for data to arrive, polls the memory of its message whenever some do, and then has a thread wait
+for the message.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
+import struct
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,19 +30,19 @@ from phalanx._comm.transport.hierarchical.rails import (
     timedelta_of,
 )
 
-_AHEAD = 8  # operations for which receives are posted; a peer may be one ahead of this host
-_TOGETHER = 6  # posted at once: the peer's threads wake up once for them
-_LOOKS = 200  # polls of memory for a message's first bytes, before a thread waits for it
-# A poll takes so long only if another thread wanted this core, perhaps the one that receives the message. So many
-# messages are not polled after that.
-_CROWDED_S = 2e-5
-_WITHOUT_LOOKS = 50
+_AHEAD = 4  # operations for which receives are posted; a peer may be one ahead of this host
+_MOMENT_S = 3e-3  # after that a thread waits for a message
+_LOOKS = 20  # polls of memory for a message, while the engine's thread reads it
+_SHORTEST_DOZE_S = 1e-4
+_MARK = struct.Struct("<Q")
+_FACTOR = 0x9E3779B97F4A7C15  # of the number of an operation: no likely data
 
 
 class MessageBuffer:
     """A `MessageBuffer` is memory for one message."""
 
     def __init__(self, nbytes: int) -> None:
+        nbytes += _MARK.size
         self.tensor = torch.empty(nbytes, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
         self.bytes = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
@@ -49,11 +50,22 @@ class MessageBuffer:
         self.pending: InTransit | None = None
         self._part = self.tensor
 
-    def first(self, nbytes: int) -> Tensor:
-        """Return the first `nbytes` as a tensor, cached for the usual case of the same size as before."""
+    def message(self, nbytes: int, number: int) -> Tensor:
+        """Return the message of operation `number` in the first `nbytes`; a long one gets a mark at its end."""
+        if nbytes > WHOLE_BYTES:
+            _MARK.pack_into(self.bytes, nbytes, _mark_of(number))
+            nbytes += _MARK.size
         if len(self._part) != nbytes:
-            self._part = self.tensor[:nbytes]
+            self._part = self.tensor[:nbytes]  # cached for the usual case of the same size as before
         return self._part
+
+    def has_arrived(self, nbytes: int, number: int) -> bool:
+        """Return whether the message of `nbytes`, which has begun to arrive, is here, or is certain to be at once."""
+        return nbytes <= WHOLE_BYTES or _MARK.unpack_from(self.bytes, nbytes)[0] == _mark_of(number)
+
+
+def _mark_of(number: int) -> int:
+    return (number + 1) * _FACTOR % 2**64
 
 
 class Inboxes:
@@ -78,10 +90,17 @@ class Inboxes:
         self._buffers = {key: [MessageBuffer(nbytes[key]) for _ in range(_AHEAD)] for key in senders}
         self._number = 0
         self._background = Background()
-        self._without_looks = 0  # how many of the next messages are not polled
-        self._used = 0  # slots whose messages were used, and that are not posted again
         for slot in range(_AHEAD):
             self._post(slot)
+
+    def post(self) -> None:
+        """Post receives for a later operation, before this rank sends anything in the one that begins.
+
+        So no sender can have left: a receive is a message to it, and its host would answer that it has no such
+        connection, whereupon this host would discard what it has received and not read.
+        """
+        if self._number:
+            self._post((self._number - 1) % _AHEAD)
 
     def receive(self, key: int, deadline: Deadline) -> MessageBuffer:
         """Return this operation's message of a sender; it is valid until `done`.
@@ -90,33 +109,28 @@ class Inboxes:
             ConnectionBroken: the sender is lost or late.
         """
         inbox, peer = self._buffers[key][self._number % _AHEAD], self._senders[key]
-        if self._engine.is_interruptible or (self._sees(inbox) and self._length(key, inbox) <= WHOLE_BYTES):
+        if self._engine.is_interruptible or self._arrives_soon(key, inbox):
             assert inbox.pending is not None
-            with talking_to(peer):
+            try:
                 inbox.pending.wait(timedelta_of(deadline))
+            except RuntimeError as error:
+                raise ConnectionBroken(peer, str(error)) from error
         else:
             self._await(inbox, peer, deadline)
         return inbox
 
-    def _sees(self, inbox: MessageBuffer) -> bool:
-        """Return whether a message begins to arrive within a moment, in which other threads may use this core.
-
-        If they do use it, polling only delays the engine's thread: then the next messages are not polled.
-        """
-        if self._without_looks > 0:
-            self._without_looks -= 1
-            return bool(inbox.first_word.value)
-        before = time.perf_counter()
-        for _ in range(_LOOKS):
-            if inbox.first_word.value:
-                return True
-            os.sched_yield()
-            now = time.perf_counter()
-            if now - before > _CROWDED_S:
-                self._without_looks = _WITHOUT_LOOKS
-                break
-            before = now
-        return bool(inbox.first_word.value)
+    def _arrives_soon(self, key: int, inbox: MessageBuffer) -> bool:
+        """Return whether a message arrives, so that the wait for it is short, within a moment."""
+        until, doze_s = time.perf_counter() + _MOMENT_S, _SHORTEST_DOZE_S
+        while True:
+            for _ in range(_LOOKS):
+                if inbox.first_word.value and inbox.has_arrived(self._length(key, inbox), self._number):
+                    return True
+                os.sched_yield()
+            if time.perf_counter() > until:
+                return False
+            self._engine.doze(doze_s)
+            doze_s = min(2 * doze_s, _MOMENT_S)
 
     def _await(self, inbox: MessageBuffer, peer: int, deadline: Deadline) -> None:
         assert inbox.pending is not None
@@ -143,11 +157,6 @@ class Inboxes:
     def done(self) -> None:
         """Reuse the memory of this operation's messages for others."""
         self._number += 1
-        self._used += 1
-        if self._used == _TOGETHER:
-            for number in range(self._number - self._used, self._number):
-                self._post(number % _AHEAD)
-            self._used = 0
 
     def _post(self, slot: int) -> None:
         for key, peer in self._senders.items():
@@ -155,7 +164,7 @@ class Inboxes:
             inbox.first_word.value = 0
             try:
                 inbox.pending = self._engine.recv(peer, inbox.tensor, FINGERPRINT)
-            except RuntimeError as error:  # it has left: no completed operation needs it
+            except RuntimeError as error:  # it is lost: a wait reports it
                 inbox.pending = NotBegun(error)
 
     def close(self) -> None:
