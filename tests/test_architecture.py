@@ -120,6 +120,22 @@ POINT_BACK = {
     ("trainer/fit_display.py", "trainer/trainer.py"),
 }
 
+# What becomes of a job that loses its leader is one room's affair: no other file knows more of it than these names.
+SUCCESSION = {
+    "LeaderSuccession": "the leader's part during an attempt: the hosts change, may this host be removed?",
+    "LeadGuard": "the leader's part between attempts",
+    "FollowerSuccession": "a follower's part while its ranks run: the leader is lost",
+    "Leadership": "who leads, as that follower knows",
+    "HostSuccession": "a follower's part between attempts",
+    "JobMovedError": "the job is led elsewhere: this host joins it there",
+    "find_moved": "where is the job of this coordinator led?",
+    "join_as_follower": "joins the coordinator of whoever leads now",
+    "point_to": "sends those who come to this host's coordinator on",
+    "follow_notice": "a leader reports itself where its job began: before this host has begun a job",
+    "describe_second_job": "the same, after it has",
+    "read_witness": "the value of --witness",
+}
+
 VAGUE = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}
 
 
@@ -259,6 +275,16 @@ def test_only_a_part_that_is_handed_its_whole_imports_back_for_types():
             if module in seen:
                 back.add((str(module.relative_to(PACKAGE)), str(target.relative_to(PACKAGE))))
     assert back == POINT_BACK
+
+
+def test_other_rooms_know_no_more_of_the_succession_than_its_interface():
+    """Leader, follower and six other files mentioned elections, votes and standbys in some 90 lines."""
+    room, used = PACKAGE / "_job/hosts/succession", set()
+    for module in modules():
+        if not module.is_relative_to(room):
+            names = (i.name.rpartition(".")[::2] for i in imports(module))
+            used |= {name for where_from, name in names if where_from.startswith("phalanx._job.hosts.succession")}
+    assert used == SUCCESSION.keys()
 
 
 def test_what_must_start_fast_never_imports_torch_at_module_level():

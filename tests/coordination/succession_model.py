@@ -177,14 +177,14 @@ def _hear(agent: Agent, reply: ConfigAccepted | TermPromised | TermRefused, *sen
     """A reply, from itself or another one, has reached whoever asked."""
     committed = None
     if agent.primary is not None:
-        primary = agent.primary.hear(reply)
+        primary = agent.primary.on_reply(reply)
         committed = primary.committed if primary.committed != agent.primary.committed else None
         agent = grant(replace(agent, primary=primary))
     if agent.candidate is not None:
-        candidate = agent.candidate.hear(reply)
+        candidate = agent.candidate.on_reply(reply)
         if candidate.proposed is not None and agent.candidate.proposed is None:
             voter, own = agent.voter.propose(candidate.proposed)
-            agent, candidate = replace(agent, voter=voter), candidate.hear(own)
+            agent, candidate = replace(agent, voter=voter), candidate.on_reply(own)
             sent = (*sent, Propose(candidate.proposed))  # type: ignore[arg-type]
         agent = replace(agent, candidate=candidate)
     return Step(agent, sent, committed)

@@ -24,7 +24,7 @@ from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
 from phalanx._job.hosts.follower import FollowerLink
 from phalanx._job.hosts.gather import Gathering
-from phalanx._job.hosts.join_job import _Followed
+from phalanx._job.hosts.join_job import FollowedJob
 from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.node_plan import HostFacts, plan_nodes
 from phalanx._job.hosts.peer_hosts import PeerHosts
@@ -57,7 +57,7 @@ def _take(channel: ControlChannel, wanted: str) -> list[ControlMessage | Change]
     taken: list[ControlMessage | Change] = []
     while not any(each.kind == wanted for each in taken):
         assert select.select([channel], [], [], 30.0)[0], f"{wanted} has not come: {taken}"
-        taken += channel.take()
+        taken += channel.receive()
     return taken
 
 
@@ -142,22 +142,22 @@ def test_orders_that_come_together_with_the_start_are_for_the_ranks_that_it_star
     """Ctrl-C right after the start: "sweep" came in one batch with "start", was read with it, and dropped."""
     with _two() as (channel, _):
         _take(channel, "joined")
-        follower = _Followed.__new__(_Followed)
+        follower = FollowedJob.__new__(FollowedJob)
         follower._channel = channel
         follower._reach_answers = ReachAnswers(channel, None, "")
+        follower._succession = cast(Any, SimpleNamespace(process=lambda message: None))
         display = cast(Any, SimpleNamespace(writers=[], tick=lambda: None, next_due=None))
         read, write = os.pipe()
         try:
             follower._host = HostResources(_NONE, _NONE, display, _NONE, read, _NONE)
-            follower._joined = cast(Any, SimpleNamespace(key=None))
-            channel.give_back([ControlMessage("start", 0, {"attempt": 0}), ControlMessage("sweep", 0, {"attempt": 0})])
+            channel.put_back([ControlMessage("start", 0, {"attempt": 0}), ControlMessage("sweep", 0, {"attempt": 0})])
             assert follower._await_orders().kind == "start"
         finally:
             os.close(read)
             os.close(write)
         attempt = FollowerLink.__new__(FollowerLink)
         attempt._channel = channel
-        attempt._succession = None
+        attempt._succession = cast(Any, SimpleNamespace(fds=(), receive=lambda ready: None))
         obeyed: list[str] = []
         vars(attempt).update(_read=lambda message: obeyed.append(message.kind))
         attempt._forward = cast(Any, SimpleNamespace(flush=lambda: None))
@@ -260,8 +260,8 @@ def test_a_batch_under_way_while_another_coordinator_takes_over_is_sent_there_if
 
 def _taken(client: Client) -> list[ControlMessage]:
     channel = ControlChannel.__new__(ControlChannel)
-    vars(channel).update(_client=client, _given_back=[], _taken={}, _offsets={})
-    return [message for message in channel.take() if isinstance(message, ControlMessage)]
+    vars(channel).update(_client=client, _put_back=[], _taken={}, _offsets={})
+    return [message for message in channel.receive() if isinstance(message, ControlMessage)]
 
 
 def test_a_member_that_is_given_up_is_told_so() -> None:

@@ -7,7 +7,8 @@ from phalanx._comm.control.client import Client
 from phalanx._comm.control.key import Key
 from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.job_spec import KEY as JOB_SPEC
-from phalanx._job.hosts.succession.moved_job import MOVED_KEY, LeaderNotice, read_notice
+from phalanx._job.hosts.succession.leader_notice import LeaderNotice, read_notice
+from phalanx._job.hosts.succession.moved_job import MOVED_KEY
 
 KEY = Key.generate()
 

@@ -9,11 +9,11 @@ from phalanx._comm.control.client import Client
 from phalanx._comm.control.key import Key
 from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.control_channel import ControlChannel, ControlMessage
-from phalanx._job.hosts.leader_state import FIRST_KEY
-from phalanx._job.hosts.leader_state import KEY as LEADER_STATE
 from phalanx._job.hosts.succession.config import Electorate
+from phalanx._job.hosts.succession.leader_state import KEY as LEADER_STATE
 from phalanx._job.hosts.succession.message import reply_to_json, term_from_json
-from phalanx._job.hosts.succession.succession import Succession
+from phalanx._job.hosts.succession.moved_job import LEADER_KEY
+from phalanx._job.hosts.succession.proposer import Proposer
 from phalanx._job.hosts.succession.successor import Successor
 from phalanx._job.hosts.succession.voter import TermRefused, Voter
 
@@ -31,8 +31,8 @@ class Agents:
             client.join({"host": f"host{number}"})
             self.channels.append(ControlChannel(client))
             stack.callback(self.channels[-1].close)
-        self.succession = Succession(self.channels[0], self.service.coordinator.followers)
-        stack.callback(self.succession.close)
+        self.proposer = Proposer(self.channels[0], self.service.coordinator.followers)
+        stack.callback(self.proposer.close)
         self.is_leader_deaf = False
         self.successors = {}
         for number in (1, 2):
@@ -40,17 +40,17 @@ class Agents:
             stack.callback(self.successors[number].close_office)
             stack.callback(self.successors[number].close)
         self.channels[0].put_key(LEADER_STATE, b"what was decided")
-        self.succession.want([0, 1, 2])
-        self.run_until(lambda: self.succession.has_standbys)
+        self.proposer.want([0, 1, 2])
+        self.run_until(lambda: self.proposer.has_standbys)
 
     def run_until(self, condition):
         """Have all read what the others say."""
         deadline = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < deadline
-            self.succession.receive()
+            self.proposer.receive()
             for number, channel in enumerate(self.channels):
-                for message in channel.take():
+                for message in channel.receive():
                     if isinstance(message, ControlMessage):
                         self.hear(number, message)
             time.sleep(0.01)
@@ -59,13 +59,13 @@ class Agents:
         if number == 0 and self.is_leader_deaf:
             return
         if message.kind == "stands by":
-            self.succession.on_standby(message.member, message.body["ticket"], message.body["address"])
+            self.proposer.on_standby(message.member, message.body["ticket"], message.body["address"])
         elif message.kind == "stand by":
             self.successors[number].stand_by(self.channels[number].endpoint, message.body)
         elif number == 0:
-            self.succession.hear(message.member, message.body)
+            self.proposer.process(message.member, message.body)
         else:
-            self.successors[number].hear(message.member, message.body)
+            self.successors[number].vote(message.member, message.body)
 
 
 @pytest.fixture
@@ -80,10 +80,10 @@ def test_a_standby_that_alone_has_lost_the_leader_goes_on_with_it(agents):
     assert standby.begin_election()
     time.sleep(1.0)  # the others have not lost the leader, so that nobody comes to vote
     assert standby.cancel_election()
-    assert standby.take_result() == []
-    agents.succession.want([0, 1])
-    agents.run_until(lambda: agents.succession.has_left(2))
-    assert not agents.succession.is_deposed
+    assert standby.receive_result() == []
+    agents.proposer.want([0, 1])
+    agents.run_until(lambda: agents.proposer.has_left(2))
+    assert not agents.proposer.is_deposed
     assert not standby.is_electing
 
 
@@ -109,15 +109,15 @@ def test_the_fewest_that_decide_are_as_many_as_are_said_to_be_needed(size, membe
 
 def test_the_same_standby_is_told_again_once_it_can_take_over_again(agents):
     """A host had left and come back: nobody was told that another one could lead again."""
-    succession = agents.succession
-    assert succession.take_standbys() == (1,)
-    assert succession.take_standbys() is None
-    succession.want([0, 1])  # of two hosts none is a majority
-    agents.run_until(lambda: succession.has_left(2) and succession.take_standbys() is None)
-    assert not succession.has_standbys
-    succession.want([0, 1, 2])
-    agents.run_until(lambda: succession.has_standbys)
-    assert succession.take_standbys() == (1,)
+    proposer = agents.proposer
+    assert proposer.take_standbys() == (1,)
+    assert proposer.take_standbys() is None
+    proposer.want([0, 1])  # of two hosts none is a majority
+    agents.run_until(lambda: proposer.has_left(2) and proposer.take_standbys() is None)
+    assert not proposer.has_standbys
+    proposer.want([0, 1, 2])
+    agents.run_until(lambda: proposer.has_standbys)
+    assert proposer.take_standbys() == (1,)
 
 
 def test_a_standby_that_others_vote_for_is_elected_and_goes_back_no_more(agents):
@@ -127,12 +127,12 @@ def test_a_standby_that_others_vote_for_is_elected_and_goes_back_no_more(agents)
     deadline = time.monotonic() + 30
     while len(results) < 2:
         assert time.monotonic() < deadline
-        results += [result for successor in agents.successors.values() for result in successor.take_result()]
+        results += [result for successor in agents.successors.values() for result in successor.receive_result()]
     assert results[0] == results[1]
     assert results[0].member == agents.channels[1].member == agents.channels[2].first
     assert not any(successor.cancel_election() for successor in agents.successors.values())
     with Client(results[0].address, KEY) as client:
-        assert client.get(FIRST_KEY) == str(results[0].member).encode()
+        assert client.get(LEADER_KEY) == str(results[0].member).encode()
         assert client.get(LEADER_STATE) == b"what was decided"
 
 
@@ -145,7 +145,7 @@ def test_who_had_lost_the_leader_in_an_earlier_election_does_not_count_as_presen
     assert standby.begin_election()
     time.sleep(1.0)
     assert standby.cancel_election()
-    assert (voter.take_result(), standby.take_result()) == ([], [])
+    assert (voter.receive_result(), standby.receive_result()) == ([], [])
 
 
 def test_after_an_election_that_nobody_won_the_next_one_begins_anew(agents, monkeypatch):
@@ -156,7 +156,7 @@ def test_after_an_election_that_nobody_won_the_next_one_begins_anew(agents, monk
     assert voter.begin_election()
     results = []
     while len(results) < 2:
-        results += [result for each in (standby, voter) for result in each.take_result()]
+        results += [result for each in (standby, voter) for result in each.receive_result()]
         time.sleep(0.05)
     assert results == [None, None]
     for each in (standby, voter):
@@ -174,7 +174,7 @@ def elect(agents):
     deadline = time.monotonic() + 30
     while len(results) < len(agents.successors):
         assert time.monotonic() < deadline
-        results += [result for successor in agents.successors.values() for result in successor.take_result()]
+        results += [result for successor in agents.successors.values() for result in successor.receive_result()]
         time.sleep(0.01)
     return results
 
@@ -182,16 +182,16 @@ def elect(agents):
 def test_a_leader_that_hears_nobody_and_is_still_heard_does_not_keep_the_others_from_electing(agents):
     """It took both for lost. They heard and accepted what it proposed, in which nobody was to take over any more."""
     agents.is_leader_deaf = True
-    agents.succession.want([0, 2])
+    agents.proposer.want([0, 2])
     end = time.monotonic() + 1.0
     agents.run_until(lambda: time.monotonic() > end)
-    assert not agents.succession.has_left(agents.channels[1].member)
+    assert not agents.proposer.has_left(agents.channels[1].member)
     assert [result and result.member for result in elect(agents)] == [agents.channels[1].member] * 2
 
 
 def test_a_leader_goes_on_where_a_standby_has_asked_for_votes_and_was_not_elected(agents):
     """The leader took itself for deposed, and the job ended: it had no standby yet, so that nobody else could lead."""
-    standby, leader = agents.successors[1], agents.succession
+    standby, leader = agents.successors[1], agents.proposer
     term = (standby._voter.promised[0] + 1, agents.channels[1].member)
     standby._voter, _ = standby._voter.solicit(term)
     leader.want([0, 1])
@@ -203,15 +203,15 @@ def test_a_leader_goes_on_where_a_standby_has_asked_for_votes_and_was_not_electe
 
 
 def test_a_leader_that_asks_for_votes_again_ends_where_another_one_was_proposed_to_a_voter(agents):
-    leader, member, rival = agents.succession, agents.channels[2].member, (2, agents.channels[1].member)
+    leader, member, rival = agents.proposer, agents.channels[2].member, (2, agents.channels[1].member)
     voter, _ = Voter(member).propose(leader._voter.newest.taken_over(rival))
-    leader.hear(member, reply_to_json(TermRefused(member, rival)))
+    leader.process(member, reply_to_json(TermRefused(member, rival)))
     assert not leader.is_deposed
     agents.is_leader_deaf = True
     asked = []
     while not asked:
         leader.receive()
-        asked = [each.body["term"] for each in agents.channels[2].take() if each.body.get("kind") == "solicit"]
+        asked = [each.body["term"] for each in agents.channels[2].receive() if each.body.get("kind") == "solicit"]
     _, reply = voter.solicit(term_from_json(asked[0]))
-    leader.hear(member, reply_to_json(reply))
+    leader.process(member, reply_to_json(reply))
     assert leader.is_deposed

@@ -324,7 +324,7 @@ def test_another_command_at_the_address_where_a_job_began_begins_a_job_of_its_ow
 NOTICE = """
 import sys, time
 from phalanx._comm.control.key import Key
-from phalanx._job.hosts.succession.moved_job import LeaderNotice
+from phalanx._job.hosts.succession.leader_notice import LeaderNotice
 notice = LeaderNotice([sys.argv[1]], Key(bytes(32)), sys.argv[2])
 sys.stdin.read()
 notice.close()

@@ -1,6 +1,6 @@
 """Send messages between the agents of a job through the coordinator. An agent never waits for one to be sent.
 
-agent ── put ──▶ queue ──▶ thread ──▶ coordinator ──▶ events ── fileno, take ──▶ agent
+agent ── put ──▶ queue ──▶ thread ──▶ coordinator ──▶ events ── fileno, receive ──▶ agent
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ControlChannel:
         self._is_closing = False
         self._number = 0
         self._taken: dict[int, int] = {}  # member -> number of its last message: one may come twice after a cut
-        self._given_back: list[ControlMessage | Change] = []
+        self._put_back: list[ControlMessage | Change] = []
         self._offsets: dict[int, float] = {}  # member -> how much its clock is behind ours, at most
         self._thread = threading.Thread(target=self._send, name="phalanx-control", daemon=True)
         self._thread.start()
@@ -98,7 +98,7 @@ class ControlChannel:
         return self._client.endpoint
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `take` has something."""
+        """Return a descriptor that is readable when `receive` has something."""
         return self._client.fileno()
 
     @property
@@ -135,18 +135,18 @@ class ControlChannel:
             self._queue.put(member, b"")
             self._lock.notify()
 
-    def give_back(self, messages: Sequence[ControlMessage | Change]) -> None:
+    def put_back(self, messages: Sequence[ControlMessage | Change]) -> None:
         """Put back messages for the next reader; `has_more` reports them, the descriptor does not."""
-        self._given_back += messages
+        self._put_back += messages
 
     @property
     def has_more(self) -> bool:
-        """Return whether `take` has something that was given back."""
-        return bool(self._given_back)
+        """Return whether `receive` has a message that was put back."""
+        return bool(self._put_back)
 
-    def take(self) -> list[ControlMessage | Change]:
+    def receive(self) -> list[ControlMessage | Change]:
         """Return the messages that have arrived; does not wait."""
-        messages, self._given_back = self._given_back, []
+        messages, self._put_back = self._put_back, []
         for event in self._client.receive_events():
             if event.kind == "datagram":
                 with contextlib.suppress(*MALFORMED):
@@ -191,7 +191,7 @@ class ControlChannel:
         if self._client.member >= 0:  # it may count on us again, but our ranks have ended
             self._client.leave("it has lost the first host for a while")
         self.member = self._client.join(facts, watch=watch)
-        self._given_back = [message for message in self.take() if isinstance(message, ControlMessage)]
+        self._put_back = [message for message in self.receive() if isinstance(message, ControlMessage)]
 
     @property
     def is_removed(self) -> bool:

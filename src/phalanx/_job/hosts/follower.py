@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx._base.loss_detection import HOST_LOSS_GRACE_S
 from phalanx._base.processes import ENDING_SIGNALS
@@ -34,14 +34,12 @@ from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMe
 from phalanx._job.hosts.flights import logs_to_json
 from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.generation_message import generation_from_json
-from phalanx._job.hosts.succession.followed_succession import FollowedSuccession
+from phalanx._job.hosts.job_membership import JobMembership
+from phalanx._job.hosts.succession.follower_succession import FollowerSuccession, Leadership
 from phalanx._job.inspect.stacks.report import report_own_stacks
 from phalanx._job.inspect.top.look import look_at_own
 from phalanx._job.inspect.top.memory import MemoryReader
 from phalanx._job.output.display import Display
-
-if TYPE_CHECKING:
-    from phalanx._job.agent.job_report import JobReport
 
 _FULL_S = 0.02  # how soon to look again whether lines may be sent
 _WAIT = {"kind": "wait"}  # sent to ranks
@@ -186,15 +184,12 @@ class FollowerLink(HostLink):
         host: HostResources,
         number: int,
         place: Place,
-        channel: ControlChannel,
-        store: tuple[str, str, str],
-        first: BeginGeneration | None = None,
-        succession: FollowedSuccession | None = None,
+        membership: JobMembership,
+        first: BeginGeneration | None,
+        succession: FollowerSuccession,
     ) -> None:
-        """Create the link of attempt `number`; `store` has the coordinator's address, the key and the relay's path.
-
-        `succession` continues the job when the first host is lost; without one the job ends.
-        """
+        """Create the link of attempt `number`."""
+        channel = membership.channel
         super().__init__(plan, place, channel.member, first)
         self.wait_s = 0.0  # how long elastic ranks wait for hosts
         self.ended: dict[str, Any] | None = None  # the first host's `end`, if it came
@@ -206,7 +201,7 @@ class FollowerLink(HostLink):
         self._began_at = time.monotonic()
         self._channel = channel
         self._number = number
-        self._store_location = store
+        self._membership = membership
         assert isinstance(host.pump.viewer, Forward)
         self._forward = host.pump.viewer
         self._forward.attempt = number
@@ -217,6 +212,7 @@ class FollowerLink(HostLink):
 
     def attach(self, attempt: Attempt) -> None:
         self._attempt = attempt
+        self._succession.attach(attempt)
 
     def make_supervision(self) -> FollowerSupervision:
         """Return the supervision that reports to the first host, which decides."""
@@ -228,7 +224,7 @@ class FollowerLink(HostLink):
     @property
     def fds(self) -> tuple[int, ...]:
         """Return descriptors that are readable when `receive` has something to do."""
-        return (self._channel.fileno(), *(() if self._succession is None else self._succession.fds))
+        return (self._channel.fileno(), *self._succession.fds)
 
     @property
     def due(self) -> float | None:
@@ -240,22 +236,23 @@ class FollowerLink(HostLink):
     def receive(self, ready: set[int]) -> None:
         """Read messages of the other hosts."""
         if self._channel.fileno() in ready or self._channel.has_more:
-            for message in self._channel.take():
+            for message in self._channel.receive():
                 self._read(message)
-        if self._succession is not None and self._succession.receive(ready, self._attempt):
+        leadership = self._succession.receive(ready)
+        if leadership is Leadership.OWN:  # the attempt has another link now
             asked_for = self.supervision.asked_for  # the leader that was asked could not answer any more
             if asked_for and not self.supervision.leaves:
                 self._attempt.on_signal(asked_for)
-            return  # this host leads the job now, by another link
-        if self._succession is not None and self._succession.failed and not self.supervision.abandoned_by:
-            self._give_up(self._succession.failed)
-        if self._succession is not None and not self._succession.is_electing:
+            return
+        if leadership is Leadership.NONE and not self.supervision.abandoned_by:
+            self._give_up(self._succession.loss)
+        if leadership is Leadership.KNOWN:
             self.supervision.ask_again()
         self._forward.flush()
 
     def create_store(self) -> tuple[int | None, str]:
         """Return the coordinator, by the way that leads there from this host."""
-        return create_agent_file(*(self._store_location if self._succession is None else self._succession.store))
+        return create_agent_file(*self._membership.open_store())
 
     def on_started(self, rank: int, pid: int) -> None:
         """Tell the first host that the process of a rank exists."""
@@ -269,7 +266,7 @@ class FollowerLink(HostLink):
             self.wait_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
         if self.supervision.leaves and message.get("kind") in ("elastic", "waiting"):  # it was not connected before
             self._attempt.links.send(rank, LEAVE)
-        if self._succession is not None and self._succession.is_electing and message.get("kind") == "waiting":
+        if self._succession.is_open and message.get("kind") == "waiting":
             self._attempt.links.send(rank, _WAIT)
         self._channel.put(self._channel.first, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
 
@@ -291,11 +288,6 @@ class FollowerLink(HostLink):
         for kind, body in self._records:
             self._channel.put(self._channel.first, kind, attempt=self._number, **body)
         self._channel.put(self._channel.first, "swept", attempt=self._number)
-
-    @property
-    def report(self) -> JobReport | None:
-        """Return the job's report, if this host has taken the lead and begun it."""
-        return None if self._succession is None else self._succession.report
 
     @property
     def has_finished(self) -> bool:
@@ -324,7 +316,7 @@ class FollowerLink(HostLink):
 
     def _read(self, message: ControlMessage | Change) -> None:
         state = self.supervision
-        if self._succession is not None and self._succession.take(message):
+        if self._succession.process(message):
             return
         if isinstance(message, Change):
             if tells_first_lost(message, self._channel.first):
@@ -334,7 +326,7 @@ class FollowerLink(HostLink):
             self._tell_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
         elif message.member == self._channel.first and message.kind == "hands over":
             self._is_led_by_another = state.leaves
-            self._lose_first("it leaves (SIGTERM)", leaves=True)
+            self._lose_first("it leaves (SIGTERM)", has_left=True)
         elif message.member == self._channel.first and message.kind == "end":
             self.ended = message.body
             self._attempt.do(state.sweep() if not state.finished else [])
@@ -369,12 +361,11 @@ class FollowerLink(HostLink):
         text = look_at_own(self._memory) if what == "top" else report_own_stacks()
         self._channel.put(self._channel.first, "stacks", attempt=self._number, request=request, text=text)
 
-    def _lose_first(self, why: str, *, leaves: bool = False) -> None:
+    def _lose_first(self, why: str, *, has_left: bool = False) -> None:
         if self.supervision.abandoned_by or self.ended is not None or self._is_led_by_another:
             return
         goes_on = self.supervision.phase == "running" and not self.supervision.leaves
-        succession = self._succession if goes_on else None
-        if succession is None or not (succession.is_electing or succession.begin(why, leaves=leaves)):
+        if not (goes_on and self._succession.on_leader_lost(why, has_left=has_left)):
             self._give_up(why)
 
     def _give_up(self, why: str) -> None:

@@ -24,20 +24,17 @@ from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan, find_free_port
 from phalanx._job.coordinator.rendezvous import Rendezvous, join_endpoint
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
-from phalanx._job.hosts.first_host import join_leader
 from phalanx._job.hosts.job_spec import name_own_address
 from phalanx._job.hosts.leader import LeaderLink
-from phalanx._job.hosts.leader_state import KEY as LEADER_STATE
 from phalanx._job.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
 from phalanx._job.hosts.peer_hosts import PeerHosts, tell_start
 from phalanx._job.hosts.reach import TRY_S, ReachTarget, choose_targets, describe, try_all
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
-from phalanx._job.hosts.succession.moved_job import MOVED_KEY, JobMovedError, describe_second_job, read_notice
+from phalanx._job.hosts.succession.leader_notice import follow_notice
 from phalanx.errors import LaunchError
 
 _TELL_AFTER_S = 3.0
 _END_TIMEOUT_S = 5.0
-_FIND_S = 10.0  # the time limit for reaching a host that has just announced that it leads
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,9 @@ class Gathering:
         key: Key,
         advertised: Sequence[OwnAddress],
         port: int,
+        guard: LeadGuard,
     ) -> None:
+        self.guard = guard
         self._plan = plan
         self._rendezvous = rendezvous
         self._host = host
@@ -75,7 +74,6 @@ class Gathering:
         self._tried: set[int] = set()  # the members that this trial is about
         self._gone: set[int] = set()  # the members that have left since it began
         self._peers: PeerHosts | None = None
-        self.guard: LeadGuard | None = None
         self._link: LeaderLink | None = None  # the link of the newest attempt
         self._loop = EventLoop(
             host.watch_signals(self._on_signal),
@@ -87,7 +85,7 @@ class Gathering:
 
     def take_over(self, link: LeaderLink) -> None:
         """Continue an attempt that this host leads in place of a lost leader: its other hosts have joined already."""
-        self._link, self.guard, self._peers = link, link.guard, link.peers
+        self._link, self._peers = link, link.peers
         for member, node in link.peers.others.items():
             self._joined_hosts[member] = JoinedHost(node.facts, self._advertised[0].address)
 
@@ -109,8 +107,8 @@ class Gathering:
             if self._rendezvous.is_local or self._try_reach(nodes):
                 break
         own = next(node for node in nodes if node.facts.member == self._channel.member)
-        if restart_count:  # no later leader may use the decisions of the previous attempt
-            self._channel.put_key(LEADER_STATE, b"")
+        if restart_count:
+            self.guard.clear_record()
         self._peers = peers = PeerHosts(
             self._channel,
             nodes,
@@ -155,7 +153,7 @@ class Gathering:
         deadline = Deadline.after(_END_TIMEOUT_S)
         while waiting and not deadline.passed:
             wait_readable([self._channel], 0.1)
-            for message in self._channel.take():
+            for message in self._channel.receive():
                 if not isinstance(message, Change):
                     continue
                 if message.kind in ("left", "lost", "unreachable", "expelled"):
@@ -263,7 +261,7 @@ class Gathering:
             self._host.display.say(f"phalanx run: {line}")
 
     def _hear_hosts(self, ready: set[int]) -> None:
-        for message in self._channel.take() if self._channel.fileno() in ready else ():
+        for message in self._channel.receive() if self._channel.fileno() in ready else ():
             self._read(message)
 
     def _read(self, message: ControlMessage | Change) -> None:
@@ -277,8 +275,8 @@ class Gathering:
         if change.kind == "joined":
             if unfit := describe_unfit(change.facts):
                 self._host.display.say(f"phalanx run: {unfit}")
-            if leader := read_notice(change.facts):
-                self._hear_notice(leader, describe_second_job(change.facts))
+            has_begun = self._peers is not None
+            follow_notice(change.facts, self._plan.settings, self._host, self._channel, self._key, has_begun=has_begun)
             facts = HostFacts.from_json(change.member, change.facts)
             if facts is not None and "reached" in change.facts:
                 self._joined_hosts[change.member] = JoinedHost(facts, printable(str(change.facts["reached"])))
@@ -298,42 +296,6 @@ class Gathering:
                 self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
         elif change.kind in ("unreachable", "expelled"):
             raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")
-
-    def _hear_notice(self, address: str, second: str) -> None:
-        """Process the notice of a host that leads a job that began here: join it if it is the requested job.
-
-        Raises:
-            JobMovedError: it is the requested job.
-            LaunchError: that host does not answer.
-        """
-        if self._peers is not None:
-            self._host.display.say(f"phalanx run: {second}")
-            return
-        try:
-            joined = join_leader(self._host, [address], self._key, _FIND_S)
-        except LaunchError as error:
-            raise LaunchError(
-                f"{error}\nA job that began at this address is led by the host at {address}, which this host does not "
-                "reach. If it is the job of this command, open the way there (firewall), and type the command again; "
-                "if it is another one, give this command another port.",
-                exit_code=error.exit_code,
-            ) from None
-        joined.client.close()
-        if not joined.job_spec.is_requested_by(self._plan.settings):
-            name = joined.job_spec.settings.target.name
-            self._host.display.say(
-                f"phalanx run: another job that began at this address, {printable(name)}, goes on, and the host at "
-                f"{address} leads it. This command begins a job of its own"
-            )
-            return
-        self._send_on(address)
-        raise JobMovedError(address)
-
-    def _send_on(self, address: str) -> None:
-        """Redirect the hosts that have joined to the host that leads the job; later ones find the key in the store."""
-        self._channel.put_key(MOVED_KEY, address.encode())
-        self._channel.put(-1, "moved", address=address)
-        self._channel.flush(_END_TIMEOUT_S)
 
     def _follow(self, message: ControlMessage) -> None:
         if message.body.get("trial") != self._trial:

@@ -41,11 +41,9 @@ def lead(
         gathering.end(1, "the host that leads the job has failed")
         raise
     finally:
-        if gathering.guard is not None:
-            gathering.guard.close()
+        gathering.guard.close()
     if gathering.has_left:
         return code
     gathering.end(code, "")
-    if gathering.guard is not None:
-        gathering.guard.forget()
+    gathering.guard.forget()
     return code or (0 if host.display.lost is None else LOST_OUTPUT_EXIT_CODE)

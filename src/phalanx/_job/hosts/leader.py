@@ -29,13 +29,11 @@ from phalanx._job.hosts.control_channel import Change, ControlMessage, decode_li
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.flights import logs_from_json, merge_logs
 from phalanx._job.hosts.generation_message import generation_to_json
-from phalanx._job.hosts.leader_state import KEY as LEADER_STATE
-from phalanx._job.hosts.leader_state import LeaderState
 from phalanx._job.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
 from phalanx._job.hosts.peer_hosts import PeerHosts, tell_start
-from phalanx._job.hosts.succession.departure import Departure
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
-from phalanx._job.hosts.succession.moved_job import describe_second_job
+from phalanx._job.hosts.succession.leader_notice import describe_second_job
+from phalanx._job.hosts.succession.leader_succession import LeaderSuccession
 from phalanx._job.inspect.agent_socket import ClientRequest
 from phalanx._job.inspect.stacks.job_snapshot import HostAnswer, answer_others
 from phalanx._job.output.display import Display
@@ -43,12 +41,6 @@ from phalanx._job.output.line_prefix import find_template
 
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
-
-if TYPE_CHECKING:
-    from phalanx._job.agent.attempt import Attempt
-
-
-_RECORD_S = 0.2  # ranks that start or end within this time are recorded together
 
 
 class LeaderLink(HostLink):
@@ -69,7 +61,7 @@ class LeaderLink(HostLink):
 
         Arguments:
             store: the coordinator's address on this host, the job's key, and the path of a relay if there is one.
-            guard: keeps another host ready to lead; without a guard the job ends with this host.
+            guard: the job's; without a guard the job ends with this host.
             elastic, begun: on a host that has taken over, the restored state, and the generation that was begun last.
         """
         super().__init__(plan, peers.own.place, peers.own.facts.member)
@@ -79,11 +71,6 @@ class LeaderLink(HostLink):
         self._number = restart_count
         self._attempt: Attempt
         self._elastic = elastic or peers.plan_elastic(plan.settings.max_restarts, restart_count)
-        self._guard = guard or LeadGuard(peers.channel, None)
-        self._begun = begun  # the newest generation but the first
-        self._num_ended = 0  # number of recorded ends of ranks
-        self._record_at: float | None = None  # when later changes are recorded
-        self._is_recorded = False
         self._swept_hosts: set[int] = set()
         self._told_to_start = set(peers.others)
         self._late = LateHosts(peers, host.display)
@@ -91,11 +78,14 @@ class LeaderLink(HostLink):
         self._records = HostRecords()
         self._stacks_requests = StacksRequests(peers, restart_count)
         self._remote_ranks = RemoteRanks(peers, self._elastic, host.display)
-        self._departure = Departure(peers, self._elastic, self._guard, host.display, self._let_go)
+        self._succession = LeaderSuccession(
+            guard, peers, self._elastic, host.display, plan, restart_count, begun, self._remove, self._release
+        )
 
     def attach(self, attempt: Attempt) -> None:
         """Learn whose link this is, and have its display name the hosts of all ranks."""
         self._attempt = attempt
+        self._succession.attach(attempt)
         self._host.display.host_of = self._peers.name_host
         if template := find_template(self._plan.settings.log_line_prefix_template, self._plan.command_environment):
             self._host.display.prefix_of = lambda rank: self._peers.fill_prefix(template, rank)
@@ -118,7 +108,6 @@ class LeaderLink(HostLink):
 
     def begin_generation(self, begun: BeginGeneration) -> None:
         """Tell every other host to do its part of a generation, or to start, if it has none yet."""
-        self._guard.begin(len(self._elastic.slot_plan.hosts))
         state, slots = self._attempt.state, begun.generation.slots
         state.world_size = max(state.world_size, max(slots) + 1)
         for slot in range(state.world_size):
@@ -129,7 +118,7 @@ class LeaderLink(HostLink):
         for host in self._elastic.slot_plan.hosts:
             if host.member not in self._peers.others and host.member != self.member:
                 self._admit_host(host, begun)
-        self._record(begun)  # with the hosts that have just joined, before any of them is notified
+        self._succession.record(begun)
         for node in self._peers.present:
             part = begun.generation.part_of(node.facts.member)
             for slot in () if part is None else part.forked:
@@ -138,20 +127,7 @@ class LeaderLink(HostLink):
                 self._put(node, "generation", begun=generation_to_json(begun))
             else:
                 self._start(node, begun)
-        self._guard.want(self._voters)
-
-    @property
-    def _voters(self) -> list[int]:
-        return self._peers.find_voters(self._elastic.slot_plan, self._attempt.state.exits)
-
-    def _record(self, begun: BeginGeneration | None) -> None:
-        """Store the decisions for a host that takes over."""
-        self._begun = begun or self._begun
-        if not self._guard.is_begun:
-            return
-        exits = self._attempt.state.exits.values()
-        state = LeaderState.of(self._number, self._plan, self._peers, self._elastic, self._begun, exits)
-        self._peers.channel.put_key(LEADER_STATE, state.to_bytes())
+        self._succession.update_voters()
 
     def do(self, action: PrepareHost | DropHost) -> None:
         if isinstance(action, DropHost):
@@ -204,35 +180,25 @@ class LeaderLink(HostLink):
         # A reader who holds up our output holds up the hosts' lines, too; but not their ends.
         channel = self._peers.channel
         held_up = self._host.display.full and self._attempt.state.phase == "running"
-        notices = (channel.notices.fileno(), *self._guard.fds)
+        notices = (channel.notices.fileno(), *self._succession.fds)
         return notices if held_up else (channel.fileno(), *notices)
 
     @property
     def due(self) -> float | None:
         """Return when to look again although nothing has come."""
         more = time.monotonic() if self._peers.channel.has_more else None
-        dues = (self._stacks_requests.due, self._guard.due, self._departure.due, self._record_at)
-        return min((at for at in (self._sweep_limit, *dues, more) if at is not None), default=None)
+        dues = (self._sweep_limit, self._stacks_requests.due, self._succession.due, more)
+        return min((at for at in dues if at is not None), default=None)
 
     def receive(self, ready: set[int]) -> None:
         """Read messages of the other hosts."""
         lines = self._peers.channel.notices.receive_all() if self._peers.channel.notices.fileno() in ready else []
         if self._peers.channel.fileno() in ready or self._peers.channel.has_more:
-            for message in self._peers.channel.take():
+            for message in self._peers.channel.receive():
                 self._read(message)
-        for line in (*lines, *self._guard.receive()):
+        for line in lines:
             self._host.display.say(f"phalanx run: {line}")
-        self._say_standbys()
-        for member, why in self._guard.take_agreed():
-            self._lose_now(member, why)
-        num_ended, now = len(self._attempt.state.exits), time.monotonic()
-        if self._elastic.finished and self._num_ended != num_ended:
-            self._record_at, self._num_ended = self._record_at or now + _RECORD_S, num_ended
-        if self._record_at is not None and now >= self._record_at:
-            self._record_at = None
-            self._record(None)
-            self._guard.want_again(*self._peers.plan_vote(self._elastic, self._attempt.state.exits))
-        self._departure.go_on(self._attempt)
+        self._succession.receive()
         self._stacks_requests.answer()
         if self._sweep_limit is not None and time.monotonic() >= self._sweep_limit:
             self._sweep_limit = None
@@ -240,14 +206,6 @@ class LeaderLink(HostLink):
                 if node.facts.member not in self._swept_hosts:
                     self.lose(node.facts.member, f"it was told to end its ranks, and did not within {HOST_SWEEP_S:g} s")
                     self._peers.channel.expel(node.facts.member)  # so that it learns that it is no longer a member
-
-    def _say_standbys(self) -> None:
-        standbys = self._guard.take_standbys()
-        if standbys:
-            names = " or ".join(self._peers.others[member].where for member in standbys)
-            self._host.display.say(f"phalanx run: without this host, {names} would lead the job")
-            for member in {*self._peers.late, *self._elastic.arrivals}:  # those that have no vote
-                self._peers.channel.put(member, "standbys", addresses=self._guard.polling_places)
 
     def create_store(self) -> tuple[int | None, str]:
         """Return the coordinator, by the way that leads there from this host."""
@@ -262,12 +220,12 @@ class LeaderLink(HostLink):
 
     def take_signal(self, signum: int) -> bool:
         """Take a signal that has come at this host, if it asks this host to leave and not the job to end."""
-        return signum == signal.SIGTERM and self._departure.ask(self._attempt)
+        return self._succession.leave(signum)
 
     @property
     def is_leaving(self) -> bool:
         """Return whether the job continues without this process of a rank of this host, which leaves."""
-        return self._departure.is_leaving
+        return self._succession.is_leaving
 
     def remind(self, rank: int, message: dict[str, Any]) -> None:
         """Notify a rank of this host again that it leaves: it was not connected before."""
@@ -277,7 +235,7 @@ class LeaderLink(HostLink):
     @property
     def has_left(self) -> bool:
         """Return whether this host is in the job no more, and another one is to lead."""
-        return self._departure.has_left
+        return self._succession.has_left
 
     def sweep(self) -> None:
         if self.has_left:
@@ -301,8 +259,8 @@ class LeaderLink(HostLink):
 
     @property
     def guard(self) -> LeadGuard:
-        """Return the guard that keeps another host ready to lead, for the next attempt."""
-        return self._guard
+        """Return the guard, for the next attempt."""
+        return self._succession.guard
 
     @property
     def peers(self) -> PeerHosts:
@@ -331,9 +289,8 @@ class LeaderLink(HostLink):
         """Process a message of another host; an invalid one is ignored."""
         if isinstance(message, Change):
             self._follow_change(message)
-        elif message.kind in ("datagram", "stands by"):
-            with contextlib.suppress(*MALFORMED):
-                self._guard.hear(message)
+        elif self._succession.process(message):
+            pass
         elif message.member in self._peers.others and message.body.get("attempt") == self._number:
             with contextlib.suppress(*MALFORMED):
                 self._follow(message, self._peers.others[message.member])
@@ -350,7 +307,7 @@ class LeaderLink(HostLink):
                 self._attempt.do_elastic(self._elastic.on_host_came(candidate, time.monotonic()))
             is_spare = self._attempt.state.phase == "running" and self._elastic.active
             self._late.tell(change.member, is_spare=is_spare)
-            self._peers.channel.put(change.member, "standbys", addresses=self._guard.polling_places)
+            self._succession.on_host_joined(change.member)
         elif change.kind in ("expelled", "unreachable"):  # it is about ourselves: the coordinator's thread has ended
             for member in list(self._peers.others):
                 self.lose(member, f"the coordinator on this host has failed: {change.why}")
@@ -358,11 +315,7 @@ class LeaderLink(HostLink):
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
         """Notify waiting hosts what they wait for, once a rank has reported that the job is elastic."""
         if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have joined before it was known
-            if not self._is_recorded:
-                self._is_recorded = True
-                self._guard.want(self._voters)
-                self._record(None)
-            self._record_at = self._record_at or time.monotonic() + _RECORD_S  # whose process was unknown before
+            self._succession.on_elastic_rank()
             self._late.tell_again(is_spare=self._attempt.state.phase == "running")
 
     def _follow(self, message: ControlMessage, node: Node) -> None:
@@ -373,7 +326,7 @@ class LeaderLink(HostLink):
             signum = int(body["signum"])
             if signum not in ENDING_SIGNALS:  # others are for the ranks of the host where they came
                 raise ValueError(f"signal {signum} does not end a job")
-            if signum != signal.SIGTERM or not (self._departure.hear(node) or self._let_go(node)):
+            if signum != signal.SIGTERM or not (self._succession.defer_leave(node) or self._release(node)):
                 self._attempt.on_signal(signum, f" on {node.label}")
         elif message.kind == "say":
             self._host.display.say(f"{printable_lines(str(body['text']))}   (on {node.label})")
@@ -386,7 +339,7 @@ class LeaderLink(HostLink):
         elif message.kind == "failed":
             self.lose(message.member, printable(str(body["why"])))
 
-    def _let_go(self, node: Node) -> bool:
+    def _release(self, node: Node) -> bool:
         """Let a host leave if the others continue without it: its ranks finish their step, without a replacement."""
         if self._attempt.state.phase != "running":
             return False
@@ -400,13 +353,10 @@ class LeaderLink(HostLink):
         return True
 
     def lose(self, member: int, why: str) -> None:
-        """Go on without a host: at once if its ranks have all ended well, otherwise as soon as a majority agrees."""
-        has_finished = self._peers.has_finished(member, self._attempt.state.exits)
-        if has_finished or not self._guard.defer(member, why, self._voters):
-            self._lose_now(member, why)
-            self._guard.want_again(*self._peers.plan_vote(self._elastic, self._attempt.state.exits))
+        """Continue without a host as soon as the succession permits."""
+        self._succession.remove(member, why)
 
-    def _lose_now(self, member: int, why: str) -> None:
+    def _remove(self, member: int, why: str) -> None:
         self._attempt.hear_ranks()  # this comes first, as in on_exit
         node = self._peers.lose(member, why)
         now = time.monotonic()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from phalanx._job.agent.elastic_actions import BeginGeneration
 from phalanx._job.agent.environment import Place
-from phalanx._job.agent.failure import Exit
 from phalanx._job.agent.generation import HostSlots, Limits, SlotPlan
 from phalanx._job.hosts.control_channel import Change, ControlChannel
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
@@ -46,28 +45,9 @@ class PeerHosts:
     def present(self) -> list[Node]:
         return [node for member, node in self.others.items() if member not in self.lost]
 
-    def has_finished(self, member: int, exits: Mapping[int, Exit]) -> bool:
-        """Return whether all ranks of a host have ended well, or it is none of this attempt."""
-        node = self.own if member == self.own.facts.member else self.others.get(member)
-        return node is None or all(slot in exits and not exits[slot].status for slot in node.place.ranks)
-
-    def plan_vote(self, elastic: ElasticHosts, exits: Mapping[int, Exit]) -> tuple[list[int], bool]:
-        """Return the hosts that vote, and whether this one alone has ranks that have not ended well, or never will."""
-        others_have = all(self.has_finished(node.facts.member, exits) for node in self.present)
-        return self.find_voters(elastic.slot_plan, exits), elastic.finished and bool(exits) and others_have
-
     def find_other(self, rank: int) -> Node | None:
         """Return the other host that has a rank, if there is one."""
         return next((node for node in self.present if rank in node.place.ranks), None)
-
-    def find_voters(self, slot_plan: SlotPlan, exits: Mapping[int, Exit]) -> list[int]:
-        """Return the hosts that vote on the leader: the present ones with slots.
-
-        They would lead in this order. A host whose ranks have all succeeded is the last: it is no candidate.
-        """
-        there = self._present_members | {self.own.facts.member}
-        members = [host.member for host in slot_plan.hosts if host.member in there]
-        return sorted(members, key=lambda member: self.has_finished(member, exits))
 
     def name_host(self, ranks: Iterable[int]) -> str:
         """Return the label of the host of these ranks; empty if they are on several."""

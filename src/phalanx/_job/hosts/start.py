@@ -29,7 +29,6 @@ from phalanx._job.hosts.join_job import follow
 from phalanx._job.hosts.lead import lead
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.moved_job import JobMovedError, point_to
-from phalanx._job.hosts.succession.witness.witness import Witness
 from phalanx.errors import AuthenticationError, CoordinationError, LaunchError
 
 _CONNECTIONS_OF_HOST = 2
@@ -77,11 +76,8 @@ def _lead(
     endpoints = _endpoints(rendezvous, advertised, port)
     with opened_host(plan, zygote, signals) as host:
         with _first_member(plan, rendezvous, service, notices, endpoints) as channel:
-            gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port)
-            if not rendezvous.is_local:
-                witness = Witness(rendezvous.witness, key, os.urandom(8).hex()) if rendezvous.witness else None
-                gathering.guard = LeadGuard(channel, service.coordinator.followers, rendezvous.host_timeout_s, witness)
-
+            guard = LeadGuard.of_first_host(rendezvous, channel, service.coordinator.followers, key)
+            gathering = Gathering(plan, rendezvous, host, channel, key, advertised, port, guard)
             try:
                 return lead(plan, host, gathering, service.local)
             except JobMovedError as moved:

@@ -35,7 +35,7 @@ class Candidate:
         """Return whether the candidate has all granted changes, as far as it knows."""
         return self.term[1] == self.known.primary or self.term[1] in self.known.standbys
 
-    def hear(self, reply: Reply) -> Candidate:
+    def on_reply(self, reply: Reply) -> Candidate:
         if isinstance(reply, TermRefused):
             return replace(self, refused_by=reply.term) if reply.term > self.term else self
         if reply.term != self.term:

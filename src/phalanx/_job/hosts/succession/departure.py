@@ -21,7 +21,7 @@ from phalanx._job.output.display import Display
 if TYPE_CHECKING:
     from phalanx._job.agent.attempt import Attempt
 
-_SETTLE_S = 2.0  # a scheduler that ends a job has signalled all its hosts within this time
+_SIGNALS_S = 2.0  # a scheduler that ends a job has signalled all its hosts within this time
 _SEND_S = 2.0
 
 
@@ -29,7 +29,7 @@ class Departure:
     """`Departure` follows one attempt; its stages are stays, asked, then leaves and left, or ends (the job does).
 
     Arguments:
-        let_go: lets another host leave, and returns whether the others continue without it.
+        release_host: lets another host leave, and returns whether the others continue without it.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Departure:
         elastic: ElasticHosts,
         guard: LeadGuard,
         display: Display,
-        let_go: Callable[[Node], bool],
+        release_host: Callable[[Node], bool],
     ) -> None:
         self._peers = peers
         self._elastic = elastic
         self._guard = guard
         self._display = display
-        self._let_go = let_go
+        self._release_host = release_host
         self._stage = "stays"
-        self._told: set[int] = set()  # the members at which a SIGTERM has come as well
+        self._signalled: set[int] = set()  # the members at which a SIGTERM has come as well
         self.due: float | None = None
 
     @property
@@ -65,22 +65,22 @@ class Departure:
         is_possible = attempt.state.phase == "running" and self._elastic.active and may_be_led
         if self._stage != "stays" or not is_possible:
             return False
-        self._stage, self.due = "asked", time.monotonic() + _SETTLE_S
+        self._stage, self.due = "asked", time.monotonic() + _SIGNALS_S
         self._display.say(
-            f"phalanx run: SIGTERM: this host leaves, unless all others are told to end within {_SETTLE_S:g} s, too "
+            f"phalanx run: SIGTERM: this host leaves, unless all others are told to end within {_SIGNALS_S:g} s, too "
             "(again: stop the job)"
         )
         return True
 
-    def hear(self, node: Node) -> bool:
+    def note_signal(self, node: Node) -> bool:
         """Process a SIGTERM at another host; return whether that host waits for this host's decision."""
         if self._stage == "asked":
-            self._told.add(node.facts.member)
+            self._signalled.add(node.facts.member)
         return self._stage == "asked"
 
-    def go_on(self, attempt: Attempt) -> None:
+    def advance(self, attempt: Attempt) -> None:
         if self._stage == "asked":
-            is_told_everywhere = all(node.facts.member in self._told for node in self._peers.present)
+            is_told_everywhere = all(node.facts.member in self._signalled for node in self._peers.present)
             if is_told_everywhere or (self.due is not None and time.monotonic() >= self.due):
                 self.due = None
                 self._decide(attempt)
@@ -89,12 +89,12 @@ class Departure:
 
     def _decide(self, attempt: Attempt) -> None:
         """Leave, if enough hosts stay of which one can lead; otherwise end the job."""
-        told = [node for node in self._peers.present if node.facts.member in self._told]
+        signalled = [node for node in self._peers.present if node.facts.member in self._signalled]
         is_led_on = self._guard.has_standbys  # a standby may have had to start anew, after a loss
         if (
             is_led_on
-            and self._guard.may_go_on_with(len(self._peers.present) - len(told))
-            and all(map(self._let_go, told))
+            and self._guard.may_go_on_with(len(self._peers.present) - len(signalled))
+            and all(map(self._release_host, signalled))
         ):
             attempt.hear_ranks()
             own = self._peers.own

@@ -51,7 +51,7 @@ class Primary:
     def _propose(self, config: Config) -> Primary:
         return replace(self, proposed=config, accepted_by=frozenset())
 
-    def hear(self, reply: Reply) -> Primary:
+    def on_reply(self, reply: Reply) -> Primary:
         if isinstance(reply, TermRefused) and reply.term > self.committed.term:
             return replace(self, deposed_by=max(reply.term, self.deposed_by or reply.term))
         proposed = self.proposed

@@ -35,10 +35,9 @@ from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinato
 from phalanx._job.coordinator.service import Service
 from phalanx._job.coordinator.session import THIS_HOST
 from phalanx._job.hosts.control_channel import ControlChannel
-from phalanx._job.hosts.leader_state import FIRST_KEY
-from phalanx._job.hosts.leader_state import KEY as LEADER_STATE
 from phalanx._job.hosts.succession.candidate import Candidate
 from phalanx._job.hosts.succession.config import Config, Term
+from phalanx._job.hosts.succession.leader_state import KEY as LEADER_STATE
 from phalanx._job.hosts.succession.message import (
     config_from_json,
     config_to_json,
@@ -46,6 +45,7 @@ from phalanx._job.hosts.succession.message import (
     reply_to_json,
     term_from_json,
 )
+from phalanx._job.hosts.succession.moved_job import LEADER_KEY
 from phalanx._job.hosts.succession.office import ElectedLeader, Office
 from phalanx._job.hosts.succession.primary import Primary
 from phalanx._job.hosts.succession.standby import Standby
@@ -64,7 +64,7 @@ _OBSERVE_S = 5.0  # a waiting host is notified of the loss earlier than hosts th
 class Successor:
     """`Successor` is this agent's part in the succession. `own` is the address at which other hosts reach this one.
 
-    `fileno` is readable when an election is over: `take_result` returns the result.
+    `fileno` is readable when an election is over: `receive_result` returns the result.
     """
 
     def __init__(self, channel: ControlChannel, key: Key | None, own: str, host_timeout_s: float) -> None:
@@ -91,12 +91,12 @@ class Successor:
         self._present: frozenset[int] = frozenset()  # if this host stands: the voters that have lost the leader, too
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `take_result` has something."""
+        """Return a descriptor that is readable when `receive_result` has something."""
         return self._results.fileno()
 
     # While there is a leader.
 
-    def hear(self, leader: int, body: Mapping[str, Any]) -> None:
+    def vote(self, leader: int, body: Mapping[str, Any]) -> None:
         """Vote on the leader's proposal, or for the leader itself in a later term.
 
         Raises:
@@ -111,7 +111,7 @@ class Successor:
         self._channel.survives = self.may_elect
         self._channel.put_datagram(leader, **reply_to_json(reply))
 
-    def hear_standbys(self, body: Mapping[str, Any]) -> None:
+    def note_standbys(self, body: Mapping[str, Any]) -> None:
         """Store where a host without a vote (waiting, or starting its ranks) learns the result of an election.
 
         Raises:
@@ -169,8 +169,8 @@ class Successor:
 
     # The election.
 
-    def begin_election(self, *, stands: bool = True) -> bool:
-        """Begin to elect another leader, with this host as a candidate if it `stands`; return False if impossible."""
+    def begin_election(self, *, is_candidate: bool = True) -> bool:
+        """Begin to elect another leader; return False if impossible. A standby stands only if `is_candidate`."""
         config = self._voter.newest
         if config is None or not self.may_elect or self._channel.is_removed or self.is_electing:
             return False
@@ -182,10 +182,13 @@ class Successor:
         for place, (standby, address) in enumerate(config.addresses):
             if standby != member:
                 self._start(self._vote_for, address, over, True)
-            elif stands and self._standby is not None and self._place is not None and self._standby_term == config.term:
+            elif is_candidate and self._may_stand(config):
                 self._start(self._stand, config, end, over, _TURN_S * place)
         self._start(self._give_up, end, over)
         return bool(order)
+
+    def _may_stand(self, config: Config) -> bool:
+        return self._standby is not None and self._place is not None and self._standby_term == config.term
 
     def observe_election(self, limit_s: float | None = None) -> bool:
         """Begin to watch the election of other hosts; return False if this host does not know where.
@@ -217,7 +220,7 @@ class Successor:
         self.is_electing = False
         return True
 
-    def take_result(self) -> list[ElectedLeader | None]:
+    def receive_result(self) -> list[ElectedLeader | None]:
         """Return the elected leader; None in the list: no host was elected in time."""
         return self._results.receive_all()
 
@@ -225,7 +228,7 @@ class Successor:
         """Wait for the result, and return the elected leader; None if no host was elected, or `over` is set."""
         while not over.is_set():
             if wait_readable([self], _PAUSE_S):
-                return self.take_result()[0]
+                return self.receive_result()[0]
         return None
 
     def end_election(self) -> None:
@@ -351,7 +354,7 @@ class Successor:
             assert known is not None
             term = self._voter.promised[0] + 1, self._channel.member
             self._voter, reply = self._voter.solicit(term)
-        candidate = Candidate(term, known).hear(reply)
+        candidate = Candidate(term, known).on_reply(reply)
         self._ask(client, solicit=list(term))
         has_proposed = False
         while not over.is_set() and time.monotonic() < end and candidate.refused_by is None:
@@ -359,7 +362,7 @@ class Successor:
                 has_proposed = True
                 with self._lock:
                     self._voter, reply = self._voter.propose(candidate.proposed)
-                candidate = candidate.hear(reply)
+                candidate = candidate.on_reply(reply)
                 self._ask(client, propose=config_to_json(candidate.proposed or known))
             candidate = self._hear_witness(candidate)
             if candidate.elected is not None:
@@ -371,7 +374,7 @@ class Successor:
             except DeadlineError:
                 continue
             if told is not None:
-                candidate = candidate.hear(reply_from_json(json.loads(told)))
+                candidate = candidate.on_reply(reply_from_json(json.loads(told)))
         if candidate.refused_by is not None:
             with self._lock:  # the next term of this host is later than that one
                 later = candidate.refused_by[0], self._channel.member
@@ -386,8 +389,8 @@ class Successor:
             return candidate
         try:
             if candidate.proposed is None:
-                return candidate.hear(self._witness.solicit(candidate.term))
-            return candidate.hear(self._witness.propose(candidate.proposed))
+                return candidate.on_reply(self._witness.solicit(candidate.term))
+            return candidate.on_reply(self._witness.propose(candidate.proposed))
         except (PhalanxError, OSError):  # it is asked again
             self._witness.close()
             return candidate
@@ -405,7 +408,7 @@ class Successor:
             return
         gone = dict(copy.members.gone)
         unread = prepare(copy, primary.committed.primary, self._channel.first)
-        copy.store.set(FIRST_KEY.encode(), str(self._channel.member).encode())
+        copy.store.set(LEADER_KEY.encode(), str(self._channel.member).encode())
         service = Service(join_endpoint(self._own, 0), self._key, coordinator=copy)
         elected = ElectedLeader(primary.committed.primary, str(service.address), copy.epoch, find_free_port())
         if not self._end_once(over):

@@ -23,13 +23,13 @@ from phalanx._job.agent.supervision import Supervision
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage, decode_lines
 from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.forward import Forward
-from phalanx._job.hosts.host_state import HostState
 from phalanx._job.hosts.leader import LeaderLink
-from phalanx._job.hosts.leader_state import LeaderState
 from phalanx._job.hosts.peer_hosts import PeerHosts
+from phalanx._job.hosts.succession.host_state import HostState
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
+from phalanx._job.hosts.succession.leader_state import LeaderState
 from phalanx._job.hosts.succession.office import Office
-from phalanx._job.hosts.succession.succession import Succession
+from phalanx._job.hosts.succession.proposer import Proposer
 from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.output.display import Display
 
@@ -43,23 +43,22 @@ class TakeOver:
     Arguments:
         state: the lost leader's decisions.
         lost: that leader, and `why` it is lost.
-        gone: other hosts that had left before, and why.
+        office: this host's coordinator, with the hosts that had left before.
     """
 
-    def __init__(
-        self, state: LeaderState, lost: int, why: str, gone: Mapping[int, str], channel: ControlChannel
-    ) -> None:
+    def __init__(self, state: LeaderState, lost: int, why: str, office: Office, channel: ControlChannel) -> None:
         self._state = state.on_own_clock(partial(channel.to_own_clock, lost))
         self._lost = lost
         self._why = why
         self._channel = channel
         self._states: dict[int, HostState] = {}
         others = {node.facts.member for node in state.nodes} - {channel.member, lost}
-        self._gone = {member: why for member, why in gone.items() if member in others}
-        self._others = others - gone.keys()
+        self._office = office
+        self._gone = {member: why for member, why in office.gone.items() if member in others}
+        self._others = others - office.gone.keys()
         self._later: list[Change | ControlMessage] = []  # they are for the link of the leader
 
-    def hear(self, message: Change | ControlMessage) -> None:
+    def process(self, message: Change | ControlMessage) -> None:
         """Process messages that arrive while hosts report their ranks."""
         if isinstance(message, ControlMessage) and message.kind == "here":
             with contextlib.suppress(*MALFORMED):
@@ -77,7 +76,7 @@ class TakeOver:
         """Return whether all hosts have reported, or are lost."""
         return self._others <= self._states.keys()
 
-    def begin(
+    def complete(
         self,
         attempt: Attempt,
         plan: JobPlan,
@@ -85,10 +84,9 @@ class TakeOver:
         limits: Limits,
         host_timeout_s: float,
         store: tuple[str, ...],
-        office: Office,
     ) -> None:
         """Turn this host's attempt into the leader's, and continue without the former leader."""
-        state, channel = self._state, self._channel
+        state, channel, office = self._state, self._channel, self._office
         plan = replace(plan, begun=state.job_begun)
         self._states[channel.member] = HostState.of(attempt)
         nodes = list(state.nodes)
@@ -99,15 +97,15 @@ class TakeOver:
         elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
         followers, witness = office.service.coordinator.followers, office.witness
         calls = None if witness is None else WitnessCalls(witness, is_new=False)
-        succession = Succession(channel, followers, calls, office.primary, office.voter)
-        guard = LeadGuard(channel, followers, host_timeout_s, witness, succession)
+        proposer = Proposer(channel, followers, calls, office.primary, office.voter)
+        guard = LeadGuard(channel, followers, host_timeout_s, witness, proposer)
         link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic, state.begun)
         attempt.take_lead(plan, link, self._restore_supervision(plan, elastic), elastic)
         assert isinstance(host.pump.viewer, Forward)
         host.pump.viewer.lead(host.display)
         link.begin()
         self._show(office, host.display)
-        channel.give_back(self._later)
+        channel.put_back(self._later)
         link.lose(self._lost, self._why)
         for member, why in self._gone.items():
             link.lose(member, why)

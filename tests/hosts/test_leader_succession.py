@@ -9,6 +9,7 @@ from phalanx._job.agent.failure import Exit
 from phalanx._job.agent.generation import HostSlots, SlotPlan
 from phalanx._job.hosts.node_plan import HostFacts, plan_nodes
 from phalanx._job.hosts.peer_hosts import PeerHosts
+from phalanx._job.hosts.succession.leader_succession import find_voters
 
 
 @pytest.fixture
@@ -23,12 +24,12 @@ ENDED = [Exit(rank, 1, 0, 0.0) for rank in range(3)]
 
 
 def test_a_host_whose_ranks_have_all_ended_well_would_lead_last(peers: PeerHosts) -> None:
-    assert peers.find_voters(SLOT_PLAN, {}) == [0, 1, 2]
-    assert peers.find_voters(SLOT_PLAN, {1: ENDED[1]}) == [0, 2, 1]
-    assert peers.find_voters(SLOT_PLAN, {0: ENDED[0], 1: ENDED[1]}) == [2, 0, 1]
-    assert peers.find_voters(SLOT_PLAN, {1: Exit(1, 1, 7, 0.0)}) == [0, 1, 2]  # it has failed
+    assert find_voters(peers, SLOT_PLAN, {}) == [0, 1, 2]
+    assert find_voters(peers, SLOT_PLAN, {1: ENDED[1]}) == [0, 2, 1]
+    assert find_voters(peers, SLOT_PLAN, {0: ENDED[0], 1: ENDED[1]}) == [2, 0, 1]
+    assert find_voters(peers, SLOT_PLAN, {1: Exit(1, 1, 7, 0.0)}) == [0, 1, 2]  # it has failed
 
 
 def test_a_host_that_is_lost_does_not_vote(peers: PeerHosts) -> None:
     peers.lose(1, "its link is cut")
-    assert peers.find_voters(SLOT_PLAN, {1: ENDED[1]}) == [0, 2]
+    assert find_voters(peers, SLOT_PLAN, {1: ENDED[1]}) == [0, 2]

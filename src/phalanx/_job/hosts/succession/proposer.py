@@ -40,7 +40,7 @@ _LONGEST_PAUSE_S = 0.3  # before it asks for votes once more: another host that 
 _HELD: frozenset[bytes] = frozenset([b"nobody"])  # no standby has this ticket: everything is held back
 
 
-class Succession:
+class Proposer:
     """`Succession` is the leader's part in the succession.
 
     Arguments:
@@ -155,7 +155,7 @@ class Succession:
             self._addresses[member] = address
             self._advance()
 
-    def hear(self, member: int, body: Mapping[str, Any]) -> None:
+    def process(self, member: int, body: Mapping[str, Any]) -> None:
         """Process a host's reply to a proposal.
 
         Raises:
@@ -172,9 +172,9 @@ class Succession:
             if self._present is not None and reply.term == self._primary.committed.term:
                 self._present.add(reply.voter)
         if self._candidate is not None:
-            self._candidate = self._candidate.hear(reply)
+            self._candidate = self._candidate.on_reply(reply)
         else:
-            self._primary = self._primary.hear(reply)
+            self._primary = self._primary.on_reply(reply)
 
     def receive(self) -> list[str]:
         """Remove standbys that delay the others, and repeat unanswered messages; return lines for the user."""
@@ -249,7 +249,7 @@ class Succession:
         assert known is not None  # it has accepted its own proposal
         term = max(refused_by, self._voter.promised)[0] + 1, self._channel.member
         self._voter, reply = self._voter.solicit(term)
-        self._candidate = Candidate(term, known).hear(reply)
+        self._candidate = Candidate(term, known).on_reply(reply)
         self._proposed_at = 0.0
         self._stand_at = now + random.uniform(0, _LONGEST_PAUSE_S)
 
@@ -258,7 +258,7 @@ class Succession:
             self._stand(candidate.refused_by, now)
         elif candidate.proposed is not None and self._channel.member not in candidate.accepted_by:
             self._voter, reply = self._voter.propose(candidate.proposed)
-            self._candidate = candidate.hear(reply)
+            self._candidate = candidate.on_reply(reply)
             self._proposed_at = 0.0
         elif candidate.elected is not None:
             self._primary, self._candidate, self.stands_since = candidate.elected, None, None
@@ -289,7 +289,7 @@ class Succession:
         required = replace(changed, proposed=proposed).required_standbys - {self._channel.member}
         self._followers.required = frozenset(self._tickets.get(member, b"gone") for member in required)
         self._voter, reply = self._voter.propose(proposed)
-        self._primary = replace(changed, proposed=proposed).hear(reply)
+        self._primary = replace(changed, proposed=proposed).on_reply(reply)
         self._proposed_at = 0.0
         return True
 

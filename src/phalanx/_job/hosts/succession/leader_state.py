@@ -18,7 +18,6 @@ from phalanx._job.hosts.node_plan import HostFacts, Node
 from phalanx._job.hosts.peer_hosts import PeerHosts
 
 KEY = "launch/leader"
-FIRST_KEY = "launch/first"  # the key of the member that leads the job, once it is not the first any more
 
 
 @dataclass(frozen=True)
