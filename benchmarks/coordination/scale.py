@@ -194,7 +194,7 @@ class Mux:
                 asked, self.asked = self.asked, {}
             for host, requests in asked.items():
                 for route, frame in requests:
-                    host.requests.take(route, frame)
+                    host.requests.receive_requests(route, frame)
             if now - looked_at > 1.0:
                 looked_at = now
                 for host in self.hosts:
@@ -202,7 +202,7 @@ class Mux:
                 busy.update(self.hosts)
             for host in {*busy, *asked}:
                 self.answer(host)
-                for envelope in host.requests.take_outgoing(now):
+                for envelope in host.requests.pop_outgoing(now):
                     host.dealer.send_multipart(cut(envelope))
 
     def receive(self, host: Host) -> None:
@@ -212,10 +212,10 @@ class Mux:
                 frame = b"".join(host.dealer.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            host.requests.hear(frame[EPOCH_BYTES:], now)
+            host.requests.receive_answers(frame[EPOCH_BYTES:], now)
 
     def answer(self, host: Host) -> None:
-        for route, answers in host.requests.take_answers():
+        for route, answers in host.requests.pop_answers():
             for status, number, fields in unpack(answers):
                 with self.lock:
                     call = host.calls.pop((route, number), None) if status <= AnswerStatus.UNKNOWN else None

@@ -60,8 +60,8 @@ def test_key_refuses_a_file_that_others_can_read_and_changes_nothing(home, tmp_p
 def test_a_coordinator_without_a_key_says_how_to_make_one_and_listens_nowhere(home):
     refused = phalanx("coordinator", "--bind", ":0", env=home, stdin=subprocess.DEVNULL)
     assert refused.returncode == 1
-    assert "asked to listen at :0, and there is no key" in refused.stderr
-    assert "`phalanx key` makes one" in refused.stderr
+    assert "cannot listen at :0: there is no key" in refused.stderr
+    assert "`phalanx key` makes a key" in refused.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

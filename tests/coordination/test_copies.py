@@ -14,7 +14,7 @@ from phalanx._job.coordinator.journal import (
     unpack_route,
 )
 from phalanx._job.coordinator.replicated_coordinator import ReplicatedCoordinator
-from phalanx._job.coordinator.session import Direct, RelayedRoute, take_apart
+from phalanx._job.coordinator.session import Direct, RelayedRoute, split_answers
 
 KEYS = [b"a", b"b", b"c", b"q", b"\0barrier/a"]
 
@@ -58,7 +58,7 @@ class Job:
         self.copies.append(copy)
 
     def follow(self):
-        entries = travel(self.coordinator.journal.take())
+        entries = travel(self.coordinator.journal.drain())
         for copy in self.copies:
             for entry in entries:
                 copy.replay(entry, self.now)
@@ -109,11 +109,11 @@ class Job:
         self.send()
 
     def send(self):
-        for session, answers in self.coordinator.take_outgoing():
+        for session, answers in self.coordinator.pop_outgoing():
             if self.rng.random() < 0.1:
                 self.coordinator.undelivered(session, answers)
                 continue
-            for message in unpack(b"".join(take_apart(answers))):
+            for message in unpack(b"".join(split_answers(answers))):
                 if message.what == AnswerStatus.OK:
                     self.answers[session.route, message.number] = message
 
@@ -153,13 +153,13 @@ def test_a_copy_is_as_the_coordinator_is_and_can_go_on_in_its_place(effort, seed
                     job.coordinator.handle(route, frame, job.now)
             told = {
                 (session.route, message.number): message
-                for session, answers in job.coordinator.take_outgoing()
-                for message in unpack(b"".join(take_apart(answers)))
+                for session, answers in job.coordinator.pop_outgoing()
+                for message in unpack(b"".join(split_answers(answers)))
                 if message.what == AnswerStatus.OK
             }
             assert told == remembered
             assert state(job.coordinator) == state(lost)
-            assert not job.coordinator.journal.take()
+            assert not job.coordinator.journal.drain()
 
 
 def test_a_store_that_is_fuller_than_it_may_be_can_be_copied():
@@ -168,7 +168,7 @@ def test_a_store_that_is_fuller_than_it_may_be_can_be_copied():
     one, other = job.routes[:2]
     handle = job.coordinator.handle
     handle(one, pack(Op.QUEUE_PUSH, 1, b"q", bytes(30_000)) + pack(Op.QUEUE_POP, 2, b"q", b"0"), 0.0)
-    job.coordinator.take_outgoing()
+    job.coordinator.pop_outgoing()
     handle(other, pack(Op.SET, 1, b"a", bytes(30_000)) + pack(Op.SET, 2, b"b", bytes(30_000)), 0.0)
     handle(one, pack(Op.CANCEL, 0, b"2"), 0.0)
     assert job.coordinator.store.num_bytes > job.coordinator.store.max_bytes
@@ -187,7 +187,7 @@ def test_a_store_that_is_fuller_than_it_may_be_can_be_copied():
         JournalEntry(EntryKind.KEYS, None, 0, [b"k"]),
         JournalEntry(EntryKind.KEYS, Direct(1, b"x"), 0, [b"k", b"v"]),
         JournalEntry(EntryKind.BEGIN, None, 0, [b"k", b"v"]),
-        JournalEntry(EntryKind.TAKEN, None, 0, [b"1", b"no"]),
+        JournalEntry(EntryKind.ACKNOWLEDGED, None, 0, [b"1", b"no"]),
         JournalEntry(77, None, 0, []),
     ],
 )

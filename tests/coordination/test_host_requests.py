@@ -30,25 +30,27 @@ class Host:
         self.outgoing = []
 
     def ask(self, rank, number, what, *fields):
-        self.requests.take(b"rank %d" % rank, pack(what, number, *fields))
+        self.requests.receive_requests(b"rank %d" % rank, pack(what, number, *fields))
 
     def pass_on(self):
         """What was asked goes to the coordinator, and what it says comes back, until nothing is on its way."""
-        while envelopes := self.requests.take_outgoing(self.now):
+        while envelopes := self.requests.pop_outgoing(self.now):
             for envelope in envelopes:
                 (message,) = unpack(envelope)
                 for _, frame in zip(message.fields[::2], message.fields[1::2], strict=True):
                     self.asked += [Op(one.what) for one in unpack(frame) if one.what != Op.HELLO]
                 assert self.coordinator.handle(RELAY, envelope, self.now)
             self.hear()
-        for route, answer in self.requests.take_answers():
+        for route, answer in self.requests.pop_answers():
             for status, number, fields in unpack(answer):
                 self.answers[int(route.split()[1]), number] = status, fields
 
     def hear(self):
         """What the coordinator says comes back."""
-        for session, answers in self.coordinator.take_outgoing():
-            self.requests.hear(pack(AnswerStatus.RELAYED, 0, session.route.route, b"".join(answers)), self.now)
+        for session, answers in self.coordinator.pop_outgoing():
+            self.requests.receive_answers(
+                pack(AnswerStatus.RELAYED, 0, session.route.route, b"".join(answers)), self.now
+            )
 
 
 @pytest.fixture
@@ -72,10 +74,10 @@ def test_the_same_question_of_several_is_one_and_who_asks_later_is_answered_by_t
     for rank in range(8):
         host.ask(rank, 1, Op.CHECK, b"a", b"b")
         host.ask(rank, 2, Op.COMPARE_SET, b"start", b"", b"")
-    sent = host.requests.take_outgoing(host.now)
+    sent = host.requests.pop_outgoing(host.now)
     for rank in range(8):
         host.ask(rank, 3, Op.CHECK, b"a", b"b")
-    assert not host.requests.take_outgoing(host.now), "the first is under way, and may be out of date"
+    assert not host.requests.pop_outgoing(host.now), "the first is under way, and may be out of date"
     host.requests._outgoing += [(OWN, frame) for frame in unpack(sent[0])[0].fields[1::2]]  # it arrives
     host.pass_on()
     assert sorted(host.asked) == sorted([Op.CHECK] * 2 + [Op.COMPARE_SET])
@@ -174,9 +176,9 @@ def test_values_of_keys_that_may_change_are_asked_for_once_by_all_who_ask_in_a_m
     for rank in range(8):
         host.ask(rank, 1, Op.MULTI_GET, b"a", b"b")
         host.ask(rank, 2, Op.MULTI_GET, b"a")
-    sent = host.requests.take_outgoing(host.now)
+    sent = host.requests.pop_outgoing(host.now)
     host.ask(0, 3, Op.MULTI_GET, b"a")
-    assert not host.requests.take_outgoing(host.now), "the first is under way, and may be out of date"
+    assert not host.requests.pop_outgoing(host.now), "the first is under way, and may be out of date"
     assert host.coordinator.handle(RELAY, sent[0], host.now)
     host.coordinator.store.set(b"a", b"3")
     host.hear()
@@ -232,14 +234,14 @@ def test_a_question_of_which_the_coordinator_has_said_that_it_waits_there_is_sel
 def test_what_was_lost_is_asked_again_and_done_once(host):
     for rank in range(2):
         host.ask(rank, 1, Op.ADD_ITEMS, b"came", b"rank/", b"x")
-    host.requests.take_outgoing(host.now)  # lost on the way
+    host.requests.pop_outgoing(host.now)  # lost on the way
     host.requests.ask_again(1.0)
-    assert not host.requests.take_outgoing(host.now)
+    assert not host.requests.pop_outgoing(host.now)
     host.requests.resume()
     host.requests.ask_again(1.0)
-    envelopes = host.requests.take_outgoing(host.now)
+    envelopes = host.requests.pop_outgoing(host.now)
     host.coordinator.handle(RELAY, envelopes[0], 0.0)  # it arrives, and the answer is lost
-    host.coordinator.take_outgoing()
+    host.coordinator.pop_outgoing()
     host.requests.ask_again(100.0)
     host.pass_on()
     assert [host.answers[rank, 1][1] for rank in range(2)] == [[b"0"], [b"1"]]
@@ -250,9 +252,9 @@ def test_what_is_asked_again_takes_nobody_with_it_who_came_meanwhile(host):
     """The coordinator has done it already, without the items of those who came later: they would have been lost."""
     host.ask(0, 1, Op.ADD_ITEMS, b"came", b"rank/", b"first")
     host.ask(0, 2, Op.CHECK, b"a")
-    (envelope,) = host.requests.take_outgoing(host.now)
+    (envelope,) = host.requests.pop_outgoing(host.now)
     host.coordinator.handle(RELAY, envelope, 0.0)
-    host.coordinator.take_outgoing()  # the answers are lost
+    host.coordinator.pop_outgoing()  # the answers are lost
     host.coordinator.store.set(b"a", b"there")
     host.requests.ask_again(100.0)
     host.ask(1, 1, Op.ADD_ITEMS, b"came", b"rank/", b"second")
@@ -300,14 +302,14 @@ def test_no_frame_of_a_rank_or_of_whoever_takes_the_coordinators_place_raises_an
     requests, now = HostRequests(), 0.0
     for _ in range(1000 * effort):
         now += 0.01
-        requests.take(b"%d" % rng.randrange(4), random_frame(rng))
+        requests.receive_requests(b"%d" % rng.randrange(4), random_frame(rng))
         own = pack(rng.choice([*AnswerStatus]), rng.randrange(60), *[b"7"] * rng.randrange(3))
         answer = rng.choice(
             [random_frame(rng), pack(AnswerStatus.RELAYED, 0, OWN, own), pack(AnswerStatus.RELAYED, 0, OWN)]
         )
         with contextlib.suppress(WireError, IndexError, ValueError):
-            requests.hear(answer, now)
+            requests.receive_answers(answer, now)
         requests.ask_again(now)
-        for envelope in requests.take_outgoing(now):
+        for envelope in requests.pop_outgoing(now):
             assert unpack(envelope)[0].what == Op.RELAY
-        requests.take_answers()
+        requests.pop_answers()

@@ -35,7 +35,7 @@ def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(effort, seed)
         if step % 100 == 0:
             coordinator.handle("member", pack(Op.HEARTBEAT, 0, b"0", b"0"), now)
             coordinator.tick(now)
-            for session, answers in coordinator.take_outgoing():
+            for session, answers in coordinator.pop_outgoing():
                 if rng.random() < 0.5:
                     coordinator.undelivered(session, answers)
     assert coordinator.num_malformed > num_frames // 10
@@ -49,7 +49,7 @@ def test_no_frame_ends_the_coordinator_or_costs_a_member_its_place(effort, seed)
         coordinator.handle("member", pack(Op.DELETE_PREFIX, 1000 + step, b""), now)
         coordinator.handle("member", pack(Op.SET, 2000 + step, b"mine", b"%d" % step), now)
         coordinator.handle("member", pack(Op.GET, 3000 + step, b"mine"), now)
-    for session, out in coordinator.take_outgoing():
+    for session, out in coordinator.pop_outgoing():
         if session is member:
             answers = [message for answer in out for message in unpack(answer)]
     assert [m.fields for m in answers if m.number >= 3000] == [[b"0"], [b"1"], [b"2"]]
@@ -143,9 +143,9 @@ def test_a_member_that_takes_no_events_is_lost_before_they_fill_the_memory():
         coordinator.handle("busy", pack(Op.JOIN, 2 * n, facts, b""), 0.0)
         coordinator.handle("busy", pack(Op.LEAVE, 2 * n + 1, b"-1", b"bye"), 0.0)
         said += coordinator.tick(0.0)
-        list(coordinator.take_outgoing())
+        list(coordinator.pop_outgoing())
     assert len(said) == 1
-    assert said[0].startswith("member 0 (idle) is lost: 64 MiB of events wait, and it does not take them")
+    assert said[0].startswith("member 0 (idle) is lost: 64 MiB of events wait, and it does not read them")
     assert len(coordinator.members) == 0
 
 
@@ -168,7 +168,7 @@ def test_members_work_while_one_who_knows_the_key_sends_rubbish_and_floods(effor
             dealer.send(bytes(MAX_FRAME_BYTES + 1))  # its connection ends
             await_answer(dealer)
         work.end()
-    assert any("what somebody who knows the key sends makes no sense" in line for line in said)
+    assert any("a client with the job's key sends malformed messages" in line for line in said)
 
 
 def rubbish(rng):

@@ -23,12 +23,12 @@ def test_those_are_silent_that_were_not_heard_for_too_long(seed):
         if chance < 0.2 or not present:
             members.join(None, b"{}", frozenset(), now)
         elif chance < 0.9:
-            members.hear(rng.choice(present), now)
+            members.record_message(rng.choice(present), now)
         elif chance < 0.97:
             members.remove(rng.choice(present), b"left", "")
         else:
             members.note_pause(rng.choice([1.0, 20.0]), now)
-        expected = {member.id for member in members if now - member.heard_at > members.lost_after_s}
+        expected = {member.id for member in members if now - member.received_at > members.lost_after_s}
         assert {member.id for member in members.silent(now)} == expected
 
 
@@ -55,23 +55,23 @@ def test_each_of_many_members_is_told_to_say_less_often_that_it_is_there(num_mem
     coordinator = Coordinator(lost_after_s=10.0)
     for number in range(num_members):
         coordinator.handle(Direct(1, b"%d" % number), pack(Op.JOIN, 1, b"{}", b""), 0.0)
-    dict(coordinator.take_outgoing())
+    dict(coordinator.pop_outgoing())
     coordinator.handle(Direct(1, b"0"), pack(Op.HEARTBEAT, 0, b"0", b"0"), 1.0)
-    ((_, (answer,)),) = coordinator.take_outgoing()
+    ((_, (answer,)),) = coordinator.pop_outgoing()
     (message,) = unpack(answer)
     assert message.what == AnswerStatus.HEARTBEAT
     assert float(message.fields[0]) == pytest.approx(expected, abs=0.001)
 
 
-@pytest.mark.parametrize("heard_at", [5.0, 10.0, 10.5])
-def test_a_connection_that_ended_by_silence_is_judged_by_the_silence(heard_at):
+@pytest.mark.parametrize("received_at", [5.0, 10.0, 10.5])
+def test_a_connection_that_ended_by_silence_is_judged_by_the_silence(received_at):
     """The kernel gives up a silent connection sooner than some jobs a silent host (--host-timeout 600)."""
     coordinator = Coordinator(lost_after_s=600.0)
     route = Direct(1, b"member")
-    coordinator.handle(route, pack(Op.JOIN, 1, b"{}", b""), heard_at)
+    coordinator.handle(route, pack(Op.JOIN, 1, b"{}", b""), received_at)
     assert coordinator.lose_disconnected(Direct(1, b"somebody else"), 10.0) == []
     lines = coordinator.lose_disconnected(route, 10.0)
-    assert (len(lines), len(coordinator.members)) == ((1, 0) if heard_at > 10.0 else (0, 1))
+    assert (len(lines), len(coordinator.members)) == ((1, 0) if received_at > 10.0 else (0, 1))
 
 
 def test_a_member_for_which_too_much_waits_is_lost():
@@ -85,5 +85,5 @@ def test_a_member_for_which_too_much_waits_is_lost():
         number += 1
         coordinator.handle(Direct(1, pack_number(number)), pack(Op.JOIN, 1, facts, b""), 0.0)
     (line,) = coordinator.tick(0.0)
-    assert "events wait, and it does not take them" in line
+    assert "events wait, and it does not read them" in line
     assert coordinator.members.get(0) is None

@@ -20,7 +20,7 @@ class Talk:
 
     def sent(self):
         sent = {}
-        for session, answers in self.coordinator.take_outgoing():
+        for session, answers in self.coordinator.pop_outgoing():
             sent[session.route] = [(m.what, m.fields) for answer in answers for m in unpack(answer)]
         return sent
 

@@ -139,7 +139,7 @@ def test_a_member_that_hosts_vote_on_is_lost_to_its_watchers_only_until_they_hav
         silent._stop.set()  # its heart
         member = coordinator.members.get(lost)
         assert member is not None
-        member.heard_at -= 3600.0
+        member.received_at -= 3600.0
         (event,) = first.wait_event(60.0)
         assert (event.kind, event.member) == ("lost", lost)
         assert set(first.members()) == {leader, lost}
@@ -152,7 +152,7 @@ def test_a_member_that_hosts_vote_on_is_lost_to_its_watchers_only_until_they_hav
         while set(first.members()) != {leader}:
             pass
         assert first.receive_events() == []  # it has heard that once
-        with pytest.raises(CoordinationError, match="did not hear from it"):
+        with pytest.raises(CoordinationError, match="received nothing from it"):
             silent.post(leader, b"")
 
 
@@ -166,16 +166,16 @@ def test_what_a_coordinator_says_as_another_one_takes_over_does_not_count(servic
             find = one._find
 
             def find_late(deadline: Deadline) -> Route:
-                one._expelled(b"the coordinator did not hear from it")
+                one._expelled(b"the coordinator received nothing from it")
                 return find(deadline)
 
             one._find = find_late  # type: ignore[method-assign]
             one.follow_member(member, second.address, second.coordinator.epoch)
             known = second.coordinator.members.get(member)
             assert known is not None
-            known.heard_at -= 5.0
-            before = known.heard_at
-            while known.heard_at == before:  # until its heartbeat comes
+            known.received_at -= 5.0
+            before = known.received_at
+            while known.received_at == before:  # until its heartbeat comes
                 time.sleep(0.01)
             assert not one.is_removed
 

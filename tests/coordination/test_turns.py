@@ -24,7 +24,7 @@ def test_a_member_whose_requests_take_long_gets_one_of_them_before_others_are_an
     sent = threading.Event()
     monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
     with Service() as service, Client(service.local) as client:
-        handle, take_outgoing = service.coordinator.handle, service.coordinator.take_outgoing
+        handle, pop_outgoing = service.coordinator.handle, service.coordinator.pop_outgoing
 
         def slow_handle(route, frame, now):
             nonlocal passed_s, in_round
@@ -38,10 +38,10 @@ def test_a_member_whose_requests_take_long_gets_one_of_them_before_others_are_an
             nonlocal in_round
             rounds.append(in_round)
             in_round = 0
-            return take_outgoing()
+            return pop_outgoing()
 
         monkeypatch.setattr(service.coordinator, "handle", slow_handle)
-        monkeypatch.setattr(service.coordinator, "take_outgoing", take)
+        monkeypatch.setattr(service.coordinator, "pop_outgoing", take)
         with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
             flood.linger = 0
             flood.connect(f"ipc://{service.local}")

@@ -1,1 +1,1 @@
-"""The coordinator holds a job's membership, keys and values."""
+"""The coordinator of a job: its members, its key-value store, and messages between members."""

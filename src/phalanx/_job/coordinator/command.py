@@ -48,5 +48,5 @@ def run_coordinator(
 
 
 def advertised_host(host: str) -> str:
-    """Return the address to publish for a listener on `host`: `host`, or this host's name for every interface."""
+    """Return the address to publish for a listener on `host`: `host`, or this host's name if it listens everywhere."""
     return host if host not in ("", "*", "::", "0.0.0.0") else socket.gethostname()

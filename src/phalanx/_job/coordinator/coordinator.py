@@ -1,6 +1,6 @@
-"""The `Coordinator` holds the state of a job, and answers requests, without sockets and without a clock.
+"""The `Coordinator` has the state of a job and answers requests, without sockets and without a clock.
 
-frame from a session ──► handle() ──► answers, for this session and for those who waited   ──► outgoing
+frame from a session ──► handle() ──► answers, for this session and for those that waited  ──► outgoing
                 time ──► tick()   ──► members that are lost, events for the others         ──► outgoing
 """
 
@@ -34,14 +34,14 @@ from phalanx._job.coordinator.reports import Reports
 from phalanx._job.coordinator.session import Answer, ClientSession, RelayedRoute, Route
 from phalanx._job.coordinator.store_requests import StoreRequests
 
-# so much may wait for one member of events that it did not ask for (members that join and leave)
+# the most bytes of events (members that join and leave) that may wait for one member
 MAX_WAITING_BYTES = 8 * OUTBOX_BYTES
 MAX_SESSIONS = 1 << 16
 MAX_ROUTE_BYTES = 64
 FORGOTTEN_AFTER_S = 600.0  # a session that is silent for this long, waits for nothing and is not a member, is forgotten
 UNPARKED_AFTER_S = 60.0  # a waiting client reports every few seconds
 SWEEP_EVERY_S = 5.0
-MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # so much may wait for a client that does not read its answers
+MAX_OUTGOING_BYTES = 4 * MAX_VALUE_BYTES  # the most bytes that wait for a client that does not read its answers
 _PAGE_BYTES = 4 << 20
 _STATUS_AT = 2  # the index of the status in an answer
 
@@ -50,7 +50,7 @@ _CHANGES = frozenset({
     Op.JOIN, Op.LEAVE, Op.POST, Op.REPORT, Op.BARRIER, Op.ADD_ITEMS,
 })  # fmt: skip
 
-# Requests that look at the whole state: a frame may have one of them, so that the next member's turn comes.
+# Requests that read the whole state. A frame may have one of them: no member delays the others for long.
 _LONG = frozenset({Op.LIST_KEYS, Op.DELETE_PREFIX, Op.MEMBERS, Op.REPORTS})
 
 
@@ -65,7 +65,7 @@ class Coordinator(StoreRequests):
         self.reports = Reports()
         self.sessions: dict[Route, ClientSession] = {}
         self.num_malformed = 0
-        self._swept_at = -math.inf  # when the sessions were last looked through
+        self._swept_at = -math.inf  # when all sessions were last checked
         self._handlers: dict[int, Callable[[ClientSession, WireMessage], Answer | None]] = {
             Op.HELLO: self._hello, Op.SET: self._set, Op.GET: self._get, Op.ADD: self._add,
             Op.COMPARE_SET: self._compare_set, Op.APPEND: self._append, Op.CHECK: self._check, Op.WAIT: self._wait,
@@ -75,7 +75,7 @@ class Coordinator(StoreRequests):
             Op.CANCEL: self._cancel, Op.JOIN: self._join, Op.LEAVE: self._leave, Op.HEARTBEAT: self._heartbeat,
             Op.MEMBERS: self._list_members, Op.POST: self._post, Op.REPORT: self._report,
             Op.REPORTS: self._list_reports, Op.BARRIER: self._barrier, Op.ADD_ITEMS: self._add_items,
-            Op.OF_MEMBER: self._note_opener,
+            Op.OF_MEMBER: self._set_opener,
         }  # fmt: skip
 
     def handle(self, route: Route, frame: bytes, now: float) -> bool:
@@ -85,9 +85,9 @@ class Coordinator(StoreRequests):
             if len(self.sessions) >= MAX_SESSIONS:
                 return False
             session = self.sessions[route] = ClientSession(route, now)
-        session.heard_at = now
+        session.received_at = now
         if session.member is not None:
-            self.members.hear(session.member, now)
+            self.members.record_message(session.member, now)
         try:
             messages = unpack(frame, MAX_FIELDS)  # a frame may hold millions of empty messages
         except WireError:
@@ -115,18 +115,18 @@ class Coordinator(StoreRequests):
                 for route, frame in zip(fields[::2], fields[1::2], strict=True):
                     fine &= len(route) <= MAX_ROUTE_BYTES and self.handle(RelayedRoute(relay, route), frame, now)
             elif what == Op.UNDELIVERED and fields:
-                fine &= self._hear_undelivered(RelayedRoute(relay, fields[0]), fields[1:])
+                fine &= self._process_undelivered(RelayedRoute(relay, fields[0]), fields[1:])
             else:
                 fine = False
         self.num_malformed += not fine
         return fine
 
-    def _hear_undelivered(self, route: Route, numbers: Sequence[bytes]) -> bool:
+    def _process_undelivered(self, route: Route, numbers: Sequence[bytes]) -> bool:
         session = self.sessions.get(route)
         try:
             for number in map(unpack_number, numbers):
                 if session is not None:
-                    self.take_back(session, number)
+                    self.requeue_item(session, number)
         except WireError:
             return False
         if session is not None and session.member is not None:
@@ -145,7 +145,7 @@ class Coordinator(StoreRequests):
             return True
         answer: Answer | None = session.answered(number) if what in _CHANGES else None
         if answer is None and session.outgoing_bytes > MAX_OUTGOING_BYTES:
-            answer = pack(AnswerStatus.WRONG_CALL, number, b"you ask for more than you read")
+            answer = pack(AnswerStatus.WRONG_CALL, number, b"this client requests more than it reads")
         if answer is None:
             at = len(self.journal)
             try:
@@ -172,30 +172,30 @@ class Coordinator(StoreRequests):
         return fine
 
     def tick(self, now: float) -> list[str]:
-        """Let time pass: find members that are lost, and end sessions that are over. Return lines for a person."""
-        said = []
+        """Find members that are lost, and forget sessions that have ended. Return lines for the log."""
+        lines = []
         for member in self.members.silent(now):
-            silence_s = now - member.heard_at
-            why = f"the coordinator did not hear from it for {silence_s:.1f} s ({self._limit} are allowed)"
-            said += self._find_lost(member, why)
-        for member in self.members.take_grown():
+            silence_s = now - member.received_at
+            why = f"the coordinator received nothing from it for {silence_s:.1f} s (the limit is {self._limit})"
+            lines += self._find_lost(member, why)
+        for member in self.members.pop_grown():
             if member.num_bytes > MAX_WAITING_BYTES and not member.suspicion:
-                why = f"{member.num_bytes >> 20} MiB of events wait, and it does not take them"
-                said += self._find_lost(member, why)
-        said += [self.lose(member, member.suspicion) for member in self.members.suspects if not self._is_voter(member)]
-        if self.journal.is_kept and (taken := self.members.take_progress()):
-            self.journal.add(EntryKind.TAKEN, None, 0, *map(pack_number, taken))
+                why = f"{member.num_bytes >> 20} MiB of events wait, and it does not read them"
+                lines += self._find_lost(member, why)
+        lines += [self.lose(member, member.suspicion) for member in self.members.suspects if not self._is_voter(member)]
+        if self.journal.is_kept and (taken := self.members.pop_progress()):
+            self.journal.add(EntryKind.ACKNOWLEDGED, None, 0, *map(pack_number, taken))
         if now - self._swept_at < SWEEP_EVERY_S:
-            return said
+            return lines
         self._swept_at = now
         for session in list(self.sessions.values()):
-            silent_s = now - session.heard_at
+            silent_s = now - session.received_at
             if silent_s > UNPARKED_AFTER_S and session.parked:
                 self._unpark_repeatable(session)
             if silent_s > FORGOTTEN_AFTER_S and session.member is None:
                 self.journal.add(EntryKind.FORGET, session.route, 0)
                 self._forget_session(session)
-        return said
+        return lines
 
     def _forget_session(self, session: ClientSession) -> None:
         for number in list(session.parked):
@@ -209,7 +209,7 @@ class Coordinator(StoreRequests):
         """
         self.members.note_pause(pause_s, now)
         for session in self.sessions.values():
-            session.heard_at = min(now, session.heard_at + pause_s)
+            session.received_at = min(now, session.received_at + pause_s)
 
     @property
     def _limit(self) -> str:
@@ -221,13 +221,13 @@ class Coordinator(StoreRequests):
         If nothing was received since that time, the connection has ended by silence, which is judged separately.
         """
         session = self.sessions.get(route)
-        if session is None or session.member is None or session.heard_at <= silent_since:
+        if session is None or session.member is None or session.received_at <= silent_since:
             return []
         why = f"its connection to the coordinator has ended, and it did not connect again for {CONNECTION_ENDED_S:g} s"
         return [] if session.member.suspicion else self._find_lost(session.member, why)
 
     def _find_lost(self, member: Member, why: str) -> list[str]:
-        """Declare a member lost, or leave that to the hosts that vote on it. Return lines for a person."""
+        """Declare a member lost, or only suspect it if its removal needs a vote. Return lines for the log."""
         if not self._is_voter(member):
             return [self.lose(member, why)]
         self.journal.add(EntryKind.SUSPECT, None, member.id, why.encode())
@@ -240,7 +240,7 @@ class Coordinator(StoreRequests):
         return False
 
     def lose(self, member: Member, why: str) -> str:
-        """Declare a member lost, and notify the others and the member of the reason. Return a line for a person."""
+        """Declare a member lost, and notify the others and the member of the reason. Return a line for the log."""
         self.journal.add(EntryKind.LOSE, None, member.id, why.encode())
         return self._lose(member, why)
 
@@ -257,25 +257,25 @@ class Coordinator(StoreRequests):
         return f"member {member.id} ({self.name_of(member)}) is lost: {why}"
 
     def end_clients(self, sessions: Iterable[ClientSession]) -> None:
-        """Record that clients are lost with their host, and cancel their waits.
+        """Cancel the waits of clients that were lost with their host.
 
-        An item that a lost client took from a queue is available again, if the client has changed nothing since.
+        The item that a lost client popped last is put back into its queue if the client has changed nothing since.
         """
         lost = list(sessions)
         for session in lost:
             self._unpark_repeatable(session)
         for session in lost:
             if session.popped and (number := next(reversed(session.popped))) >= session.newest:
-                self.take_back(session, number)
+                self.requeue_item(session, number)
 
     def who(self, route: Route) -> str:
-        """Return the name of the client behind `route` in messages to a person."""
+        """Return the name of the client behind `route`, for the log."""
         session = self.sessions.get(route)
         member = session.member if session is not None else None
-        return "somebody who knows the key" if member is None else f"member {member.id} ({self.name_of(member)})"
+        return "a client with the job's key" if member is None else f"member {member.id} ({self.name_of(member)})"
 
     def name_of(self, member: Member) -> str:
-        """Return the name of a member in messages to a person: its host's, if it has reported one."""
+        """Return the name of a member, for the log: its host's, if it has reported one."""
         try:
             facts = json.loads(member.facts)
             name = str(facts.get("host") or f"member {member.id}")[:200]
@@ -283,15 +283,17 @@ class Coordinator(StoreRequests):
             return f"member {member.id}"
         return printable(name)
 
-    # Requests. Each returns its answer, or None where it waits or needs none.
+    # Handlers of requests. Each returns the answer, or None if the request waits or has no answer.
 
     def _hello(self, session: ClientSession, message: WireMessage) -> Answer:
         version = unpack_number(message.fields[0])
         if version != VERSION:
-            raise RefusedError(f"the coordinator speaks version {VERSION} of the protocol, and you {version}")
+            raise RefusedError(
+                f"the coordinator uses version {VERSION} of the protocol, and this client version {version}"
+            )
         return pack(AnswerStatus.OK, message.number, self.job.encode(), repr(self.members.lost_after_s).encode())
 
-    def _note_opener(self, session: ClientSession, message: WireMessage) -> None:
+    def _set_opener(self, session: ClientSession, message: WireMessage) -> None:
         member = unpack_number(message.fields[0])
         if self.members.get(member) is None:
             raise WireError("there is no such member")
@@ -303,7 +305,7 @@ class Coordinator(StoreRequests):
         waiter = self._unpark(session, number)
         if waiter is not None and waiter.owner[1].what == Op.BARRIER:
             self.journal.add(EntryKind.UNPARK, session.route, number)
-        self.take_back(session, number)  # if the item crossed the notice that the client waits for it no longer
+        self.requeue_item(session, number)  # if the item crossed the notice that the client waits for it no longer
 
     def _join(self, session: ClientSession, message: WireMessage) -> Answer:
         facts, watches = message.fields
@@ -312,9 +314,9 @@ class Coordinator(StoreRequests):
         if not isinstance(json.loads(facts), dict):
             raise WireError("facts are not an object")
         watched = None if watches == b"all" else frozenset(map(unpack_number, filter(None, watches.split(b","))))
-        if session.member is not None:  # it has not received the answer to an earlier request in time, and asks again
+        if session.member is not None:  # it did not receive the answer to an earlier request in time
             self._part_with(session, session.member, "it joins again")
-        session.member = self.members.join(session, facts, watched, session.heard_at)
+        session.member = self.members.join(session, facts, watched, session.received_at)
         session.gone = ""
         self._send_changes()
         return pack(AnswerStatus.OK, message.number, pack_number(session.member.id))
@@ -340,7 +342,7 @@ class Coordinator(StoreRequests):
         if session.member is None:
             return pack(AnswerStatus.UNKNOWN, 0, (session.gone or "it has not joined").encode(), message.fields[1])
         taken, seen = message.number, unpack_number(message.fields[0])
-        session.member.took(taken)
+        session.member.acknowledge(taken)
         if seen < session.member.sent:  # on their way, or lost with a connection; twice does no harm
             session.member.rewind(seen)
             self.outgoing[session] = None
@@ -372,7 +374,9 @@ class Coordinator(StoreRequests):
         else:
             receivers = [member for member in (self.members.get(to),) if member is not None]
         if to != -1 and not receivers:
-            raise RefusedError(f"there is no member {to} (any more): {self.members.why_gone(to) or 'it never joined'}")
+            raise RefusedError(
+                f"there is no member {to} (any more): {self.members.find_leave_reason(to) or 'it never joined'}"
+            )
         if not self.is_copy and not all(member.has_room(len(detail)) for member in receivers):
             return pack(AnswerStatus.BUSY, message.number)
         for member in receivers:
@@ -387,7 +391,7 @@ class Coordinator(StoreRequests):
         if me is None:
             return self._unknown(session, message)
         if not self.reports.add(me.id, kind, body):
-            raise RefusedError(f"{self.name_of(me)} has handed in as many reports as are kept")
+            raise RefusedError(f"{self.name_of(me)} has sent as many reports as the coordinator stores")
         return pack(AnswerStatus.OK, message.number)
 
     def _list_reports(self, session: ClientSession, message: WireMessage) -> Answer:
@@ -397,6 +401,6 @@ class Coordinator(StoreRequests):
         return pack(AnswerStatus.OK, message.number, *fields)
 
     def _send_changes(self) -> None:
-        for member in self.members.take_told():
+        for member in self.members.pop_notified():
             assert isinstance(member.owner, ClientSession)
             self.outgoing[member.owner] = None

@@ -1,10 +1,10 @@
-"""`Followers` sends a coordinator's journal to its standbys, and delays answers until they have it.
+"""`Followers` sends a coordinator's journal to its standbys, and delays answers until the standbys have it.
 
     requests ──► journal ──cut──► batch n ──► every standby ──FOLLOWED n──┐
-        └──────► answers ──held with n────────────────────────────────────┴──► released, to the clients
+        └──────► answers ──delayed with n─────────────────────────────────┴──► released, to the clients
 
-An answer leaves the coordinator when every required standby has all changes that the answer depends on. The clients of
-the coordinator's own agent do not wait: they are lost with it.
+An answer leaves the coordinator when every required standby has all changes that the answer depends on. The
+clients of the coordinator's own agent do not wait: they are lost with the coordinator.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ class Followers:
         self.on_stalled: Callable[[bytes], object] = lambda ticket: None
         self._streams: dict[bytes, _Stream] = {}
         self._batch = 0
-        self._held: deque[tuple[int, ClientSession, list[Answer]]] = deque()
-        self._held_since = 0.0
-        self._told: set[bytes] = set()  # the tickets that `on_stalled` has received
+        self._delayed: deque[tuple[int, ClientSession, list[Answer]]] = deque()
+        self._delayed_since = 0.0
+        self._reported: set[bytes] = set()  # the tickets that `on_stalled` has received
 
     @property
     def is_active(self) -> bool:
-        """Return whether anything has to be done for standbys."""
-        return bool(self._streams or self.required or self._held)
+        """Return whether standbys follow, are required, or delay answers."""
+        return bool(self._streams or self.required or self._delayed)
 
     def begin(self, ticket: bytes, session: ClientSession, state: Sequence[JournalEntry]) -> list[Answer]:
-        """Let a standby follow; return the messages that send it the whole state.
+        """Register a standby; return the messages that send it the whole state.
 
         Raises:
-            RefusedError: as many follow as may.
+            RefusedError: there are too many standbys.
         """
         if ticket not in self._streams and len(self._streams) >= _MOST_STREAMS:
-            raise RefusedError(f"{len(self._streams)} standbys follow already")
+            raise RefusedError(f"{len(self._streams)} standbys already follow this coordinator")
         self._streams[ticket] = stream = _Stream(session)
         return self._pack(stream, state)
 
@@ -100,15 +100,15 @@ class Followers:
         stream = self._streams.get(ticket)
         if stream is not None and stream.session is session:
             stream.acknowledged = max(stream.acknowledged, min(batch, self._batch))
-            self._told.discard(ticket)
+            self._reported.discard(ticket)
 
     def lose(self, session: ClientSession) -> bool:
-        """Note that nothing can be delivered to this client; a standby stops following. Return whether it was one."""
+        """Remove the standby to which nothing can be delivered; return whether this client was one."""
         lost = [ticket for ticket, stream in self._streams.items() if stream.session is session]
         for ticket in lost:
             del self._streams[ticket]
             if ticket in self.required:
-                self._tell_stalled(ticket)
+                self._report_stalled(ticket)
         return bool(lost)
 
     @property
@@ -124,36 +124,36 @@ class Followers:
         streams = [self._streams.get(ticket) for ticket in self.required]
         return min((-1 if each is None else each.acknowledged for each in streams), default=self._batch)
 
-    def hold(self, session: ClientSession, answers: list[Answer]) -> bool:
-        """Hold answers back if they may depend on changes that a required standby lacks; return whether it did."""
-        if self._common >= self._batch and not self._held:
+    def delay(self, session: ClientSession, answers: list[Answer]) -> bool:
+        """Delay answers if they may depend on changes that a required standby lacks; return whether it did."""
+        if self._common >= self._batch and not self._delayed:
             return False
         member = session.member
         if (member is not None and member.id == self.leader) or self.follows(session):
             return False
-        if not self._held:
-            self._held_since = time.monotonic()
-        self._held.append((self._batch, session, answers))
+        if not self._delayed:
+            self._delayed_since = time.monotonic()
+        self._delayed.append((self._batch, session, answers))
         return True
 
     def release(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
-        """Yield the answers that need not be held back any more."""
+        """Yield the answers that need not be delayed any more."""
         common = self._common
-        while self._held and self._held[0][0] <= common:
-            _, session, answers = self._held.popleft()
-            self._held_since = time.monotonic()
+        while self._delayed and self._delayed[0][0] <= common:
+            _, session, answers = self._delayed.popleft()
+            self._delayed_since = time.monotonic()
             yield session, answers
 
-    def look(self, now: float) -> None:
-        """Let time pass: report the standbys that hold answers up for too long."""
-        if self._held and now - self._held_since > STALLED_S:
+    def check(self, now: float) -> None:
+        """Report the standbys that have delayed answers for too long."""
+        if self._delayed and now - self._delayed_since > STALLED_S:
             common = self._common
             for ticket in self.required:
                 stream = self._streams.get(ticket)
                 if stream is None or stream.acknowledged == common:
-                    self._tell_stalled(ticket)
+                    self._report_stalled(ticket)
 
-    def _tell_stalled(self, ticket: bytes) -> None:
-        if ticket not in self._told:
-            self._told.add(ticket)
+    def _report_stalled(self, ticket: bytes) -> None:
+        if ticket not in self._reported:
+            self._reported.add(ticket)
             self.on_stalled(ticket)

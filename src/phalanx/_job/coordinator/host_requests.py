@@ -1,12 +1,12 @@
 """Combine the requests of a host's processes to the coordinator, without sockets and without a clock.
 
     rank ─ CHECK a ─┐
-    rank ─ CHECK a ─┼──▶ CHECK a                a question of several ranks is asked once; who asks it while it is under
-    rank ─ CHECK a ─┘                           way is answered by the next one, as the first may be out of date
+    rank ─ CHECK a ─┼──▶ CHECK a                equal requests of ranks are sent once; a later equal request waits
+    rank ─ CHECK a ─┘                           for the next answer, since the first may be out of date
     rank ─ ADD_ITEMS row x ─┐
     rank ─ ADD_ITEMS row y ─┴──▶ ADD_ITEMS row x y
-    rank ─ GET facts#once ──────▶ GET facts#once   and the value is kept: it never changes
-    rank ─ whatever else ───────▶ the same         in the rank's own name
+    rank ─ GET facts#once ──────▶ GET facts#once   the value never changes, and is cached
+    rank ─ other requests ──────▶ the same         in the rank's own name
 
 So the start of a group, in which all ranks of a host send equal requests, costs the coordinator one request per host.
 """
@@ -74,7 +74,8 @@ class _Question:
 class HostRequests:
     """`HostRequests` keeps the requests of a host's processes until they are answered.
 
-    Pass received messages to `take` and `hear`; `take_outgoing` and `take_answers` return the messages to send.
+    Pass received messages to `receive_requests` and `receive_answers`; send the messages of `pop_outgoing` and
+    `pop_answers`.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class HostRequests:
 
     # These methods handle messages of the ranks.
 
-    def take(self, route: bytes, frame: bytes) -> None:
+    def receive_requests(self, route: bytes, frame: bytes) -> None:
         """Accept a frame from the process behind `route`."""
         try:
             messages = unpack(frame)
@@ -110,7 +111,7 @@ class HostRequests:
             self._outgoing.append((route, b"".join(pack(what, number, *fields) for what, number, fields in rest)))
 
     def _share(self, route: bytes, message: WireMessage) -> bool:
-        """Answer a request here, or share it among ranks; return False if it must go out in the rank's own name."""
+        """Answer a request here, or share it among ranks; return False if it must be sent in the rank's own name."""
         what, number, fields = message
         caller = route, number
         if what == Op.CANCEL:
@@ -131,7 +132,7 @@ class HostRequests:
             self._ask(caller, (int(what), *fields), what, fields)
         elif what == Op.COMPARE_SET:
             if len(fields) != 3 or fields[1] != fields[2]:
-                return False  # a rank that changes something does it in its own name
+                return False  # a change is made in the rank's own name
             self._ask(caller, (int(what), *fields), what, fields)
         else:
             return self._add_items(caller, fields)
@@ -153,7 +154,7 @@ class HostRequests:
     def _add_items(self, caller: Caller, fields: list[bytes]) -> bool:
         if len(fields) < 3:
             return False
-        if (answered := self._answered.get(caller)) is not None:  # the rank did not get it
+        if (answered := self._answered.get(caller)) is not None:  # the rank has not received it
             self._answer(caller, answered)
             return True
         words: Words = (int(Op.ADD_ITEMS), *fields[:2])
@@ -213,18 +214,18 @@ class HostRequests:
             self._kept.popitem(last=False)
 
     def resume(self) -> None:
-        """Note that questions under way may be lost: `ask_again` repeats them at once."""
+        """Have `ask_again` repeat the questions in flight at once: they may be lost."""
         for question in self._under_way.values():
             question.asked_at, question.num_asked, question.is_parked = -math.inf, 0, False
 
     def restart(self) -> None:
-        """Note that another coordinator has taken over, which may have other keys."""
+        """Drop cached values: another coordinator has taken over, which may have other keys."""
         self._kept.clear()
         self._hello = []
 
     # These methods handle messages of the coordinator.
 
-    def hear(self, frame: bytes, now: float) -> None:
+    def receive_answers(self, frame: bytes, now: float) -> None:
         """Accept a frame from the coordinator.
 
         Raises:
@@ -238,9 +239,9 @@ class HostRequests:
                     self._answers.append((route, answers))
                     continue
                 for message in unpack(answers):
-                    self._hear_own(message, now)
+                    self._process_answer(message, now)
 
-    def _hear_own(self, message: WireMessage, now: float) -> None:
+    def _process_answer(self, message: WireMessage, now: float) -> None:
         status, number, fields = message
         if number == 1 and status == AnswerStatus.OK:
             self._hello = fields
@@ -286,12 +287,12 @@ class HostRequests:
 
     # These methods return messages to send.
 
-    def take_answers(self) -> list[tuple[bytes, bytes]]:
-        """Return the answers that are to be sent, with the process that each is for."""
+    def pop_answers(self) -> list[tuple[bytes, bytes]]:
+        """Return the answers to send, each with the route of its process."""
         answers, self._answers = self._answers, []
         return answers
 
-    def take_outgoing(self, now: float) -> list[bytes]:
+    def pop_outgoing(self, now: float) -> list[bytes]:
         """Return the messages to send to the coordinator now, as few as the limits allow."""
         outgoing, self._outgoing = self._outgoing, []
         questions, self._to_ask = self._to_ask, []
@@ -300,14 +301,14 @@ class HostRequests:
                 question.is_sent, question.is_to_be_sent = True, False
                 question.asked_at, question.num_asked = now, question.num_asked + 1
                 outgoing.append((OWN, pack(question.what, question.number, *question.fields)))
-        return list(_put_together(outgoing))
+        return list(_combine(outgoing))
 
 
 def _size(items: list[bytes]) -> int:
     return sum(max(len(item), _ITEM_BYTES) for item in items)
 
 
-def _put_together(outgoing: list[tuple[bytes, bytes]]) -> Iterable[bytes]:
+def _combine(outgoing: list[tuple[bytes, bytes]]) -> Iterable[bytes]:
     fields: list[bytes] = []
     size = 0
     for route, frame in outgoing:

@@ -1,6 +1,6 @@
 """A `Journal` records the changes of a coordinator's state, in order: a copy that replays them has the same state.
 
-    request ──► the coordinator does it ──► entry ──► replay, on another host
+    request ──► the coordinator executes it ──► entry ──► replay, on another host
 
 Only changes are entries, and only those that do not follow from earlier entries: a granted request, with all its
 consequences, is one entry. A request is not an entry if its only effect is an answer, or if the client repeats it when
@@ -26,23 +26,23 @@ class EntryKind(enum.IntEnum):
     QUEUE = 3  # the name of a queue, and items behind those that it has
     GONE = 4  # why member `number` has left
     MEMBER = 5  # member `number`: facts, whom it watches, the number of its last event
-    EVENT = 6  # an event that member `number` has yet to take: its number, and the event
+    EVENT = 6  # an event that member `number` has not acknowledged: its number, and the event
     REPORT = 7  # a report of member `number`: its kind and its body
     SESSION = 8  # a client, and why it is no member any more
     ANSWERS = 9  # numbers of requests, with their answers
-    POPPED = 10  # request `number` has taken an item: from which queue, and the item
+    POPPED = 10  # request `number` has popped an item: the queue, and the item
     PARKED = 11  # request `number` waits at a barrier: its fields
     OPENED = 12  # a relay, which member `number` has opened
-    SUSPECTED = 13  # member `number` seems to be lost: why; its watchers were notified
+    SUSPECTED = 13  # member `number` is suspected to be lost: why; its watchers were notified
 
     # A change of it.
     REQUEST = 20  # request `number` was granted: its operation and fields
-    UNPOP = 21  # the item that request `number` took is back in its queue
+    UNPOP = 21  # the item that request `number` popped is back in its queue
     UNPARK = 22  # request `number` does not wait at a barrier any more
     LOSE = 23  # member `number` is lost: why
-    TAKEN = 24  # members, with the number up to which each has taken its events
+    ACKNOWLEDGED = 24  # members, with the number of the last event that each has acknowledged
     FORGET = 25  # a client is forgotten
-    SUSPECT = 26  # member `number` seems to be lost: why; notify its watchers
+    SUSPECT = 26  # member `number` is suspected to be lost: why; notify its watchers
 
 
 class JournalEntry(NamedTuple):
@@ -72,11 +72,11 @@ class Journal:
             )
 
     def stop(self) -> None:
-        """Stop keeping entries, which no standby reads any more."""
+        """Stop recording entries: no standby follows any more."""
         self.is_kept = False
         self._entries = []
 
-    def take(self) -> list[JournalEntry]:
+    def drain(self) -> list[JournalEntry]:
         """Return the entries since the last call."""
         entries, self._entries = self._entries, []
         return entries
@@ -91,7 +91,7 @@ def unpack_entries(frame: bytes) -> Iterable[JournalEntry]:
     """Yield the entries of a frame.
 
     Raises:
-        WireError: it is not made of entries.
+        WireError: the frame has something other than entries.
     """
     for kind, number, fields in unpack(frame):
         if not fields:
@@ -112,7 +112,7 @@ def unpack_route(field: bytes) -> Route | None:
     """Return the route in a field.
 
     Raises:
-        WireError: it is none.
+        WireError: the field is no route.
     """
     if not field:
         return None

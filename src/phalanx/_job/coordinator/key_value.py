@@ -1,4 +1,4 @@
-"""A `KeyValueStore` holds a job's keys and values like c10d's Store, without a clock or a network.
+"""A `KeyValueStore` has a job's keys, values and queues, as c10d's Store, without a clock or a network.
 
 The caller keeps a waiting request as a `Waiter`, which is returned when its keys exist.
 """
@@ -13,12 +13,12 @@ from typing import Any
 from phalanx._comm.control.wire import MAX_VALUE_BYTES
 
 MAX_KEY_BYTES = 64 << 10
-_OVERHEAD_BYTES = 200  # a key, or an item of a queue, takes so much more of this process's memory than its bytes
-_NUMBER_BYTES = 64  # a value that is longer is no number: it need not be read
+_OVERHEAD_BYTES = 200  # the memory that a key, or an item of a queue, needs in this process besides its bytes
+_NUMBER_BYTES = 64  # a longer value is no number
 
 
 class RefusedError(ValueError):
-    """The call cannot be right, or passes a limit; nothing was changed."""
+    """The request is invalid, or exceeds a limit; nothing was changed."""
 
 
 @dataclass(eq=False)
@@ -28,20 +28,20 @@ class Waiter:
     owner: Any
     keys: Sequence[bytes] = ()
     queue: bytes | None = None
-    takes_queues: bool = False  # whether a queue of that name counts as the key
+    accepts_queues: bool = False  # whether a queue of that name counts as the key
     missing: set[bytes] = field(default_factory=set)
 
 
 class KeyValueStore:
     """A `KeyValueStore` has keys, values and queues, within `max_bytes`.
 
-    `set` and the other calls that change something return the waiters that this made ready, in the order they came.
+    The methods that change something return the waiters that became ready, the oldest first.
     """
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._values: dict[bytes, bytes | bytearray] = {}  # a bytearray: something was appended since it was read
+        self._values: dict[bytes, bytes | bytearray] = {}  # a bytearray: a value was appended since the last read
         self._queues: dict[bytes, deque[bytes]] = {}
         self._waiters: dict[bytes, dict[Waiter, None]] = {}  # the waiters for each key or queue, the oldest first
 
@@ -67,7 +67,7 @@ class KeyValueStore:
         if old is None:
             self._room(key, len(value), len(key) + len(value) + _OVERHEAD_BYTES)
             self._values[key] = value
-            return self._came(key) if key in self._waiters else []
+            return self._pop_ready(key) if key in self._waiters else []
         self._room(key, len(value), len(value) - len(old))
         self._values[key] = value
         return []
@@ -145,13 +145,13 @@ class KeyValueStore:
         """Append to a queue. If a client waits for an item, one waiter becomes ready: call `pop` for it."""
         self._room(queue, len(value), len(queue) + len(value) + _OVERHEAD_BYTES)
         self._queues.setdefault(queue, deque()).append(value)
-        return self._came(queue) if queue in self._waiters else []
+        return self._pop_ready(queue) if queue in self._waiters else []
 
     def push_back(self, queue: bytes, value: bytes) -> list[Waiter]:
         """Undo a `pop` whose caller never got the item; otherwise it does what `push` does."""
         self.num_bytes += len(queue) + len(value) + _OVERHEAD_BYTES
         self._queues.setdefault(queue, deque()).appendleft(value)
-        return self._came(queue) if queue in self._waiters else []
+        return self._pop_ready(queue) if queue in self._waiters else []
 
     def pop(self, queue: bytes) -> bytes | None:
         """Return the oldest item of a queue, or None."""
@@ -170,7 +170,7 @@ class KeyValueStore:
         self._queues.setdefault(queue, deque()).append(value)
 
     def queues(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield each queue that holds something, with its items."""
+        """Yield each queue with its items."""
         for queue, items in self._queues.items():
             yield queue, list(items)
 
@@ -185,15 +185,15 @@ class KeyValueStore:
                 return False
             self._waiters.setdefault(waiter.queue, {})[waiter] = None
             return True
-        there = self.has if waiter.takes_queues else self._has_values
+        there = self.has if waiter.accepts_queues else self._has_values
         waiter.missing = {key for key in waiter.keys if not there((key,))}
         for key in waiter.missing:
             self._waiters.setdefault(key, {})[waiter] = None
         return bool(waiter.missing)
 
     def release(self, key: bytes) -> list[Waiter]:
-        """Forget the waiters for a key that never comes, and return them."""
-        return self._came(key) if key in self._waiters else []
+        """Forget the waiters for a key that is never set, and return them."""
+        return self._pop_ready(key) if key in self._waiters else []
 
     def forget(self, waiter: Waiter) -> None:
         """Forget `waiter`."""
@@ -203,7 +203,7 @@ class KeyValueStore:
             if not waiters:
                 self._waiters.pop(key, None)
 
-    def _came(self, key: bytes) -> list[Waiter]:
+    def _pop_ready(self, key: bytes) -> list[Waiter]:
         waiters = self._waiters[key]
         ready, takers = [], self.queue_len(key)
         for waiter in list(waiters):
@@ -212,7 +212,7 @@ class KeyValueStore:
                     continue
                 takers -= 1
                 ready.append(waiter)
-            elif waiter.takes_queues or key in self._values:
+            elif waiter.accepts_queues or key in self._values:
                 waiter.missing.discard(key)
                 if not waiter.missing:
                     ready.append(waiter)

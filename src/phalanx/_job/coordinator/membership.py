@@ -1,4 +1,4 @@
-"""`Membership` tracks the members of the job, the reasons why others left, and unread events of each member.
+"""`Membership` tracks the members of the job, the reasons why others have left, and each member's unread events.
 
 Every member has an outbox: numbered events that are kept until the member acknowledges them, so that a network
 interruption loses none. An outbox has a limit; a sender to a member with a full outbox has to try again. `Membership`
@@ -22,7 +22,7 @@ _OVERHEAD_BYTES = 100
 
 @dataclass(eq=False)
 class Member:
-    """A `Member` is a process that has joined. `heard_at` is when its last message arrived.
+    """A `Member` is a process that has joined. `received_at` is when its last message arrived.
 
     `watches` holds the members whose joins and leaves it is notified of; None stands for all.
     """
@@ -31,13 +31,13 @@ class Member:
     owner: object
     facts: bytes
     watches: frozenset[int] | None
-    heard_at: float
+    received_at: float
     _outbox: deque[tuple[int, bytes]] = field(default_factory=deque)
     _last: int = 0
     _sent: int = 0
-    _taken: int = 0
+    _acknowledged: int = 0
     _copied: int = 0  # the number of the last event that copies know to be acknowledged
-    suspicion: str = ""  # why it seems to be lost, as long as others have yet to agree
+    suspicion: str = ""  # why the member is suspected to be lost; its removal needs a vote
     num_bytes: int = 0
 
     def has_room(self, size: int) -> bool:
@@ -51,9 +51,9 @@ class Member:
         self._outbox.append((self._last, event))
         self.num_bytes += len(event) + _OVERHEAD_BYTES
 
-    def took(self, number: int) -> None:
-        """Note that the member has taken all events up to `number`."""
-        self._taken = max(self._taken, min(number, self._last))
+    def acknowledge(self, number: int) -> None:
+        """Remove the events up to `number` from the outbox: the member has them."""
+        self._acknowledged = max(self._acknowledged, min(number, self._last))
         while self._outbox and self._outbox[0][0] <= number:
             self.num_bytes -= len(self._outbox.popleft()[1]) + _OVERHEAD_BYTES
 
@@ -80,30 +80,30 @@ class Member:
         return self._last
 
     def waiting(self) -> list[tuple[int, bytes]]:
-        """Return the events that the member has yet to take, with their numbers."""
+        """Return the events that the member has not acknowledged, with their numbers."""
         return list(self._outbox)
 
     def unread_messages(self) -> list[tuple[int, bytes]]:
-        """Return the messages that the member has yet to take, with their senders."""
+        """Return the messages that the member has not acknowledged, with their senders."""
         events = (unpack(event)[0].fields for _, event in self._outbox)
         return [(unpack_number(sender), detail) for kind, sender, detail in events if kind == b"message"]
 
     def restore_last(self, number: int) -> None:
-        """Restore the count: events up to this number were put and taken."""
-        self._last = self._taken = self._copied = number
+        """Restore the count: the member has acknowledged the events up to this number."""
+        self._last = self._acknowledged = self._copied = number
 
     def restore_event(self, number: int, event: bytes) -> None:
-        """Restore an event that is not taken yet; call this for the oldest one first."""
-        self._taken = self._copied = min(self._taken, number - 1)
+        """Restore an unacknowledged event; the caller restores the oldest one first."""
+        self._acknowledged = self._copied = min(self._acknowledged, number - 1)
         self._outbox.append((number, event))
         self.num_bytes += len(event) + _OVERHEAD_BYTES
 
-    def take_progress(self) -> int | None:
-        """Return the number up to which events were taken, unless an earlier call returned it."""
-        if self._copied == self._taken:
+    def pop_progress(self) -> int | None:
+        """Return the number of the last acknowledged event, unless an earlier call has returned it."""
+        if self._copied == self._acknowledged:
             return None
-        self._copied = self._taken
-        return self._taken
+        self._copied = self._acknowledged
+        return self._acknowledged
 
 
 class Membership:
@@ -115,9 +115,9 @@ class Membership:
         self._watchers: dict[int | None, set[int]] = {}  # by the member that is watched; None: those that watch all
         self._gone: dict[int, str] = {}
         self._next = 0
-        self._told: list[Member] = []
-        self._heard: OrderedDict[int, None] = OrderedDict()  # the members, ordered by their latest message
-        self._grown: set[int] = set()  # members whose outboxes have grown since they were looked at
+        self._notified: list[Member] = []
+        self._by_silence: OrderedDict[int, None] = OrderedDict()  # the members, ordered by their latest message
+        self._grown: set[int] = set()  # members whose outboxes have grown since the last `pop_grown`
         self._own: set[int] = set()  # members in the coordinator's own process
         self._suspects: set[int] = set()
 
@@ -131,7 +131,7 @@ class Membership:
         """Return the member with this number, if it is in the job now."""
         return self._members.get(member)
 
-    def why_gone(self, member: int) -> str:
+    def find_leave_reason(self, member: int) -> str:
         """Return why a member has left; empty for an unknown one, or one that left long ago."""
         return self._gone.get(member, "")
 
@@ -139,44 +139,44 @@ class Membership:
         """Return a new member; the members that watch it receive its facts."""
         member = Member(self._next, owner, facts, watches, now)
         self._next += 1
-        self._tell(b"joined", member.id, facts)
+        self._notify_watchers(b"joined", member.id, facts)
         self._members[member.id] = member
-        self._note_watches(member)
-        self._heard[member.id] = None
+        self._add_watches(member)
+        self._by_silence[member.id] = None
         return member
 
-    def hear(self, member: Member, now: float) -> None:
-        member.heard_at = now
-        if member.id in self._heard:
-            self._heard.move_to_end(member.id)
+    def record_message(self, member: Member, now: float) -> None:
+        member.received_at = now
+        if member.id in self._by_silence:
+            self._by_silence.move_to_end(member.id)
 
     def suspect(self, member: Member, why: str) -> None:
-        """Tell those that watch a member that it is lost, and keep it: others have yet to agree."""
+        """Notify the watchers of a member that it is lost, and keep the member: its removal needs a vote."""
         member.suspicion = why
         self._suspects.add(member.id)
-        self._tell(b"lost", member.id, why.encode())
+        self._notify_watchers(b"lost", member.id, why.encode())
 
     @property
     def suspects(self) -> list[Member]:
-        """Return the members that seem lost, on which others have yet to agree. It is free while there are none."""
+        """Return the members that are suspected to be lost. This costs nothing while there are none."""
         return [self._members[number] for number in sorted(self._suspects)]
 
     def restore_suspicion(self, member: Member, why: str) -> None:
-        """Restore the suspicion of a member, of which its watchers know already; "" ends it."""
+        """Restore the suspicion of a member without notifying its watchers again; "" ends the suspicion."""
         member.suspicion = why
         (self._suspects.add if why else self._suspects.discard)(member.id)
 
     def remove(self, member: Member, kind: bytes, why: str) -> None:
-        """Remove a member that has `left`, or is `lost`; notify its watchers of the reason, unless they know it."""
-        self._forget_watches(member)
+        """Remove a member that has `left` or is `lost`; notify its watchers, unless they know the suspicion."""
+        self._remove_watches(member)
         del self._members[member.id]
-        del self._heard[member.id]
+        del self._by_silence[member.id]
         self._suspects.discard(member.id)
         self._gone[member.id] = why
         if len(self._gone) > _GONE_KEPT:
             del self._gone[next(iter(self._gone))]
         if not member.suspicion:
-            self._tell(kind, member.id, why.encode())
+            self._notify_watchers(kind, member.id, why.encode())
 
     @property
     def next(self) -> int:
@@ -189,46 +189,46 @@ class Membership:
         return self._gone
 
     def restore_next(self, number: int) -> None:
-        """Give this number to the next member that joins."""
+        """Restore the number of the next member that joins."""
         self._next = number
 
-    def restore_gone(self, member: int, why: str) -> None:
+    def restore_leave_reason(self, member: int, why: str) -> None:
         self._gone[member] = why
 
     def restore(self, member: Member, last: int) -> Member:
         """Restore a member of another `Membership`; `last` is the number of its last event."""
         self._members[member.id] = member
-        self._note_watches(member)
-        self._heard[member.id] = None
+        self._add_watches(member)
+        self._by_silence[member.id] = None
         self._grown.add(member.id)
         member.restore_last(last)
         return member
 
-    def take_progress(self) -> list[int]:
-        """Return the members with the number up to which each has taken its events, if that is new."""
+    def pop_progress(self) -> list[int]:
+        """Return the members with the number of the last event that each has acknowledged, if that is new."""
         found = []
         for member in self._members.values():
-            taken = member.take_progress()
-            if taken is not None:
-                found += [member.id, taken]
+            acknowledged = member.pop_progress()
+            if acknowledged is not None:
+                found += [member.id, acknowledged]
         return found
 
     def silent(self, now: float) -> list[Member]:
-        """Return the members that have been silent for too long. It costs nothing while there are none."""
+        """Return the members that have been silent for too long. This costs nothing while there are none."""
         found = []
-        for number in self._heard:
+        for number in self._by_silence:
             member = self._members[number]
-            if now - member.heard_at <= self.lost_after_s:
+            if now - member.received_at <= self.lost_after_s:
                 break
             if number not in self._own and not member.suspicion:
                 found.append(member)
         return found
 
-    def keep(self, member: int) -> None:
-        """Never take a member for silent, since it lives and ends with the coordinator's own process."""
+    def exempt(self, member: int) -> None:
+        """Never count a member as silent: it lives in the coordinator's own process."""
         self._own.add(member)
 
-    def take_grown(self) -> list[Member]:
+    def pop_grown(self) -> list[Member]:
         """Return the members whose outboxes have grown since the last call."""
         grown, self._grown = self._grown, set()
         return [self._members[number] for number in grown if number in self._members]
@@ -236,38 +236,38 @@ class Membership:
     def note_pause(self, pause_s: float, now: float) -> None:
         """Extend all deadlines by a pause in which the coordinator did not listen."""
         for member in self:
-            member.heard_at = min(now, member.heard_at + pause_s)
+            member.received_at = min(now, member.received_at + pause_s)
 
     def post(self, sender: int, to: Member, detail: bytes) -> None:
         to.put(b"message", sender, detail)
         self._grown.add(to.id)
 
     def watch(self, member: Member, watches: frozenset[int] | None) -> None:
-        """Notify a member of these others' changes from now on; None stands for all."""
-        self._forget_watches(member)
+        """Notify a member of changes of `watches` from now on; None stands for all members."""
+        self._remove_watches(member)
         member.watches = watches
-        self._note_watches(member)
+        self._add_watches(member)
 
-    def _note_watches(self, member: Member) -> None:
+    def _add_watches(self, member: Member) -> None:
         for watched in (None,) if member.watches is None else member.watches:
             self._watchers.setdefault(watched, set()).add(member.id)
 
-    def _forget_watches(self, member: Member) -> None:
+    def _remove_watches(self, member: Member) -> None:
         for watched in (None,) if member.watches is None else member.watches:
             watchers = self._watchers[watched]
             watchers.remove(member.id)
             if not watchers:
                 del self._watchers[watched]
 
-    def _tell(self, kind: bytes, member: int, detail: bytes) -> None:
+    def _notify_watchers(self, kind: bytes, member: int, detail: bytes) -> None:
         """Notify a member's watchers of its change; with thousands of members there are few watchers."""
         for number in sorted(self._watchers.get(None, set()) | self._watchers.get(member, set())):
             other = self._members[number]
             other.put(kind, member, detail)
             self._grown.add(number)
-            self._told.append(other)
+            self._notified.append(other)
 
-    def take_told(self) -> list[Member]:
+    def pop_notified(self) -> list[Member]:
         """Return the members that were notified of a change since the last call."""
-        told, self._told = self._told, []
-        return told
+        notified, self._notified = self._notified, []
+        return notified

@@ -1,10 +1,10 @@
 """A relay, in the agent of a host, is the one connection of its ranks to the coordinator on another host.
 
-    rank ─┐                                        what several ranks ask for in a moment travels together, is
-    rank ─┼─ socket of this host ─ relay ─ CURVE ─▶ encrypted once, and is one connection of the coordinator's;
-    rank ─┘                                        what all of them ask is asked once (`host_requests`)
+    rank ─┐                                        simultaneous requests of ranks are one message, which is
+    rank ─┼─ socket of this host ─ relay ─ CURVE ─▶ encrypted once, over one connection of the coordinator's;
+    rank ─┘                                        equal requests are sent once (`host_requests`)
 
-The coordinator has a session for each rank, as for those that connect to it. A rank without an answer asks again.
+The coordinator has a session for each rank, as if the rank were connected directly. A rank repeats unanswered requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx._comm.control.wire import MAX_FRAME_BYTES, AnswerStatus, Op, pack, 
 from phalanx._job.coordinator.host_requests import HostRequests
 
 _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
-_ROUND_FRAMES, _ROUND_BYTES = 256, 1 << 20  # so much is read before it is sent on
+_ROUND_FRAMES, _ROUND_BYTES = 256, 1 << 20  # the most that is read before it is forwarded
 _QUEUE_FRAMES = 256  # the most frames that wait for a rank that does not read
 _TICK_S = 0.25
 
@@ -40,7 +40,7 @@ class Relay:
     """
 
     def __init__(self, endpoint: str, key: Key | None, member: Callable[[], int] = lambda: -1) -> None:
-        self._member, self._told_member = member, -1
+        self._member, self._sent_member = member, -1
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._is_closed = False
         self._stopping = False
@@ -108,13 +108,15 @@ class Relay:
         for each in (self._dealer, self._monitor, self._wakeup):
             poller.register(each, _POLLIN)
         while not self._stopping:
-            poller.modify(self._router, 0 if self._waiting else _POLLIN)  # ranks wait where the coordinator does
+            poller.modify(
+                self._router, 0 if self._waiting else _POLLIN
+            )  # backpressure: ranks wait while the coordinator does not read
             ready = {each for each, _ in poller.poll(int(_TICK_S * 1000))}
             if self._wakeup.fileno() in ready:
                 self._wakeup.drain()
             redirected, self._redirected = self._redirected, None
             if redirected is not None:
-                self._read_answers()  # the last ones of the coordinator that was
+                self._read_answers()  # the last ones of the former coordinator
                 self._follow(*redirected)
             if self._monitor in ready:
                 self._read_events()
@@ -126,14 +128,14 @@ class Relay:
             if not self._is_cut:
                 self._requests.ask_again(now)
             self._answer()
-            self._tell_member()
-            self._waiting += self._requests.take_outgoing(now)
+            self._send_member()
+            self._waiting += self._requests.pop_outgoing(now)
             self._send()
 
-    def _tell_member(self) -> None:
+    def _send_member(self) -> None:
         member = self._member()
-        if member not in (-1, self._told_member) and self._was_connected and not self._is_cut:
-            self._told_member = member
+        if member not in (-1, self._sent_member) and self._was_connected and not self._is_cut:
+            self._sent_member = member
             self._waiting.append(pack(Op.OF_MEMBER, 0, pack_number(member)))
 
     # From the ranks to the coordinator.
@@ -150,9 +152,9 @@ class Relay:
             frame = b"".join(pieces)
             size += len(frame)
             if len(frame) > MAX_FRAME_BYTES:
-                continue  # no client of ours sends so much
+                continue  # no client of Phalanx sends more
             self._routes[route] = None
-            self._requests.take(route, frame)
+            self._requests.receive_requests(route, frame)
 
     def _send(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -172,24 +174,24 @@ class Relay:
                 self._epoch = self._shown_epoch = epoch
                 self._requests.restart()
             self._shown_epoch = self._shown_epoch or epoch
-            with contextlib.suppress(ValueError, IndexError):  # a coordinator that is none of ours
-                self._requests.hear(frame[EPOCH_BYTES:], now)
+            with contextlib.suppress(ValueError, IndexError):  # it is no coordinator of Phalanx
+                self._requests.receive_answers(frame[EPOCH_BYTES:], now)
 
     def _answer(self) -> None:
-        for route, answers in self._requests.take_answers():
-            self._hand_over(route, answers)
+        for route, answers in self._requests.pop_answers():
+            self._send_answers(route, answers)
 
-    def _hand_over(self, route: bytes, answers: bytes) -> None:
+    def _send_answers(self, route: bytes, answers: bytes) -> None:
         try:
             send_in_pieces(self._router, self._shown_epoch + answers, route)
         except zmq.Again:
-            self._undelivered(route, answers)
+            self._report_undelivered(route, answers)
         except zmq.ZMQError:
             self._routes.pop(route, None)
-            self._undelivered(route, answers)
+            self._report_undelivered(route, answers)
 
-    def _undelivered(self, route: bytes, answers: bytes) -> None:
-        """Tell the coordinator which items of queues did not reach their taker, so that others get them."""
+    def _report_undelivered(self, route: bytes, answers: bytes) -> None:
+        """Report to the coordinator which popped items did not reach their rank, so that other ranks get them."""
         numbers = [pack_number(message.number) for message in unpack(answers) if message.what == AnswerStatus.OK]
         if numbers:
             self._waiting.append(pack(Op.UNDELIVERED, 0, route, *numbers))
@@ -201,18 +203,18 @@ class Relay:
             event = int.from_bytes(frame[:2], "little")
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 if self._was_connected:
-                    self._tell_all(AnswerStatus.RESUMED)
+                    self._notify_all(AnswerStatus.RESUMED)
                     self._requests.resume()
-                self._was_connected, self._is_cut, self._told_member = True, False, -1
+                self._was_connected, self._is_cut, self._sent_member = True, False, -1
             elif event == zmq.EVENT_DISCONNECTED and self._was_connected and not self._is_cut:
                 self._is_cut = True
-                self._tell_all(AnswerStatus.CUT)
+                self._notify_all(AnswerStatus.CUT)
 
-    def _tell_all(self, status: AnswerStatus) -> None:
-        """Tell the ranks of a change of the connection, as if it were their own."""
+    def _notify_all(self, status: AnswerStatus) -> None:
+        """Notify the ranks of a change of the connection, as if it were their own."""
         if self._shown_epoch:
             for route in list(self._routes):
-                self._hand_over(route, pack(status, 0))
+                self._send_answers(route, pack(status, 0))
 
 
 def _received(source: zmq.Socket[bytes]) -> Iterator[bytes]:

@@ -47,7 +47,7 @@ def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
     """Return host and port of HOST, HOST:PORT, [V6] or [V6]:PORT, as torchrun does; V6::1:PORT ends in the port.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has none of these forms.
     """
     text = endpoint.strip()
     host, colon, port = text.rpartition(":")

@@ -2,7 +2,7 @@
 
 primary ── snapshot ──► entries ──► replay ── copy
    │                                             │
-   └── journal.take, as it changes ──► replay ───┘── take_over: it is the primary now
+   └── journal.drain, as it changes ──► replay ───┘── take_over: it is the primary now
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx._job.coordinator.reports import Reports
 from phalanx._job.coordinator.session import Answer, ClientSession, Route
 from phalanx._job.coordinator.store_requests import barrier_key
 
-# a state is sent in parts of at most so many bytes and fields, or of one item
+# the limits of one part of a state, unless it is a single item
 _ENTRY_BYTES, _ENTRY_FIELDS = 1 << 20, 1 << 10
 
 
@@ -35,23 +35,23 @@ class ReplicatedCoordinator(Coordinator):
 
     # Standbys on other hosts.
 
-    def take_outgoing(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
+    def pop_outgoing(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
         """Yield the answers that may be sent, by session; others wait until the required standbys have acknowledged."""
         datagrams, self._datagrams = self._datagrams, []
         yield from datagrams
         followers = self.followers
         if not followers.is_active:
-            yield from super().take_outgoing()
+            yield from super().pop_outgoing()
             return
         self._cut()
         yield from followers.release()
-        for session, answers in super().take_outgoing():
-            if not followers.hold(session, answers):
+        for session, answers in super().pop_outgoing():
+            if not followers.delay(session, answers):
                 yield session, answers
 
     def _cut(self) -> None:
         """Send the changes since the last call to the standbys."""
-        for session, messages in self.followers.cut(self.journal.take()):
+        for session, messages in self.followers.cut(self.journal.drain()):
             for message in messages:
                 self._send(session, message)
 
@@ -61,8 +61,8 @@ class ReplicatedCoordinator(Coordinator):
         super().undelivered(session, answers)
 
     def tick(self, now: float) -> list[str]:
-        """Let time pass, as `Coordinator` does; also find standbys that are late."""
-        self.followers.look(now)
+        """Do what `Coordinator.tick` does; also report standbys that are late."""
+        self.followers.check(now)
         return super().tick(now)
 
     def _is_voter(self, member: Member) -> bool:
@@ -88,8 +88,8 @@ class ReplicatedCoordinator(Coordinator):
         receiver = self.members.get(unpack_number(to))
         if session.member is not None and receiver is not None:
             assert isinstance(receiver.owner, ClientSession)
-            told = pack(AnswerStatus.DATAGRAM, 0, pack_number(session.member.id), body)
-            self._datagrams.append((receiver.owner, [told]))
+            datagram = pack(AnswerStatus.DATAGRAM, 0, pack_number(session.member.id), body)
+            self._datagrams.append((receiver.owner, [datagram]))
 
     # The complete state, and its changes.
 
@@ -101,7 +101,7 @@ class ReplicatedCoordinator(Coordinator):
         """Apply a change of another coordinator, of which this one is a copy that has all earlier entries.
 
         Raises:
-            WireError: the entry makes no sense.
+            WireError: the entry is malformed.
         """
         self.is_copy = True
         kind, route, number, fields = entry
@@ -116,19 +116,19 @@ class ReplicatedCoordinator(Coordinator):
             raise WireError(f"an entry of kind {kind}: {error!r}") from None
 
     def take_over(self, now: float) -> None:
-        """Become the coordinator: clients that call it from now on find all results granted to them.
+        """Become the coordinator: all results that were granted to clients are valid here.
 
-        It has received no message of theirs until now, so no client counts as silent.
+        This coordinator has received no message from clients yet, so no client counts as silent.
         """
         self.is_copy = False
         self.outgoing.clear()
         for session in self.sessions.values():
-            session.heard_at = now
+            session.received_at = now
         for member in self.members:
-            member.heard_at = now
-            self.members.restore_suspicion(member, "")  # this coordinator decides that
+            member.received_at = now
+            self.members.restore_suspicion(member, "")  # this coordinator decides on its own
             member.rewind(0)
-        self.members.take_told()
+        self.members.pop_notified()
 
     def _find_session(self, route: Route, now: float) -> ClientSession:
         session = self.sessions.get(route)
@@ -190,7 +190,7 @@ class ReplicatedCoordinator(Coordinator):
             for item in fields[1:]:
                 self.store.restore_item(fields[0], item)
         elif kind == EntryKind.GONE:
-            self.members.restore_gone(number, fields[0].decode())
+            self.members.restore_leave_reason(number, fields[0].decode())
         elif kind == EntryKind.REPORT:
             self.reports.add(number, fields[0], fields[1])
         elif kind == EntryKind.EVENT:
@@ -199,13 +199,13 @@ class ReplicatedCoordinator(Coordinator):
             self.members.restore_suspicion(self._member(number), fields[0].decode())
         elif kind == EntryKind.SUSPECT:
             self.members.suspect(self._member(number), fields[0].decode())
-            self.members.take_told()
+            self.members.pop_notified()
         elif kind == EntryKind.LOSE:
             self._lose(self._member(number), fields[0].decode())
-            self.members.take_told()
-        elif kind == EntryKind.TAKEN:
+            self.members.pop_notified()
+        elif kind == EntryKind.ACKNOWLEDGED:
             for member, taken in zip(map(unpack_number, fields[::2]), map(unpack_number, fields[1::2]), strict=True):
-                self._member(member).took(taken)
+                self._member(member).acknowledge(taken)
         else:
             raise WireError("an unknown kind")
 
@@ -213,14 +213,14 @@ class ReplicatedCoordinator(Coordinator):
         self, kind: int, session: ClientSession, number: int, fields: list[bytes], now: float
     ) -> None:
         if kind == EntryKind.REQUEST:
-            session.heard_at = now
+            session.received_at = now
             what = fields[0][0]
             self._handle(session, WireMessage(what, number, fields[1:]))
-            self.members.take_told()
+            self.members.pop_notified()
             if session.answered(number) is None and not (what == Op.BARRIER and number in session.parked):
                 raise WireError("a request that is not granted here")
         elif kind == EntryKind.UNPOP:
-            self.take_back(session, number)
+            self.requeue_item(session, number)
         elif kind == EntryKind.UNPARK:
             self._unpark(session, number)
         elif kind == EntryKind.FORGET:
@@ -233,9 +233,9 @@ class ReplicatedCoordinator(Coordinator):
             for answered, answer in zip(map(unpack_number, fields[::2]), fields[1::2], strict=True):
                 session.remember(answered, answer)
         elif kind == EntryKind.POPPED:
-            session.note_popped(number, fields[0], fields[1])
+            session.record_popped(number, fields[0], fields[1])
         elif kind == EntryKind.PARKED:
-            waiter = Waiter(session, (barrier_key(fields[0]),), takes_queues=True)
+            waiter = Waiter(session, (barrier_key(fields[0]),), accepts_queues=True)
             self._park(session, WireMessage(Op.BARRIER, number, fields), waiter)
         elif kind == EntryKind.MEMBER:
             facts, watches, last = fields

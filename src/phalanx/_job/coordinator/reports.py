@@ -1,4 +1,4 @@
-"""Keep reports of members for others to read: failures, flight records. The storage is bounded: the first are kept."""
+"""`Reports` stores the members' reports for others to read: failures, flight records. When full, it refuses more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_BYTES = 1 << 30
 
 
 class Reports:
-    """Reports by kind, in the order in which they came."""
+    """`Reports` has reports by kind, in the order in which they arrived."""
 
     def __init__(self) -> None:
         self._by_kind: dict[bytes, list[tuple[int, bytes]]] = {}
@@ -19,7 +19,7 @@ class Reports:
         self._sizes: Counter[int] = Counter()
 
     def add(self, sender: int, kind: bytes, body: bytes) -> bool:
-        """Keep a report; return False if its sender, or all members together, have handed in too much."""
+        """Store a report; return False if its sender, or all members together, have sent too much."""
         size = len(kind) + len(body)
         full = (
             self._counts[sender] >= MAX_REPORTS

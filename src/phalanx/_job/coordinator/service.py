@@ -1,6 +1,6 @@
-"""`Service` runs the coordinator: one thread reads sockets, and hands frames to `Coordinator`.
+"""`Service` runs the coordinator: one thread reads sockets, and passes frames to `Coordinator`.
 
-this host      ipc:///proc/<pid>/fd/<number>   a socket without a file; the kernel vouches for the user; no key
+this host      ipc:///proc/<pid>/fd/<number>   a socket without a file; the kernel authenticates the user; no key
 other hosts    tcp://<address>                 CURVE with the job's key
 """
 
@@ -35,7 +35,7 @@ from phalanx._job.coordinator.session import (
     ClientSession,
     Direct,
     RelayedRoute,
-    take_apart,
+    split_answers,
 )
 from phalanx.errors import AuthenticationError, CoordinationError
 
@@ -67,8 +67,8 @@ class Service:
         key: the job's key, which a `bind` needs.
         job: a name by which clients notice that they have reached the wrong job.
         lost_after_s: a member that is silent for this long is lost.
-        say: called in the service's thread with a line for a person (who was refused, who is lost).
-        coordinator: one that has taken over (`job` and `lost_after_s` are its own); without it a new one begins.
+        say: called in the service's thread with a line for the log (refused connections, lost members).
+        coordinator: one that has taken over, with its own `job` and `lost_after_s`; by default a new one.
 
     Raises:
         AuthenticationError: `bind` without a key.
@@ -87,8 +87,9 @@ class Service:
     ) -> None:
         if bind is not None and key is None:
             raise AuthenticationError(
-                f"the coordinator is asked to listen at {bind}, and there is no key: whoever reaches that port would "
-                "be in.\n`phalanx key` makes one, once; copy it to the other hosts (or have it in a shared home)."
+                f"the coordinator cannot listen at {bind}: there is no key, and anybody who reaches that "
+                "port could join.\n"
+                "`phalanx key` makes a key, once; copy it to the other hosts (or store it in a shared home)."
             )
         if not lost_after_s > 0:
             raise ValueError(f"lost_after_s must be above zero, got {lost_after_s!r}")
@@ -132,15 +133,15 @@ class Service:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether the service's thread runs, so that late answers will still come."""
+        """Return whether the service's thread runs: late answers will still arrive."""
         return self._thread.is_alive()
 
-    def keep(self, client: MemberConnection) -> None:
-        """Let a member in this process and this coordinator never take each other for lost by silence alone.
+    def exempt(self, client: MemberConnection) -> None:
+        """Exempt a member in this process from timeouts, and this coordinator from the member's.
 
-        They live and end together, and on a machine that is too busy either may be late.
+        They live and end together, and on a busy machine either may be late.
         """
-        self.coordinator.members.keep(client.member)
+        self.coordinator.members.exempt(client.member)
         client.is_served = lambda: self.is_serving
 
     def close(self) -> None:
@@ -181,7 +182,7 @@ class Service:
         except OSError as error:
             raise CoordinationError(
                 f"the coordinator cannot listen at {place}: {error.strerror or error}.\n"
-                "Give an address of this host and a port that is free (port 0 takes one), or leave the host out: :0",
+                "Use an address of this host and a free port (port 0 chooses one), or omit the host: :0",
                 reason="taken" if error.errno == errno.EADDRINUSE else "",
             ) from None
         pair = key.coordinator_pair()
@@ -209,7 +210,7 @@ class Service:
         protect(router)
         router.rcvhwm = router.sndhwm = _QUEUE_FRAMES
         router.router_mandatory = True  # report whether an answer can be delivered
-        router.router_handover = True  # a client that comes again takes its own place
+        router.router_handover = True  # a client that reconnects keeps its identity
         router.backlog = BACKLOG
         # ZeroMQ's heartbeats would end this process (an assertion of libzmq 4.3.5), if one is due for a closed client
         # whose messages are still unread. The kernel closes the connection of a host that was switched off.
@@ -272,7 +273,7 @@ class Service:
                 time.sleep(gathering_s)
 
     def _gathering_s(self, now: float) -> float:
-        """Return for how long incoming requests may wait for more; no client waits for the answer to a heartbeat."""
+        """Return for how long incoming requests may wait for others; no client waits for the answer to a heartbeat."""
         num_members = len(self.coordinator.members)
         if num_members > _MANY_MEMBERS and now - self._asked_at > _QUIET_S:
             return _BEATS_S
@@ -286,7 +287,7 @@ class Service:
     def _read(self, listener: int, router: zmq.Socket[bytes], now: float) -> None:
         recv = router.recv
         handle = self.coordinator.handle
-        ends_at = time.monotonic() + _ROUND_S  # ZeroMQ gives frames by turns, one of each connection
+        ends_at = time.monotonic() + _ROUND_S  # ZeroMQ returns the frames of its connections in turn
         for _ in range(_ROUND_FRAMES):
             if time.monotonic() >= ends_at:
                 return
@@ -303,7 +304,7 @@ class Service:
                 self._say(f"a request failed, which is a bug of Phalanx: {error!r}")
                 continue
             if not fine:
-                self._log.report(f"what {self.coordinator.who(route)} sends makes no sense", now)
+                self._log.report(f"{self.coordinator.who(route)} sends malformed messages", now)
 
     def _read_frame(self, listener: int, router: zmq.Socket[bytes], identity: bytes) -> bytes:
         """Return the frame after a route; messages arrive completely or not at all."""
@@ -326,7 +327,7 @@ class Service:
 
     def _send(self) -> None:
         coordinator = self.coordinator
-        for session, answers in coordinator.take_outgoing():
+        for session, answers in coordinator.pop_outgoing():
             route = session.route
             if isinstance(route, RelayedRoute):
                 self._relayed.setdefault(route.relay, []).append((session, answers))
@@ -334,12 +335,12 @@ class Service:
             left = frames(answers)
             try:
                 while left:
-                    frame = b"".join((coordinator.epoch, *take_apart(left[0])))
+                    frame = b"".join((coordinator.epoch, *split_answers(left[0])))
                     send_in_pieces(self._routers[route.listener], frame, route.identity)
                     del left[0]
             except zmq.Again:  # it reads nothing now
-                coordinator.put_back(session, [answer for frame in left for answer in frame])
-            except zmq.ZMQError:  # the client has left, and will ask again if it returns
+                coordinator.requeue_answers(session, [answer for frame in left for answer in frame])
+            except zmq.ZMQError:  # the client has left; if it returns, it repeats its requests
                 coordinator.undelivered(session, [answer for frame in left for answer in frame])
         ends_at = time.monotonic() + _SENDING_S
         while self._relayed:  # each answer is freed when it is sent: ZeroMQ has a copy
@@ -361,7 +362,7 @@ class Service:
                 del left[:number]
         except zmq.Again:
             for session, frame in reversed(left):
-                coordinator.put_back(session, frame)
+                coordinator.requeue_answers(session, frame)
         except zmq.ZMQError:
             for session, frame in left:
                 coordinator.undelivered(session, frame)
@@ -373,7 +374,7 @@ def _pack_for_relay(batch: list[tuple[ClientSession, list[Answer]]]) -> Iterator
     yield pack_head(AnswerStatus.RELAYED, 0, sizes)
     for session, frame in batch:
         yield session.route[-1]
-        yield from take_apart(frame)
+        yield from split_answers(frame)
 
 
 def _fitting(sizes: list[int]) -> int:

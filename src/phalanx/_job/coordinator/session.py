@@ -1,7 +1,7 @@
-"""A `ClientSession` is one client of the coordinator, as the coordinator sees it.
+"""A `ClientSession` is the coordinator's record of one client.
 
-A session survives all reconnections of a client. A client repeats a request without an answer; a change is made only
-once, since the session keeps its last answers.
+A session survives all reconnections of its client. A client repeats a request until it is answered; the session keeps
+the last answers, so that a change is made only once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from phalanx._comm.control.wire import MAX_VALUE_BYTES, AnswerStatus, pack_head
 from phalanx._job.coordinator.key_value import Waiter
 from phalanx._job.coordinator.membership import Member
 
-MAX_ANSWERS = 1024  # kept per session; a client never has half as many requests under way that change something
+MAX_ANSWERS = 1024  # per session; a client never has half as many requests in flight that change something
 MAX_ANSWER_BYTES = 4 * MAX_VALUE_BYTES
-MAX_POPPED, MAX_POPPED_BYTES = 512, 5 * MAX_VALUE_BYTES  # more than may be on their way to a client at a time
+MAX_POPPED, MAX_POPPED_BYTES = 512, 5 * MAX_VALUE_BYTES  # more than can be in flight to a client
 
 
 class SharedAnswer:
-    """A `SharedAnswer` is an answer with one field, of which all sessions that get the same `value` hold one copy."""
+    """A `SharedAnswer` is an answer with one field, of which all sessions with the same `value` share one copy."""
 
     __slots__ = ("parts",)
 
@@ -35,8 +35,8 @@ class SharedAnswer:
 Answer = bytes | SharedAnswer
 
 
-def take_apart(answers: Iterable[Answer]) -> Iterator[bytes]:
-    """Yield the parts of answers, which are sent one after another."""
+def split_answers(answers: Iterable[Answer]) -> Iterator[bytes]:
+    """Yield the parts of the answers, in the order in which they are sent."""
     for answer in answers:
         if isinstance(answer, SharedAnswer):
             yield from answer.parts
@@ -69,16 +69,16 @@ class ClientSession:
     """A `ClientSession` is one client. `route` is the address for the service's answers."""
 
     route: Route
-    heard_at: float
+    received_at: float
     member: Member | None = None
-    gone: str = ""  # why it is no member any more
+    gone: str = ""  # why the client is no longer a member
     opened_by: int = -1  # of a relay: the member that has opened it
     newest: int = 0  # the highest number of a request that has changed something
     parked: dict[int, Waiter] = field(default_factory=dict)
     num_parked_keys: int = 0
     outgoing: list[Answer] = field(default_factory=list)
     outgoing_bytes: int = 0
-    # by request: the queue and the item that it took lately
+    # by request: the queue and the item that it popped lately
     popped: OrderedDict[int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)
     popped_bytes: int = 0
     _answers: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
@@ -93,21 +93,21 @@ class ClientSession:
         yield from self._answers.items()
 
     def remember(self, number: int, answer: bytes) -> None:
-        """Remember an answer, which is given again if the request comes again."""
+        """Keep an answer, which is sent again if the request is repeated."""
         self._answers[number] = answer
         self.newest = max(self.newest, number)
         self._answer_bytes += len(answer)
         while len(self._answers) > MAX_ANSWERS or (self._answer_bytes > MAX_ANSWER_BYTES and len(self._answers) > 1):
             self._answer_bytes -= len(self._answers.popitem(last=False)[1])
 
-    def note_popped(self, number: int, queue: bytes, item: bytes) -> None:
-        """Note that a request has taken an item, which goes to another client if it does not reach this one."""
+    def record_popped(self, number: int, queue: bytes, item: bytes) -> None:
+        """Record that a request has popped an item; another client gets the item if it does not reach this one."""
         self.popped[number] = queue, item
         self.popped_bytes += len(item)
         while len(self.popped) > MAX_POPPED or (self.popped_bytes > MAX_POPPED_BYTES and len(self.popped) > 1):
             self.popped_bytes -= len(self.popped.popitem(last=False)[1][1])
 
-    def take_popped(self, number: int) -> tuple[bytes, bytes] | None:
+    def withdraw_item(self, number: int) -> tuple[bytes, bytes] | None:
         """Return, once, the queue and item that a request has popped; None if it has popped none."""
         found = self.popped.pop(number, None)
         if found is not None:

@@ -1,6 +1,6 @@
-"""Answer requests for keys and queues in the coordinator: as c10d's Store has them, and a few more.
+"""Answer the coordinator's requests for keys and queues: those of c10d's Store, and a few more.
 
-Each method returns its answer, or None where the request waits.
+Each handler returns the answer, or None if the request waits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from phalanx._job.coordinator.journal import EntryKind, Journal
 from phalanx._job.coordinator.key_value import KeyValueStore, RefusedError, Waiter
 from phalanx._job.coordinator.session import Answer, ClientSession, SharedAnswer
 
-# Keep the answers that the coordinator owes: to requests that wait for something, and on their way to the clients.
+# Answers that are still to be delivered: of requests that wait, and of requests that were executed.
 #
-# request ──► park ──► what it waits for has come: wake ──► outgoing ──► delivered
-#                                                              ▲             │ it did not get there: what it was to
-#                                                              └── rewind ◄──┘ have is there again for others
+# request ──► park ──► the key or the item exists: wake ──► outgoing ──► delivered
+#                                                              ▲             │ not delivered: the item is put back into
+#                                                              └── requeue ◄─┘ its queue, for another request
 
 MAX_PARKED = 1024  # the most waiting requests of one session
 MAX_PARKED_KEYS = 1 << 16  # the most keys that they wait for, all together
@@ -50,7 +50,7 @@ class PendingAnswers(ABC):
     def _handle(self, session: ClientSession, message: WireMessage) -> bool:
         """Execute a message's request; return False if it is malformed."""
 
-    def take_outgoing(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
+    def pop_outgoing(self) -> Iterator[tuple[ClientSession, list[Answer]]]:
         """Yield the answers to send, one session after another."""
         outgoing, self.outgoing = self.outgoing, {}
         for session in outgoing:
@@ -63,23 +63,23 @@ class PendingAnswers(ABC):
     def undelivered(self, session: ClientSession, answers: Iterable[Answer]) -> None:
         """Undo the effects of answers that did not reach the session."""
         for answer in answers:
-            if not isinstance(answer, SharedAnswer):  # which takes nothing away
+            if not isinstance(answer, SharedAnswer):  # its request has popped nothing
                 for message in unpack(answer):
                     if message.what == AnswerStatus.OK:
-                        self.take_back(session, message.number)
+                        self.requeue_item(session, message.number)
         if session.member is not None:
             session.member.rewind(0)
 
-    def take_back(self, session: ClientSession, number: int) -> None:
-        """Give the item that a request has taken from a queue, if any, to another request that waits for it."""
-        popped = session.take_popped(number)
+    def requeue_item(self, session: ClientSession, number: int) -> None:
+        """Put the item that a request has popped, if any, back into its queue; another request may wait for it."""
+        popped = session.withdraw_item(number)
         if popped is not None:
             self.journal.add(EntryKind.UNPOP, session.route, number)
             session.unanswer(number)
             self._wake(self.store.push_back(*popped))
 
-    def put_back(self, session: ClientSession, answers: list[Answer]) -> None:
-        """Put answers back that were taken by `take_outgoing` and could not be sent yet."""
+    def requeue_answers(self, session: ClientSession, answers: list[Answer]) -> None:
+        """Put back answers of `pop_outgoing` that could not be sent yet."""
         session.outgoing[:0] = answers
         session.outgoing_bytes += sum(map(len, answers))
         self.outgoing[session] = None
@@ -97,7 +97,7 @@ class PendingAnswers(ABC):
         if self.is_copy:
             return
         if len(session.parked) >= MAX_PARKED or session.num_parked_keys + num_keys > MAX_PARKED_KEYS:
-            raise RefusedError(f"{len(session.parked)} calls of this process wait already")
+            raise RefusedError(f"{len(session.parked)} calls of this process already wait")
 
     def _unpark(self, session: ClientSession, number: int) -> Waiter | None:
         waiter = session.parked.pop(number, None)
@@ -107,7 +107,7 @@ class PendingAnswers(ABC):
         return waiter
 
     def _unpark_repeatable(self, session: ClientSession) -> None:
-        """Forget the requests that the client repeats by asking again. A barrier stays: it would count twice."""
+        """Forget the waiting requests that the client will repeat. A barrier stays: it would count twice."""
         for number, waiter in list(session.parked.items()):
             if waiter.owner[1].what != Op.BARRIER:
                 self._unpark(session, number)
@@ -130,7 +130,7 @@ class PendingAnswers(ABC):
         self.outgoing[session] = None
 
 
-_LONG_BYTES = 1 << 14  # a longer value is not copied for each client: thousands may wait for one
+_LONG_BYTES = 1 << 14  # thousands of clients may wait for one value: a longer one is not copied for each
 
 
 class StoreRequests(PendingAnswers):
@@ -177,7 +177,7 @@ class StoreRequests(PendingAnswers):
         return pack(AnswerStatus.OK, message.number, b"1" if self.store.has(message.fields) else b"0")
 
     def _wait(self, session: ClientSession, message: WireMessage) -> Answer | None:
-        if self._park(session, message, Waiter(session, message.fields, takes_queues=True)):
+        if self._park(session, message, Waiter(session, message.fields, accepts_queues=True)):
             return None
         return pack(AnswerStatus.OK, message.number)
 
@@ -215,7 +215,7 @@ class StoreRequests(PendingAnswers):
         queue, block = message.fields
         item = self.store.pop(queue)
         if item is not None:
-            session.note_popped(message.number, queue, item)
+            session.record_popped(message.number, queue, item)
             return pack(AnswerStatus.OK, message.number, item)
         if block != b"1":
             return pack(AnswerStatus.EMPTY, message.number)
@@ -230,7 +230,7 @@ class StoreRequests(PendingAnswers):
         (prefix,) = message.fields
         keys = self.store.keys(prefix)
         if len(keys) > MAX_FIELDS or sum(map(len, keys)) > MAX_VALUE_BYTES:
-            raise RefusedError(f"{len(keys)} keys start so: too many for one answer; ask with a longer prefix")
+            raise RefusedError(f"{len(keys)} keys have this prefix: too many for one answer; use a longer prefix")
         return pack(AnswerStatus.OK, message.number, *keys)
 
     def _delete_prefix(self, session: ClientSession, message: WireMessage) -> Answer:
@@ -246,12 +246,12 @@ class StoreRequests(PendingAnswers):
         count, ready = self.store.add(key, 1)
         self._wake(ready)
         barrier = barrier_key(key)
-        if count < size and self._park(session, message, Waiter(session, (barrier,), takes_queues=True)):
+        if count < size and self._park(session, message, Waiter(session, (barrier,), accepts_queues=True)):
             return None
         self._wake(self.store.release(barrier))
         return pack(AnswerStatus.OK, message.number)
 
 
 def barrier_key(key: bytes) -> bytes:
-    """Return a key that never comes, for which the callers of the barrier `key` wait."""
+    """Return a key that is never set, for which the callers of the barrier `key` wait."""
     return b"\0barrier/" + key

@@ -215,9 +215,9 @@ class ControlChannel:
                 self._is_held = False
                 self._lock.notify()
 
-    def keep_at(self, service: Service) -> None:
+    def attach_to(self, service: Service) -> None:
         """Be a member in the process of this coordinator: neither takes the other for lost by its silence."""
-        service.keep(self._client)
+        service.exempt(self._client)
 
     def _readdress(self, first: int) -> None:
         with self._lock:

@@ -129,7 +129,7 @@ def _first_member(
     client = Client(service.local)
     # In this order: others join once the job spec is stored, and this agent is notified only of later joins.
     client.join({"kind": "first", "host": socket.gethostname(), "pid": os.getpid()})
-    service.keep(client)
+    service.exempt(client)
     channel = ControlChannel(client, notices)
     try:
         client.set(KEY, JobSpec.of(plan.settings, plan.run_id, plan.environment, endpoints).to_bytes())

@@ -419,7 +419,7 @@ class Successor:
         try:
             self._ask(client, elected=elected.to_json())  # first: the others must be served in time
             self._follow(elected)
-            self._channel.keep_at(service)
+            self._channel.attach_to(service)
             result = elected
         finally:
             self._results.put(result)
