@@ -13,7 +13,8 @@ static int execute(PyObject *module) {
       add_type(module, "EventLog", &py_event_log_spec) != 0)
     return -1;
   if (PyModule_AddFunctions(module, py_memory_functions) != 0 || PyModule_AddFunctions(module, py_pool_functions) != 0 ||
-      PyModule_AddFunctions(module, py_ready_functions) != 0 || PyModule_AddFunctions(module, py_fold_functions) != 0)
+      PyModule_AddFunctions(module, py_ready_functions) != 0 || PyModule_AddFunctions(module, py_fold_functions) != 0 ||
+      PyModule_AddFunctions(module, py_crc32_functions) != 0)
     return -1;
   return py_add_numbers(module);
 }

@@ -6,7 +6,8 @@
 
 extern PyType_Spec py_group_spec, py_receive_spec, py_reducer_spec, py_pool_spec, py_sums_spec,
     py_event_log_spec;
-extern PyMethodDef py_memory_functions[], py_pool_functions[], py_ready_functions[], py_fold_functions[];
+extern PyMethodDef py_memory_functions[], py_pool_functions[], py_ready_functions[], py_fold_functions[],
+    py_crc32_functions[];
 
 /* It tells that an object is a group: the one type that is built from this. */
 void py_group_dealloc(PyObject *object);

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "crc32.h"
+
 #define FIRST_SLOTS 64
 #define FIRST_ROOM 4096
 #define UNIT 8
@@ -192,18 +194,9 @@ int plx_sums_sort(struct plx_sums *sums) {
   return 0;
 }
 
-static uint32_t crc32_of(const uint32_t *table, const char *text, size_t length) {
-  uint32_t crc = UINT32_MAX;
-  for (size_t i = 0; i < length; i++) crc = crc >> 8 ^ table[(crc ^ (unsigned char)text[i]) & 0xff];
-  return ~crc;
-}
-
 int plx_sums_partition(struct plx_sums *sums, size_t partitions, size_t *ends) {
   uint32_t table[256];
-  for (uint32_t i = 0; i < 256; i++) {
-    table[i] = i;
-    for (int bit = 0; bit < 8; bit++) table[i] = table[i] >> 1 ^ (table[i] & 1 ? 0xedb88320u : 0);
-  }
+  plx_crc32_table(table);
   if (make_order(sums) != 0) return -ENOMEM;
   struct plx_sums_order *came = malloc((sums->count + 1) * sizeof *came);
   if (came == NULL) return -ENOMEM;
@@ -212,7 +205,7 @@ int plx_sums_partition(struct plx_sums *sums, size_t partitions, size_t *ends) {
   for (size_t i = 0; i < sums->count; i++) {
     uint32_t here = (uint32_t)(at / UNIT);
     size_t length = length_at(sums, here);
-    came[i] = (struct plx_sums_order){crc32_of(table, text_at(sums, here), length) % partitions, here};
+    came[i] = (struct plx_sums_order){plx_crc32(table, 0, text_at(sums, here), length) % partitions, here};
     ends[came[i].rank]++;
     at += size_of_entry(length);
   }

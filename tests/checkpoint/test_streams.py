@@ -8,12 +8,26 @@ import pytest
 import torch
 
 from phalanx.checkpoint import CheckpointManager
-from phalanx.checkpoint.checksum import Crc32
+from phalanx.checkpoint.checksum import Crc32, crc32_of_range
 from phalanx.checkpoint.streams import ChecksummedStream, DiskStream, FileRange
 from phalanx.errors import CheckpointError
 from phalanx.testing import run_ranks
 
 RECORD = 1 << 18  # from here on a record's own checksum is taken
+
+
+@pytest.mark.parametrize("has_core", [True, False])
+def test_the_checksum_of_a_range_is_that_of_zlib(new_file, effort, has_core, monkeypatch):
+    if not has_core:
+        monkeypatch.setattr("phalanx._core.crc32_is_fast", lambda: False)
+    drawn = random.Random(7)
+    data = drawn.randbytes((1 << 18) + 1000)  # more than the core reads at a time
+    new_file.write(data)
+    new_file.flush()
+    for _ in range(50 * effort):
+        begin = drawn.choice([0, 1, drawn.randrange(len(data) + 10)])
+        nbytes = drawn.choice([drawn.randrange(300), drawn.randrange(1 << 18), 1 << 20])
+        assert crc32_of_range(new_file, begin, nbytes) == zlib.crc32(data[begin : begin + nbytes])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -14,7 +14,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 
 # From the bottom. A name stands for NAME.h and NAME.c; those of one line know nothing of each other.
 LAYERS = """
-    futex  word  copy  interpose
+    futex  word  copy  interpose  crc32
     layout  ready
     reduce  pool  group  sums
     wait
@@ -28,8 +28,8 @@ LAYERS = """
     py_pairs
     py_call
     py_group.h  py_types
-    py_collectives  py_messages  py_state  py_pool  py_memory  py_ready  py_fold  py_event_log  py_sums  py_numbers
-    py_group.c
+    py_collectives  py_messages  py_state  py_pool  py_memory  py_ready  py_fold  py_crc32  py_event_log  py_sums
+    py_group.c  py_numbers
     py_reducer
     py_module
 """
