@@ -405,3 +405,44 @@ def test_a_tensor_that_was_received_is_let_go_by_the_group():
         return sum(storage() is not None for storage in kept)
 
     assert run_ranks(exchange, 2)[0] <= 1
+
+
+class SignalledLock:
+    """A lock that runs a signal handler at each acquisition in the main thread, once it is acquired."""
+
+    def __init__(self, lock, handler):
+        self._lock, self._handler = lock, handler
+
+    def __enter__(self):
+        self._lock.__enter__()
+        if threading.current_thread() is threading.main_thread():
+            self._handler()
+
+    def __exit__(self, *exc_info):
+        self._lock.__exit__(*exc_info)
+
+    def __getattr__(self, name):
+        return getattr(self._lock, name)
+
+
+def test_a_signal_handler_that_interrupts_the_queue_itself_is_refused_too():
+    """A handler came as the main thread held the queue's lock: its call waited for the queue's thread,
+    which waited for the lock, until the group's timeout.
+    """
+
+    def check(rank, world_size):
+        refused = []
+
+        def handler():
+            try:
+                dist.all_reduce(torch.ones(1))
+            except PhalanxError as error:
+                refused.append(str(error))
+
+        executor = dist.group.WORLD.executor
+        executor._changed = SignalledLock(executor._changed, handler)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, async_op=True).wait()
+        return tensor.item(), len(refused) > 0, all("called in a signal handler" in text for text in refused)
+
+    assert run_ranks(check, 2) == [(2.0, True, True)] * 2

@@ -35,7 +35,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     backend: str = "phalanx",
-    timeout: float | timedelta = 60.0,
+    timeout: float | timedelta = 300.0,
     init: bool = True,
     lost: Collection[int] = (),
     start: Literal["fork", "spawn"] | None = None,
@@ -48,7 +48,7 @@ def run_ranks(
 
     Arguments:
         fn: any function: of a module, a closure, a lambda, one of `__main__` or of a notebook.
-        timeout: seconds or a timedelta for the whole run.
+        timeout: seconds or a timedelta for the whole run: a limit for hangs, which a busy machine must not reach.
         init: False leaves the process group to `fn`; a remaining one is not destroyed.
         lost: ranks that the test itself kills or stops. They must not return; nobody waits for them when all others
             have ended, and their result is None.

@@ -317,9 +317,12 @@ class SerialExecutor:
     def put(self, action: Action, work: PhalanxWork) -> PhalanxWork:
         """Queue `action`; `work` completes when the action has run."""
         if self._callbacks_first and self._in_callbacks == threading.get_ident():
-            self._carry_out((action, work), nested=True)
+            self.run_here(partial(self._carry_out, (action, work), nested=True))
             return work
         work.executor = self
+        return self.run_here(partial(self._queue, action, work))
+
+    def _queue(self, action: Action, work: PhalanxWork) -> PhalanxWork:
         with self._changed:
             if self._closing:  # by another thread, since the caller found the group open
                 work.settle(
@@ -340,8 +343,13 @@ class SerialExecutor:
         return threading.get_ident() in self.callers
 
     def run_here(self, operation: Callable[[], Result]) -> Result:
-        """Run `operation` in the calling thread, which is one of the `callers` meanwhile."""
+        """Run `operation` in the calling thread, which is one of the `callers` meanwhile.
+
+        A signal handler may interrupt any line of it, also one that holds a lock.
+        """
         me = threading.get_ident()
+        if me in self.callers:
+            return operation()
         try:
             self.callers.add(me)
             return operation()
@@ -364,6 +372,9 @@ class SerialExecutor:
         """Run `work` here, if it is next in line and has not begun."""
         if self.interrupted is not None and threading.current_thread() is threading.main_thread():
             return
+        self.run_here(partial(self._carry_out_next, work))
+
+    def _carry_out_next(self, work: PhalanxWork) -> None:
         with self._changed:
             if self.busy or not self.items or self.items[0][1] is not work:
                 return
@@ -383,20 +394,23 @@ class SerialExecutor:
                     continue
                 self.busy = True
                 item = self.items.popleft()
-            self._carry_out(item)
+            self.run_here(partial(self._carry_out, item))
             del item
 
     def _carry_out(self, item: tuple[Action, PhalanxWork], *, nested: bool = False) -> None:
+        """Run an action and complete its work; the calling thread is one of the `callers`, except in callbacks."""
         action, work = item
         error: BaseException | None = None
         try:
-            self.run_here(action)
+            action()
         except BaseException as e:  # the waiting thread must receive any exception
             error = e
         notify = work.settle(error)
         if notify is not None:
-            self._in_callbacks = threading.get_ident()
+            self._in_callbacks = me = threading.get_ident()
+            self.callers.discard(me)  # a callback may call operations
             notify()  # torch keeps what a callback raises for the callback's own future
+            self.callers.add(me)
         # Free before the waiting thread wakes up, or its next call would be queued.
         if not nested:
             self._in_callbacks = -1
@@ -405,6 +419,7 @@ class SerialExecutor:
             with self._changed:
                 self.busy = False
                 self._changed.notify_all()
+        self.callers.discard(threading.get_ident())  # the waiting thread's next call finds no caller
         work.release()
 
     def close(self, timeout_s: float) -> bool:
