@@ -141,7 +141,7 @@ def _act_as_primary(agent: Agent, primary: Primary, num_agents: int, num_request
         follows = tuple(sorted({**counts, other: -1}.items()))
         yield Step(replace(agent, counts=follows), (Sync(term, other, agent.log),), kind="sync")
     if primary.proposed is None and primary.committed.is_joint:
-        yield _propose(agent, primary.settle())
+        yield _propose(agent, primary.finish())
     elif primary.proposed is None:
         config = primary.committed
         able = tuple(each for each, count in agent.counts if count >= agent.num_granted)

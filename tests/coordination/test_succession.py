@@ -115,11 +115,11 @@ def exchanges_members_without_asking_the_old_ones(monkeypatch):
 
 
 def takes_over_without_asking_as_the_old_one_did(monkeypatch):
-    def taken_over(config, term):
+    def begin_term(config, term):
         electorate = Electorate(config.newest_voters, term[1])
         return replace(config, term=term, version=0, primary=term[1], standbys=(), electorates=(electorate,))
 
-    monkeypatch.setattr(Config, "taken_over", taken_over)
+    monkeypatch.setattr(Config, "begin_term", begin_term)
 
 
 def serves_before_it_is_accepted(monkeypatch):
@@ -128,9 +128,9 @@ def serves_before_it_is_accepted(monkeypatch):
 
 
 def keeps_standbys_that_do_not_follow_it(monkeypatch):
-    right = Config.taken_over
+    right = Config.begin_term
     monkeypatch.setattr(
-        Config, "taken_over", lambda config, term: replace(right(config, term), standbys=config.standbys)
+        Config, "begin_term", lambda config, term: replace(right(config, term), standbys=config.standbys)
     )
 
 

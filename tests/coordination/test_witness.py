@@ -17,7 +17,7 @@ from tests.threads import map_in_threads
 from phalanx._comm.control.key import Key
 from phalanx._job.coordinator.service import Service
 from phalanx._job.hosts.succession.config import Config, Electorate, Stamp, Term
-from phalanx._job.hosts.succession.successor import WitnessTrial
+from phalanx._job.hosts.succession.successor import WitnessCheck
 from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, TermPromised, TermRefused
 from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.hosts.succession.witness.etcd_register import EtcdRegister
@@ -182,7 +182,7 @@ def test_the_leader_is_told_that_it_does_not_answer_once_and_that_it_does_again(
 
     def take() -> Reply | str:
         while True:
-            for each in calls.take():
+            for each in calls.receive():
                 return each
             threading.Event().wait(0.01)
 
@@ -194,7 +194,7 @@ def test_the_leader_is_told_that_it_does_not_answer_once_and_that_it_does_again(
         while True:  # as the succession does, until it has answered
             calls.ask(make_config((1, 0), 2))
             threading.Event().wait(0.05)
-            if found := calls.take():  # and not a second time that it does not answer
+            if found := calls.receive():  # and not a second time that it does not answer
                 break
         assert found[0] == f"the witness at 127.0.0.1:{port} votes"
         assert (found[1] if len(found) > 1 else take()) == ConfigAccepted(WITNESS, (1, 0), 2)
@@ -225,9 +225,9 @@ def test_what_is_no_etcd_is_told(answer: bytes) -> None:
 def test_a_host_that_stands_by_is_told_at_once_that_it_cannot_ask_the_witness(answers: bool) -> None:
     with Service("127.0.0.1:0", KEY) as service:
         address = str(service.address)
-        trial = WitnessTrial(Witness(address, KEY if answers else Key(bytes([1]) * 32), "job"))
+        trial = WitnessCheck(Witness(address, KEY if answers else Key(bytes([1]) * 32), "job"))
         trial._thread.join()
-        said = trial.take()
+        said = trial.receive()
         trial.close()
     if answers:
         assert said == []

@@ -260,7 +260,7 @@ def test_a_batch_under_way_while_another_coordinator_takes_over_is_sent_there_if
 
 def _taken(client: Client) -> list[ControlMessage]:
     channel = ControlChannel.__new__(ControlChannel)
-    vars(channel).update(_client=client, _put_back=[], _taken={}, _offsets={})
+    vars(channel).update(_client=client, _put_back=[], _received={}, _offsets={})
     return [message for message in channel.receive() if isinstance(message, ControlMessage)]
 
 

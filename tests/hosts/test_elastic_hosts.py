@@ -93,7 +93,7 @@ class Job:
             self.say(slot, "elastic", generation=1)
 
     def come(self, member: int, num_ranks: int, name: str = "") -> None:
-        self.do(self.elastic.on_host_came(ArrivedHost(member, num_ranks, name or f"n{member}"), self.now))
+        self.do(self.elastic.on_host_joined(ArrivedHost(member, num_ranks, name or f"n{member}"), self.now))
 
     def lose(self, member: int) -> bool:
         """Whether the job survives it."""
@@ -347,7 +347,7 @@ def test_after_the_stated_time_they_are_told_to_save_and_end_with_a_code_of_thei
         (0, "end", BELOW_MINIMUM_EXIT_CODE),
         (1, "end", BELOW_MINIMUM_EXIT_CODE),
     ]
-    assert ends[0].message["why"] == "1 of at least 2 hosts left, and nobody has come within 5 s"
+    assert ends[0].message["why"] == "1 of at least 2 hosts left, and no host has joined within 5 s"
 
 
 def test_a_rank_that_is_lost_while_hosts_are_awaited_is_replaced_when_one_comes() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx._base.host_addresses import is_own, own_addresses
 from phalanx._job.hosts.control_channel import ControlMessage, decode_lines, encode_lines
-from phalanx._job.hosts.follower import say_host_lost
+from phalanx._job.hosts.follower import show_host_lost
 from phalanx._job.hosts.node_plan import HostFacts, find_conflict, find_node, name_apart, plan_nodes
 from phalanx._job.output.display import Display
 
@@ -79,7 +79,7 @@ def test_what_the_first_host_calls_another_forges_no_line_here() -> None:
         say = staticmethod(said.append)
 
     body = {"host": "n1\x1b[2J\nphalanx run: done", "ranks": [1], "why": "gone\n\x07"}
-    say_host_lost(ControlMessage("host lost", 0, body), cast("Display", Screen()))
+    show_host_lost(ControlMessage("host lost", 0, body), cast("Display", Screen()))
     assert said == ["phalanx run: n1\\x1b[2J\\nphalanx run: done, with rank 1, is lost: gone\\n\\x07"]
 
 

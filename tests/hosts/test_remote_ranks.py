@@ -64,7 +64,7 @@ def test_a_host_that_has_left_says_nothing_of_those_that_have_its_slots_now(kind
         if has_left:
             peers.lose(5, "it has left")
         ranks = RemoteRanks(peers, elastic, display)
-        assert ranks.hear(ControlMessage(kind, 5, dict(MESSAGES[kind])), node, attempt)  # type: ignore[arg-type]
+        assert ranks.process(ControlMessage(kind, 5, dict(MESSAGES[kind])), node, attempt)  # type: ignore[arg-type]
         assert bool(heard.told) != has_left
 
 
@@ -74,5 +74,5 @@ def test_what_its_ranks_have_printed_is_shown_all_the_same() -> None:
     peers.lose(5, "it has left")
     items = [[1, 1, ["the last line"], "", True]]
     message = ControlMessage("lines", 5, {"items": items})
-    assert RemoteRanks(peers, elastic, display).hear(message, node, display)
+    assert RemoteRanks(peers, elastic, display).process(message, node, display)
     assert heard.told == ["show", "end"]

@@ -21,8 +21,8 @@ def _batches(queue: SendQueue) -> list[list[tuple[int, bytes]]]:
     """All batches, each of which is sent at once."""
     found = []
     while len(queue):
-        found.append([(member, data) for member, data in queue.take_batch()])
-        queue.settle()
+        found.append([(member, data) for member, data in queue.next_batch()])
+        queue.complete_batch()
     return found
 
 
@@ -54,25 +54,25 @@ def test_a_batch_is_no_longer_than_a_frame_may_be_and_not_too_large() -> None:
 
 def test_what_found_no_room_is_sent_again_first_and_holds_up_nobody_else() -> None:
     queue = _filled((1, b"a"), (2, b"b"), (3, b"c"), (1, b"d"), (2, b"e"), (3, b"f"))
-    queue.take_batch()
-    queue.settle({2})
+    queue.next_batch()
+    queue.complete_batch({2})
     assert queue.num_bytes == 4
-    assert queue.take_batch() == [(2, b"b"), (1, b"d"), (3, b"f")]
-    queue.settle({2})
-    assert queue.take_batch() == [(2, b"b\ne")]
-    queue.settle()
+    assert queue.next_batch() == [(2, b"b"), (1, b"d"), (3, b"f")]
+    queue.complete_batch({2})
+    assert queue.next_batch() == [(2, b"b\ne")]
+    queue.complete_batch()
     assert not len(queue)
     assert queue.num_bytes == 0
 
 
 def test_what_found_no_room_is_not_overtaken_by_what_travels_alone() -> None:
     queue = _filled((1, bytes(1 << 18)), (1, b"a"), (2, b"b"), (KEY, b"key\0value"), (2, b"c"))
-    queue.take_batch()
-    queue.settle({1})
-    assert [entry.member for entry in queue.take_batch()] == [1, 2]
-    queue.settle({1})
-    assert [entry.member for entry in queue.take_batch()] == [1]
-    queue.settle()
+    queue.next_batch()
+    queue.complete_batch({1})
+    assert [entry.member for entry in queue.next_batch()] == [1, 2]
+    queue.complete_batch({1})
+    assert [entry.member for entry in queue.next_batch()] == [1]
+    queue.complete_batch()
     assert _batches(queue) == [[(1, b"a")], [(KEY, b"key\0value")], [(2, b"c")]]
 
 
@@ -88,26 +88,26 @@ def test_whatever_finds_no_room_each_member_gets_all_in_order() -> None:
     refusals = deque([{1, 2}, set(), {0, 1, 2, 3, 4, 5, 6}, {5}, {1}] * 20)
     while len(queue):
         full = refusals.popleft() if refusals else set()
-        for member, data in queue.take_batch():
+        for member, data in queue.next_batch():
             if member not in full:
                 got[member] += data.split(b"\n")
-        queue.settle(full)
+        queue.complete_batch(full)
     assert got == expected
 
 
 def test_a_batch_that_was_not_sent_comes_again_and_what_is_dropped_does_not() -> None:
     queue = _filled((1, b"a"), (2, b"b"), (1, b"c"))
-    queue.take_batch()
+    queue.next_batch()
     queue.drop()
     assert [entry.data for entry in queue.unsent] == [b"a", b"b"]
-    queue.take_back_batch()
+    queue.restore_batch()
     assert _batches(queue) == [[(1, b"a"), (2, b"b")]]
 
 
 def test_what_replaces_it_is_not_joined_by_the_batch_under_way() -> None:
     queue = _filled((1, b"a"), (2, b"b"), (1, b"c"))
-    queue.take_batch()
+    queue.next_batch()
     queue.replace([entry for entry in queue.unsent if entry.member == 1])
-    queue.take_back_batch()
+    queue.restore_batch()
     assert queue.num_bytes == 2
     assert _batches(queue) == [[(1, b"a\nc")]]

@@ -37,10 +37,10 @@ class Agents:
         self.successors = {}
         for number in (1, 2):
             self.successors[number] = Successor(self.channels[number], KEY, "127.0.0.1", 1.0)
-            stack.callback(self.successors[number].close_office)
+            stack.callback(self.successors[number].close_coordinator)
             stack.callback(self.successors[number].close)
         self.channels[0].put_key(LEADER_STATE, b"what was decided")
-        self.proposer.want([0, 1, 2])
+        self.proposer.set_voters([0, 1, 2])
         self.run_until(lambda: self.proposer.has_standbys)
 
     def run_until(self, condition):
@@ -81,7 +81,7 @@ def test_a_standby_that_alone_has_lost_the_leader_goes_on_with_it(agents):
     time.sleep(1.0)  # the others have not lost the leader, so that nobody comes to vote
     assert standby.cancel_election()
     assert standby.receive_result() == []
-    agents.proposer.want([0, 1])
+    agents.proposer.set_voters([0, 1])
     agents.run_until(lambda: agents.proposer.has_left(2))
     assert not agents.proposer.is_deposed
     assert not standby.is_electing
@@ -110,14 +110,14 @@ def test_the_fewest_that_decide_are_as_many_as_are_said_to_be_needed(size, membe
 def test_the_same_standby_is_told_again_once_it_can_take_over_again(agents):
     """A host had left and come back: nobody was told that another one could lead again."""
     proposer = agents.proposer
-    assert proposer.take_standbys() == (1,)
-    assert proposer.take_standbys() is None
-    proposer.want([0, 1])  # of two hosts none is a majority
-    agents.run_until(lambda: proposer.has_left(2) and proposer.take_standbys() is None)
+    assert proposer.pop_standbys() == (1,)
+    assert proposer.pop_standbys() is None
+    proposer.set_voters([0, 1])  # of two hosts none is a majority
+    agents.run_until(lambda: proposer.has_left(2) and proposer.pop_standbys() is None)
     assert not proposer.has_standbys
-    proposer.want([0, 1, 2])
+    proposer.set_voters([0, 1, 2])
     agents.run_until(lambda: proposer.has_standbys)
-    assert proposer.take_standbys() == (1,)
+    assert proposer.pop_standbys() == (1,)
 
 
 def test_a_standby_that_others_vote_for_is_elected_and_goes_back_no_more(agents):
@@ -182,7 +182,7 @@ def elect(agents):
 def test_a_leader_that_hears_nobody_and_is_still_heard_does_not_keep_the_others_from_electing(agents):
     """It took both for lost. They heard and accepted what it proposed, in which nobody was to take over any more."""
     agents.is_leader_deaf = True
-    agents.proposer.want([0, 2])
+    agents.proposer.set_voters([0, 2])
     end = time.monotonic() + 1.0
     agents.run_until(lambda: time.monotonic() > end)
     assert not agents.proposer.has_left(agents.channels[1].member)
@@ -194,9 +194,9 @@ def test_a_leader_goes_on_where_a_standby_has_asked_for_votes_and_was_not_electe
     standby, leader = agents.successors[1], agents.proposer
     term = (standby._voter.promised[0] + 1, agents.channels[1].member)
     standby._voter, _ = standby._voter.solicit(term)
-    leader.want([0, 1])
+    leader.set_voters([0, 1])
     agents.run_until(lambda: leader.has_left(agents.channels[2].member))
-    leader.want([0, 1, 2])
+    leader.set_voters([0, 1, 2])
     agents.run_until(lambda: leader.has_standbys)
     assert not leader.is_deposed
     assert [result and result.member for result in elect(agents)] == [agents.channels[1].member] * 2
@@ -204,7 +204,7 @@ def test_a_leader_goes_on_where_a_standby_has_asked_for_votes_and_was_not_electe
 
 def test_a_leader_that_asks_for_votes_again_ends_where_another_one_was_proposed_to_a_voter(agents):
     leader, member, rival = agents.proposer, agents.channels[2].member, (2, agents.channels[1].member)
-    voter, _ = Voter(member).propose(leader._voter.newest.taken_over(rival))
+    voter, _ = Voter(member).propose(leader._voter.newest.begin_term(rival))
     leader.process(member, reply_to_json(TermRefused(member, rival)))
     assert not leader.is_deposed
     agents.is_leader_deaf = True

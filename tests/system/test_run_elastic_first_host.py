@@ -30,7 +30,7 @@ from phalanx.testing.namespaces import Host, hosts
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
 
-JOINS = "this job goes on already, and the host at 10.77.0."
+JOINS = "this job already runs, and the host at 10.77.0."
 PORT = "29479"
 LEFT = 128 + signal.SIGTERM
 
@@ -43,7 +43,7 @@ def tell_to_leave(made: Cluster, *numbers: int) -> None:
 def require_in_order(left: Finished, *others: Finished) -> None:
     """Nothing was lost: the host has left, and the others have ended well."""
     assert left.code == LEFT, left.out
-    assert "this host has left the job, which goes on on the others" in left.out
+    assert "this host has left the job, which continues on the others" in left.out
     assert [end.code for end in others] == [0] * len(others), others[0].out
     for end in (left, *others):
         assert " is lost: " not in end.out
@@ -149,8 +149,8 @@ def test_a_first_host_that_falls_silent_is_out_and_ends_when_it_is_back(tmp_path
         made.jobs[leader].order("finish")
         ends = made.ended(1, 2)
     assert first.code == 1
-    assert "it hears 1 of the 3 hosts that were in the job together, of which 2 are needed" in first.out
-    assert "Its ranks are ended, so that no two halves train" in first.out
+    assert "it reaches 1 of the 3 hosts that were in the job together, of which 2 are needed" in first.out
+    assert "Its ranks are stopped, so that no two halves train" in first.out
     assert "generation 1" not in first.out
     assert [end.code for end in ends] == [0, 0], ends[0].out
 
@@ -191,7 +191,7 @@ def test_a_host_whose_ranks_start_as_the_first_host_is_lost_comes_to_the_one_tha
         leader = find_leader(made, 1, 2)
         made.wait_for(3, "leads the job now; this host waits there")
         (tmp_path / "come").open("w").close()
-        made.wait_for(leader, "taken in; 3 ranks on 3 hosts go on")
+        made.wait_for(leader, "accepted; 3 ranks on 3 hosts go on")
         made.wait_for(leader, "as 2 of 3")
         finish(made, leader, 3 - leader, 3)
 
@@ -232,7 +232,7 @@ def test_a_second_sigterm_at_the_first_host_stops_the_job_on_all_hosts(tmp_path:
     with cluster(tmp_path, 1, 1, 1, nnodes="1:3", env=WAITS) as made:
         await_standbys(made, 0)
         tell_to_leave(made, 0)
-        made.wait_for(0, "SIGTERM: this host leaves, unless all others are told to end within 2 s, too")
+        made.wait_for(0, "SIGTERM: this host leaves, unless all others receive SIGTERM within 2 s, too")
         tell_to_leave(made, 0)
         ends = made.ended(0, 1, 2)
     assert [end.code for end in ends] == [LEFT] * 3, ends[0].out

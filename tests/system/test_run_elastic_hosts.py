@@ -49,7 +49,7 @@ def test_a_job_goes_on_without_a_lost_host_and_takes_it_in_when_it_comes_back(tm
         first, back, third = made.finish(0, 1, 2)
     assert [first.code, back.code, third.code] == [0, 0, 0], first.out
     assert "2 ranks on 2 hosts go on" in first.out
-    assert "taken in; 3 ranks on 3 hosts go on" in first.out
+    assert "accepted; 3 ranks on 3 hosts go on" in first.out
     assert "1 rank was lost during the run" in first.out
     assert "First failure" not in first.out
 
@@ -61,7 +61,7 @@ def test_a_spare_that_dies_while_it_waits_is_told_at_once_and_another_one_has_it
         made.start(2, 1)
         made.wait_for(2, "this one waits, to take the place of one that is lost")
         made.kill(2)
-        made.wait_for(0, "(10.77.0.3), which waited to be taken in, is lost: ")
+        made.wait_for(0, "(10.77.0.3), which waited to join, is lost: ")
         made.jobs.pop(2)
         made.start(3, 1)
         made.wait_for(3, "this one waits, to take the place of one that is lost")
@@ -90,7 +90,7 @@ def test_a_host_that_is_told_to_leave_comes_back_into_the_same_job_and_no_other_
     assert left.code == 128 + signal.SIGTERM, left.out
     assert [first.code, *(other.code for other in others)] == [0, 0, 0], first.out
     assert "with ranks 1, 2, leaves after this step (SIGTERM); 2 ranks on 2 hosts go on" in first.out
-    assert "taken in; 4 ranks on 3 hosts go on" in first.out
+    assert "accepted; 4 ranks on 3 hosts go on" in first.out
     assert "is lost" not in first.out
     assert "was lost during the run" not in first.out
 
@@ -99,10 +99,10 @@ def test_a_host_that_is_told_to_leave_comes_back_into_the_same_job_and_no_other_
 def test_with_too_few_hosts_the_ranks_wait_then_save_and_end_with_a_code_of_their_own(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, 1, nnodes="2", env={"WAIT_S": "1"}) as made:
         made.kill(1)
-        made.first.wait("told to end: 1 of at least 2 hosts left, and nobody has come within 1 s")
+        made.first.wait("told to end: 1 of at least 2 hosts left, and no host has joined within 1 s")
         (first,) = made.ended(0)
     assert first.code == 75, first.out
-    assert "1 of at least 2 hosts left: the ranks hold what they have, and wait up to 1 s for more" in first.out
+    assert "1 of at least 2 hosts left: the ranks keep their state, and wait up to 1 s for more" in first.out
     assert "First failure" not in first.out
 
 
@@ -112,13 +112,13 @@ def test_a_host_that_was_cut_off_comes_back_by_itself_with_its_link(tmp_path: Pa
     with cluster(tmp_path, 1, 2, nnodes="2", env={"WAIT_S": "600"}, options=("--host-timeout", "2")) as made:
         made.machines[1].cut_off()
         made.wait_for(0, "wait up to 600 s for more")
-        made.wait_for(1, "waiting up to 600 s for the first host, to be taken in again")
+        made.wait_for(1, "waiting up to 600 s for the first host, to rejoin the job")
         made.machines[1].plug_in()
         made.first.wait_joined(1, 1, 2)
         made.first.wait_generation(1, 3)
         first, second = made.finish(0, 1)
     assert (first.code, second.code) == (0, 0), first.out
-    assert "the first host is heard again" in second.out
+    assert "the first host answers again" in second.out
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_a_host_whose_ranks_fail_as_they_start_is_sent_away_and_the_job_goes_on(
     bad.write_text("raise ValueError('no data here')\n")
     with cluster(tmp_path, 1, nnodes="1:2", spare=1, options=("--rdzv-conf", "last_call_timeout=0")) as made:
         made.start(1, 1, str(bad))
-        made.wait_for(0, "is not taken in: a rank that it has started ended before it could take part")
+        made.wait_for(0, "is not accepted: a rank that it has started ended before it could take part")
         assert made.ended_one(1).code == 1
         first, *_ = made.finish(0)
     assert first.code == 0, first.out

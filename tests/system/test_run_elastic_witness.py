@@ -120,7 +120,7 @@ def test_a_first_host_that_is_cut_off_is_out_though_the_others_are_one_host_and_
         (end,) = made.ended(1)
     assert first.code == 1
     assert (
-        "it hears 1 of the 2 hosts that were in the job together, and not the witness: of these, 2 are needed"
+        "it reaches 1 of the 2 hosts that were in the job together, and not the witness: of these, 2 are needed"
         in first.out
     )
     assert "generation 1" not in first.out
@@ -134,7 +134,7 @@ def test_a_second_host_that_is_cut_off_does_not_lead_and_is_taken_in_again(tmp_p
         await_standbys(made, 0)
         made.machines[1].cut_off()
         made.first.wait_generation(1, 1)
-        made.wait_for(1, "for the first host, to be taken in again")
+        made.wait_for(1, "for the first host, to rejoin the job")
         made.machines[1].plug_in()
         made.first.wait_generation(2, 2)
         ends = made.finish(0, 1)

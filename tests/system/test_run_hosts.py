@@ -264,7 +264,7 @@ def test_a_host_that_goes_is_named_on_the_others(tmp_path: Path, how: str) -> No
     if how == "cut off":
         assert "rank 1 (pid " in finished[0].out
         assert f"is gone: its host, {name}#1 (10.77.0.2), is lost: the coordinator received nothing" in finished[0].out
-        assert "is gone: this host and the first one do not hear each other any more" in finished[1].out
+        assert "is gone: this host and the first one have lost their connection" in finished[1].out
         assert finished[1].code == 1
         assert "phalanx run: the first host is lost: it has sent nothing for 2." in finished[1].out
 
@@ -336,7 +336,7 @@ def test_hosts_that_cannot_meet_say_who_tried_what(tmp_path: Path) -> None:
         with commands(machines, first, nowhere, taken) as jobs:
             finished = finish(jobs)
     assert [end.code for end in finished] == [1, 1, 1]
-    assert "1 of 3 hosts came within 4 s: this one. The others were awaited at 10.77.0.1:29477" in finished[0].out
+    assert "1 of 3 hosts joined within 4 s: this one. The others were awaited at 10.77.0.1:29477" in finished[0].out
     assert "gave up after " in finished[1].out
     assert "Tried 10.77.0.99:29477: " in finished[1].out
     assert "Tried 10.77.0.1:29478: refused (nothing listens at this port there)" in finished[2].out
@@ -396,8 +396,8 @@ def test_a_script_that_only_the_first_host_has_is_missed_where_it_is_not(tmp_pat
     assert f"phalanx join: script {script!r}: no such file" in ended[1].out
     # The first host was not told, and its user waited for somebody who had long given up.
     (told,) = [line for line in ended[0].lines if "cannot run the job" in line]
-    assert told.startswith(f"phalanx run: {os.uname().nodename} has come, and cannot run the job: script {script!r}")
-    assert "1 of 2 hosts came within 6 s" in ended[0].out  # it has waited on
+    assert told.startswith(f"phalanx run: {os.uname().nodename} has joined, and cannot run the job: script {script!r}")
+    assert "1 of 2 hosts joined within 6 s" in ended[0].out  # it has waited on
 
 
 @pytest.mark.slow

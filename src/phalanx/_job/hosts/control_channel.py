@@ -1,4 +1,4 @@
-"""Send messages between the agents of a job through the coordinator. An agent never waits for one to be sent.
+"""`ControlChannel` sends messages between the agents of a job through the coordinator, without waiting.
 
 agent ── put ──▶ queue ──▶ thread ──▶ coordinator ──▶ events ── fileno, receive ──▶ agent
 """
@@ -36,7 +36,7 @@ _FULL_PAUSE_S = 0.005  # before repeating messages to a full outbox
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """A message from `member`, whose `kind` and `body` are its own words."""
+    """A `ControlMessage` is a message from `member`, which has chosen its `kind` and `body`."""
 
     kind: str
     member: int
@@ -58,10 +58,10 @@ class Change:
 
 
 class Notices(Mailbox[str]):
-    """`Notices` takes lines for a person from other threads of this process."""
+    """`Notices` receives lines for the user from other threads of this process."""
 
     def put_refusal(self, line: str) -> None:
-        """Put the coordinator's line into the log, except lines on lost members, on which the agent reports more."""
+        """Put a line of the coordinator, except lines on lost members: the agent reports more on these."""
         if not line.startswith("member "):
             self.put(line)
 
@@ -79,22 +79,22 @@ class ControlChannel:
         self.first = FIRST
         self.survives = False
         self._redirects = 0  # how often another coordinator has taken over
-        self._is_held = False
+        self._is_paused = False
         self._own_lines: list[bytes] = []  # messages for the leader, when this host became the leader
         self.notices = notices or Notices()
         self._queue = SendQueue()
         self._lock = threading.Condition()
         self._is_closing = False
         self._number = 0
-        self._taken: dict[int, int] = {}  # member -> number of its last message: one may come twice after a cut
+        self._received: dict[int, int] = {}  # member -> number of its last message: one may come twice after a cut
         self._put_back: list[ControlMessage | Change] = []
-        self._offsets: dict[int, float] = {}  # member -> how much its clock is behind ours, at most
+        self._offsets: dict[int, float] = {}  # by member: how much its clock is behind this host's, at most
         self._thread = threading.Thread(target=self._send, name="phalanx-control", daemon=True)
         self._thread.start()
 
     @property
     def endpoint(self) -> str:
-        """Return where the coordinator was found, as ZeroMQ writes it."""
+        """Return the coordinator's endpoint, as ZeroMQ writes it."""
         return self._client.endpoint
 
     def fileno(self) -> int:
@@ -103,15 +103,15 @@ class ControlChannel:
 
     @property
     def full(self) -> bool:
-        """Return whether so much is still to be sent that nothing more should be printed."""
+        """Return whether so many bytes wait to be sent that nothing more should be printed."""
         return self._queue.num_bytes > MAX_WAITING_BYTES
 
     def put(self, member: int, kind: str, **body: Any) -> None:
-        """Have a message sent to `member` (-1: to all others)."""
+        """Queue a message to `member` (-1: to all others)."""
         self.put_many((member,), kind, **body)
 
     def put_many(self, members: Iterable[int], kind: str, **body: Any) -> None:
-        """Have the same message sent to each of `members`; it is put into words once."""
+        """Queue the same message to each of `members`; it is encoded once."""
         with self._lock:
             self._number += 1
             data = json.dumps({"kind": kind, "number": self._number, "now": time.monotonic(), **body}).encode()
@@ -126,7 +126,7 @@ class ControlChannel:
             self._lock.notify()
 
     def put_datagram(self, member: int, **body: Any) -> None:
-        """Send a message of kind "datagram" at once, which may be lost, and which nothing holds up."""
+        """Send a message of kind "datagram" at once, ahead of the queue; it may be lost."""
         self._client.send_datagram(member, json.dumps(body).encode())
 
     def expel(self, member: int) -> None:
@@ -162,21 +162,21 @@ class ControlChannel:
         return messages
 
     def read_line(self, member: int, line: bytes) -> ControlMessage | None:
-        """Return the message; None if it makes no sense, or has come before."""
+        """Return the message in a line; None if it is invalid, or a repetition."""
         try:
             body = _decode(line)
             kind, number, sent_at = str(body.pop("kind")), int(body.pop("number")), float(body.pop("now"))
         except MALFORMED:
-            return None  # another version of Phalanx, or a program that speaks with us: not for the agent
-        if number <= self._taken.get(member, 0):
+            return None  # another version of Phalanx, or another program
+        if number <= self._received.get(member, 0):
             return None
-        self._taken[member] = number
+        self._received[member] = number
         behind = time.monotonic() - sent_at
         self._offsets[member] = min(behind, self._offsets.get(member, behind))
         return ControlMessage(kind, member, body)
 
     def to_own_clock(self, member: int, at: float) -> float:
-        """Return a time from `member`'s clock on this host's monotonic one: late by the shortest way of a message."""
+        """Convert a time of `member`'s clock to this host's; the result is late by the latency of one message."""
         return at + self._offsets.get(member, 0.0)
 
     def join_again(self, facts: Mapping[str, Any], timeout_s: float, watch: Collection[int]) -> None:
@@ -188,8 +188,8 @@ class ControlChannel:
         with self._lock:
             self._queue.drop()
         self._client.timeout = timeout_s
-        if self._client.member >= 0:  # it may count on us again, but our ranks have ended
-            self._client.leave("it has lost the first host for a while")
+        if self._client.member >= 0:  # the member may be in the job again, but its ranks have ended
+            self._client.leave("it had lost the first host")
         self.member = self._client.join(facts, watch=watch)
         self._put_back = [message for message in self.receive() if isinstance(message, ControlMessage)]
 
@@ -199,24 +199,24 @@ class ControlChannel:
         return self._client.is_removed
 
     def redirect(self, first: int, address: Address, epoch: bytes, timeout_s: float) -> None:
-        """Continue with the coordinator that has taken over, led by `first`. Of unsent messages only lines are kept.
+        """Continue with the coordinator that has taken over, led by `first`. Unsent messages are dropped, except lines.
 
         Raises:
             PhalanxError: that coordinator is not reached within `timeout_s`.
         """
         with self._lock:
             self._redirects += 1
-            self._is_held = True
+            self._is_paused = True
         try:
             self._client.follow_member(self.member, address, epoch, timeout_s)
             self._readdress(first)
         finally:
             with self._lock:
-                self._is_held = False
+                self._is_paused = False
                 self._lock.notify()
 
     def attach_to(self, service: Service) -> None:
-        """Be a member in the process of this coordinator: neither takes the other for lost by its silence."""
+        """Exempt this member and the coordinator in this process from each other's timeouts."""
         service.exempt(self._client)
 
     def _readdress(self, first: int) -> None:
@@ -231,18 +231,18 @@ class ControlChannel:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the coordinator has ended, as far as can be seen. This is slow."""
+        """Return whether the coordinator seems to have ended. This is slow."""
         return self._client.is_over()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all has been sent; False when time is up."""
+        """Wait until all messages are sent; return False if time runs out."""
         Deadline.after(timeout_s).wait_until(
             lambda: not self._queue.num_bytes or not self._thread.is_alive(), _FLUSH_PAUSE_S
         )
         return not self._queue.num_bytes
 
-    def take_back(self, kind: str) -> list[dict[str, Any]]:
-        """Return and remove the unsent messages of a kind, whose reader has left."""
+    def drain(self, kind: str) -> list[dict[str, Any]]:
+        """Stop sending; return the unsent messages of a kind, whose receiver is lost."""
         with self._lock:
             waiting = [json.loads(data) for member, data in self._queue.unsent if data and member != KEY]
             self._queue.drop()
@@ -250,8 +250,8 @@ class ControlChannel:
             self._lock.notify()
         return [message for message in waiting if message["kind"] == kind]
 
-    def take_own_lines(self) -> list[dict[str, Any]]:
-        """Return the messages with lines that the leader was to be sent, once this host is the leader itself."""
+    def pop_own_lines(self) -> list[dict[str, Any]]:
+        """Return the unsent messages with lines for the leader, which this host now is."""
         lines, self._own_lines = self._own_lines, []
         return [json.loads(data) for data in lines]
 
@@ -275,17 +275,17 @@ class ControlChannel:
     def _send(self) -> None:
         while not self._is_closing:
             with self._lock:
-                if not len(self._queue) or self._is_held:
+                if not len(self._queue) or self._is_paused:
                     self._lock.wait()
                     continue
-                batch = self._queue.take_batch()
+                batch = self._queue.next_batch()
                 redirects = self._redirects
             full = self._send_batch(batch, redirects)
             with self._lock:
                 if full is None or redirects != self._redirects:
-                    self._queue.take_back_batch()
+                    self._queue.restore_batch()
                 else:
-                    self._queue.settle(full)
+                    self._queue.complete_batch(full)
             if full:
                 time.sleep(_FULL_PAUSE_S)
 
@@ -308,14 +308,14 @@ class ControlChannel:
             key, _, value = data.partition(b"\0")
             self._client.set(key.decode(), value)
         elif not data:
-            self._client.expel(member, "the first host has given it up")
+            self._client.expel(member, "the first host has expelled it")
         else:
             return {batch[place].member for place in self._client.post_all(batch, timeout=_POST_S)}
         return ()
 
 
 def without_own_changes(messages: Sequence[ControlMessage | Change]) -> list[ControlMessage | Change]:
-    """Return the messages without those on the connection between this process and its lost coordinator."""
+    """Return the messages without changes of this process's connection to a lost coordinator."""
     own = ("expelled", "unreachable", "reachable")
     return [each for each in messages if not (isinstance(each, Change) and each.kind in own)]
 
@@ -359,32 +359,32 @@ def decode_lines(lines: Sequence[str]) -> list[bytes]:
     return [str(line).encode("utf-8", "surrogateescape") for line in lines]
 
 
-# A `SendQueue` holds what an agent has to send through the coordinator, in order, and decides what travels together.
+# A `SendQueue` has an agent's unsent messages, in order, and decides which of them are sent together.
 #
-#     put ──▶ A1 A2 B1 C1 │ key │ A3      take_batch ──▶ A1+A2, B1, C1 ──▶ settle: B's outbox was full ──▶ B1 │ key │ A3
+#     put ──▶ A1 A2 B1 C1 │ key │ A3    next_batch ──▶ A1+A2, B1, C1 ──▶ complete_batch: no room for B ──▶ B1 │ key │ A3
 #
-# What is for one member arrives in the order in which it was put. It has no lock and no thread.
+# Messages to one member arrive in the order in which they were put. The queue has no lock and no thread.
 
 ALL = -1  # in place of a member: all others
 KEY = -2  # in place of a member: the bytes are a key and its value
-_MAX_LINES, _MAX_LINES_BYTES = 64, 1 << 18  # so much to one member is one message
+_MAX_LINES, _MAX_LINES_BYTES = 64, 1 << 18  # the limits of one message
 _MAX_BATCH_BYTES = 1 << 20  # of all messages that travel together
 
 
 class OutgoingEntry(NamedTuple):
-    """An `OutgoingEntry` is `data` that is to be sent to `member`; without data that member is to be expelled."""
+    """An `OutgoingEntry` is `data` for `member`; without data, the order to expel that member."""
 
     member: int
     data: bytes
 
     @property
     def is_alone(self) -> bool:
-        """Return whether it travels alone, after all that was put before it."""
+        """Return whether the entry is sent alone, after all earlier ones."""
         return self.member < 0 or not self.data
 
 
 class SendQueue:
-    """A `SendQueue` is the queue of one agent; `num_bytes` is how much has not been sent yet."""
+    """A `SendQueue` is the queue of one agent; `num_bytes` is the number of unsent bytes."""
 
     def __init__(self) -> None:
         self._waiting: deque[OutgoingEntry] = deque()
@@ -404,8 +404,8 @@ class SendQueue:
         self._waiting.append(OutgoingEntry(member, data))
         self.num_bytes += len(data)
 
-    def take_batch(self) -> list[OutgoingEntry]:
-        """Return the next batch: one entry that travels alone, or one message for each of several members.
+    def next_batch(self) -> list[OutgoingEntry]:
+        """Return the next batch: one entry that is sent alone, or one message for each of several members.
 
         A message has consecutive lines for its member. The batch ends before a member's second message, unless that
         member's outbox was full: then the second message waits, and messages to others overtake it.
@@ -440,25 +440,25 @@ class SendQueue:
         is_next = self._sending[-1].member == entry.member
         return is_next and len(parts) < _MAX_LINES and sum(map(len, parts)) + len(entry.data) <= _MAX_LINES_BYTES
 
-    def settle(self, full: Collection[int] = ()) -> None:
-        """Note that the batch was sent, except to the members whose outboxes were `full`: that is sent again, first."""
+    def complete_batch(self, full: Collection[int] = ()) -> None:
+        """Remove the sent batch, except messages to members whose outboxes were `full`: these are sent again, first."""
         self.num_bytes -= sum(len(entry.data) for entry in self._sending if entry.member not in full)
         self._sending = [entry for entry in self._sending if entry.member in full]
-        self.take_back_batch()
+        self.restore_batch()
         self._full = frozenset(full)
 
-    def take_back_batch(self) -> None:
-        """Put the batch back in front: it is unknown whether it was sent."""
+    def restore_batch(self) -> None:
+        """Put the batch back in front, because it may not have been sent."""
         self._waiting.extendleft(reversed(self._sending))
         self._sending = []
 
     def drop(self) -> None:
-        """Drop all that is not under way."""
+        """Drop all entries outside the current batch."""
         self.num_bytes -= sum(len(entry.data) for entry in self._waiting)
         self._waiting.clear()
 
     def replace(self, entries: Collection[OutgoingEntry]) -> None:
-        """Hold these entries, and nothing else."""
+        """Replace all entries by these."""
         self._sending = []
         self._waiting = deque(entries)
         self.num_bytes = sum(len(entry.data) for entry in entries)

@@ -1,6 +1,6 @@
 """Decide, on the first host, how an elastic job reacts when hosts are lost, join, return, or wait as spares.
 
-    comes ──▶ spare ──room──▶ arriving: its ranks start, and train nothing ──all are ready──▶ in the job
+    joins ──▶ spare ──room──▶ arriving: its ranks start, and train nothing ──all are ready──▶ in the job
                 │                                                                             ▲
                 └── a host was lost: at once, in its place ───────────────────────────────────┘
 
@@ -44,12 +44,12 @@ class JoiningHost:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether all its ranks have come as far as training."""
+        """Return whether all its ranks are ready to train."""
         return len(self.members) == self.slots.num_slots and all(member.joined for member in self.members.values())
 
 
 class ElasticHosts(Elastic):
-    """As `Elastic`, over several hosts; `own` is the first one's number, which is not lost while this object lives."""
+    """`ElasticHosts` is `Elastic` for several hosts; `own` is the leader's member, which is not lost."""
 
     def __init__(
         self,
@@ -62,38 +62,38 @@ class ElasticHosts(Elastic):
         super().__init__(slot_plan, max_replacements, limits)
         self._own = own
         self._host_timeout_s = host_timeout_s
-        self.spares: dict[int, ArrivedHost] = {}  # by number, in the order of coming
+        self.spares: dict[int, ArrivedHost] = {}  # by member, in the order of joining
         self.arrivals: dict[int, JoiningHost] = {}
-        self._untried: set[int] = set()  # hosts that are new in this generation, in which no rank is yet
-        self._tries = 0  # how many tries with them were in vain
+        self._untried: set[int] = set()  # hosts that are new in this generation, which no rank has joined yet
+        self._tries = 0  # the number of failed tries with them
         self._waits_since: float | None = None
         self._waits_for = ""
 
     def restore_members(self, members: Iterable[ElasticRank], forking: Iterable[int]) -> None:
-        """Know of processes that there are, and of slots whose process is on its way."""
+        """Restore the ranks that run, and the slots whose processes are being forked."""
         for member in members:
             self.members[member.slot] = member
             self._repetition.on_step(member.step)
         self._forking |= set(forking)
 
     def note_gone(self, slot: int, lost: LostRank) -> None:
-        """Know of a slot whose process has ended, of which nothing was decided yet."""
+        """Restore a lost rank on which nothing was decided yet."""
         self._gone.add(slot)
         self._newest.append(lost)
 
     @property
     def gone(self) -> frozenset[int]:
-        """Return the slots that were lost with their hosts, of which nothing was decided yet."""
+        """Return the slots of lost ranks on which nothing was decided yet."""
         return frozenset(self._gone)
 
     @property
     def wait_s(self) -> float:
-        """Return for how many seconds the ranks keep their state when too few are left."""
+        """Return for how many seconds the ranks keep their state while too few hosts are left."""
         return min((member.wait_s for member in self.members.values() if member.joined), default=0.0)
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether too few are left, and hosts are awaited."""
+        """Return whether too few hosts are left, and the ranks wait for more."""
         return self._waits_since is not None and super().phase not in OVER
 
     @property
@@ -116,9 +116,9 @@ class ElasticHosts(Elastic):
                 self._untried.clear()
                 self._tries = 0
             if kind in ("regrouped", "elastic"):
-                actions += self._take_in_arrivals(now)
+                actions += self._accept_arrivals(now)
             if kind == "elastic":  # from now on hosts may join
-                actions += self._use_spares(now)
+                actions += self._start_spares(now)
             return actions
         member = arrival.members.get(slot)
         if member is None or member.pid != pid:
@@ -126,9 +126,9 @@ class ElasticHosts(Elastic):
         if kind == "outlives":
             member.outlives = True
         if kind == "elastic":
-            self._on_joined(member, message, 0)  # which of the generations it is in follows when it is taken in
+            self._on_joined(member, message, 0)  # its generation is set when its host is accepted
             member.holds_state = False
-        return self._take_in_arrivals(now)
+        return self._accept_arrivals(now)
 
     def on_report(self, report: ExceptionReport, now: float) -> list[ElasticAction] | None:
         """Process an uncaught exception in a rank."""
@@ -139,57 +139,57 @@ class ElasticHosts(Elastic):
         return []
 
     def on_exit(self, exit: Exit, now: float) -> list[ElasticAction] | None:
-        """Hear that the process of a rank has ended."""
+        """Process the end of a rank's process."""
         arrival = self._arrival_of(exit.rank)
         if arrival is None:
             return super().on_exit(exit, now)
         del self.arrivals[arrival.slots.member]
         how = summarise(RankFailure(exit.rank, arrival.reports.get(exit.rank), exit))
         why = f"a rank that it has started ended before it could take part: {how}"
-        return [DropHost(arrival.slots.member, why), *self._use_spares(now)]
+        return [DropHost(arrival.slots.member, why), *self._start_spares(now)]
 
-    def on_host_came(self, candidate: ArrivedHost, now: float) -> list[ElasticAction]:
+    def on_host_joined(self, candidate: ArrivedHost, now: float) -> list[ElasticAction]:
         """Process a host that has joined, with its places for ranks."""
         self.spares[candidate.member] = candidate
-        return self._use_spares(now)
+        return self._start_spares(now)
 
     def on_host_lost(self, member: int, label: str, why: str, now: float) -> list[ElasticAction] | None:
         """Process the loss of a host; None: it is an ordinary failure."""
-        if self._forget_newcomer(member):
-            return self._use_spares(now)
+        if self._drop_newcomer(member):
+            return self._start_spares(now)
         host = self._find_host(member)
         if host is None or not self.active:
             return None
         for slot in host.slots:
             if slot in self.generation.slots:
                 self._newest.append(self._lose_slot(slot, label, why, now))
-        self._take_out(host)
+        self._remove_host(host)
         self._repetition.on_loss()
         return self._decide(now)
 
     def on_host_leaves(self, member: int, name: str, now: float) -> list[ElasticAction] | None:
         """Process a host's wish to leave while its ranks live; None: the job cannot continue without it."""
-        if self._forget_newcomer(member):
-            return self._use_spares(now)
+        if self._drop_newcomer(member):
+            return self._start_spares(now)
         host = self._find_host(member)
         if host is None or not self.active:
             return None
         if not any(other.holds_state for slot, other in self.members.items() if slot not in host.slots):
             return None
-        self._take_out(host)
+        self._remove_host(host)
         how = f"{name}, with {name_ranks(list(host.slots))}, leaves after this step (SIGTERM)"
         actions = self._decide(now, how)
-        is_said = any(isinstance(action, BeginGeneration) for action in actions)
-        return actions if is_said else [Say(f"phalanx run: {how}"), *actions]
+        is_reported = any(isinstance(action, BeginGeneration) for action in actions)
+        return actions if is_reported else [Say(f"phalanx run: {how}"), *actions]
 
     def _find_host(self, member: int) -> HostSlots | None:
         return next((host for host in self.slot_plan.hosts if host.member == member), None)
 
-    def _forget_newcomer(self, member: int) -> bool:
-        """Let go of a host that waits, or starts its ranks; return whether it was one."""
+    def _drop_newcomer(self, member: int) -> bool:
+        """Forget a host that waits or starts its ranks; return whether it was one."""
         return self.spares.pop(member, None) is not None or self.arrivals.pop(member, None) is not None
 
-    def _take_out(self, host: HostSlots) -> None:
+    def _remove_host(self, host: HostSlots) -> None:
         """Remove a host; its slots are kept for a host that joins."""
         self._gone |= set(host.slots) & set(self.generation.slots)
         for slot in host.slots:
@@ -201,19 +201,19 @@ class ElasticHosts(Elastic):
     def on_time(self, now: float) -> list[ElasticAction]:
         actions = super().on_time(now)
         if self._waits_since is not None and self.is_waiting and now >= self._waits_since + self.wait_s:
-            why = f"{self._waits_for} left, and nobody has come within {self.wait_s:g} s"
+            why = f"{self._waits_for} left, and no host has joined within {self.wait_s:g} s"
             actions += self._save_and_end(why)
             self._waits_since = None
             self._plan_due()
         return actions
 
     def silence_s(self, slot: int) -> float:
-        """Return for how long the process in a slot may keep others waiting: its host may be cut off, and come back."""
+        """Return for how long the process in a slot may delay others: its host may be cut off, and return."""
         is_own = any(slot in host.slots for host in self.slot_plan.hosts if host.member == self._own)
         return super().silence_s(slot) + (0.0 if is_own else self._host_timeout_s)
 
     def plan_refills(self, living: frozenset[int]) -> dict[int, bool]:
-        """Return by host whether its empty slots get a new process. A host that has come gets all of them."""
+        """Return by host whether its empty slots get a new process. A new host gets all of them."""
         empty = sum(
             slot not in living
             for host in self.slot_plan.hosts
@@ -230,13 +230,13 @@ class ElasticHosts(Elastic):
         return LostRank(slot, self.rank_of(slot), gone.pid, why, now, self.generation.number, step, label)
 
     def pid_of(self, slot: int) -> int | None:
-        """Return the process in a slot, of those that have not ended."""
+        """Return the process in a slot; None if it has ended."""
         arrival = self._arrival_of(slot)
         member = (self.members if arrival is None else arrival.members).get(slot)
         return None if member is None else member.pid
 
     def is_arriving(self, slot: int) -> bool:
-        """Return whether the rank in this slot has yet to be taken in."""
+        """Return whether the rank in this slot belongs to a host that is not accepted yet."""
         return self._arrival_of(slot) is not None
 
     def _arrival_of(self, slot: int) -> JoiningHost | None:
@@ -252,8 +252,8 @@ class ElasticHosts(Elastic):
         hosts = self._with_arrivals().take_in(candidate).hosts
         return next(host for host in hosts if host.member == candidate.member)
 
-    def _use_spares(self, now: float) -> list[ElasticAction]:
-        """Take in who waits, where there is room."""
+    def _start_spares(self, now: float) -> list[ElasticAction]:
+        """Have spares start their ranks, if there is room."""
         if not self.active:
             return []
         if self.is_waiting:
@@ -263,13 +263,13 @@ class ElasticHosts(Elastic):
             del self.spares[candidate.member]
             slots = self._find_slots(candidate)
             self.arrivals[candidate.member] = JoiningHost(slots)
-            # It is as it would be if it were taken in now: its ranks need numbers to start with.
+            # Its ranks need numbers to start with: those that they would have if it were accepted now.
             generation = plan_generation(self.generation.number + 1, self._with_arrivals())
             actions.append(PrepareHost(slots, BeginGeneration(generation, (), ())))
         return actions
 
-    def _take_in_arrivals(self, now: float) -> list[ElasticAction]:
-        """Have the ranks of hosts that are ready trained with from the next step on."""
+    def _accept_arrivals(self, now: float) -> list[ElasticAction]:
+        """Accept the hosts that are ready: their ranks train from the next step on."""
         ready = [arrival for arrival in self.arrivals.values() if arrival.is_ready]
         if not ready or not self.active or self._exits or self._forking:
             return []
@@ -284,7 +284,7 @@ class ElasticHosts(Elastic):
             self._untried.add(arrival.slots.member)
             self.members.update(arrival.members)
         names = ", ".join(arrival.slots.name for arrival in ready)
-        return [*(() if self.is_waiting else actions), *self._decide(now, f"{names}: taken in")]
+        return [*(() if self.is_waiting else actions), *self._decide(now, f"{names}: accepted")]
 
     def _decide(self, now: float, without_loss: str = "") -> list[ElasticAction]:
         if without_loss == ALL_LEFT and self._untried:
@@ -304,19 +304,19 @@ class ElasticHosts(Elastic):
         return actions
 
     def _drop_untried(self, now: float) -> list[ElasticAction]:
-        """Go on without the new hosts of a group that was never formed, and that all have left."""
+        """Continue without the new hosts of a group that could not be formed."""
         why = "the others could not form a group with it (what they print says why)"
         dropped = [DropHost(member, why) for member in sorted(self._untried)]
         actions: list[ElasticAction] = [*dropped]
         for drop in dropped:
             for host in [host for host in self.slot_plan.hosts if host.member == drop.member]:
-                self._take_out(host)
+                self._remove_host(host)
         self._untried.clear()
         self._tries = 0
-        return [*actions, *super()._decide(now, "a host that came is sent away")]
+        return [*actions, *super()._decide(now, "a new host is rejected")]
 
     def _end(self, missing: str, now: float) -> list[ElasticAction]:
-        """Wait for hosts that may come, since too many are missing."""
+        """Wait for hosts that may join, since too many are missing."""
         if self.wait_s <= 0:
             return self._save_and_end(f"{missing} left, and the ranks do not wait for more")
         if self._waits_since is not None:
@@ -325,7 +325,7 @@ class ElasticHosts(Elastic):
         self._plan_due()
         return [
             Say(
-                f"phalanx run: {missing} left: the ranks hold what they have, and wait up to {self.wait_s:g} s for "
+                f"phalanx run: {missing} left: the ranks keep their state, and wait up to {self.wait_s:g} s for "
                 "more (`phalanx join` on another host)"
             )
         ]
@@ -337,7 +337,7 @@ class ElasticHosts(Elastic):
             self.next_due = limit if self.next_due is None else min(self.next_due, limit)
 
     def _describe_loss(self, lost: list[LostRank], forked: set[int], without_loss: str) -> str:
-        host_losses = [each for each in lost if each.host]  # of these a host was said
+        host_losses = [each for each in lost if each.host]  # the loss of their host was shown
         rest = [each for each in lost if not each.host]
         if rest or not (host_losses or without_loss):
             return super()._describe_loss(rest, forked, without_loss)

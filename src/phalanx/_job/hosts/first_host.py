@@ -27,14 +27,14 @@ from phalanx.errors import AuthenticationError, CoordinationError, DeadlineError
 T = TypeVar("T")
 _PAUSE_S = 0.1
 _FIRST_TRY_S, _TRY_S = 5.0, 20.0
-_CALL_S = 30.0  # for each question to a coordinator that has answered
+_CALL_S = 30.0  # for each request to a coordinator that has answered
 _KEY_S = 20.0
-_TELL_AFTER_S = 3.0
+_NOTIFY_AFTER_S = 3.0
 
 
 @dataclass(frozen=True)
 class JoinedJob:
-    """A `JoinedJob` is a connection to the first host's coordinator, with the key that opened it, and the job spec."""
+    """A `JoinedJob` is a connection to the job's coordinator, with the job's key and the job spec."""
 
     client: Client
     key: Key | None
@@ -50,18 +50,18 @@ def connect(
     is_over: Callable[[], bool],
     say: Callable[[str], None],
 ) -> JoinedJob:
-    """Connect to the coordinator, which may start later than this host, at the first endpoint where `job` answers.
+    """Connect to the coordinator of `job` at the first endpoint that answers; it may start later than this host.
 
-    If that coordinator reports that the job has moved, connect to the current leader. Its job spec follows at once.
+    If that coordinator reports that the job has moved, connect to the current leader.
 
     Raises:
         LaunchError: the coordinator cannot be reached in time, or has another key or version; the message says which.
     """
-    deadline, told = Deadline.after(timeout_s), False
+    deadline, has_notified = Deadline.after(timeout_s), False
     began = time.monotonic()
     for endpoint in itertools.cycle(endpoints):
         try:
-            limit_s = _TRY_S if told else min(_FIRST_TRY_S, timeout_s)
+            limit_s = _TRY_S if has_notified else min(_FIRST_TRY_S, timeout_s)
             client = _open(endpoint, key, limit_s, job)
             break
         except AuthenticationError as error:
@@ -72,15 +72,15 @@ def connect(
             problem = error
         except DeadlineError:
             problem = DeadlineError(
-                f"Something listens at {endpoint}, and says nothing that a coordinator of Phalanx says: it is another "
-                "program's port (a store of torchrun, say), or the first host's command is stopped. Look there which "
-                "process has the port (`ss -ltnp`), or give another port on all hosts."
+                f"Something listens at {endpoint}, and does not answer as a coordinator of Phalanx: it is another "
+                "program's port (such as torchrun's store), or the first host's command is stopped. Find the process "
+                "that has the port (`ss -ltnp` there), or use another port on all hosts."
             )
         now = time.monotonic()
         if deadline.passed or is_over():
             raise LaunchError(f"phalanx run: gave up after {now - began:.0f} s: {problem}") from None
-        if not told and now - began > _TELL_AFTER_S:
-            told = True
+        if not has_notified and now - began > _NOTIFY_AFTER_S:
+            has_notified = True
             say(f"phalanx run: waiting for the first host. {str(problem).splitlines()[0]}")
         time.sleep(_PAUSE_S)
     client.timeout = _CALL_S
@@ -106,7 +106,7 @@ def _open(endpoint: str, key: Key | None, limit_s: float, job: str) -> Client:
 
 
 def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) -> JoinedJob:
-    """Call `connect` while handling signals.
+    """Call `connect`; signals end it.
 
     Raises:
         LaunchError: as `connect`; there is no key; or a signal arrived.
@@ -119,35 +119,35 @@ def join_first_host(plan: JobPlan, rendezvous: Rendezvous, host: HostResources) 
         job = plan.settings.run_id
         return connect(endpoints, key, rendezvous.join_timeout_s, job=job, is_over=over.is_set, say=say)
 
-    return while_listening(host, over, join)
+    return run_interruptibly(host, over, join)
 
 
 def join_leader(host: HostResources, endpoints: Sequence[str], key: Key | None, timeout_s: float) -> JoinedJob:
-    """Call `connect` with the known key, while handling signals.
+    """Call `connect` with the job's key; signals end it.
 
     Raises:
         LaunchError: as `connect`; or a signal arrived.
     """
     over = threading.Event()
-    return while_listening(host, over, lambda say: connect(endpoints, key, timeout_s, is_over=over.is_set, say=say))
+    return run_interruptibly(host, over, lambda say: connect(endpoints, key, timeout_s, is_over=over.is_set, say=say))
 
 
 def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say: Callable[[str], None]) -> Key:
-    """Return the job's key, waiting for it briefly.
+    """Return the job's key; wait for it for some seconds.
 
-    Hosts with a shared home that start together for the first time find the key when the first of them has created it.
+    Hosts with a shared home that start together for the first time find the key once one of them has created it.
 
     Raises:
         LaunchError: there is no key, or it may not be used.
     """
     wait_s = min(_KEY_S, rendezvous.join_timeout_s)
-    deadline, told = Deadline.after(wait_s), False
+    deadline, has_notified = Deadline.after(wait_s), False
     try:
         if rendezvous.key is not None:
             return Key.parse(rendezvous.key)
         while (key := find_key(plan.settings.key_file, plan.command_environment)) is None and not deadline.passed:
-            if not told:
-                told = True
+            if not has_notified:
+                has_notified = True
                 say(
                     f"phalanx run: no key yet ({default_path(plan.command_environment)}); waiting {wait_s:g} s for the "
                     "first host to make one, in case it shares this home"
@@ -159,37 +159,37 @@ def _find_key(plan: JobPlan, rendezvous: Rendezvous, over: threading.Event, say:
     if key is not None:
         return key
     raise LaunchError(
-        f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` makes one, once, on any host; then it "
-        "lies in ~/.config/phalanx/key, and that file is to be on every host (a shared home, or a copy with mode "
-        "600). PHALANX_KEY_FILE names another file.",
+        f"phalanx run: no key to join {rendezvous.endpoint}. `phalanx key` creates ~/.config/phalanx/key, once, on any "
+        "host. Every host needs that file (in a shared home, or as a copy with mode 600). PHALANX_KEY_FILE names "
+        "another file.",
         exit_code=2,
     )
 
 
-def while_listening(
+def run_interruptibly(
     host: HostResources,
     over: threading.Event,
     work: Callable[[Callable[[str], None]], T],
     when: str = "before the job began",
 ) -> T:
-    """Return the result of the blocking `work`, run in a thread, so that Ctrl-C is handled, which came `when`.
+    """Return the result of the blocking `work`, which runs in a thread, so that this thread handles signals.
 
-    `work` receives a function that prints a line for the user.
+    `work` is called with a function that prints a line. A signal sets `over`; the error says that it came `when`.
     """
     results: list[T] = []
     errors: list[BaseException] = []
-    said: Mailbox[str] = Mailbox()
+    lines: Mailbox[str] = Mailbox()
     ended = Wakeup()
 
     def run() -> None:
         try:
-            results.append(work(said.put))
+            results.append(work(lines.put))
         except BaseException as error:
             errors.append(error)
         ended.ring()
 
     def show(ready: set[int]) -> None:
-        for text in said.receive_all() if said.fileno() in ready else ():
+        for text in lines.receive_all() if lines.fileno() in ready else ():
             host.display.say(text)
 
     def on_signal(number: int) -> None:
@@ -202,14 +202,14 @@ def while_listening(
     loop = EventLoop(
         host.watch_signals(on_signal),
         Source(lambda ready: None, lambda: (ended.fileno(),)),
-        Source(show, lambda: (said.fileno(),)),
+        Source(show, lambda: (lines.fileno(),)),
         host.watch_display(),
     )
     while not (results or errors):
         loop.turn()
     thread.join()
-    show({said.fileno()})
-    said.close()
+    show({lines.fileno()})
+    lines.close()
     ended.close()
     if errors:
         raise errors[0]

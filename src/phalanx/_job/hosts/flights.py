@@ -11,7 +11,7 @@ from phalanx._comm.diagnostics.observer import GroupLog, RankLog
 
 
 def logs_to_json(logs: Sequence[GroupLog]) -> list[dict[str, Any]]:
-    """Return it as plain data."""
+    """Return logs as plain data."""
     return [asdict(log) for log in logs]
 
 

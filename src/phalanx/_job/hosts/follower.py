@@ -1,6 +1,6 @@
-"""A host other than the first reports its ranks' events, and executes the first host's orders.
+"""`FollowerLink` reports the events of this host's ranks to the leader, and executes the leader's orders.
 
-When the first host is lost, it stops its ranks by itself, reports that, and ends.
+If the leader is lost and no other host is elected, this host stops its ranks and ends.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from phalanx._job.inspect.top.look import look_at_own
 from phalanx._job.inspect.top.memory import MemoryReader
 from phalanx._job.output.display import Display
 
-_FULL_S = 0.02  # how soon to look again whether lines may be sent
+_FULL_S = 0.02  # between two checks whether lines may be sent
 _WAIT = {"kind": "wait"}  # sent to ranks
 
 
 @dataclass
 class FollowerSupervision(Supervision):
-    """`FollowerSupervision` reports each event to the first host, and executes its orders."""
+    """`FollowerSupervision` reports each event to the leader, and executes the leader's orders."""
 
     place: Place = field(default_factory=lambda: Place.alone(1))
     channel: ControlChannel | None = None
     attempt: int = 0
-    times_asked: int = 0
-    asked_for: int = 0  # the signal last reported to the leading host
-    asked_member: int = -1  # that leading host's member
+    num_signals: int = 0
+    reported_signal: int = 0  # the signal last reported to the leading host
+    reported_to: int = -1  # that leading host's member
     is_elastic: bool = False  # a rank of this host has reported that it survives the loss of others
-    abandoned_by: str = ""  # why the first host is not there any more
+    abandoned_by: str = ""  # why the leader is lost, and no other host leads
     leaves: bool = False  # the job continues without this host, whose ranks finish their step and end
 
     @property
@@ -70,75 +70,75 @@ class FollowerSupervision(Supervision):
 
     @property
     def finished(self) -> bool:
-        """Return whether no rank is left, and none will be started: an elastic job may replace lost ranks."""
+        """Return whether no rank runs, and none will be started: an elastic job may replace lost ranks."""
         is_replaced = self.is_elastic and self.phase == "running" and not self.leaves
         awaits_orders = is_replaced and not all(end.is_orderly for end in self.exits.values())
         return not self.running and not awaits_orders
 
-    def _tell(self, kind: str, **body: Any) -> None:
+    def _report(self, kind: str, **body: Any) -> None:
         if self.channel is not None:
             self.channel.put(self.channel.first, kind, attempt=self.attempt, **body)
 
     def on_replaced(self, rank: int) -> None:
-        """Hear that a rank is started again."""
+        """Forget the end of a rank that is started again."""
         super().on_replaced(rank)
         self.exits.pop(rank, None)
         self.reports.pop(rank, None)
 
     def on_abandoned(self, rank: int) -> None:
-        """Tell the first host."""
+        """Report to the leader that a rank was not started."""
         super().on_abandoned(rank)
-        self._tell("abandoned", rank=rank)
+        self._report("abandoned", rank=rank)
 
     def on_exit(self, exit: Exit) -> list[Action]:
         self.exits[exit.rank] = exit
-        self._tell("exit", rank=exit.rank, pid=exit.pid, status=exit.status, at=exit.at, dump=exit.dump)
+        self._report("exit", rank=exit.rank, pid=exit.pid, status=exit.status, at=exit.at, dump=exit.dump)
         return []
 
     def on_report(self, report: ExceptionReport, now: float) -> list[Action]:
         self.reports.setdefault(report.rank, report)
-        self._tell("report", report=asdict(report))
+        self._report("report", report=asdict(report))
         return []
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
-        """Leave the decision on a signal to the first host."""
+        """Report a signal to the leader, which decides."""
         if self.abandoned_by or self.leaves or signum not in ENDING_SIGNALS:
             return super().on_signal(signum, now)
-        self.times_asked += 1
-        if self.times_asked > 2:  # the first host did not answer to the first two
+        self.num_signals += 1
+        if self.num_signals > 2:  # the leader did not answer to the first two
             self.interrupted = signum
             return self._kill(now)
-        self._ask(signum)
+        self._report_signal(signum)
         return []
 
-    def _ask(self, signum: int) -> None:
-        """Tell the host that leads of a signal: it decides, for all."""
+    def _report_signal(self, signum: int) -> None:
+        """Report a signal to the leader, which decides for all hosts."""
         if self.channel is not None:
-            self.asked_for, self.asked_member = signum, self.channel.first
-        self._tell("signal", signum=signum)
+            self.reported_signal, self.reported_to = signum, self.channel.first
+        self._report("signal", signum=signum)
 
-    def ask_again(self) -> None:
-        """Repeat to the current leader the requests that an earlier one may not have received."""
-        is_undecided = self.asked_for and self.phase == "running" and not self.leaves
-        if is_undecided and self.channel is not None and self.channel.first != self.asked_member:
-            self._ask(self.asked_for)
+    def repeat_signal(self) -> None:
+        """Repeat to a new leader a signal that the former one may not have received."""
+        is_undecided = self.reported_signal and self.phase == "running" and not self.leaves
+        if is_undecided and self.channel is not None and self.channel.first != self.reported_to:
+            self._report_signal(self.reported_signal)
 
     def on_remote_signal(
         self, signum: int, ranks: Iterable[int], group: bool, is_relayed: bool = False
     ) -> list[Action]:
-        """Send `signum`, as the first host wants."""
+        """Send `signum` to ranks of this host, by order of the leader."""
         chosen = tuple(rank for rank in ranks if rank in self.running)
         if signum in ENDING_SIGNALS and self.phase == "running":
             self.phase = "stopping"
         return [Signal(signum, chosen, group, is_relayed)] if chosen else []
 
     def sweep(self) -> list[Action]:
-        """Leave no process, as the first host wants."""
+        """Kill all processes, by order of the leader."""
         self.phase = "killing"
         return [Kill()]
 
-    def on_first_host_lost(self, why: str, now: float) -> list[Action]:
-        """End the remaining ranks, since no host sends orders any more."""
+    def on_leader_lost(self, why: str, now: float) -> list[Action]:
+        """Stop the ranks: no host leads the job any more."""
         if self.abandoned_by:
             return []
         self.abandoned_by = why
@@ -147,20 +147,20 @@ class FollowerSupervision(Supervision):
         return self._settle(now, HOST_LOSS_GRACE_S)
 
 
-def tells_first_lost(change: Change, first: int) -> bool:
-    """Return whether this host and the first one, which is member `first`, are not in one job any more."""
+def is_leader_loss(change: Change, first: int) -> bool:
+    """Return whether a change means that this host has lost its leader, the member `first`."""
     return change.kind in ("unreachable", "expelled") or (change.member == first and change.kind in ("left", "lost"))
 
 
-def say_host_lost(message: ControlMessage, display: Display) -> None:
-    """Hear from the first host that another one is lost."""
+def show_host_lost(message: ControlMessage, display: Display) -> None:
+    """Show the leader's message that another host is lost."""
     ranks = message.body["ranks"]
     host, why = printable(str(message.body["host"])), printable(str(message.body["why"]))
     display.say(f"phalanx run: {host}, with {name_ranks(ranks)}, is lost: {why}")
 
 
 class ObservedElastic(Elastic):
-    """`ObservedElastic` holds the reports of this host's ranks; the first host decides."""
+    """`ObservedElastic` records the reports of this host's ranks; the leader decides."""
 
     @property
     def active(self) -> bool:
@@ -171,12 +171,12 @@ class ObservedElastic(Elastic):
         super().on_message(slot, pid, message, now)
         member = self.members.get(slot)
         if message.get("kind") == "elastic" and message.get("generation") and member is not None:
-            member.holds_state = False  # it has come later, and is handed the state
+            member.holds_state = False  # it has joined later, and receives the state
         return []
 
 
 class FollowerLink(HostLink):
-    """A `FollowerLink` is the link to the first host: it reports this host's ranks, and receives orders."""
+    """A `FollowerLink` is an attempt's link to the leader: it reports this host's ranks, and receives orders."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class FollowerLink(HostLink):
         channel = membership.channel
         super().__init__(plan, place, channel.member, first)
         self.wait_s = 0.0  # how long elastic ranks wait for hosts
-        self.ended: dict[str, Any] | None = None  # the first host's `end`, if it came
+        self.ended: dict[str, Any] | None = None  # the leader's `end`, once received
         self.supervision = FollowerSupervision(
             place.world_size, plan.settings.shutdown_timeout_s, place=place, channel=channel, attempt=number
         )
@@ -215,7 +215,7 @@ class FollowerLink(HostLink):
         self._succession.attach(attempt)
 
     def make_supervision(self) -> FollowerSupervision:
-        """Return the supervision that reports to the first host, which decides."""
+        """Return the supervision that reports to the leader, which decides."""
         return self.supervision
 
     def make_elastic(self) -> ObservedElastic:
@@ -228,7 +228,7 @@ class FollowerLink(HostLink):
 
     @property
     def due(self) -> float | None:
-        """Return when to look again although nothing has come."""
+        """Return when to call `receive` although no descriptor is ready."""
         if self._channel.has_more:
             return time.monotonic()
         return time.monotonic() + _FULL_S if self._channel.full else None
@@ -240,26 +240,26 @@ class FollowerLink(HostLink):
                 self._read(message)
         leadership = self._succession.receive(ready)
         if leadership is Leadership.OWN:  # the attempt has another link now
-            asked_for = self.supervision.asked_for  # the leader that was asked could not answer any more
-            if asked_for and not self.supervision.leaves:
-                self._attempt.on_signal(asked_for)
+            reported_signal = self.supervision.reported_signal  # the former leader can no longer answer
+            if reported_signal and not self.supervision.leaves:
+                self._attempt.on_signal(reported_signal)
             return
         if leadership is Leadership.NONE and not self.supervision.abandoned_by:
-            self._give_up(self._succession.loss)
+            self._abandon_ranks(self._succession.loss)
         if leadership is Leadership.KNOWN:
-            self.supervision.ask_again()
+            self.supervision.repeat_signal()
         self._forward.flush()
 
     def create_store(self) -> tuple[int | None, str]:
-        """Return the coordinator, by the way that leads there from this host."""
+        """Return a file that names the coordinator, as this host reaches it."""
         return create_agent_file(*self._membership.open_store())
 
     def on_started(self, rank: int, pid: int) -> None:
-        """Tell the first host that the process of a rank exists."""
+        """Report to the leader that the process of a rank exists."""
         self._channel.put(self._channel.first, "started", attempt=self._number, rank=rank, pid=pid)
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
-        """Forward an elastic rank's message to the first host."""
+        """Forward an elastic rank's message to the leader."""
         if message.get("kind") == "elastic":
             self.supervision.is_elastic = True
             wait_s = message.get("wait_s")
@@ -271,13 +271,13 @@ class FollowerLink(HostLink):
         self._channel.put(self._channel.first, "rank says", attempt=self._number, rank=rank, pid=pid, message=message)
 
     def end(self, attempt: Attempt) -> None:
-        """Report to the first host that no process is left here, after all other reports."""
+        """Report to the leader that no process is left here, after all other reports."""
         self._forward.flush()
         if attempt.ranks.zygote_lost and not attempt.ranks.zygote_given_up:
             return
         ended_ns = {str(pid): at for pid, at in attempt.ended_ns.items()}
         if attempt.report_folder:
-            self._records += self._take_report(attempt.report_folder)
+            self._records += self._pack_report(attempt.report_folder)
         groups = logs_to_json(attempt.collect_logs())
         if groups:
             self._records.append(("flight", {"groups": groups, "ended_ns": ended_ns}))
@@ -296,10 +296,10 @@ class FollowerLink(HostLink):
         return all(rank in exits and not exits[rank].status for rank in self.place.ranks)
 
     def close(self) -> None:
-        """Send the lines that are left."""
+        """Send the remaining lines."""
         self._forward.flush()
 
-    def _take_report(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _pack_report(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the messages with this host's part of the job's report; the files are removed as they are sent."""
         from phalanx._job.report.copy_speed import measure_copy_speed  # here, because most jobs leave none
         from phalanx._job.report.job_record import RANKS
@@ -319,14 +319,14 @@ class FollowerLink(HostLink):
         if self._succession.process(message):
             return
         if isinstance(message, Change):
-            if tells_first_lost(message, self._channel.first):
-                self._lose_first(message.why)
+            if is_leader_loss(message, self._channel.first):
+                self._lose_leader(message.why)
         elif message.member == self._channel.first and message.kind == "host lost":
-            say_host_lost(message, self._host.display)
-            self._tell_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
+            show_host_lost(message, self._host.display)
+            self._notify_ranks(message.body["gone"], describe_loss(message.body["host"], message.body["why"]))
         elif message.member == self._channel.first and message.kind == "hands over":
             self._is_led_by_another = state.leaves
-            self._lose_first("it leaves (SIGTERM)", has_left=True)
+            self._lose_leader("it leaves (SIGTERM)", has_left=True)
         elif message.member == self._channel.first and message.kind == "end":
             self.ended = message.body
             self._attempt.do(state.sweep() if not state.finished else [])
@@ -335,7 +335,9 @@ class FollowerLink(HostLink):
                 state.leaves = True
                 for rank in self.place.ranks:
                     self._attempt.links.send(rank, LEAVE)
-                text = "SIGTERM: the ranks of this host finish their step and end; the others go on (again: stop them)"
+                text = (
+                    "SIGTERM: the ranks of this host finish their step and end; the others continue (again: stop them)"
+                )
                 self._host.display.say(f"phalanx run: {text}")
             elif message.kind == "signal":
                 signum = int(message.body["signum"])
@@ -351,25 +353,25 @@ class FollowerLink(HostLink):
                 self._attempt.send_to_rank(int(message.body["rank"]), message.body["message"])
             elif message.kind == "stacks":
                 asked = (message.body["request"], message.body.get("what"))
-                threading.Thread(target=self._tell_stacks, args=asked, daemon=True).start()
+                threading.Thread(target=self._send_stacks, args=asked, daemon=True).start()
             elif message.kind == "sweep":
                 self._attempt.ranks.abandon_rest()
                 self._attempt.do(state.sweep())
 
-    def _tell_stacks(self, request: Any, what: Any) -> None:
-        """Give the ranks a second to answer, and ask the agent itself who they are; this runs in a thread."""
+    def _send_stacks(self, request: Any, what: Any) -> None:
+        """Send the leader the stacks of this host's ranks, which have a second to answer; this runs in a thread."""
         text = look_at_own(self._memory) if what == "top" else report_own_stacks()
         self._channel.put(self._channel.first, "stacks", attempt=self._number, request=request, text=text)
 
-    def _lose_first(self, why: str, *, has_left: bool = False) -> None:
+    def _lose_leader(self, why: str, *, has_left: bool = False) -> None:
         if self.supervision.abandoned_by or self.ended is not None or self._is_led_by_another:
             return
-        goes_on = self.supervision.phase == "running" and not self.supervision.leaves
-        if not (goes_on and self._succession.on_leader_lost(why, has_left=has_left)):
-            self._give_up(why)
+        may_continue = self.supervision.phase == "running" and not self.supervision.leaves
+        if not (may_continue and self._succession.on_leader_lost(why, has_left=has_left)):
+            self._abandon_ranks(why)
 
-    def _give_up(self, why: str) -> None:
-        """End the ranks of this host: no host leads the job any more."""
+    def _abandon_ranks(self, why: str) -> None:
+        """Stop the ranks of this host: no host leads the job any more."""
         running = len(self._attempt.state.running)
         self._host.display.say(
             f"phalanx run: the first host is lost: {why}. Stopping the {running} rank{'s' * (running != 1)} of this "
@@ -378,11 +380,11 @@ class FollowerLink(HostLink):
         self._attempt.ranks.abandon_rest()
         now = self._attempt.numbers.part.place
         others = [rank for rank in range(now.world_size) if rank not in now.ranks]
-        self._tell_ranks(others, f"this host and the first one do not hear each other any more ({why})")
-        actions = self.supervision.on_first_host_lost(why, time.monotonic())
+        self._notify_ranks(others, f"this host and the first one have lost their connection ({why})")
+        actions = self.supervision.on_leader_lost(why, time.monotonic())
         # Elastic ranks that are cut off are not resumed: the others continue, or the job is lost.
         self._attempt.do(self.supervision.sweep() if self.supervision.is_elastic else actions)
 
-    def _tell_ranks(self, ranks: Sequence[int], reason: str) -> None:
+    def _notify_ranks(self, ranks: Sequence[int], reason: str) -> None:
         if self._attempt.numbers.store is not None:
             report_lost(self._attempt.numbers.store, LostHost(tuple(ranks), reason))

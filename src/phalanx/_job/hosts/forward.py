@@ -1,4 +1,4 @@
-"""`Forward` takes the lines of this host's ranks to the host that leads the job, or to the display here."""
+"""`Forward` sends the lines of this host's ranks to the leader, or shows them here if this host leads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx._job.output.display import Display
 
 
 class Forward:
-    """Sends the lines of this host's ranks to the first host, which shows them; a viewer of the pump."""
+    """`Forward` is the viewer of a follower's pump: the leader shows the lines of its ranks."""
 
     def __init__(self) -> None:
         self._channel: ControlChannel | None = None
@@ -24,15 +24,15 @@ class Forward:
 
     @property
     def full(self) -> bool:
-        """Return whether so much is still to be sent that the ranks should wait."""
+        """Return whether so many bytes wait to be sent that the ranks should wait."""
         if self._display is not None:
             return self._display.full
         return self._channel is not None and self._channel.full
 
     def lead(self, display: Display) -> None:
-        """Have lines shown here from now on."""
+        """Show lines here from now on."""
         self._display = display
-        sent = self._channel.take_own_lines() if self._channel is not None else []
+        sent = self._channel.pop_own_lines() if self._channel is not None else []
         for rank, stream, lines, status, ended in [*(item for body in sent for item in body["items"]), *self._items]:
             display.show(rank, stream, decode_lines(lines), decode_lines([status])[0])
             if ended:
@@ -40,19 +40,19 @@ class Forward:
         self._items = []
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """Do nothing: another host leads, and knows the ranks."""
+        """Expect lines of these ranks, if this host leads; another leader knows the ranks."""
         if self._display is not None:
             self._display.begin(ranks)
 
     def end(self, rank: int) -> None:
-        """Tell the first host that the rank prints nothing more."""
+        """Report that a rank prints nothing more."""
         if self._display is not None:
             self._display.end(rank)
             return
         self._items.append([rank, 1, [], "", True])
 
     def show(self, rank: int, stream: int, lines: Sequence[bytes], status: bytes) -> None:
-        """Send lines, with the status behind them."""
+        """Send lines, and the status line that follows them."""
         if self._display is not None:
             self._display.show(rank, stream, lines, status)
             return
@@ -67,9 +67,9 @@ class Forward:
             self._channel.put(self._channel.first, "say", attempt=self.attempt, text=text)
 
     def show_here(self, display: Display) -> None:
-        """Show here the output that the lost first host has not shown."""
+        """Show here the lines that the lost leader has not received."""
         self.flush()
-        for message in self._channel.take_back("lines") if self._channel is not None else ():
+        for message in self._channel.drain("lines") if self._channel is not None else ():
             for rank, stream, lines, _, _ in message["items"]:
                 display.show(rank, stream, decode_lines(lines), b"")
 

@@ -1,4 +1,4 @@
-"""The first host waits, before each start, until all hosts have come, and every host has reached every other one."""
+"""`Gathering` waits, before each start, until all hosts have joined and have reached each other."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMe
 from phalanx._job.hosts.job_spec import name_own_address
 from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.node_plan import HostFacts, Node, describe_nnodes, describe_unfit, find_conflict, plan_nodes
-from phalanx._job.hosts.peer_hosts import PeerHosts, tell_start
+from phalanx._job.hosts.peer_hosts import PeerHosts, send_start
 from phalanx._job.hosts.reach import TRY_S, ReachTarget, choose_targets, describe, try_all
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.leader_notice import follow_notice
 from phalanx.errors import LaunchError
 
-_TELL_AFTER_S = 3.0
+_NOTIFY_AFTER_S = 3.0
 _END_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class JoinedHost:
-    """A `JoinedHost` is a host that has joined: its facts, and the address at which it found us."""
+    """A `JoinedHost` is a host that has joined, with the address at which it reached this one."""
 
     facts: HostFacts
     reached: str
@@ -67,9 +67,11 @@ class Gathering:
         self._key = key
         self._advertised = advertised
         self._port = port
-        self._joined_hosts: dict[int, JoinedHost] = {}  # in the order of coming
+        self._joined_hosts: dict[int, JoinedHost] = {}  # in the order of joining
         self._trial = 0
-        self._ports: dict[int, tuple[int, str]] = {}  # where each member answers in this trial; 0, and why it does not
+        self._ports: dict[
+            int, tuple[int, str]
+        ] = {}  # by member: the port at which it answers in this trial, or 0 and the reason
         self._results: dict[int, dict[int, str]] = {}  # member -> node -> result in this trial
         self._tried: set[int] = set()  # the members that this trial is about
         self._gone: set[int] = set()  # the members that have left since it began
@@ -77,13 +79,13 @@ class Gathering:
         self._link: LeaderLink | None = None  # the link of the newest attempt
         self._loop = EventLoop(
             host.watch_signals(self._on_signal),
-            Source(self._hear_zygote, lambda: (host.zygote.control.fileno(),)),
-            Source(self._hear_notices, lambda: (channel.notices.fileno(),)),
-            Source(self._hear_hosts, lambda: (channel.fileno(),)),
+            Source(self._check_zygote, lambda: (host.zygote.control.fileno(),)),
+            Source(self._receive_notices, lambda: (channel.notices.fileno(),)),
+            Source(self._receive_messages, lambda: (channel.fileno(),)),
             host.watch_display(),
         )
 
-    def take_over(self, link: LeaderLink) -> None:
+    def continue_attempt(self, link: LeaderLink) -> None:
         """Continue an attempt that this host leads in place of a lost leader: its other hosts have joined already."""
         self._link, self._peers = link, link.peers
         for member, node in link.peers.others.items():
@@ -98,7 +100,7 @@ class Gathering:
             JobMovedError: this job has begun before, and another host leads it.
         """
         if self._peers is not None:
-            for message in (*self._peers.taken_in.values(), *self._peers.late.values()):
+            for message in (*self._peers.accepted.values(), *self._peers.late.values()):
                 self._read(message)
             for member in self._peers.lost:
                 self._joined_hosts.pop(member, None)
@@ -133,7 +135,7 @@ class Gathering:
         )
         attempt = Attempt(plan, self._host, restart_count, link)
         for node in peers.others.values():
-            tell_start(peers, node, restart_count, plan.run_id, plan.run, (address, plan.master_port))
+            send_start(peers, node, restart_count, plan.run_id, plan.run, (address, plan.master_port))
         return attempt
 
     @property
@@ -148,7 +150,7 @@ class Gathering:
             spares = self._peers.late.keys() & self._peers.spares
             for member in self._peers.late.keys() - spares:
                 self._refuse(member, "the job is over, and had begun without this host")
-            waiting = (waiting | set(self._peers.taken_in) | spares) - set(self._peers.lost)
+            waiting = (waiting | set(self._peers.accepted) | spares) - set(self._peers.lost)
         self._channel.put(-1, "end", code=code, why=why)
         deadline = Deadline.after(_END_TIMEOUT_S)
         while waiting and not deadline.passed:
@@ -178,7 +180,7 @@ class Gathering:
         rendezvous = self._rendezvous
         end = time.monotonic() + rendezvous.join_timeout_s
         last_call: float | None = None
-        tell_at = time.monotonic() + (0.0 if self._is_inviting else _TELL_AFTER_S)
+        invite_at = time.monotonic() + (0.0 if self._is_inviting else _NOTIFY_AFTER_S)
         while True:
             now = time.monotonic()
             count = 1 + len(self._joined_hosts)
@@ -192,10 +194,10 @@ class Gathering:
                 last_call = None
             if now >= end:
                 raise LaunchError(self._explain_missing(count))
-            if tell_at <= now:
-                tell_at = float("inf")
+            if invite_at <= now:
+                invite_at = float("inf")
                 self._host.display.say(self._invite(count))
-            self._loop.turn(min(at for at in (end, tell_at, last_call) if at is not None) - now)
+            self._loop.turn(min(at for at in (end, invite_at, last_call) if at is not None) - now)
         joined_hosts = list(self._joined_hosts.values())[: rendezvous.max_nodes - 1]
         for late in list(self._joined_hosts)[rendezvous.max_nodes - 1 :]:
             self._refuse(late, f"the job has its {rendezvous.max_nodes} hosts")
@@ -210,7 +212,7 @@ class Gathering:
 
     @property
     def _is_inviting(self) -> bool:
-        """Return whether others can learn only from this host where to join."""
+        """Return whether only this host's output shows where others can join."""
         return not self._rendezvous.endpoint or self._rendezvous.endpoint.startswith(":")
 
     def _invite(self, count: int) -> str:
@@ -223,7 +225,7 @@ class Gathering:
             return f"phalanx run: waiting for {more} at {first} (key {self._key.fingerprint})"
         text = f"phalanx run: waiting for {more}. There, type:\n\n    phalanx join {first}\n"
         if others:
-            text += f"\nor, where that leads nowhere: {', '.join(others)}"
+            text += f"\nor, if that cannot be reached: {', '.join(others)}"
         return text
 
     def _explain_missing(self, count: int) -> str:
@@ -232,10 +234,9 @@ class Gathering:
         if self._rendezvous.is_local:
             places = "a socket of this host"
         return (
-            f"phalanx run: {count} of {self._rendezvous.min_nodes} hosts came within "
-            f"{self._rendezvous.join_timeout_s:g} s: {here}. The others were awaited at {places}. Look at what they "
-            "say: "
-            "each tells which address it tried, and what came back."
+            f"phalanx run: {count} of {self._rendezvous.min_nodes} hosts joined within "
+            f"{self._rendezvous.join_timeout_s:g} s: {here}. The others were awaited at {places}. Read their "
+            "output: each names the address that it tried, and the answer."
         )
 
     def _on_signal(self, number: int) -> None:
@@ -244,7 +245,7 @@ class Gathering:
                 f"phalanx run: stopped by {name_signal(number)} before the job began", exit_code=128 + number
             )
 
-    def _hear_zygote(self, ready: set[int]) -> None:
+    def _check_zygote(self, ready: set[int]) -> None:
         control = self._host.zygote.control
         if control.fileno() not in ready:
             return
@@ -256,22 +257,22 @@ class Gathering:
                 "torch. If nobody killed it, memory is the first suspect; or try --no-preload."
             )
 
-    def _hear_notices(self, ready: set[int]) -> None:
+    def _receive_notices(self, ready: set[int]) -> None:
         for line in self._channel.notices.receive_all() if self._channel.notices.fileno() in ready else ():
             self._host.display.say(f"phalanx run: {line}")
 
-    def _hear_hosts(self, ready: set[int]) -> None:
+    def _receive_messages(self, ready: set[int]) -> None:
         for message in self._channel.receive() if self._channel.fileno() in ready else ():
             self._read(message)
 
     def _read(self, message: ControlMessage | Change) -> None:
         if isinstance(message, Change):
-            self._follow_change(message)
+            self._process_change(message)
         elif message.member in self._joined_hosts or message.member == self._channel.member:
             with contextlib.suppress(*MALFORMED):
-                self._follow(message)
+                self._process(message)
 
-    def _follow_change(self, change: Change) -> None:
+    def _process_change(self, change: Change) -> None:
         if change.kind == "joined":
             if unfit := describe_unfit(change.facts):
                 self._host.display.say(f"phalanx run: {unfit}")
@@ -280,24 +281,24 @@ class Gathering:
             facts = HostFacts.from_json(change.member, change.facts)
             if facts is not None and "reached" in change.facts:
                 self._joined_hosts[change.member] = JoinedHost(facts, printable(str(change.facts["reached"])))
-                if self._peers is None:  # at once: the hosts that are still missing may never come
+                if self._peers is None:  # at once: the missing hosts may never join
                     self._check_conflict([self._own, facts])
                 elif conflict := find_conflict([self._own, facts], self._rendezvous.max_nodes):
-                    del self._joined_hosts[change.member]  # a job that has begun does not end because of a newcomer
-                    self._peers.send_away(change.member, conflict)
-                    self._host.display.say(f"phalanx run: {conflict}. The job goes on without that host")
+                    del self._joined_hosts[change.member]  # a late host does not end a job that has begun
+                    self._peers.reject(change.member, conflict)
+                    self._host.display.say(f"phalanx run: {conflict}. The job continues without that host")
         elif change.kind in ("left", "lost"):
             gone = self._joined_hosts.pop(change.member, None)
             self._gone.add(change.member)
             if change.kind == "lost":
-                self._channel.expel(change.member)  # no vote is needed now: this member is to learn that it is lost
+                self._channel.expel(change.member)  # no vote is needed: the member learns that it is lost
             if gone is not None and change.kind == "lost":
                 who = f"{gone.facts.name} ({gone.facts.address})"
                 self._host.display.say(f"phalanx run: {who} is lost before the job began: {change.why}")
         elif change.kind in ("unreachable", "expelled"):
             raise LaunchError(f"phalanx run: the coordinator on this host has failed: {change.why}")
 
-    def _follow(self, message: ControlMessage) -> None:
+    def _process(self, message: ControlMessage) -> None:
         if message.body.get("trial") != self._trial:
             return
         if message.kind == "answering":
@@ -311,7 +312,7 @@ class Gathering:
         self._channel.put(member, "end", code=1, why=f"phalanx run: {why}")
 
     def _try_reach(self, nodes: Sequence[Node]) -> bool:
-        """Make every host try to reach every other, or some of very many; False if a host has left meanwhile.
+        """Have each host try to reach the others, or some of very many; return False if a host has left meanwhile.
 
         Raises:
             LaunchError: some host cannot reach another.
@@ -326,7 +327,7 @@ class Gathering:
         targets = []
         lines = []
         for node in joined_hosts:
-            port, problem = self._ports.get(node.facts.member, (0, "it did not say"))
+            port, problem = self._ports.get(node.facts.member, (0, "it did not answer"))
             targets.append(ReachTarget(node.place.node, node.label, node.facts.address, port))
             if not port:
                 lines.append(f"  {node.label} cannot be tried at {node.facts.address}: {problem}")
@@ -337,9 +338,8 @@ class Gathering:
             lines = describe([node.label for node in nodes], results, targets)
         if lines:
             raise LaunchError(
-                "phalanx run: the hosts cannot all reach each other; each was tried from each under the address that "
-                "it "
-                "has towards the first:\n" + "\n".join(lines) + "\nOpen the way (firewall), or name other addresses: "
+                "phalanx run: the hosts cannot all reach each other. Each host tried the addresses at which the others "
+                "reach the first host:\n" + "\n".join(lines) + "\nOpen these ports (firewall), or use other addresses: "
                 "--local-addr on the hosts concerned."
             )
         return True
@@ -353,7 +353,7 @@ class Gathering:
         for node in nodes:
             theirs = [by_node[number] for number in sorted(choose_targets(node.place.node, list(by_node)))]
             if not theirs:
-                continue  # the first host was reached: they have come
+                continue  # the first host was reached: the others have joined
             expected.add(node.facts.member)
             if node.facts.member == self._channel.member:
                 try_all(
@@ -372,7 +372,7 @@ class Gathering:
                 )
         if not self._await_all(lambda: len(self._results) == len(expected)):
             return None
-        silent = {target.node: "did not say" for target in targets}
+        silent = {target.node: "did not answer" for target in targets}
         return {
             node.place.node: self._results.get(node.facts.member, silent)
             for node in nodes

@@ -12,7 +12,7 @@ from phalanx._job.agent.generation import Generation, HostPart
 
 
 def generation_to_json(begun: BeginGeneration) -> dict[str, Any]:
-    """Return it as plain data."""
+    """Return a generation as plain data."""
     return asdict(begun)
 
 
@@ -20,7 +20,7 @@ def generation_from_json(fields: Mapping[str, Any]) -> BeginGeneration:
     """Read a generation from a message of the first host.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the message has no generation.
     """
     parts = tuple(
         HostPart(

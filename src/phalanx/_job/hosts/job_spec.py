@@ -144,7 +144,7 @@ def is_passed(name: str) -> bool:
 
 def name_own_address(address: str, interface: str) -> dict[str, str]:
     """Return variables by which ranks and the engines between hosts use the address that was tried."""
-    told = {"PHALANX_ADDRESS": address}
+    variables = {"PHALANX_ADDRESS": address}
     if interface:
-        told |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
-    return told
+        variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
+    return variables

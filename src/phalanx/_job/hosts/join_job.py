@@ -1,4 +1,4 @@
-"""Join the first host's job: wait for the start, and see this host's ranks through under that host's orders."""
+"""Join a job that another host leads: wait for the start, and run this host's ranks by the leader's orders."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.hosts.control_channel import Change, ControlChannel, ControlMessage
-from phalanx._job.hosts.first_host import JoinedJob, while_listening
-from phalanx._job.hosts.follower import FollowerLink, say_host_lost, tells_first_lost
+from phalanx._job.hosts.first_host import JoinedJob, run_interruptibly
+from phalanx._job.hosts.follower import FollowerLink, is_leader_loss, show_host_lost
 from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.generation_message import generation_from_json
 from phalanx._job.hosts.job_membership import JobMembership
@@ -53,12 +53,12 @@ def follow(
     joined: JoinedJob,
     on_moved: Callable[[str], object],
 ) -> int:
-    """See this host's ranks through; returns the exit code, which is the first host's.
+    """Run this host's ranks in the job of `joined`; return the leader's exit code.
 
     `on_moved` is called with the address of each host that comes to lead the job.
 
     Raises:
-        LaunchError: the first host is lost, or does not take us.
+        LaunchError: the leader is lost, or has rejected this host.
         JobMovedError: another host leads this job, before a rank has started here.
     """
     client = joined.client
@@ -69,7 +69,7 @@ def follow(
     except OSError as error:
         client.close()
         raise LaunchError(
-            f"phalanx run: {own} is no address of this host that others could reach ({error.strerror}); give one with "
+            f"phalanx run: others cannot reach this host at {own} ({error.strerror}); give another address: "
             "--local-addr",
             exit_code=2,
         ) from None
@@ -81,7 +81,7 @@ def follow(
     assert isinstance(host.pump.viewer, Forward)
     fields = {**facts.to_json(), "reached": client.address.host}
     try:
-        first = while_listening(host, threading.Event(), lambda say: join_as_follower(client, fields))
+        first = run_interruptibly(host, threading.Event(), lambda say: join_as_follower(client, fields))
         channel = ControlChannel(client)
         channel.first = first
     except JobMovedError:
@@ -112,7 +112,7 @@ def _stop_before_start(number: int) -> None:
 
 
 class FollowedJob:
-    """A `FollowedJob` is a job that another host leads, as this host sees it: start after start, until the end."""
+    """A `FollowedJob` is a job that another host leads; `run` runs its attempts until the leader ends the job."""
 
     def __init__(
         self,
@@ -148,10 +148,10 @@ class FollowedJob:
             if link.supervision.leaves:
                 return 128 + signal.SIGTERM
             self._succession.end_attempt(attempt, link)
-            if link.supervision.abandoned_by and not self._come_back(link):
+            if link.supervision.abandoned_by and not self._rejoin(link):
                 self._raise_lost(link.supervision.abandoned_by)
 
-    def _come_back(self, link: FollowerLink) -> bool:
+    def _rejoin(self, link: FollowerLink) -> bool:
         """Rejoin an elastic job after this host's ranks were abandoned, if its leader answers in time.
 
         The others may have continued without this host, or wait for it; the state of its ranks is useless.
@@ -160,7 +160,7 @@ class FollowedJob:
             return True
         if not link.supervision.is_elastic or link.wait_s <= 0 or self._channel.is_over:
             return False
-        self._host.display.say(f"phalanx run: waiting up to {link.wait_s:g} s for the first host, to be taken in again")
+        self._host.display.say(f"phalanx run: waiting up to {link.wait_s:g} s for the first host, to rejoin the job")
         over = threading.Event()
         deadline = Deadline.after(link.wait_s)
 
@@ -178,10 +178,10 @@ class FollowedJob:
                     return False
             return False
 
-        if not while_listening(self._host, over, join, "while the first host was awaited"):
+        if not run_interruptibly(self._host, over, join, "while the first host was awaited"):
             return False
         self._succession.renew()
-        self._host.display.say("phalanx run: the first host is heard again")
+        self._host.display.say("phalanx run: the first host answers again")
         return True
 
     def close(self) -> None:
@@ -205,16 +205,16 @@ class FollowedJob:
         return int(body["code"])
 
     def _await_orders(self) -> ControlMessage:
-        """Return the next start, or the end; meanwhile, test whether this host reaches the others."""
+        """Wait for the next start, or the end; meanwhile, take part in the trial of which hosts reach each other."""
         orders: list[ControlMessage] = []
 
-        def hear(ready: set[int]) -> None:
+        def receive(ready: set[int]) -> None:
             messages = self._channel.receive() if self._channel.fileno() in ready or self._channel.has_more else []
             first = self._channel.first
             for number, message in enumerate(messages):
                 order = self._read(message)
                 if first != self._channel.first:
-                    return  # the lost host has printed the rest
+                    return  # the rest came from a lost leader, which has printed it
                 if order is not None:  # messages after it are for the ranks that it starts
                     self._channel.put_back(messages[number + 1 :])
                     orders.append(order)
@@ -223,7 +223,7 @@ class FollowedJob:
         channel = self._channel
         loop = EventLoop(
             self._host.watch_signals(_stop_before_start),
-            Source(hear, lambda: (channel.fileno(),), due=lambda: time.monotonic() if channel.has_more else None),
+            Source(receive, lambda: (channel.fileno(),), due=lambda: time.monotonic() if channel.has_more else None),
             self._host.watch_display(),
         )
         while not orders:
@@ -232,7 +232,7 @@ class FollowedJob:
 
     def _read(self, message: ControlMessage | Change) -> ControlMessage | None:
         if isinstance(message, Change):
-            if tells_first_lost(message, self._channel.first) and not self._succession.await_leader(message.why):
+            if is_leader_loss(message, self._channel.first) and not self._succession.await_leader(message.why):
                 self._raise_lost(message.why)
             return None
         if message.member != self._channel.first:
@@ -243,7 +243,7 @@ class FollowedJob:
         if message.kind == "late":
             self._host.display.say(_AS_A_SPARE if message.body.get("spare") else _TOO_LATE)
         if message.kind == "host lost":
-            say_host_lost(message, self._host.display)
+            show_host_lost(message, self._host.display)
         self._reach_answers.hear(message)
         return message if message.kind in ("start", "end") else None
 

@@ -1,4 +1,4 @@
-"""Lead a job on several hosts to its end: run attempt after attempt, and send the other hosts the result."""
+"""Lead a job on several hosts: run its attempts, and send the other hosts the result."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def lead(
     local_store: str,
     led: LedAttempt | None = None,
 ) -> int:
-    """Run the job's attempts, the first of which is `led` if that has run here already; return the exit code.
+    """Run the job's attempts, beginning with `led` if this host has already run that one; return the exit code.
 
     The guard of `gathering` is closed on return.
 
     Raises:
-        LaunchError: hosts cannot meet, or not enough come in time.
-        JobMovedError: another host leads this job already, and all that have come were sent there.
+        LaunchError: hosts cannot reach each other, or too few join in time.
+        JobMovedError: another host already leads this job. All hosts that had joined were redirected.
     """
 
     def begin(restart_count: int) -> Attempt:

@@ -1,4 +1,4 @@
-"""Lead a job while ranks run: the first host decides for all hosts, shows all output, and determines the exit code."""
+"""`LeaderLink` leads a job while ranks run: it decides for all hosts, shows all output, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.flights import logs_from_json, merge_logs
 from phalanx._job.hosts.generation_message import generation_to_json
 from phalanx._job.hosts.node_plan import HostFacts, Node, describe_unfit, find_conflict, find_node
-from phalanx._job.hosts.peer_hosts import PeerHosts, tell_start
+from phalanx._job.hosts.peer_hosts import PeerHosts, send_start
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.leader_notice import describe_second_job
 from phalanx._job.hosts.succession.leader_succession import LeaderSuccession
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class LeaderLink(HostLink):
-    """`LeaderLink` is the first host's link: it processes all hosts' messages, and sends them the decisions."""
+    """A `LeaderLink` is the leader's link of an attempt: it processes all hosts' messages, and sends them decisions."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class LeaderLink(HostLink):
         self._attempt: Attempt
         self._elastic = elastic or peers.plan_elastic(plan.settings.max_restarts, restart_count)
         self._swept_hosts: set[int] = set()
-        self._told_to_start = set(peers.others)
+        self._started_hosts = set(peers.others)
         self._late = LateHosts(peers, host.display)
         self._sweep_limit: float | None = None
         self._records = HostRecords()
@@ -83,7 +83,7 @@ class LeaderLink(HostLink):
         )
 
     def attach(self, attempt: Attempt) -> None:
-        """Learn whose link this is, and have its display name the hosts of all ranks."""
+        """Attach the link to its attempt, and have the display name the hosts of all ranks."""
         self._attempt = attempt
         self._succession.attach(attempt)
         self._host.display.host_of = self._peers.name_host
@@ -107,7 +107,7 @@ class LeaderLink(HostLink):
         return node is not None
 
     def begin_generation(self, begun: BeginGeneration) -> None:
-        """Tell every other host to do its part of a generation, or to start, if it has none yet."""
+        """Send every other host its part of a generation, or the order to start if it has no ranks yet."""
         state, slots = self._attempt.state, begun.generation.slots
         state.world_size = max(state.world_size, max(slots) + 1)
         for slot in range(state.world_size):
@@ -123,7 +123,7 @@ class LeaderLink(HostLink):
             part = begun.generation.part_of(node.facts.member)
             for slot in () if part is None else part.forked:
                 state.on_replaced(slot)
-            if node.facts.member in self._told_to_start:
+            if node.facts.member in self._started_hosts:
                 self._put(node, "generation", begun=generation_to_json(begun))
             else:
                 self._start(node, begun)
@@ -138,7 +138,7 @@ class LeaderLink(HostLink):
             self._start(node, action.begun)
 
     def on_given_up(self) -> None:
-        """Fail the job by the hosts that it has lost, of which nothing was decided yet."""
+        """Fail the job because of the lost hosts on which nothing was decided yet."""
         state, gone = self._attempt.state, self._elastic.gone
         for member, why in self._peers.lost.items():
             node = self._peers.others[member]
@@ -150,42 +150,42 @@ class LeaderLink(HostLink):
                 self._attempt.do(state.on_host_lost(ranks, loss, now))
 
     def _admit_host(self, slots: HostSlots, begun: BeginGeneration) -> Node | None:
-        """Take a host that has come as one of ours."""
+        """Accept a host that has joined."""
         part = begun.generation.part_of(slots.member)
         if part is None:
             return None
         place = replace(part.place, first_rank=slots.first_slot, num_ranks=slots.num_slots)
-        node = self._peers.take_in(slots, place)
+        node = self._peers.accept(slots, place)
         if node is not None:
             self._host.display.begin(place.ranks)
         return node
 
     def _start(self, node: Node, begun: BeginGeneration) -> None:
-        self._told_to_start.add(node.facts.member)
+        self._started_hosts.add(node.facts.member)
         master = (self._plan.master_addr, self._plan.master_port)
-        tell_start(self._peers, node, self._number, self._plan.run_id, self._plan.run, master, begun)
+        send_start(self._peers, node, self._number, self._plan.run_id, self._plan.run, master, begun)
 
     def _drop(self, dropped: DropHost) -> None:
         node = self._peers.lose(dropped.member, dropped.why)
         if node is not None:
             for rank in node.place.ranks:
                 self._host.display.end(rank)
-            self._host.display.say(f"phalanx run: {node.where} is not taken in: {dropped.why}")
-            why = f"phalanx run: this host is not taken in: {dropped.why}"
+            self._host.display.say(f"phalanx run: {node.where} is not accepted: {dropped.why}")
+            why = f"phalanx run: this host is not accepted: {dropped.why}"
             self._peers.channel.put(dropped.member, "end", code=1, why=why)
 
     @property
     def fds(self) -> tuple[int, ...]:
         """Return more descriptors that are readable when `receive` has something to do."""
-        # A reader who holds up our output holds up the hosts' lines, too; but not their ends.
+        # A slow reader of this host's output delays the hosts' lines, too, but not the end of the job.
         channel = self._peers.channel
-        held_up = self._host.display.full and self._attempt.state.phase == "running"
+        is_delayed = self._host.display.full and self._attempt.state.phase == "running"
         notices = (channel.notices.fileno(), *self._succession.fds)
-        return notices if held_up else (channel.fileno(), *notices)
+        return notices if is_delayed else (channel.fileno(), *notices)
 
     @property
     def due(self) -> float | None:
-        """Return when to look again although nothing has come."""
+        """Return when to call `receive` although no descriptor is ready."""
         more = time.monotonic() if self._peers.channel.has_more else None
         dues = (self._sweep_limit, self._stacks_requests.due, self._succession.due, more)
         return min((at for at in dues if at is not None), default=None)
@@ -204,11 +204,11 @@ class LeaderLink(HostLink):
             self._sweep_limit = None
             for node in self._peers.present:
                 if node.facts.member not in self._swept_hosts:
-                    self.lose(node.facts.member, f"it was told to end its ranks, and did not within {HOST_SWEEP_S:g} s")
-                    self._peers.channel.expel(node.facts.member)  # so that it learns that it is no longer a member
+                    self.lose(node.facts.member, f"it did not end its ranks within {HOST_SWEEP_S:g} s")
+                    self._peers.channel.expel(node.facts.member)  # it learns that it is no longer a member
 
     def create_store(self) -> tuple[int | None, str]:
-        """Return the coordinator, by the way that leads there from this host."""
+        """Return a file that names the coordinator, as this host reaches it."""
         return create_agent_file(*self._store_location)
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
@@ -219,7 +219,7 @@ class LeaderLink(HostLink):
                 self._put(node, "signal", signum=signum, ranks=theirs, group=group, is_relayed=is_relayed)
 
     def take_signal(self, signum: int) -> bool:
-        """Take a signal that has come at this host, if it asks this host to leave and not the job to end."""
+        """Process a signal at this host if it only ends this host's part; return False if it ends the job."""
         return self._succession.leave(signum)
 
     @property
@@ -228,13 +228,13 @@ class LeaderLink(HostLink):
         return self._succession.is_leaving
 
     def remind(self, rank: int, message: dict[str, Any]) -> None:
-        """Notify a rank of this host again that it leaves: it was not connected before."""
+        """Repeat to a rank of this host, which was not connected before, that it leaves."""
         if message.get("kind") in ("elastic", "waiting"):
             self._attempt.links.send(rank, LEAVE)
 
     @property
     def has_left(self) -> bool:
-        """Return whether this host is in the job no more, and another one is to lead."""
+        """Return whether this host has left the job, which another host now leads."""
         return self._succession.has_left
 
     def sweep(self) -> None:
@@ -250,8 +250,8 @@ class LeaderLink(HostLink):
         return self.has_left or all(node.facts.member in self._swept_hosts for node in self._peers.present)
 
     def ask_for_stacks(self, request: ClientRequest) -> None:
-        """Ask the agents of the other hosts, and answer when they have."""
-        self._stacks_requests.ask(request)
+        """Request the stacks of the other hosts, and answer when these have arrived."""
+        self._stacks_requests.send(request)
 
     def close(self) -> None:
         """Close requests that wait for stacks of ranks."""
@@ -288,14 +288,14 @@ class LeaderLink(HostLink):
     def _read(self, message: ControlMessage | Change) -> None:
         """Process a message of another host; an invalid one is ignored."""
         if isinstance(message, Change):
-            self._follow_change(message)
+            self._process_change(message)
         elif self._succession.process(message):
             pass
         elif message.member in self._peers.others and message.body.get("attempt") == self._number:
             with contextlib.suppress(*MALFORMED):
-                self._follow(message, self._peers.others[message.member])
+                self._process(message, self._peers.others[message.member])
 
-    def _follow_change(self, change: Change) -> None:
+    def _process_change(self, change: Change) -> None:
         if change.kind in ("left", "lost"):
             self._late.on_gone(change)
             self.lose(change.member, change.why)
@@ -304,43 +304,43 @@ class LeaderLink(HostLink):
             if candidate is None:
                 return
             if self._attempt.state.phase == "running":
-                self._attempt.do_elastic(self._elastic.on_host_came(candidate, time.monotonic()))
+                self._attempt.do_elastic(self._elastic.on_host_joined(candidate, time.monotonic()))
             is_spare = self._attempt.state.phase == "running" and self._elastic.active
-            self._late.tell(change.member, is_spare=is_spare)
+            self._late.notify(change.member, is_spare=is_spare)
             self._succession.on_host_joined(change.member)
-        elif change.kind in ("expelled", "unreachable"):  # it is about ourselves: the coordinator's thread has ended
+        elif change.kind in ("expelled", "unreachable"):  # about this host itself: the coordinator's thread has ended
             for member in list(self._peers.others):
                 self.lose(member, f"the coordinator on this host has failed: {change.why}")
 
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
         """Notify waiting hosts what they wait for, once a rank has reported that the job is elastic."""
-        if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have joined before it was known
+        if message.get("kind") == "elastic" and self._elastic.active:  # hosts may have joined before that
             self._succession.on_elastic_rank()
-            self._late.tell_again(is_spare=self._attempt.state.phase == "running")
+            self._late.notify_again(is_spare=self._attempt.state.phase == "running")
 
-    def _follow(self, message: ControlMessage, node: Node) -> None:
+    def _process(self, message: ControlMessage, node: Node) -> None:
         body = message.body
-        if self._remote_ranks.hear(message, node, self._attempt):
+        if self._remote_ranks.process(message, node, self._attempt):
             return
         if message.kind == "signal":
             signum = int(body["signum"])
-            if signum not in ENDING_SIGNALS:  # others are for the ranks of the host where they came
+            if signum not in ENDING_SIGNALS:  # the others concern only the ranks of that host
                 raise ValueError(f"signal {signum} does not end a job")
             if signum != signal.SIGTERM or not (self._succession.defer_leave(node) or self._release(node)):
                 self._attempt.on_signal(signum, f" on {node.label}")
         elif message.kind == "say":
             self._host.display.say(f"{printable_lines(str(body['text']))}   (on {node.label})")
-        elif message.kind in KINDS:
-            self._records.hear(message, self._peers.channel.to_own_clock(message.member, 0.0), self._attempt)
+        elif message.kind in _RECORD_KINDS:
+            self._records.add(message, self._peers.channel.to_own_clock(message.member, 0.0), self._attempt)
         elif message.kind == "swept":
             self._swept_hosts.add(message.member)
         elif message.kind == "stacks":
-            self._stacks_requests.hear(int(body["request"]), message.member, str(body["text"]))
+            self._stacks_requests.add_answer(int(body["request"]), message.member, str(body["text"]))
         elif message.kind == "failed":
             self.lose(message.member, printable(str(body["why"])))
 
     def _release(self, node: Node) -> bool:
-        """Let a host leave if the others continue without it: its ranks finish their step, without a replacement."""
+        """Release a host if the others continue without it; return whether they do. Its ranks finish their step."""
         if self._attempt.state.phase != "running":
             return False
         self._attempt.hear_ranks()
@@ -353,11 +353,11 @@ class LeaderLink(HostLink):
         return True
 
     def lose(self, member: int, why: str) -> None:
-        """Continue without a host as soon as the succession permits."""
+        """Continue without a host: at once, or as soon as a majority of the hosts agrees."""
         self._succession.remove(member, why)
 
     def _remove(self, member: int, why: str) -> None:
-        self._attempt.hear_ranks()  # this comes first, as in on_exit
+        self._attempt.hear_ranks()  # first, as in on_exit
         node = self._peers.lose(member, why)
         now = time.monotonic()
         if node is None:
@@ -367,7 +367,7 @@ class LeaderLink(HostLink):
         for slot in slots:
             self._host.display.end(slot)
         if self._elastic.is_arriving(slots[0]):
-            self._host.display.say(f"phalanx run: {node.where}, which was to be taken in, is lost: {why}")
+            self._host.display.say(f"phalanx run: {node.where}, which was about to join, is lost: {why}")
             self._attempt.do_elastic(self._elastic.on_host_lost(member, node.where, why, now) or [])
             return
         occupied = frozenset(self._elastic.generation.slots)
@@ -396,7 +396,7 @@ class LeaderLink(HostLink):
             self._host.display.begin(node.place.ranks)
 
 
-KINDS = ("flight", "rank file", "report host")  # the kinds of messages that it takes
+_RECORD_KINDS = ("flight", "rank file", "report host")  # the kinds of messages that `HostRecords.add` accepts
 
 
 class HostRecords:
@@ -406,7 +406,7 @@ class HostRecords:
         self._logs: list[GroupLog] = []
         self.ended_ns: dict[int, int] = {}  # when processes ended, by process number
 
-    def hear(self, message: ControlMessage, offset_s: float, attempt: Attempt) -> None:
+    def add(self, message: ControlMessage, offset_s: float, attempt: Attempt) -> None:
         """Store a message of a host whose clock was zero at `offset_s` of this host's.
 
         Raises:
@@ -422,7 +422,7 @@ class HostRecords:
         elif attempt.report_folder:
             from phalanx._job.report.transfer import unpack_file  # here, because most jobs leave no report
 
-            with contextlib.suppress(OSError):  # its own end shows it, too
+            with contextlib.suppress(OSError):  # the report of that host is incomplete
                 unpack_file(attempt.report_folder, str(body["name"]), str(body["text"]))
 
     def merge_logs(self, logs: list[GroupLog]) -> list[GroupLog]:
@@ -438,7 +438,7 @@ class LateHosts:
         self._display = display
 
     def on_joined(self, change: Change) -> ArrivedHost | None:
-        """Return the facts of a host that has joined; None, with a line for the user, if it cannot be in this job."""
+        """Return a host that has joined; None, with a line for the user, if it cannot be in this job."""
         problem = describe_unfit(change.facts) or describe_second_job(change.facts)
         facts = None if problem else HostFacts.from_json(change.member, change.facts)
         if facts is None:
@@ -446,35 +446,35 @@ class LateHosts:
                 self._display.say(f"phalanx run: {problem}")
             return None
         if conflict := find_conflict([self._peers.own.facts, facts], self._peers.limits.max_hosts):
-            self._peers.send_away(change.member, conflict)
-            self._display.say(f"phalanx run: {conflict}. The job goes on without that host")
+            self._peers.reject(change.member, conflict)
+            self._display.say(f"phalanx run: {conflict}. The job continues without that host")
             return None
         self._peers.late[change.member] = change
         return ArrivedHost(change.member, facts.num_ranks, facts.known_as, facts.role)
 
     def on_gone(self, change: Change) -> None:
-        """Forget a host that has left or is lost, if it waited: it is not there for the next start."""
+        """Forget a waiting host that has left or is lost."""
         waited = self._peers.late.pop(change.member, None)
         if waited is not None and change.kind == "lost":
             facts = HostFacts.from_json(change.member, waited.facts)
             where = "a host" if facts is None else f"{facts.name} ({facts.address})"
-            self._display.say(f"phalanx run: {where}, which waited to be taken in, is lost: {change.why}")
+            self._display.say(f"phalanx run: {where}, which waited to join, is lost: {change.why}")
 
-    def tell(self, member: int, *, is_spare: bool) -> None:
-        """Notify a waiting host of what it waits for: the place of a lost host, or the next start."""
+    def notify(self, member: int, *, is_spare: bool) -> None:
+        """Notify a waiting host what it waits for: the place of a lost host, or the next start."""
         if member not in self._peers.late:
             return
         if is_spare:
             self._peers.spares.add(member)
         self._peers.channel.put(member, "late", spare=is_spare)
 
-    def tell_again(self, *, is_spare: bool) -> None:
-        """Notify hosts that joined before the job was known to be elastic of what they wait for now."""
+    def notify_again(self, *, is_spare: bool) -> None:
+        """Notify the hosts that joined before the job was known to be elastic what they wait for."""
         for member in set(self._peers.late) - self._peers.spares:
-            self.tell(member, is_spare=is_spare)
+            self.notify(member, is_spare=is_spare)
 
 
-_OF_RANKS = ("started", "abandoned", "exit", "rank says", "report")
+_RANK_KINDS = ("started", "abandoned", "exit", "rank says", "report")
 
 
 class RemoteRanks:
@@ -485,17 +485,17 @@ class RemoteRanks:
         self._elastic = elastic
         self._display = display
 
-    def hear(self, message: ControlMessage, node: Node, attempt: Attempt) -> bool:
+    def process(self, message: ControlMessage, node: Node, attempt: Attempt) -> bool:
         """Process a message about ranks of `node`; return whether it was one.
 
         Raises:
-            KeyError, TypeError, ValueError: it makes no sense.
+            KeyError, TypeError, ValueError: the message is invalid.
         """
         body = message.body
         if message.kind == "lines":
             self._show(body["items"], node)
-        elif message.kind in _OF_RANKS and message.member in self._peers.lost:
-            pass  # its slots may be another host's by now, with processes that have the same numbers
+        elif message.kind in _RANK_KINDS and message.member in self._peers.lost:
+            pass  # another host may have its slots by now, with processes of the same numbers
         elif message.kind == "started":
             attempt.on_started(_rank_of(body, node), int(body["pid"]))
         elif message.kind == "abandoned":
@@ -510,7 +510,7 @@ class RemoteRanks:
         elif message.kind == "rank says":
             attempt.on_rank_message(_rank_of(body, node), int(body["pid"]), dict(body["message"]))
         elif message.kind == "report":
-            self._hear_report(message, node, attempt)
+            self._process_report(message, node, attempt)
         else:
             return False
         return True
@@ -522,7 +522,7 @@ class RemoteRanks:
                 if ended:
                     self._display.end(rank)
 
-    def _hear_report(self, message: ControlMessage, node: Node, attempt: Attempt) -> None:
+    def _process_report(self, message: ControlMessage, node: Node, attempt: Attempt) -> None:
         fields = message.body["report"]
         fields["at"] = self._peers.channel.to_own_clock(message.member, float(fields["at"]))
         report = ExceptionReport.from_bytes(json.dumps(fields).encode())
@@ -542,41 +542,41 @@ _LIMIT_S = 6.0  # a rank that cannot answer is abandoned after a second
 
 @dataclass
 class _Pending:
-    """`_Pending` is one request: the hosts that have yet to answer, and the answers of the others."""
+    """A `_Pending` is a request with the hosts that have not answered yet, and the answers of the others."""
 
     request: ClientRequest
     waiting: set[int]
     due: float
-    told: dict[int, str] = field(default_factory=dict)
+    answers: dict[int, str] = field(default_factory=dict)
 
 
 class StacksRequests:
-    """`StacksRequests` keeps the requests of one attempt that wait."""
+    """`StacksRequests` has the pending requests for stacks during one attempt."""
 
     def __init__(self, peers: PeerHosts, attempt: int) -> None:
         self._peers, self._attempt = peers, attempt
         self._pending: dict[int, _Pending] = {}
-        self._num_asked = 0
+        self._num_requests = 0
 
     @property
     def due(self) -> float | None:
         """Return when to call `answer` even if no host has answered."""
         return min((pending.due for pending in self._pending.values()), default=None)
 
-    def ask(self, request: ClientRequest) -> None:
-        """Ask the agents of the other hosts, and answer when they have."""
-        self._num_asked += 1
+    def send(self, request: ClientRequest) -> None:
+        """Send a request to the agents of the other hosts, and answer it when they have answered."""
+        self._num_requests += 1
         waiting = {node.facts.member for node in self._peers.present}
-        self._pending[self._num_asked] = _Pending(request, waiting, time.monotonic() + _LIMIT_S)
+        self._pending[self._num_requests] = _Pending(request, waiting, time.monotonic() + _LIMIT_S)
         what = request.message.get("what", "stacks")
-        self._peers.channel.put_many(waiting, "stacks", attempt=self._attempt, request=self._num_asked, what=what)
+        self._peers.channel.put_many(waiting, "stacks", attempt=self._attempt, request=self._num_requests, what=what)
         self.answer()
 
-    def hear(self, number: int, member: int, text: str) -> None:
+    def add_answer(self, number: int, member: int, text: str) -> None:
         pending = self._pending.get(number)
         if pending is not None:
             pending.waiting.discard(member)
-            pending.told[member] = text
+            pending.answers[member] = text
 
     def answer(self) -> None:
         """Answer the requests for which all hosts have answered, or time is up."""
@@ -587,17 +587,17 @@ class StacksRequests:
             silent = [
                 HostAnswer(self._peers.others[member].where, "does not answer", 0.0) for member in pending.waiting
             ]
-            told = [
-                HostAnswer(node.where, pending.told[m], channel.to_own_clock(m, 0.0))
+            answers = [
+                HostAnswer(node.where, pending.answers[m], channel.to_own_clock(m, 0.0))
                 for m, node in self._peers.others.items()
-                if m in pending.told
+                if m in pending.answers
             ]
-            answer_others(pending.request.channel, [*told, *silent])
+            answer_others(pending.request.channel, [*answers, *silent])
             pending.request.close()
             del self._pending[number]
 
     def close(self) -> None:
-        """Let go of those who wait."""
+        """Close the pending requests without an answer."""
         for pending in self._pending.values():
             pending.request.close()
         self._pending.clear()

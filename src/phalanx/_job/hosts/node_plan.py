@@ -55,7 +55,7 @@ class HostFacts:
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """Return them as facts of a member; the coordinator calls it by `host`."""
+        """Return the facts of a member; the coordinator names the member by `host`."""
         fields = asdict(self)
         del fields["member"]
         return {"kind": "agent", "host": fields.pop("name"), **fields}
@@ -81,14 +81,14 @@ class Node:
 
 
 def describe_unfit(facts: Mapping[str, Any]) -> str:
-    """Return a line on a host that has come and cannot run the job; empty for other members."""
+    """Return a line on a host that has joined and cannot run the job; empty for other members."""
     if facts.get("kind") != UNFIT:
         return ""
-    return printable(f"{facts.get('host')} has come, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS])
+    return printable(f"{facts.get('host')} has joined, and cannot run the job: {facts.get('why')}"[:_MAX_WORDS])
 
 
 def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
-    """Return why these hosts cannot be in one job, in words for the user; empty if they can. The first one leads."""
+    """Return why these hosts, the first of which leads, cannot be in one job; empty if they can."""
     first = hosts[0]
     for host in hosts:
         if host.nnodes and first.nnodes and host.nnodes != first.nnodes:
@@ -112,7 +112,7 @@ def find_conflict(hosts: Sequence[HostFacts], max_nodes: int) -> str:
 
 
 def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
-    """Return the hosts in order, with their ranks. Hosts with a number get that place, the others fill the gaps.
+    """Return the hosts in order, with their ranks. Hosts with a number get that place; the others fill the gaps.
 
     `hosts` is in the order of joining, beginning with the first host.
     """
@@ -134,7 +134,7 @@ def plan_nodes(hosts: Sequence[HostFacts]) -> list[Node]:
 
 
 def name_apart(names: Sequence[str]) -> list[str]:
-    """Return distinct names of hosts: short if that is enough, numbered if two are the same."""
+    """Return distinct names of hosts: short ones if these differ, numbered ones if two are equal."""
     short = [name.partition(".")[0] for name in names]
     chosen = short if len(set(short)) == len(set(names)) else list(names)
     counts = Counter(chosen)

@@ -29,8 +29,8 @@ class PeerHosts:
         self.others = {node.facts.member: node for node in nodes if node is not own}
         self.lost: dict[int, str] = {}  # member -> why
         self.late: dict[int, Change] = {}  # by member: hosts that have joined since, and are still there
-        self.spares: set[int] = set()  # late hosts that were notified that they wait for the place of a lost host
-        self.taken_in: dict[int, Change] = {}  # the ones of these that an elastic job has taken in
+        self.spares: set[int] = set()  # late hosts that wait for the place of a lost host, and know it
+        self.accepted: dict[int, Change] = {}  # the late hosts that an elastic job has accepted
 
     @property
     def own_and_present(self) -> list[Node]:
@@ -55,7 +55,7 @@ class PeerHosts:
         return node.label if node is not None else ""
 
     def fill_prefix(self, template: str, rank: int) -> str:
-        """Return the text that the user wants before the lines of `rank`."""
+        """Return the prefix of `rank`'s lines, by the user's template."""
         node = find_node(self.nodes, [rank]) or self.own
         facts, local_rank = node.facts, rank - node.place.first_rank
         return fill(template, rank=rank, local_rank=local_rank, role=facts.role, host=facts.name)
@@ -68,8 +68,8 @@ class PeerHosts:
         self.lost[member] = why
         return node
 
-    def send_away(self, member: int, conflict: str) -> None:
-        """End the command of a host that has come while the job runs, and cannot be in it."""
+    def reject(self, member: int, conflict: str) -> None:
+        """Reject a host that has joined while the job runs: its command ends."""
         self.channel.put(member, "end", code=2, why=f"phalanx run: {conflict}.")
 
     def plan_elastic(self, max_restarts: int | None, restart_count: int) -> ElasticHosts:
@@ -92,13 +92,13 @@ class PeerHosts:
         max_replacements = None if max_restarts is None else max(0, max_restarts - restart_count)
         return ElasticHosts(SlotPlan.begin(hosts), max_replacements, self.limits, own, self.host_timeout_s)
 
-    def take_in(self, slots: HostSlots, place: Place) -> Node | None:
-        """Give these slots to a host that has joined; None if it has left. `place` has their numbers."""
+    def accept(self, slots: HostSlots, place: Place) -> Node | None:
+        """Assign slots to a late host; return the host, or None if it has left. `place` numbers its ranks."""
         change = self.late.pop(slots.member, None)
         facts = None if change is None else HostFacts.from_json(change.member, change.facts)
         if change is None or facts is None:
             return None
-        self.taken_in[slots.member] = change
+        self.accepted[slots.member] = change
         # a returning host keeps its label; a host with another's name gets a number
         known = [node for node in self.nodes if node.facts.known_as == facts.known_as]
         names = {node.label for node in self.nodes}
@@ -116,7 +116,7 @@ class PeerHosts:
         return node
 
 
-def tell_start(
+def send_start(
     peers: PeerHosts,
     node: Node,
     restart_count: int,

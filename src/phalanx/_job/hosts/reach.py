@@ -4,8 +4,7 @@ Among up to 33 hosts each tries every other one. Among more it tries some, so th
 
 Each agent answers, at a port of that address, a client's nonce with a proof that requires the job's key; so an address
 of some other machine (two networks may use the same numbers) does not count. The port serves nothing else. It is open
-only while hosts try each other: the first host requests it when all have joined, and it is closed before this host's
-ranks start.
+only while hosts try each other: from the first host's request, when all have joined, until this host's ranks start.
 
     first host ── answer ──▶ every other one, which opens its port ── answering: port ──▶ first host
                ── reach: all ports ──▶ every other one, which tries them ── reached: what came back ──▶
@@ -77,20 +76,20 @@ def choose_targets(node: int, nodes: Sequence[int]) -> set[int]:
 
 
 def check_own(address: str) -> None:
-    """Return whether a port can be opened at `address`: whether it is one of this host's.
+    """Check that `address` is one of this host's, by opening a port there.
 
     Raises:
-        OSError: it cannot.
+        OSError: no port can be opened there.
     """
     listen(Address(address, 0), 1).close()
 
 
 def try_all(
-    targets: Sequence[ReachTarget], secret: bytes, tell: Callable[[Mapping[int, str]], object]
+    targets: Sequence[ReachTarget], secret: bytes, report: Callable[[Mapping[int, str]], object]
 ) -> threading.Thread:
     """Try to reach all `targets` concurrently, in a thread.
 
-    `tell` is called with the error of each node, "" for success.
+    `report` is called with the error of each node, "" for success.
     """
 
     def work() -> None:
@@ -103,7 +102,7 @@ def try_all(
             thread.start()
         for thread in threads:
             thread.join()
-        tell(results)
+        report(results)
 
     thread = threading.Thread(target=work, name="phalanx-try-hosts", daemon=True)
     thread.start()

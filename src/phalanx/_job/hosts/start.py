@@ -1,4 +1,4 @@
-"""Run a job on several hosts, from this host's agent to its exit code: it is the first host, or comes to it."""
+"""Run this host's part of a job on several hosts, as the first host or as one that joins it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_with_other_hosts(plan: JobPlan, zygote: ZygoteProcess, signals: int, joi
     """Run this host's part of the job to its end; returns the exit code. `joined` is the result of `phalanx join`.
 
     Raises:
-        LaunchError: hosts cannot meet: no key, a foreign address, no coordinator there, or too few hosts in time.
+        LaunchError: no key, an address of another machine, no coordinator at the endpoint, or too few hosts in time.
     """
     rendezvous = plan.settings.rendezvous
     assert rendezvous is not None
@@ -83,7 +83,7 @@ def _lead(
             except JobMovedError as moved:
                 leader = moved.address
         host.display.say(
-            f"phalanx run: this job goes on already, and the host at {leader} leads it: this host joins it there"
+            f"phalanx run: this job already runs, and the host at {leader} leads it: this host joins it there"
         )
         host.pump.viewer = Forward()
         joined = join_leader(host, (leader, *endpoints), key, rendezvous.join_timeout_s)
@@ -97,7 +97,7 @@ def _follow(
     joined: JoinedJob,
     on_moved: Callable[[str], object] = lambda address: None,
 ) -> int:
-    """Call `follow` where the job is led, however often it has moved meanwhile."""
+    """Call `follow` at the host that leads the job, as often as the job moves."""
     while True:
         environment = joined.job_spec.plan_environment(plan.environment, plan.settings.env)
         if environment != plan.environment:
@@ -112,7 +112,7 @@ def _follow(
 
 
 def _endpoints(rendezvous: Rendezvous, advertised: list[OwnAddress], port: int) -> tuple[str, ...]:
-    """Return where hosts look for the job: at their configured endpoints, or at this host's address."""
+    """Return the endpoints at which other hosts find the job: the configured ones, or this host's addresses."""
     if rendezvous.is_local:
         return ()
     if rendezvous.endpoint and not rendezvous.endpoint.startswith(":"):
@@ -139,9 +139,9 @@ def _first_member(
 
 
 def _find_shortage(num_hosts: int) -> str:
-    """Return why the coordinator cannot hold the connections of `num_hosts` hosts, in words for the user.
+    """Return why the coordinator cannot have the connections of `num_hosts` hosts; "" if it can.
 
-    Each other host has two: its agent's and its ranks'.
+    Each other host has two connections: its agent's and its ranks'.
     """
     needed, allowed = _CONNECTIONS_OF_HOST * (num_hosts - 1), connections_allowed()
     if needed <= allowed:
@@ -156,10 +156,10 @@ def _find_shortage(num_hosts: int) -> str:
 def _open_service(
     plan: JobPlan, rendezvous: Rendezvous, key: Key, notices: Notices
 ) -> tuple[Service, list[OwnAddress]] | None:
-    """Return the coordinator of the job, and the addresses where others find it.
+    """Return the coordinator of the job, and the addresses at which other hosts find it.
 
-    None where this host was to find out whether it is the first, and a process that listens at the endpoint already is:
-    torchrun's line, typed twice on one host, is a job of two agents.
+    Return None if another process of this host listens at the endpoint, and the user has not said which host is the
+    first: torchrun's command, typed twice on one host, is a job of two agents.
     """
     if rendezvous.is_local:
         service = Service(job=plan.run_id, lost_after_s=rendezvous.host_timeout_s, say=notices.put_refusal)
@@ -200,8 +200,8 @@ def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
 
                 show(
                     2,
-                    f"phalanx run: made a key, {path}: only hosts that have it get in. Copy it to the other hosts "
-                    "(mode 600), or type it there when you are asked: `phalanx key --print` shows it.",
+                    f"phalanx run: created the key {path}: only hosts with this key can join. Copy it to the other "
+                    "hosts (mode 600), or type it there when asked: `phalanx key --print` shows it.",
                 )
         return key
     except (AuthenticationError, ValueError) as error:
@@ -209,10 +209,10 @@ def find_or_make_key(plan: JobPlan, rendezvous: Rendezvous) -> Key:
 
 
 def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
-    """Return where the coordinator listens, and the addresses of this host that others may try, likeliest first.
+    """Return where the coordinator listens, and the addresses at which others may reach it, the likeliest first.
 
     Raises:
-        LaunchError: the host that was named is not this one, or this one has no address.
+        LaunchError: the configured address is not one of this host's, or this host has no address.
     """
     addresses = own_addresses()
     far = [own for own in addresses if own.is_global] or [own for own in addresses if not own.is_loopback]
@@ -236,7 +236,7 @@ def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
             )
         theirs = resolve(host) or [host]
         chosen = [own for own in addresses if own.address in theirs]
-        # A name that leads to the loopback here (Debian's 127.0.1.1) leads others to an address that they can reach.
+        # A name that resolves to the loopback here (Debian's 127.0.1.1) resolves to a reachable address elsewhere.
         if host != "localhost" and not _is_address(host) and all(own.is_loopback for own in chosen) and far:
             return f":{port}", far
         return join_endpoint(host, port), chosen or [OwnAddress(theirs[0], find_interface(theirs[0]))]
@@ -253,7 +253,7 @@ def decide_addresses(rendezvous: Rendezvous) -> tuple[str, list[OwnAddress]]:
 
 
 def _is_address(host: str) -> bool:
-    return any(family_says(host) for family_says in (_is_v4, _is_v6))
+    return any(is_family(host) for is_family in (_is_v4, _is_v6))
 
 
 def _is_v4(host: str) -> bool:

@@ -47,10 +47,10 @@ class Candidate:
         known = self.known
         if reply.newest is not None and reply.newest.stamp > known.stamp:
             known = reply.newest
-        heard = replace(self, known=known, promised_by=self.promised_by | {reply.voter})
-        if heard.is_eligible and known.is_decided_by(heard.promised_by):
-            return replace(heard, proposed=known.taken_over(self.term))
-        return heard
+        promised = replace(self, known=known, promised_by=self.promised_by | {reply.voter})
+        if promised.is_eligible and known.is_decided_by(promised.promised_by):
+            return replace(promised, proposed=known.begin_term(self.term))
+        return promised
 
     @property
     def elected(self) -> Primary | None:

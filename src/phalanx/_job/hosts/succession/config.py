@@ -79,7 +79,7 @@ class Config:
     def final(self) -> Config:
         return replace(self, version=self.version + 1, electorates=self.electorates[-1:])
 
-    def taken_over(self, term: Term) -> Config:
+    def begin_term(self, term: Term) -> Config:
         """Return the first config of a member that takes over, still without followers."""
         electorate = Electorate(self.newest_voters, term[1])
         return replace(

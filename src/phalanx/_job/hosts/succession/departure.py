@@ -59,15 +59,15 @@ class Departure:
         """Return whether the job continues without the ranks of this host."""
         return self._stage in ("leaves", "left")
 
-    def ask(self, attempt: Attempt) -> bool:
+    def request(self, attempt: Attempt) -> bool:
         """Process a SIGTERM that has come at this host; return whether it may leave: otherwise the job ends."""
-        may_be_led = self._guard.is_begun and self._guard.may_go_on_with(len(self._peers.present))
+        may_be_led = self._guard.is_begun and self._guard.can_continue_with(len(self._peers.present))
         is_possible = attempt.state.phase == "running" and self._elastic.active and may_be_led
         if self._stage != "stays" or not is_possible:
             return False
         self._stage, self.due = "asked", time.monotonic() + _SIGNALS_S
         self._display.say(
-            f"phalanx run: SIGTERM: this host leaves, unless all others are told to end within {_SIGNALS_S:g} s, too "
+            f"phalanx run: SIGTERM: this host leaves, unless all others receive SIGTERM within {_SIGNALS_S:g} s, too "
             "(again: stop the job)"
         )
         return True
@@ -80,11 +80,11 @@ class Departure:
 
     def advance(self, attempt: Attempt) -> None:
         if self._stage == "asked":
-            is_told_everywhere = all(node.facts.member in self._signalled for node in self._peers.present)
-            if is_told_everywhere or (self.due is not None and time.monotonic() >= self.due):
+            is_ending_everywhere = all(node.facts.member in self._signalled for node in self._peers.present)
+            if is_ending_everywhere or (self.due is not None and time.monotonic() >= self.due):
                 self.due = None
                 self._decide(attempt)
-        elif self._stage == "leaves" and attempt.state.phase == "running" and self._may_hand_over(attempt):
+        elif self._stage == "leaves" and attempt.state.phase == "running" and self._can_hand_over(attempt):
             self._hand_over()
 
     def _decide(self, attempt: Attempt) -> None:
@@ -93,7 +93,7 @@ class Departure:
         is_led_on = self._guard.has_standbys  # a standby may have had to start anew, after a loss
         if (
             is_led_on
-            and self._guard.may_go_on_with(len(self._peers.present) - len(signalled))
+            and self._guard.can_continue_with(len(self._peers.present) - len(signalled))
             and all(map(self._release_host, signalled))
         ):
             attempt.hear_ranks()
@@ -112,7 +112,7 @@ class Departure:
         self._stage = "ends"
         attempt.on_signal(signal.SIGTERM)
 
-    def _may_hand_over(self, attempt: Attempt) -> bool:
+    def _can_hand_over(self, attempt: Attempt) -> bool:
         """Return whether this host is no longer needed: its ranks have ended, and the others train without them."""
         ended = {(exit.rank, exit.pid) for exit in attempt.state.exits.values()}  # before this host was asked to leave
         if attempt.ranks.processes.pids.items() - ended or not self._guard.has_standbys:
@@ -124,4 +124,4 @@ class Departure:
         self._guard.hand_over()
         self._peers.channel.put(-1, "hands over")
         self._peers.channel.flush(_SEND_S)
-        self._display.say("phalanx run: this host has left the job, which goes on on the others")
+        self._display.say("phalanx run: this host has left the job, which continues on the others")

@@ -20,9 +20,9 @@ from phalanx._job.agent.job import begin_report
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.hosts.control_channel import Change, ControlMessage, without_own_changes
 from phalanx._job.hosts.job_membership import JobMembership
+from phalanx._job.hosts.succession.handover import ElectedLeader
 from phalanx._job.hosts.succession.host_state import HostState
 from phalanx._job.hosts.succession.leader_state import LeaderState
-from phalanx._job.hosts.succession.office import ElectedLeader
 from phalanx._job.hosts.succession.successor import Successor
 from phalanx._job.hosts.succession.take_over import TakeOver
 from phalanx.errors import PhalanxError
@@ -85,8 +85,8 @@ class FollowerSuccession:
     @property
     def fds(self) -> tuple[int, ...]:
         """Return descriptors that are readable when `receive` has something to do."""
-        trial = self._successor.trial
-        return (self._successor.fileno(), *(() if trial is None else (trial.fileno(),)))
+        check = self._successor.witness_check
+        return (self._successor.fileno(), *(() if check is None else (check.fileno(),)))
 
     @property
     def is_open(self) -> bool:
@@ -116,7 +116,7 @@ class FollowerSuccession:
             if isinstance(message, Change) and message.kind == "reachable" and self._successor.cancel_election():
                 self.leadership = Leadership.RESUMED
                 self._early = without_own_changes(self._early)
-                self._host.display.say("phalanx run: the host that leads the job is heard again: the ranks go on")
+                self._host.display.say("phalanx run: the host that leads the job answers again: the ranks continue")
         elif isinstance(message, Change) or message.member != self._channel.first:
             return False
         elif message.kind == "datagram":
@@ -138,7 +138,7 @@ class FollowerSuccession:
             self.leadership = Leadership.KNOWN
             self._channel.put_back(self._early)
             self._early = []
-        for line in () if self._successor.trial is None else self._successor.trial.take():
+        for line in () if self._successor.witness_check is None else self._successor.witness_check.receive():
             self._host.display.say(f"phalanx run: {line}")
         for elected in self._successor.receive_result() if self._successor.fileno() in ready else ():
             self._early += self._channel.receive()
@@ -158,8 +158,8 @@ class FollowerSuccession:
         self._follow(elected)
         host = Address.parse(elected.address).host
         self._attempt.numbers.set_master(host, elected.master_port)
-        office = self._successor.office
-        if elected.member != self._channel.member or office is None:
+        handover = self._successor.handover
+        if elected.member != self._channel.member or handover is None:
             self.leadership = Leadership.KNOWN
             self._host.display.say(f"phalanx run: the host at {host} leads the job now, and shows what the ranks print")
             self._channel.put(elected.member, "here", state=HostState.of(self._attempt).to_json())
@@ -171,8 +171,8 @@ class FollowerSuccession:
             f"phalanx join {elected.address}"
         )
         self._plan = replace(self._plan, master_addr=host, master_port=elected.master_port)
-        state = LeaderState.from_bytes(office.leader_state)
-        self._take_over = TakeOver(state, self._lost, self._why, office, self._channel)
+        state = LeaderState.from_bytes(handover.leader_state)
+        self._take_over = TakeOver(state, self._lost, self._why, handover, self._channel)
         for message in early:
             self._take_over.process(message)
 

@@ -24,16 +24,16 @@ from phalanx._job.agent.job import LedAttempt
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.coordinator.rendezvous import Rendezvous
 from phalanx._job.hosts.control_channel import ControlMessage, without_own_changes
-from phalanx._job.hosts.first_host import while_listening
+from phalanx._job.hosts.first_host import run_interruptibly
 from phalanx._job.hosts.gather import Gathering
 from phalanx._job.hosts.job_membership import JobMembership
 from phalanx._job.hosts.lead import lead
 from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.succession.follower_succession import FollowerSuccession
+from phalanx._job.hosts.succession.handover import ElectedLeader
 from phalanx._job.hosts.succession.host_state import HostState
 from phalanx._job.hosts.succession.leader_notice import LeaderNotice
 from phalanx._job.hosts.succession.moved_job import JobMovedError
-from phalanx._job.hosts.succession.office import ElectedLeader
 from phalanx._job.hosts.succession.successor import Successor
 from phalanx.errors import PhalanxError
 
@@ -107,7 +107,7 @@ class HostSuccession:
         say = self._host.display.say
         say(f"phalanx run: this host waits while the others choose another one that leads the job: {why}")
         over, when = threading.Event(), "while another host was chosen that leads the job"
-        elected = while_listening(self._host, over, lambda say: successor.await_result(over), when)
+        elected = run_interruptibly(self._host, over, lambda say: successor.await_result(over), when)
         successor.end_election()
         if elected is None:
             return False
@@ -152,15 +152,15 @@ class HostSuccession:
 
     def lead(self, attempt: Attempt) -> int:
         """Lead the job, of which this host has led an attempt to its end, to its own end; return the exit code."""
-        membership, office = self._membership, self._successor.office
+        membership, handover = self._membership, self._successor.handover
         job = membership.job_spec.rendezvous
         link, report = attempt.link, None if self._newest is None else self._newest.report
-        assert office is not None
+        assert handover is not None
         assert membership.key is not None
         assert isinstance(link, LeaderLink)
         rendezvous = replace(
             self._rendezvous,
-            endpoint=str(office.service.address),
+            endpoint=str(handover.service.address),
             leads=True,
             min_nodes=job.min_nodes,
             max_nodes=job.max_nodes,
@@ -168,13 +168,13 @@ class HostSuccession:
             last_call_s=job.last_call_s,
             host_timeout_s=job.host_timeout_s,
         )
-        port = office.service.address.port if office.service.address is not None else 0
+        port = handover.service.address.port if handover.service.address is not None else 0
         own = OwnAddress(membership.address, find_interface(membership.address))
         gathering = Gathering(
             attempt.plan, rendezvous, self._host, self._channel, membership.key, [own], port, link.guard
         )
-        gathering.take_over(link)
-        code = lead(attempt.plan, self._host, gathering, office.service.local, LedAttempt(attempt, report))
+        gathering.continue_attempt(link)
+        code = lead(attempt.plan, self._host, gathering, handover.service.local, LedAttempt(attempt, report))
         self.has_left = gathering.has_left
         return code
 
@@ -186,7 +186,7 @@ class HostSuccession:
 
     def close_coordinator(self) -> None:
         """Close the job's coordinator, if this host was elected."""
-        self._successor.close_office()
+        self._successor.close_coordinator()
 
     def _make_successor(self) -> Successor:
         membership = self._membership

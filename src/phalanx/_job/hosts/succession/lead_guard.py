@@ -77,15 +77,15 @@ class LeadGuard:
         """Remove the decisions of the previous attempt, which a later leader must not use."""
         self._channel.put_key(KEY, b"")
 
-    def want(self, voters: Sequence[int]) -> None:
+    def set_voters(self, voters: Sequence[int]) -> None:
         """Let the hosts of a generation vote, after they were notified of it. They would lead in this order."""
         self.begin(len(voters))
         if self._proposer is not None:
             members = [member for member in voters if member not in self._lost]
             own = self._channel.member  # a leaving host has no ranks, but a vote as long as it leads
-            self._proposer.want(members if own in members else [own, *members])
+            self._proposer.set_voters(members if own in members else [own, *members])
 
-    def want_again(self, voters: Sequence[int], is_alone: bool) -> None:
+    def update_voters(self, voters: Sequence[int], is_alone: bool) -> None:
         """Have these hosts vote from now on, if another one may take over: ranks have finished, or a host is lost.
 
         If this host `is_alone` with ranks that have not finished, none may: those that are left could be no majority.
@@ -93,14 +93,14 @@ class LeadGuard:
         if self._proposer is not None and is_alone:
             self._proposer.release()
         elif self._proposer is not None:
-            self.want(voters)
+            self.set_voters(voters)
 
     @property
     def has_standbys(self) -> bool:
         """Return whether another host takes over when this one is lost."""
         return self._proposer is not None and self._proposer.has_standbys
 
-    def may_go_on_with(self, num_others: int) -> bool:
+    def can_continue_with(self, num_others: int) -> bool:
         """Return whether one of `num_others` other hosts could lead them."""
         return 1 + num_others + (self._witness is not None) >= FEWEST_VOTERS and num_others > 0
 
@@ -115,10 +115,10 @@ class LeadGuard:
             return False
         if member not in self._lost:
             self._lost[member] = why, time.monotonic()
-            self.want(voters)
+            self.set_voters(voters)
         return True
 
-    def take_agreed(self) -> list[tuple[int, str]]:
+    def pop_agreed(self) -> list[tuple[int, str]]:
         """Return the hosts whose removal was agreed on since the last call.
 
         Raises:
@@ -134,7 +134,7 @@ class LeadGuard:
             why = "have agreed on another leader" if proposer.is_deposed else "may have agreed on another leader"
             raise LaunchError(
                 f"phalanx run: this host leads the job, and does not go on: it hears {proposer.describe_lack()}, and "
-                f"the others {why}. Its ranks are ended, so that no two halves train. Read the output of the other "
+                f"the others {why}. Its ranks are stopped, so that no two halves train. Read the output of the other "
                 "hosts; if none of them goes on, start again from the last checkpoint."
             )
         return agreed
@@ -153,15 +153,15 @@ class LeadGuard:
     @property
     def _limits(self) -> list[float]:
         """Return until when a majority has to agree, to each thing that it is asked about."""
-        stands_since = None if self._proposer is None else self._proposer.stands_since
+        candidate_since = None if self._proposer is None else self._proposer.candidate_since
         return [
             *(at + self._limit_s for _, at in self._lost.values()),
-            *(() if stands_since is None else (stands_since + self._limit_s,)),
+            *(() if candidate_since is None else (candidate_since + self._limit_s,)),
         ]
 
-    def take_standbys(self) -> tuple[int, ...] | None:
+    def pop_standbys(self) -> tuple[int, ...] | None:
         """Return who takes over if this host is lost, if that has changed since the last call."""
-        return None if self._proposer is None else self._proposer.take_standbys()
+        return None if self._proposer is None else self._proposer.pop_standbys()
 
     @property
     def polling_places(self) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ class LeaderSuccession:
         for line in self.guard.receive():
             self._display.say(f"phalanx run: {line}")
         self._announce_standbys()
-        for member, why in self.guard.take_agreed():
+        for member, why in self.guard.pop_agreed():
             self._remove_host(member, why)
         num_ended, now = len(self._exits), time.monotonic()
         if self._elastic.finished and self._num_ended != num_ended:
@@ -129,7 +129,7 @@ class LeaderSuccession:
 
     def update_voters(self) -> None:
         """Let the hosts of a generation vote, after they were notified of it."""
-        self.guard.want(self._voters)
+        self.guard.set_voters(self._voters)
 
     def on_elastic_rank(self) -> None:
         """Record that a rank has reported that the job is elastic; its process may have been unknown before."""
@@ -160,10 +160,10 @@ class LeaderSuccession:
     def _change_voters(self) -> None:
         others_have = all(has_finished(self._peers, node.facts.member, self._exits) for node in self._peers.present)
         is_alone = self._elastic.finished and bool(self._exits) and others_have
-        self.guard.want_again(self._voters, is_alone)
+        self.guard.update_voters(self._voters, is_alone)
 
     def _announce_standbys(self) -> None:
-        standbys = self.guard.take_standbys()
+        standbys = self.guard.pop_standbys()
         if standbys:
             names = " or ".join(self._peers.others[member].where for member in standbys)
             self._display.say(f"phalanx run: without this host, {names} would lead the job")
@@ -174,7 +174,7 @@ class LeaderSuccession:
 
     def leave(self, signum: int) -> bool:
         """Begin to leave the job because of a signal at this host; return False if the signal ends the job."""
-        return signum == signal.SIGTERM and self._departure.ask(self._attempt)
+        return signum == signal.SIGTERM and self._departure.request(self._attempt)
 
     def defer_leave(self, node: Node) -> bool:
         """Process a SIGTERM at another host; return whether that host waits for this host's decision to leave."""

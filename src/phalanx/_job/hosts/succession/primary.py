@@ -1,6 +1,6 @@
 """The `Primary` coordinates: it changes who votes and who follows, as far as the voters agree. It is pure data.
 
-final ── change ──► joint: both the old voters and the new ones decide ── settle ──► final
+final ── change ──► joint: both the old voters and the new ones decide ── finish ──► final
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Primary:
         assert not self.committed.is_joint
         return self._propose(self.committed.with_voters(voters, standbys))
 
-    def settle(self) -> Primary:
+    def finish(self) -> Primary:
         """Propose the end of a change whose joint config is committed."""
         assert self.proposed is None
         assert self.committed.is_joint

@@ -37,7 +37,7 @@ _NOTHING: Stamp = ((0, -1), -1)  # it comes before every config
 _ASK_AGAIN_S = 5.0  # after which a host that delayed the others may be a standby again
 _AGAIN_S = 0.3  # after which a proposal is repeated to those that have not answered
 _LONGEST_PAUSE_S = 0.3  # before it asks for votes once more: another host that does so is to have its turn
-_HELD: frozenset[bytes] = frozenset([b"nobody"])  # no standby has this ticket: everything is held back
+_NO_STANDBY: frozenset[bytes] = frozenset([b"nobody"])  # no standby has this ticket: everything is held back
 
 
 class Proposer:
@@ -46,7 +46,7 @@ class Proposer:
     Arguments:
         followers: those of this host's coordinator.
         witness: has a vote as a host has; `close` ends it.
-        primary, voter: those of a host that was elected; without them this host is the first, alone until `want`.
+        primary, voter: those of a host that was elected; without them this host is the first, alone until `set_voters`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Proposer:
         self._voter = voter or Voter(channel.member)
         self._witness = witness
         # they are in the order of hosts
-        self._wanted: tuple[int, ...] = tuple(sorted(self._primary.committed.newest_voters))
+        self._wanted_voters: tuple[int, ...] = tuple(sorted(self._primary.committed.newest_voters))
         self._tickets: dict[int, bytes] = {}  # the tickets of the standbys that were asked
         self._addresses: dict[int, str] = {}  # the addresses of those that follow
         self._stalled: Mailbox[bytes] = Mailbox()
@@ -71,10 +71,10 @@ class Proposer:
         self._accepted: dict[int, Stamp] = {}  # by host: the newest config that it is known to have accepted
         self._present: set[int] | None = None  # who has answered since a change was wanted; None: none is
         self._candidate: Candidate | None = None  # while this leader is elected once more
-        self.stands_since: float | None = None
-        self._stand_at = 0.0  # when it asks for votes in the next term
-        self._told: tuple[int, ...] = ()  # the standbys that were returned last
-        self._ask_at: float | None = None  # when a standby that was late is asked again
+        self.candidate_since: float | None = None
+        self._candidacy_at = 0.0  # when it asks for votes in the next term
+        self._announced: tuple[int, ...] = ()  # the standbys that were returned last
+        self._restore_standby_at: float | None = None  # when a standby that was late is asked again
         self.due: float | None = None
         self._is_handed_over = self._is_released = False
         followers.leader = channel.member
@@ -90,17 +90,17 @@ class Proposer:
         """Return whether another host has been elected, or has been proposed to those that elect."""
         return self._candidate is not None and not self._candidate.is_eligible
 
-    def take_standbys(self) -> tuple[int, ...] | None:
+    def pop_standbys(self) -> tuple[int, ...] | None:
         """Return the successors of this host, in order, if they have changed since the last call.
 
         A change counts only when every host knows it: other hosts would not know the candidates.
         """
         config = self._primary.committed
         if not config.standbys and not config.is_joint:
-            self._told = ()  # the same successors are reported again, once they can take over again
-        if not self.has_standbys or config.standbys == self._told:
+            self._announced = ()  # the same successors are reported again, once they can take over again
+        if not self.has_standbys or config.standbys == self._announced:
             return None
-        self._told = config.standbys
+        self._announced = config.standbys
         return config.standbys
 
     @property
@@ -122,18 +122,18 @@ class Proposer:
         """Describe which voters are missing for a majority."""
         electorate = self._primary.newest.electorates[0]
         voters, needed = electorate.voters, electorate.fewest_with(self._channel.member)
-        heard = self._primary.accepted_by if self._candidate is None else self._candidate.promised_by
-        others = frozenset() if self.is_deposed else heard | (self._present or set())
+        replied = self._primary.accepted_by if self._candidate is None else self._candidate.promised_by
+        others = frozenset() if self.is_deposed else replied | (self._present or set())
         agreed = voters & (others | {self._channel.member})
         hosts = f"{len(agreed - {WITNESS})} of the {len(voters - {WITNESS})} hosts that were in the job together"
         if WITNESS not in voters:
             return f"{hosts}, of which {needed} are needed"
         return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness: of these, {needed} are needed"
 
-    def want(self, members: Collection[int]) -> None:
+    def set_voters(self, members: Collection[int]) -> None:
         """Let these hosts vote, and some of them be standbys; this host is among them."""
         is_witnessed = self._witness is not None and len(members) > 1
-        self._wanted = (*members, *((WITNESS,) if is_witnessed else ()))
+        self._wanted_voters = (*members, *((WITNESS,) if is_witnessed else ()))
         for member in set(self._tickets) - set(members):
             self._forget(member)
         others = [member for member in members if member != self._channel.member]
@@ -147,7 +147,7 @@ class Proposer:
 
     @property
     def _num_standbys(self) -> int:
-        return min((len(self._wanted) - 1) // 2, _MOST_STANDBYS)
+        return min((len(self._wanted_voters) - 1) // 2, _MOST_STANDBYS)
 
     def on_standby(self, member: int, ticket: str, address: str) -> None:
         """Hear that a host has the whole state, and where it answers if it takes over."""
@@ -179,18 +179,18 @@ class Proposer:
     def receive(self) -> list[str]:
         """Remove standbys that delay the others, and repeat unanswered messages; return lines for the user."""
         notices = []
-        for said in () if self._witness is None else self._witness.take():
-            if isinstance(said, str):
-                notices.append(said)
+        for reply in () if self._witness is None else self._witness.receive():
+            if isinstance(reply, str):
+                notices.append(reply)
             else:
-                self._count(said)
+                self._count(reply)
         for ticket in self._stalled.receive_all():
             for member in [member for member, known in self._tickets.items() if known == ticket]:
                 self._forget(member)
-                self._ask_at = time.monotonic() + _ASK_AGAIN_S
-        if self._ask_at is not None and time.monotonic() >= self._ask_at:
-            self._ask_at = None
-            self.want([member for member in self._wanted if member != WITNESS])
+                self._restore_standby_at = time.monotonic() + _ASK_AGAIN_S
+        if self._restore_standby_at is not None and time.monotonic() >= self._restore_standby_at:
+            self._restore_standby_at = None
+            self.set_voters([member for member in self._wanted_voters if member != WITNESS])
         self._advance()
         return notices
 
@@ -204,27 +204,27 @@ class Proposer:
             self._followers.required, self.due = frozenset(), None
             return
         if self._primary.deposed_by is not None and self._candidate is None:
-            self._stand(self._primary.deposed_by, now)
+            self._become_candidate(self._primary.deposed_by, now)
         if self._candidate is not None:
-            self._go_on_standing(self._candidate, now)
+            self._advance_candidate(self._candidate, now)
         while self._candidate is None and self._primary.proposed is None and self._propose():
             pass
         required = self._primary.required_standbys - {self._channel.member}
         tickets = frozenset(self._tickets.get(member, b"gone") for member in required)
-        self._followers.required = tickets if self._candidate is None else _HELD
+        self._followers.required = tickets if self._candidate is None else _NO_STANDBY
         self._followers.voters = self._primary.committed.voters | self._primary.newest.voters
-        asked = self._find_asked()
+        asked = self._find_unanswered()
         if asked and now >= self._proposed_at + _AGAIN_S:
             self._proposed_at = now
             self._ask(asked)
-        self.due = self._proposed_at + _AGAIN_S if asked else self._ask_at
+        self.due = self._proposed_at + _AGAIN_S if asked else self._restore_standby_at
 
-    def _find_asked(self) -> list[int]:
+    def _find_unanswered(self) -> list[int]:
         """Return the voters that have not answered the current proposal."""
         others = sorted(self._primary.newest.voters - {self._channel.member})
         if self._candidate is not None:
-            heard = self._candidate.promised_by if self._candidate.proposed is None else self._candidate.accepted_by
-            return [member for member in sorted(self._candidate.electors) if member not in heard]
+            replied = self._candidate.promised_by if self._candidate.proposed is None else self._candidate.accepted_by
+            return [member for member in sorted(self._candidate.electors) if member not in replied]
         if self._primary.proposed is None and self._present is not None:
             return [member for member in others if member not in self._present]
         return self._find_behind(self._primary.newest)
@@ -242,28 +242,28 @@ class Proposer:
 
     # The leader is elected once more.
 
-    def _stand(self, refused_by: Term, now: float) -> None:
+    def _become_candidate(self, refused_by: Term, now: float) -> None:
         """Ask for votes in a term that is later than `refused_by`."""
-        self.stands_since = self.stands_since or now
+        self.candidate_since = self.candidate_since or now
         known = self._voter.newest
         assert known is not None  # it has accepted its own proposal
         term = max(refused_by, self._voter.promised)[0] + 1, self._channel.member
         self._voter, reply = self._voter.solicit(term)
         self._candidate = Candidate(term, known).on_reply(reply)
         self._proposed_at = 0.0
-        self._stand_at = now + random.uniform(0, _LONGEST_PAUSE_S)
+        self._candidacy_at = now + random.uniform(0, _LONGEST_PAUSE_S)
 
-    def _go_on_standing(self, candidate: Candidate, now: float) -> None:
-        if candidate.refused_by is not None and now >= self._stand_at:
-            self._stand(candidate.refused_by, now)
+    def _advance_candidate(self, candidate: Candidate, now: float) -> None:
+        if candidate.refused_by is not None and now >= self._candidacy_at:
+            self._become_candidate(candidate.refused_by, now)
         elif candidate.proposed is not None and self._channel.member not in candidate.accepted_by:
             self._voter, reply = self._voter.propose(candidate.proposed)
             self._candidate = candidate.on_reply(reply)
             self._proposed_at = 0.0
         elif candidate.elected is not None:
-            self._primary, self._candidate, self.stands_since = candidate.elected, None, None
+            self._primary, self._candidate, self.candidate_since = candidate.elected, None, None
             self._tickets, self._addresses = {}, {}  # they follow the leader of an earlier term
-            self._told, self._ask_at = (), now
+            self._announced, self._restore_standby_at = (), now
 
     def _find_behind(self, config: Config) -> list[int]:
         """Return the other voters that are not known to have accepted a config."""
@@ -274,15 +274,15 @@ class Proposer:
         """Propose the wanted config, unless it is in force; return whether it was."""
         primary, committed = self._primary, self._primary.committed
         if committed.is_joint:
-            changed = primary.settle()
+            changed = primary.finish()
         else:
-            able = [member for member in self._wanted if member in self._addresses][: self._num_standbys]
-            if frozenset(self._wanted) == committed.newest_voters and tuple(able) == committed.standbys:
+            able = [member for member in self._wanted_voters if member in self._addresses][: self._num_standbys]
+            if frozenset(self._wanted_voters) == committed.newest_voters and tuple(able) == committed.standbys:
                 self._present = None
                 return False
             if not self._is_answered(committed):
                 return False
-            changed = primary.change(self._wanted, tuple(able))
+            changed = primary.change(self._wanted_voters, tuple(able))
         assert changed.proposed is not None
         addresses = tuple((member, self._addresses.get(member, "")) for member in changed.proposed.standbys)
         proposed = replace(changed.proposed, addresses=addresses)

@@ -37,6 +37,7 @@ from phalanx._job.coordinator.session import THIS_HOST
 from phalanx._job.hosts.control_channel import ControlChannel
 from phalanx._job.hosts.succession.candidate import Candidate
 from phalanx._job.hosts.succession.config import Config, Term
+from phalanx._job.hosts.succession.handover import ElectedLeader, Handover
 from phalanx._job.hosts.succession.leader_state import KEY as LEADER_STATE
 from phalanx._job.hosts.succession.message import (
     config_from_json,
@@ -46,7 +47,6 @@ from phalanx._job.hosts.succession.message import (
     term_from_json,
 )
 from phalanx._job.hosts.succession.moved_job import LEADER_KEY
-from phalanx._job.hosts.succession.office import ElectedLeader, Office
 from phalanx._job.hosts.succession.primary import Primary
 from phalanx._job.hosts.succession.standby import Standby
 from phalanx._job.hosts.succession.voter import Voter
@@ -55,7 +55,7 @@ from phalanx.errors import DeadlineError, PhalanxError
 
 _FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout is
 _TURN_S = 1.0  # after which the next standby becomes a candidate, too
-_TRY_S, _PAUSE_S, _LOOK_S = 2.0, 0.1, 0.25
+_TRY_S, _PAUSE_S, _POLL_S = 2.0, 0.1, 0.25
 _REDIRECT_S = 5.0
 _PRESENT = "present"  # the queue of a polling place with the members that have come there
 _OBSERVE_S = 5.0  # a waiting host is notified of the loss earlier than hosts that poll the leader
@@ -77,7 +77,7 @@ class Successor:
         self._standby: Standby | None = None
         self._standby_term: Term | None = None
         self._witness: Witness | None = None  # the witness of the job, once this host stands by
-        self.trial: WitnessTrial | None = None  # the result of asking the witness once
+        self.witness_check: WitnessCheck | None = None  # the result of asking the witness once
         self._place: Service | None = None  # the polling place
         self._polling_places: tuple[str, ...] = ()  # where standbys publish the result, for a host without a vote
         self._num_asked = 0
@@ -86,7 +86,7 @@ class Successor:
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._has_promised = False  # whether this host has voted, or follows another one, in the newest election
-        self.office: Office | None = None  # once this host was elected
+        self.handover: Handover | None = None  # once this host was elected
         self.is_electing = False
         self._present: frozenset[int] = frozenset()  # if this host stands: the voters that have lost the leader, too
 
@@ -130,16 +130,16 @@ class Successor:
         ticket = str(body["ticket"])
         self._standby_term = term_from_json(body["term"])
         self._witness = None if body["witness"] is None else Witness.from_json(body["witness"], self._key)
-        if self._witness is not None and self.trial is None:
-            self.trial = WitnessTrial(Witness.from_json(body["witness"], self._key))
+        if self._witness is not None and self.witness_check is None:
+            self.witness_check = WitnessCheck(Witness.from_json(body["witness"], self._key))
         if self._place is None:
             self._place = Service(join_endpoint(self._own, 0), self._key)
         address = str(self._place.address)
 
-        def tell() -> None:
+        def report() -> None:
             self._channel.put(self._channel.first, "stands by", ticket=ticket, address=address)
 
-        self._standby = Standby(endpoint, self._key, bytes.fromhex(ticket), tell)
+        self._standby = Standby(endpoint, self._key, bytes.fromhex(ticket), report)
 
     def _dismiss(self) -> None:
         if self._standby is not None:
@@ -183,7 +183,7 @@ class Successor:
             if standby != member:
                 self._start(self._vote_for, address, over, True)
             elif is_candidate and self._may_stand(config):
-                self._start(self._stand, config, end, over, _TURN_S * place)
+                self._start(self._run_for_leader, config, end, over, _TURN_S * place)
         self._start(self._give_up, end, over)
         return bool(order)
 
@@ -262,13 +262,13 @@ class Successor:
         while not over.is_set():
             try:
                 with Client(address, self._key, timeout=_TRY_S) as client:
-                    told_at = -_TURN_S
+                    announced_at = -_TURN_S
                     while not over.is_set():
-                        if votes and time.monotonic() >= told_at + _TURN_S:  # a later candidate gets the full time
-                            told_at = time.monotonic()
+                        if votes and time.monotonic() >= announced_at + _TURN_S:  # a later candidate gets the full time
+                            announced_at = time.monotonic()
                             client.queue_push(_PRESENT, str(self._channel.member))
                         try:
-                            ask = json.loads(client.get(f"ask/{asked}", _LOOK_S))
+                            ask = json.loads(client.get(f"ask/{asked}", _POLL_S))
                         except DeadlineError:
                             continue
                         asked += "elected" not in ask  # that one may be read again, if its host is not reached at once
@@ -304,7 +304,7 @@ class Successor:
         address = Address.parse(elected.address)
         self._channel.redirect(elected.member, address, elected.epoch, _REDIRECT_S)
 
-    def _stand(self, config: Config, end: float, over: threading.Event, wait_s: float) -> None:
+    def _run_for_leader(self, config: Config, end: float, over: threading.Event, wait_s: float) -> None:
         """Stand for the lead, at this host's own polling place."""
         assert self._place is not None
         if over.wait(wait_s):
@@ -316,17 +316,17 @@ class Successor:
                 with self._lock:
                     self._has_promised |= not over.is_set()
                 while not over.is_set():
-                    self._let_others_go_first(over)
+                    self._yield_to_candidate(over)
                     primary = self._poll_voters(client, end, over)
                     if primary is not None:
-                        self._take_office(client, primary, over)
+                        self._take_over(client, primary, over)
                         return
                     over.wait(random.uniform(_PAUSE_S, _TURN_S))  # two simultaneous candidates avoid each other
                 self._clear_place(client)
         except (PhalanxError, OSError, *MALFORMED):
             self._finish(over, None)
 
-    def _let_others_go_first(self, over: threading.Event) -> None:
+    def _yield_to_candidate(self, over: threading.Event) -> None:
         """Wait while a candidate that this host has answered may be elected: it would have to be elected again."""
         while (left_s := self._answered_at + _TURN_S - time.monotonic()) > 0 and not over.wait(left_s):
             pass
@@ -345,7 +345,7 @@ class Successor:
         while not over.is_set() and not config.is_decided_by(present):
             self._present = frozenset(present)
             with contextlib.suppress(DeadlineError):
-                present.add(int(client.queue_pop(_PRESENT, timeout=_LOOK_S) or b"-1"))
+                present.add(int(client.queue_pop(_PRESENT, timeout=_POLL_S) or b"-1"))
 
     def _poll_voters(self, client: Client, end: float, over: threading.Event) -> Primary | None:
         """Request votes in a new term; return the elected primary, or None if another candidate has asked later."""
@@ -364,17 +364,17 @@ class Successor:
                     self._voter, reply = self._voter.propose(candidate.proposed)
                 candidate = candidate.on_reply(reply)
                 self._ask(client, propose=config_to_json(candidate.proposed or known))
-            candidate = self._hear_witness(candidate)
+            candidate = self._ask_witness(candidate)
             if candidate.elected is not None:
                 return candidate.elected
             if candidate.proposed is not None and not has_proposed:
                 continue
             try:
-                told = client.queue_pop("replies", timeout=_LOOK_S)
+                received = client.queue_pop("replies", timeout=_POLL_S)
             except DeadlineError:
                 continue
-            if told is not None:
-                candidate = candidate.on_reply(reply_from_json(json.loads(told)))
+            if received is not None:
+                candidate = candidate.on_reply(reply_from_json(json.loads(received)))
         if candidate.refused_by is not None:
             with self._lock:  # the next term of this host is later than that one
                 later = candidate.refused_by[0], self._channel.member
@@ -382,10 +382,10 @@ class Successor:
                     self._voter, _ = self._voter.solicit(later)
         return None
 
-    def _hear_witness(self, candidate: Candidate) -> Candidate:
+    def _ask_witness(self, candidate: Candidate) -> Candidate:
         """Get the witness's reply to the candidate, unless it has replied."""
-        heard = candidate.promised_by if candidate.proposed is None else candidate.accepted_by
-        if self._witness is None or WITNESS not in candidate.electors or WITNESS in heard:
+        replied = candidate.promised_by if candidate.proposed is None else candidate.accepted_by
+        if self._witness is None or WITNESS not in candidate.electors or WITNESS in replied:
             return candidate
         try:
             if candidate.proposed is None:
@@ -399,7 +399,7 @@ class Successor:
         client.set(f"ask/{self._num_asked}", json.dumps(ask))
         self._num_asked += 1
 
-    def _take_office(self, client: Client, primary: Primary, over: threading.Event) -> None:
+    def _take_over(self, client: Client, primary: Primary, over: threading.Event) -> None:
         """Open the job's coordinator, and publish its address to the voters."""
         copy = self._standby.stop() if self._standby is not None else None
         state = copy.store.get(LEADER_STATE.encode()) if copy is not None else None
@@ -414,7 +414,7 @@ class Successor:
         if not self._end_once(over):
             service.close()
             return
-        self.office = Office(state, service, primary, self._voter, unread, gone, self._witness)
+        self.handover = Handover(state, service, primary, self._voter, unread, gone, self._witness)
         result = None
         try:
             self._ask(client, elected=elected.to_json())  # first: the others must be served in time
@@ -425,22 +425,22 @@ class Successor:
             self._results.put(result)
 
     def close(self) -> None:
-        """Close everything except an elected host's coordinator, which runs until `close_office`."""
+        """Close everything except an elected host's coordinator, which runs until `close_coordinator`."""
         self._over.set()
         for thread in self._threads:
             thread.join()
         self._dismiss()
-        if self.trial is not None:
-            self.trial.close()
+        if self.witness_check is not None:
+            self.witness_check.close()
         if self._place is not None:
             self._place.close()
             self._place = None
         self._results.close()
 
-    def close_office(self) -> None:
+    def close_coordinator(self) -> None:
         """Close the coordinator of this host, if it was elected."""
-        if self.office is not None:
-            self.office.service.close()
+        if self.handover is not None:
+            self.handover.service.close()
 
 
 def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[int, bytes]]:
@@ -464,32 +464,32 @@ def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[i
 _END_S = 2.0  # that an answer may take as the thread ends
 
 
-class WitnessTrial:
-    """`WitnessTrial` asks a witness once, on a thread of its own; it closes the witness.
+class WitnessCheck:
+    """`WitnessCheck` asks a witness once, on a thread of its own; it closes the witness.
 
-    `fileno` is readable when `take` has something.
+    `fileno` is readable when `receive` has something.
     """
 
     def __init__(self, witness: Witness) -> None:
         self._witness = witness
-        self._heard: Mailbox[str] = Mailbox()
+        self._lines: Mailbox[str] = Mailbox()
         self._thread = threading.Thread(target=self._run, name="phalanx-witness", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `take` has something."""
-        return self._heard.fileno()
+        """Return a descriptor that is readable when `receive` has something."""
+        return self._lines.fileno()
 
-    def take(self) -> list[str]:
+    def receive(self) -> list[str]:
         """Return lines for the user if the witness did not answer."""
-        return self._heard.receive_all()
+        return self._lines.receive_all()
 
     def _run(self) -> None:
         try:
             self._witness.check()
         except (PhalanxError, OSError) as error:
             why = str(error).splitlines()[0].rstrip(".")  # the rest is advice for a job's own coordinator
-            self._heard.put(
+            self._lines.put(
                 f"the witness at {self._witness.address} does not answer this host: {why}. Unless it does when the "
                 "host that leads is lost, this host may not lead in its place"
             )
@@ -499,4 +499,4 @@ class WitnessTrial:
     def close(self) -> None:
         """End the thread, which may wait for an answer for seconds: it is not waited for."""
         self._thread.join(_END_S)
-        self._heard.close()
+        self._lines.close()

@@ -25,10 +25,10 @@ from phalanx._job.hosts.elastic_hosts import ElasticHosts
 from phalanx._job.hosts.forward import Forward
 from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.peer_hosts import PeerHosts
+from phalanx._job.hosts.succession.handover import Handover
 from phalanx._job.hosts.succession.host_state import HostState
 from phalanx._job.hosts.succession.lead_guard import LeadGuard
 from phalanx._job.hosts.succession.leader_state import LeaderState
-from phalanx._job.hosts.succession.office import Office
 from phalanx._job.hosts.succession.proposer import Proposer
 from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.output.display import Display
@@ -43,27 +43,29 @@ class TakeOver:
     Arguments:
         state: the lost leader's decisions.
         lost: that leader, and `why` it is lost.
-        office: this host's coordinator, with the hosts that had left before.
+        handover: this host's coordinator, with the hosts that had left before.
     """
 
-    def __init__(self, state: LeaderState, lost: int, why: str, office: Office, channel: ControlChannel) -> None:
+    def __init__(self, state: LeaderState, lost: int, why: str, handover: Handover, channel: ControlChannel) -> None:
         self._state = state.on_own_clock(partial(channel.to_own_clock, lost))
         self._lost = lost
         self._why = why
         self._channel = channel
         self._states: dict[int, HostState] = {}
         others = {node.facts.member for node in state.nodes} - {channel.member, lost}
-        self._office = office
-        self._gone = {member: why for member, why in office.gone.items() if member in others}
-        self._others = others - office.gone.keys()
+        self._handover = handover
+        self._gone = {member: why for member, why in handover.gone.items() if member in others}
+        self._others = others - handover.gone.keys()
         self._later: list[Change | ControlMessage] = []  # they are for the link of the leader
 
     def process(self, message: Change | ControlMessage) -> None:
         """Process messages that arrive while hosts report their ranks."""
         if isinstance(message, ControlMessage) and message.kind == "here":
             with contextlib.suppress(*MALFORMED):
-                said = HostState.from_json(message.body["state"])
-                self._states[message.member] = said.on_own_clock(partial(self._channel.to_own_clock, message.member))
+                reported = HostState.from_json(message.body["state"])
+                self._states[message.member] = reported.on_own_clock(
+                    partial(self._channel.to_own_clock, message.member)
+                )
             return
         if isinstance(message, Change) and message.kind in ("left", "lost"):
             self._others.discard(message.member)
@@ -86,7 +88,7 @@ class TakeOver:
         store: tuple[str, ...],
     ) -> None:
         """Turn this host's attempt into the leader's, and continue without the former leader."""
-        state, channel, office = self._state, self._channel, self._office
+        state, channel, handover = self._state, self._channel, self._handover
         plan = replace(plan, begun=state.job_begun)
         self._states[channel.member] = HostState.of(attempt)
         nodes = list(state.nodes)
@@ -95,16 +97,16 @@ class TakeOver:
         if all(host.member != self._lost for host in state.slot_plan.hosts):
             peers.lose(self._lost, "it has left")  # in order: the others continue without its ranks
         elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
-        followers, witness = office.service.coordinator.followers, office.witness
+        followers, witness = handover.service.coordinator.followers, handover.witness
         calls = None if witness is None else WitnessCalls(witness, is_new=False)
-        proposer = Proposer(channel, followers, calls, office.primary, office.voter)
+        proposer = Proposer(channel, followers, calls, handover.primary, handover.voter)
         guard = LeadGuard(channel, followers, host_timeout_s, witness, proposer)
         link = LeaderLink(plan, host, state.attempt, peers, store, guard, elastic, state.begun)
         attempt.take_lead(plan, link, self._restore_supervision(plan, elastic), elastic)
         assert isinstance(host.pump.viewer, Forward)
         host.pump.viewer.lead(host.display)
         link.begin()
-        self._show(office, host.display)
+        self._show(handover, host.display)
         channel.put_back(self._later)
         link.lose(self._lost, self._why)
         for member, why in self._gone.items():
@@ -116,14 +118,14 @@ class TakeOver:
         supervision = Supervision(max(slots) + 1, settings.shutdown_timeout_s, settings.exit_timeout_s, is_alone=False)
         supervision.started |= set(elastic.members)
         supervision.retired |= set(range(supervision.world_size)) - set(slots)
-        for exit in (*self._state.exits, *(exit for said in self._states.values() for exit in said.exits)):
+        for exit in (*self._state.exits, *(exit for reported in self._states.values() for exit in reported.exits)):
             if exit.rank in slots:
                 supervision.on_exit(exit)
         return supervision
 
-    def _show(self, office: Office, display: Display) -> None:
+    def _show(self, handover: Handover, display: Display) -> None:
         """Show the ranks' output that the lost leader had not read."""
-        for member, body in office.unread:
+        for member, body in handover.unread:
             for line in body.split(b"\n"):
                 message = self._channel.read_line(member, line)
                 if message is not None and message.kind == "lines":
@@ -148,11 +150,11 @@ def restore_elastic(
     elastic.generation = plan_generation(0, state.slot_plan) if begun is None else begun.generation
     elastic.num_replaced = state.num_replaced
     elastic.losses = list(state.losses)
-    for said in hosts.values():
-        elastic.restore_members(said.ranks, said.forking)
-        elastic.finished |= said.has_finished
-        elastic.has_trained |= said.has_trained
-    ended = {exit.rank for exits in (state.exits, *(said.exits for said in hosts.values())) for exit in exits}
+    for reported in hosts.values():
+        elastic.restore_members(reported.ranks, reported.forking)
+        elastic.finished |= reported.has_finished
+        elastic.has_trained |= reported.has_trained
+    ended = {exit.rank for exits in (state.exits, *(reported.exits for reported in hosts.values())) for exit in exits}
     elastic.finished |= bool(state.exits)
     now, wait_s = time.monotonic(), elastic.wait_s
     for part in elastic.generation.parts:

@@ -16,7 +16,7 @@ _END_S = 2.0  # that an answer may take as the thread ends
 class WitnessCalls:
     """`WitnessCalls` asks a witness on a thread of its own, so that the leader does not wait for an answer.
 
-    `fileno` is readable when `take` has something.
+    `fileno` is readable when `receive` has something.
 
     Arguments:
         is_new: whether the job is not registered with the witness yet.
@@ -28,14 +28,14 @@ class WitnessCalls:
         self._next: Config | Term | None = None  # what to ask next
         self._changed = threading.Condition()
         self._is_closed = False
-        self._is_told = False  # that it does not answer
-        self._heard: Mailbox[Reply | str] = Mailbox()
+        self._is_silent = False  # that it does not answer
+        self._replies: Mailbox[Reply | str] = Mailbox()
         self._thread = threading.Thread(target=self._run, name="phalanx-witness", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `take` has something."""
-        return self._heard.fileno()
+        """Return a descriptor that is readable when `receive` has something."""
+        return self._replies.fileno()
 
     def ask(self, asked: Config | Term) -> None:
         """Request a vote on this config, or a promise of this term, instead of a request that still waits."""
@@ -43,9 +43,9 @@ class WitnessCalls:
             self._next = asked
             self._changed.notify()
 
-    def take(self) -> list[Reply | str]:
+    def receive(self) -> list[Reply | str]:
         """Return the replies since the last call, and lines for the user as text."""
-        return self._heard.receive_all()
+        return self._replies.receive_all()
 
     def _run(self) -> None:
         while True:
@@ -65,18 +65,18 @@ class WitnessCalls:
                     reply = self.witness.solicit(asked)
             except (PhalanxError, OSError) as error:
                 self.witness.close()
-                if not self._is_told:
+                if not self._is_silent:
                     why = str(error).splitlines()[0].rstrip(".")  # the rest is advice for a job's own coordinator
-                    self._heard.put(
+                    self._replies.put(
                         f"the witness at {self.witness.address} does not vote: {why}. Until it does, the job may end "
                         "with a host that is lost"
                     )
-                self._is_told = True
+                self._is_silent = True
             else:
-                if self._is_told:
-                    self._heard.put(f"the witness at {self.witness.address} votes")
-                self._is_told = False
-                self._heard.put(reply)
+                if self._is_silent:
+                    self._replies.put(f"the witness at {self.witness.address} votes")
+                self._is_silent = False
+                self._replies.put(reply)
         self.witness.close()
 
     def close(self) -> None:
@@ -85,4 +85,4 @@ class WitnessCalls:
             self._is_closed = True
             self._changed.notify()
         self._thread.join(_END_S)
-        self._heard.close()
+        self._replies.close()

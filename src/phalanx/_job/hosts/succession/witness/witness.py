@@ -80,7 +80,7 @@ class Witness:
         Raises:
             PhalanxError, OSError: the witness can't be reached, or the job is not registered.
         """
-        return self._take_step(lambda voter: voter.propose(config))
+        return self._vote(lambda voter: voter.propose(config))
 
     def solicit(self, term: Term) -> Reply:
         """Return its reply to a host that wants to lead the job.
@@ -88,7 +88,7 @@ class Witness:
         Raises:
             PhalanxError, OSError: as `propose`.
         """
-        return self._take_step(lambda voter: voter.solicit(term))
+        return self._vote(lambda voter: voter.solicit(term))
 
     def forget(self) -> None:
         """Delete the vote of the finished job.
@@ -98,7 +98,7 @@ class Witness:
         """
         self._open().delete(self._name)
 
-    def _take_step(self, step: Callable[[Voter], tuple[Voter, Reply]]) -> Reply:
+    def _vote(self, step: Callable[[Voter], tuple[Voter, Reply]]) -> Reply:
         register = self._open()
         for _ in range(_MOST_TRIES):
             state = register.read(self._name)

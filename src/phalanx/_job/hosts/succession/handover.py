@@ -1,4 +1,4 @@
-"""An election results in an `ElectedLeader`, which all hosts receive, and in an `Office` on the elected host."""
+"""An election results in an `ElectedLeader`, which all hosts receive, and in an `Handover` on the elected host."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ElectedLeader:
 
 
 @dataclass(frozen=True)
-class Office:
-    """An `Office` is an elected host's coordinator service and its part in the succession, with pending messages.
+class Handover:
+    """An `Handover` is an elected host's coordinator service and its part in the succession, with pending messages.
 
     leader_state: the former leader's decisions, as written by `LeaderState`.
     unread: messages to the former leader, with their senders.
