@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx import elastic
-from phalanx.elastic.hand_over import hand_over
+from phalanx.elastic.state import commits_of
+from phalanx.elastic.state_transfer import transfer_state
 
 BLOCKS = 12
 TRIAL = 100  # steps in which an elastic job learns what its steps are like; docs/how-to/elastic.md has what they cost
@@ -102,7 +103,7 @@ def measure_hand_over() -> dict[str, Any]:
             found["nbytes"] = nbytes
 
     def hand() -> int:
-        return hand_over(state._parts(), 0, [1], dist.group.WORLD)
+        return transfer_state(commits_of(state).parts(), 0, [1], dist.group.WORLD)
 
     def copy(sources: list[Tensor], places: list[Tensor]) -> int:
         if rank == 0:

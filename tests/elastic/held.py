@@ -15,10 +15,10 @@ class Held:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def show(self) -> Any:
+    def get_contents(self) -> Any:
         return self.value
 
-    def take(self, value: Any) -> None:
+    def load_contents(self, value: Any) -> None:
         self.value = value
 
 

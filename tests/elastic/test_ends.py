@@ -71,6 +71,8 @@ def test_an_elastic_function_inside_of_another_is_refused_by_name(tmp_path: Path
     """It took the agent's line from the outer one, whose next loss said that "the agent of this host has ended"."""
     ended = SmallAgent(train_inside, 2, folder=tmp_path).run()
     for said, steps in ended.results:
-        assert said.startswith("phalanx.elastic: tune is elastic.run, and was called inside of a function that is, too")
+        assert said.startswith(
+            "phalanx.elastic: tune is decorated by elastic.run, and was called inside a function that is, too"
+        )
         assert "call tune without elastic.run" in said
         assert steps == 0

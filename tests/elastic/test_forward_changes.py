@@ -38,13 +38,13 @@ def test_a_change_is_taken_back_in_whichever_step_the_loss_comes(way: str, steps
     for _ in range(steps_before):
         watch.begin_step()
         WAYS[way](changing)
-        watch.learn()
+        watch.find_changes()
         watch.end_step()
     expected = changing.clone()
     for _ in range(2):
         watch.begin_step()
         WAYS[way](changing)
-        assert watch.give_back() == []
+        assert watch.restore() == []
         assert torch.equal(changing, expected)
         assert torch.equal(still, torch.ones(2))
 
@@ -55,7 +55,7 @@ def test_one_that_took_the_memory_of_another_gives_it_back() -> None:
     watch = ForwardChanges([slow])
     watch.begin_step()
     slow.data = fast.data
-    watch.give_back()
+    watch.restore()
     assert torch.equal(slow, torch.zeros(3))
     assert torch.equal(fast, torch.ones(3))
 
@@ -64,11 +64,11 @@ def test_one_that_changes_for_the_first_time_in_a_later_step_is_told() -> None:
     tensor = torch.zeros(3)
     watch = ForwardChanges([tensor])
     watch.begin_step()
-    watch.learn()
+    watch.find_changes()
     watch.end_step()
     watch.begin_step()
     tensor.add_(1)
-    assert watch.give_back() == [0]
+    assert watch.restore() == [0]
 
 
 def test_inference_tensors_are_not_watched() -> None:

@@ -190,14 +190,12 @@ def test_a_commit_counts_the_samples_that_it_is_told_and_refuses_what_cannot_be(
     assert state.state_dict()["position"]["consumed"] == 4
     state.commit(samples=4)
     assert state.state_dict()["position"]["consumed"] == 8
-    with pytest.raises(
-        ValueError, match=r"commit\(samples=8\): that makes 16 samples .* has handed out 12.*of this rank"
-    ):
+    with pytest.raises(ValueError, match=r"commit\(samples=8\): that makes 16 samples .* has yielded 12.*of this rank"):
         state.commit(samples=8)
     for wrong in (-1, 2.0, True):
-        with pytest.raises(ValueError, match="say how many samples"):
+        with pytest.raises(ValueError, match="pass how many samples"):
             state.commit(samples=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="samples= was given before in this epoch"):
+    with pytest.raises(ValueError, match="samples= was passed before in this epoch"):
         state.commit()
     batches = iter(loader)  # the next epoch
     next(batches)

@@ -74,7 +74,7 @@ def test_what_workers_have_read_ahead_is_neither_lost_nor_seen_twice(
 
 
 @pytest.mark.slow(but=("rebind",))
-@pytest.mark.parametrize("point", ["lost", "leave", "meet", "agree", "rebind", "hand over", "restore"])
+@pytest.mark.parametrize("point", ["lost", "leave", "form", "agree", "rebind", "transfer", "restore"])
 def test_a_rank_that_is_lost_while_the_others_recover_makes_them_recover_again(
     point: str, tmp_path: Path, undisturbed: Any
 ) -> None:
@@ -82,8 +82,8 @@ def test_a_rank_that_is_lost_while_the_others_recover_makes_them_recover_again(
     check(Job("", strikes, samples=96), 3, tmp_path, undisturbed)
 
 
-@pytest.mark.slow(but=("hand over",))
-@pytest.mark.parametrize("point", ["meet", "agree", "rebind", "hand over", "restore"])
+@pytest.mark.slow(but=("transfer",))
+@pytest.mark.parametrize("point", ["form", "agree", "rebind", "transfer", "restore"])
 def test_a_replacement_that_is_lost_before_it_has_the_state_is_replaced(
     point: str, tmp_path: Path, undisturbed: Any
 ) -> None:
@@ -120,7 +120,7 @@ def test_an_optimizer_in_shards_loses_the_owner_of_a_slice_and_no_bit(
 
 
 @pytest.mark.slow(but=("restore",))
-@pytest.mark.parametrize("point", ["", "lost", "leave", "meet", "agree", "rebind", "hand over", "restore"])
+@pytest.mark.parametrize("point", ["", "lost", "leave", "form", "agree", "rebind", "transfer", "restore"])
 def test_an_update_in_shards_that_all_have_made_is_taken_back_where_none_has_committed_it(
     point: str, tmp_path: Path, undisturbed: Any
 ) -> None:

@@ -89,5 +89,7 @@ def test_a_job_that_may_lose_ranks_refuses_stages_by_name() -> None:
         def __init__(self) -> None:
             nn.Module.__init__(self)
 
-    with pytest.raises(ValueError, match=r"'model' is a Pipeline\. What a rank that is lost held.*--max-restarts"):
+    with pytest.raises(
+        ValueError, match=r"'model' is a Pipeline\. Only one rank has the state of a stage.*--max-restarts"
+    ):
         Objects({"model": Empty()}).refuse_what_is_not_kept(2)

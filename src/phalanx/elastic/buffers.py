@@ -1,4 +1,4 @@
-"""Keep the buffers of modules as they are at a step: registered late, grown, None, or under two names."""
+"""Save and restore the buffers of modules, also those that are registered late, resized, None, or shared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGN = 64
 
 
 class Buffers:
-    """`Buffers` finds the buffers of `layers` at each step, and plans anew if one was added, removed or reshaped."""
+    """`Buffers` finds the buffers of `layers` at each step, and plans again if one was added, removed or reshaped."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = layers
@@ -27,11 +27,11 @@ class Buffers:
         self._count = -1
         self._forms: list[Any] = []
         self.tensors: list[Tensor] = []
-        """The buffers found by the latest call of `look`, each once."""
+        """The buffers found by the latest call of `refresh`, each once."""
         self.plan = b""
         """Their names and forms, pickled, in the form that `restore` reads."""
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Find the current buffers, and return whether names and forms are unchanged since the previous call."""
         count = sum(map(len, self._dicts))
         if count == self._count == 0:
@@ -71,7 +71,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes that `views` of the buffers take."""
+        """Return the number of bytes of memory that `views` needs."""
         return sum(-(-t.nbytes // _ALIGN) * _ALIGN for t in self.tensors)
 
     def views(self, memory: Tensor) -> list[Tensor]:
@@ -104,8 +104,8 @@ class Buffers:
         for key, name, *_ in entries:
             if key not in self._layers:
                 raise JobEndedError(
-                    f"the buffer {key}.{name} has no layer here to be in: layers that the loop adds to a model, or "
-                    "takes away, are not kept. Make them before elastic.State"
+                    f"the buffer {key}.{name} belongs to a layer that this rank does not have: layers that the loop "
+                    "adds or removes cannot be restored. Create them before elastic.State"
                 )
         forms: dict[int, Any] = {form[0]: form for *_, form in entries if form is not None}
         made: dict[int, Tensor] = {}
@@ -125,11 +125,11 @@ class Buffers:
                 _put(layer, {})
 
 
-def _put(layer: nn.Module, wanted: Mapping[str, tuple[Tensor | None, bool]]) -> None:
-    for name in [name for name, tensor in layer._buffers.items() if name not in wanted and _has_form(tensor)]:
+def _put(layer: nn.Module, buffers: Mapping[str, tuple[Tensor | None, bool]]) -> None:
+    for name in [name for name, tensor in layer._buffers.items() if name not in buffers and _has_form(tensor)]:
         del layer._buffers[name]
         layer._non_persistent_buffers_set.discard(name)
-    for name, (tensor, is_persistent) in wanted.items():
+    for name, (tensor, is_persistent) in buffers.items():
         layer._buffers[name] = tensor
         (layer._non_persistent_buffers_set.discard if is_persistent else layer._non_persistent_buffers_set.add)(name)
 
@@ -153,7 +153,7 @@ def _has_form(tensor: Any) -> bool:
 
 
 def views_of(forms: Sequence[tuple[torch.Size, torch.dtype]], memory: Tensor) -> list[Tensor]:
-    """Return tensors of these forms that lie one after another in `memory`."""
+    """Return tensors of these forms, one after another in `memory`."""
     views, at = [], 0
     for shape, dtype in forms:
         nbytes = shape.numel() * dtype.itemsize

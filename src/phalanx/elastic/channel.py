@@ -22,10 +22,10 @@ from phalanx.elastic.generations import GenerationNotice, JobEndedError, LeaveEr
 from phalanx.errors import DeadlineError, PhalanxError
 
 _ENDS = ("end", "no generation", "leave")
-_WELCOME_S = 30.0
-_AGAIN_AFTER_S = 0.01
+_CONNECT_TIMEOUT_S = 30.0
+_RETRY_AFTER_S = 0.01
 _POLL_EVERY_S = 0.02  # how often a commit checks for messages
-_ASK_EVERY_S = 5.0  # how often the rank asks the agent whether there will be a generation
+_REQUEST_EVERY_S = 5.0  # how often the rank asks the agent whether there will be a generation
 
 
 class AgentChannel:
@@ -48,11 +48,11 @@ class AgentChannel:
             "min_ranks": min_ranks,
             "wait_s": wait_s,
         }
-        deadline = Deadline.after(_WELCOME_S)
+        deadline = Deadline.after(_CONNECT_TIMEOUT_S)
         while not self._connect(name, hello, deadline):
             if deadline.passed:
                 raise ConnectionError("the agent closed the connection")
-            time.sleep(_AGAIN_AFTER_S)
+            time.sleep(_RETRY_AFTER_S)
 
     def _connect(self, name: str, hello: dict[str, Any], deadline: Deadline) -> bool:
         """Return whether the agent accepted the connection; an agent with too many connections closes it.
@@ -63,7 +63,7 @@ class AgentChannel:
         self._channel = connect(name, max(deadline.left_s, 0.001))
         try:
             self._send(**hello)
-            if self._welcome(deadline):
+            if self._wait_accepted(deadline):
                 return True
         except ConnectionResetError:
             pass
@@ -73,7 +73,7 @@ class AgentChannel:
         self._channel.close()
         return False
 
-    def _welcome(self, deadline: Deadline) -> bool:
+    def _wait_accepted(self, deadline: Deadline) -> bool:
         message = self._channel.receive(deadline)
         if message is None:
             return False
@@ -90,7 +90,7 @@ class AgentChannel:
             with contextlib.suppress(OSError):  # the agent has ended, and this process will end in a moment
                 self._channel.send(message)
 
-    def _ask(self, after: int) -> None:
+    def _request_generation(self, after: int) -> None:
         """Ask the agent whether there will be a generation, unless the agent has stopped reading."""
         if not self._channel.waiting:
             self._channel.put({"kind": "waiting", "generation": after})
@@ -110,7 +110,7 @@ class AgentChannel:
         )
 
     def regrouped(self, number: int) -> None:
-        """Report that this rank is in the group of generation `number`, and holds the state."""
+        """Report that this rank has joined the group of generation `number`, and has the state."""
         self._send(kind="regrouped", generation=number)
 
     def failed(self, step: int, error: str) -> None:
@@ -134,22 +134,22 @@ class AgentChannel:
             DeadlineError: the agent does not answer.
             PhalanxError: the agent has ended.
         """
-        patience_s = max(timeout_s, SILENT_AGENT_S)
-        deadline = Deadline.after(patience_s)
+        limit_s = max(timeout_s, SILENT_AGENT_S)
+        deadline = Deadline.after(limit_s)
         while True:
             self._receive(wait_s=0.0)
             if (latest := self._latest(after)) is not None:
                 return latest
-            if self._receive(wait_s=min(_ASK_EVERY_S, deadline.left_s)):
-                deadline = Deadline.after(patience_s)
+            if self._receive(wait_s=min(_REQUEST_EVERY_S, deadline.left_s)):
+                deadline = Deadline.after(limit_s)
             elif deadline.passed:
                 raise DeadlineError(
                     f"phalanx.elastic, after generation {after}: this rank has left its group, and `phalanx run` on "
                     f"{socket.gethostname()} (pid {self._agent_pid}), which begins the next one, has not answered "
-                    f"within {patience_s:g} s.\nLook whether that process is stopped, or the host overloaded."
+                    f"within {limit_s:g} s.\nCheck whether that process is stopped, or the host overloaded."
                 )
             else:
-                self._ask(after)
+                self._request_generation(after)
 
     def newer_than(self, number: int) -> bool:
         now = time.monotonic()
@@ -186,7 +186,7 @@ class AgentChannel:
                     self._arrived.append(message.content)
             if self._channel.gone:
                 if wait_s:
-                    raise PhalanxError("elastic: the agent of this host has ended, and nobody forms the group again")
+                    raise PhalanxError("elastic: the agent of this host has ended, so the group is not formed again")
                 return has_come
             has_come = True
         return has_come
@@ -194,10 +194,10 @@ class AgentChannel:
 
 # Let a rank of an elastic job outlive the process that forked it, and still die with its agent.
 #
-# A rank is killed by the kernel when its parent, the zygote, dies: nothing shall be left behind. A rank that can go on
-# without the zygote asks for another death: the agent gives it the reading end of a pipe in which nothing is ever
-# written, and of which only the agent holds the other end. When the agent ends, however it does, the kernel closes that
-# end and sends whoever has asked for it a signal, here SIGKILL: no code of the rank need run, whatever it hangs in.
+# The kernel kills a rank when its parent, the zygote, dies, so that no process is left behind. A rank that can continue
+# without the zygote requests another signal: the agent sends it the reading end of a pipe into which nothing is ever
+# written, and keeps the only writing end. When the agent ends, for whatever reason, the kernel closes that end, and
+# sends the rank the signal, here SIGKILL. No code of the rank needs to run, whatever it hangs in.
 
 _PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10  # fcntl.F_SETSIG exists from Python 3.13 on

@@ -13,19 +13,19 @@ from phalanx._base.log import get_logger
 from phalanx._comm.backend import rendezvous
 from phalanx._comm.diagnostics.progress_page import open_page
 from phalanx.elastic.frozen import Frozen
-from phalanx.elastic.hand_over import StatePart, ValuePart
 from phalanx.elastic.objects import Objects
 from phalanx.elastic.points import COMMIT, reached
 from phalanx.elastic.position import DataPosition, Mark
 from phalanx.elastic.rebind import averaging_modules
 from phalanx.elastic.small_state import NO_VALUES, SmallState
+from phalanx.elastic.state_transfer import StatePart, ValuePart
 from phalanx.elastic.step import StepTracker
 
 _logger = get_logger(__name__)
 
 
 class LatestCommit:
-    """A `LatestCommit` is the commit to which a loss takes this rank back: its number, epoch and step, and small state.
+    """A `LatestCommit` is the commit to which a loss returns this rank: its number, epoch and step, and small state.
 
     The end of an epoch is a commit as well, so commit numbers run ahead of steps.
     """
@@ -56,9 +56,9 @@ class Commits:
         self.form = ", ".join(f"{name}={type(thing).__name__}" for name, thing in things.items())
         """The names and kinds of the objects, which must be the same on all ranks."""
         self._page = open_page(rendezvous.agent_address())  # `phalanx top` reads the progress of this rank here
-        self._has_told_idle = False
-        self._random_again: Callable[[], None] | None = None
-        self._is_back = False  # at the latest commit, and no loader has begun a pass since
+        self._has_warned_idle = False
+        self._restore_random: Callable[[], None] | None = None
+        self._is_restored = False  # at the latest commit, and no loader has begun a pass since
         # by loader whose workers last: after which commit it has drawn the seed for them
         self._drawn: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._small = SmallState(self.objects, values)
@@ -86,11 +86,11 @@ class Commits:
             # After a loss such a step may count as done without its commit, and only the commit knows its samples.
             names = ", ".join(sorted({type(thing).__name__ for thing in (*self.objects.rounds, *self.objects.sharded)}))
             raise ValueError(
-                f"State.commit(samples={samples}): there is {names} in State, whose updates are not always taken back "
-                "after a loss, so that a step may be done of which no commit has told the samples. Leave it out, and "
+                f"State.commit(samples={samples}): there is {names} in State, whose updates cannot always be undone "
+                "after a loss, so a step may count although no commit has reported its samples. Leave it out, and "
                 "take from the loader only the batches that the step trains on (no prefetcher)."
             )
-        began = self.mark is not None and self.mark.stands_in(self.position.mark())
+        began = self.mark is not None and self.mark.is_in_pass_of(self.position.mark())
         if began and not self.position.is_counted:
             raise ValueError(f"State.commit(samples={samples}): this epoch's first commit had none; give it in all")
         self.position.count(samples)
@@ -107,31 +107,32 @@ class Commits:
         latest.number = number
         tracker.end()
         if is_step:
-            self._switches.keep()
+            self._switches.save()
             values["step"] += 1
             self._page.commit(values["step"], 0 if self.position is None else self._advance(self.position))
         else:
             values["epoch"] += 1
-            self._switches.keep_all()
+            self._switches.save_all()
             if self.position is not None:
                 self.position.end_epoch()
                 self.mark = Mark(values["epoch"], None, 0)
         latest.epoch, latest.step = values["epoch"], values["step"]
         if runner is not None:
-            tracker.schedulers_and_scalers.keep(is_step=is_step)
+            tracker.schedulers_and_scalers.save(is_step=is_step)
             runner.after_commit()
 
     def _advance(self, position: DataPosition) -> int:
         """Record the position in the data; return how many samples of this rank the step has used."""
         last, mark = self.mark, position.mark()
         self.mark = mark
-        if mark.used and not self._has_told_idle and last is not None and mark.stands_at(last):
-            self._has_told_idle = True
+        if mark.used and not self._has_warned_idle and last is not None and mark.is_at(last):
+            self._has_warned_idle = True
             _logger.warning(
                 "phalanx.elastic: step %d was committed without a sample of its own: since the step before, the loader "
-                "has handed out none. If the loop takes batches ahead of those that it trains on (a prefetcher), a "
-                "loss costs those that it has not used: say how many samples of this rank each step has used, "
-                "state.commit(samples=len(batch)). If it does several steps with one batch, commit after the last.",
+                "has yielded none. If the loop takes batches ahead of those that it trains on (a prefetcher), a loss "
+                "of a rank skips the batches that it has not used: pass how many samples of this rank each step has "
+                "used, state.commit(samples=len(batch)). If it makes several steps with one batch, commit after the "
+                "last.",
                 self.values["step"] - 1,
             )
         return position.samples_between(last, mark)
@@ -141,7 +142,7 @@ class Commits:
         latest = self.latest
         latest.small = self._small.capture(self.values)
         latest.epoch, latest.step = self.values["epoch"], self.values["step"]
-        self.tracker.schedulers_and_scalers.keep()
+        self.tracker.schedulers_and_scalers.save()
 
     def data_position(self) -> dict[str, Any] | None:
         """Return the data's position at the latest commit, in the form of the sampler's `state_dict`, or None."""
@@ -157,11 +158,11 @@ class Commits:
             self.mark = Mark(position["epoch"], None, position["consumed"])
             self.save()
 
-    def go_on_with(self, set_random: Callable[[], None]) -> None:
+    def resume_with(self, set_random: Callable[[], None]) -> None:
         """Record that `set_random` restores the random states of the latest commit."""
-        self._is_back = True
-        if self.mark is not None:  # also on a rank that has just joined: a loss in its first step takes it back here
-            self._random_again = set_random
+        self._is_restored = True
+        if self.mark is not None:  # also on a rank that has just joined: a loss in its first step returns it here
+            self._restore_random = set_random
 
     def _on_iterator(self, loader: Any, is_new: bool) -> None:
         """Advance the random states by the draws of an undisturbed loader for its workers, and no more.
@@ -170,26 +171,26 @@ class Commits:
         epoch only. A loader that resumes inside an epoch has drawn a seed that must not count. If the workers outlived
         the loss, and their seed was drawn after the commit to which all ranks went back, it is drawn again.
         """
-        again, self._random_again = self._random_again, None
-        is_back, self._is_back = self._is_back, False
+        again, self._restore_random = self._restore_random, None
+        is_restored, self._is_restored = self._is_restored, False
         lasts = bool(getattr(loader, "persistent_workers", False))
         if again is not None and ((is_new and lasts) or (self.mark is not None and self.mark.is_inside)):
             again()
         elif is_new and lasts:
             self._drawn[loader] = self.latest.number
-        elif is_back and self._drawn.get(loader) == self.latest.number and loader.generator is None:
+        elif is_restored and self._drawn.get(loader) == self.latest.number and loader.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # as torch's loader does for its iterator
 
     # -- called by the runner -------------------------------------------------------------------------------------
 
     def begin_run(self) -> None:
-        """Start counting commits anew, and forget what an earlier `elastic.run` of this State has learned."""
+        """Start counting commits from 0, and discard what was recorded in an earlier `elastic.run` of this State."""
         if self.latest.number and self.position is not None:
             self.mark = self.position.next_pass()
-        self.latest.number, self._random_again = 0, None
-        self._switches.keep_all()
+        self.latest.number, self._restore_random = 0, None
+        self._switches.save_all()
         self._drawn.clear()
-        self._is_back = False
+        self._is_restored = False
         self.tracker.begin_run()
         self.save()
 
@@ -202,7 +203,7 @@ class Commits:
         self.tracker.count(self.values["step"])
         self.latest.number = number
         self.values["step"] += 1
-        self._switches.keep()
+        self._switches.save()
         if self.position is not None:
             self.mark = mark or self.position.mark()
         self.save()
@@ -213,8 +214,8 @@ class Commits:
         self.values["epoch"], self.values["step"] = latest.epoch, latest.step
 
     def parts(self) -> list[StatePart]:
-        """Return the parts that are the same on every rank, in the order in which they are handed over."""
-        return [*self.objects.parts(), ValuePart(self._get_progress, self._put_progress)]
+        """Return the parts that are the same on every rank, in the order in which they are transferred."""
+        return [*self.objects.parts(), ValuePart(self._get_progress, self._set_progress)]
 
     def _get_progress(self) -> Any:
         mark = self.mark
@@ -224,28 +225,28 @@ class Commits:
             "small": tuple(self.latest.small),
             "position": (self.latest.epoch, self.latest.step),
             "where": where,
-            "switches": self._switches.kept,
-            "late": self.tracker.lateness,
+            "switches": self._switches.saved,
+            "late": self.tracker.wait_history,
         }
 
-    def _put_progress(self, progress: Any) -> None:
+    def _set_progress(self, progress: Any) -> None:
         latest = self.latest
         latest.number = progress["number"]
         latest.small = Frozen(*progress["small"])
         latest.epoch, latest.step = progress["position"]
-        self._switches.kept = progress["switches"]
-        self.tracker.lateness = progress["late"]
+        self._switches.saved = progress["switches"]
+        self.tracker.wait_history = progress["late"]
         where = progress["where"]
         self.mark = None if where is None else Mark(where[0], None, where[1])
 
-    def settle(self, rank: int, world_size: int) -> None:
+    def restore(self, rank: int, world_size: int) -> None:
         """Restore the latest commit everywhere, after this rank has received the state or already had it."""
         self.tracker.end()
         self.tracker.forget_backward()
         self.roll_back_values()
-        self._switches.give_back()
+        self._switches.restore()
         for optimizer in self.objects.optimizers if self.values["step"] else ():
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's question to who has just come
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it, also on a rank that has just joined
         for scaler in self.objects.scalers:
             scaler._per_optimizer_states.clear()
         for module in self.objects.modules:
@@ -254,7 +255,7 @@ class Commits:
         if self.position is not None:
             self.position.sampler.regroup(world_size, rank)
             if self.mark is not None:
-                self.position.go_to(self.mark.epoch, self.mark.consumed)
+                self.position.seek(self.mark.epoch, self.mark.consumed)
                 self.mark = Mark(self.mark.epoch, None, self.mark.consumed)
         self.save()
 
@@ -271,32 +272,32 @@ class Switches:
         self._objects = objects
         self._wrappers: list[Any] = list(averaging_modules(objects.modules))
         self._layers: list[nn.Module] = []
-        self.kept: tuple[list[bool], list[bool]] = [], []
+        self.saved: tuple[list[bool], list[bool]] = [], []
         """Whether each layer trains, and whether each wrapper's next forward begins with rank 0's buffers."""
 
-    def keep_all(self) -> None:
+    def save_all(self) -> None:
         """Save the switches at the end of an epoch, after which the loop sets them for the next one."""
         self._layers = list(self._objects.layers())
-        self.kept = [layer.training for layer in self._layers], self._broadcasts()
+        self.saved = [layer.training for layer in self._layers], self._broadcasts()
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Save the switches at the commit of a step.
 
         A loop may commit in eval mode and return to train mode after the commit; the latter is not repeated after a
         loss. So the layers' modes are those of the latest commit at which all models that have an optimizer were in
         train mode.
         """
-        modes = self.kept[0]
+        modes = self.saved[0]
         if all(module.training for module in self._objects.trained):
             modes = [layer.training for layer in self._layers]
-        self.kept = modes, self._broadcasts()
+        self.saved = modes, self._broadcasts()
 
     def _broadcasts(self) -> list[bool]:
         return [wrapper.require_forward_param_sync for wrapper in self._wrappers]
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the saved switches of all modules."""
-        modes, broadcasts = self.kept
+        modes, broadcasts = self.saved
         self._layers = list(self._objects.layers())
         for layer, trains in zip(self._layers, modes, strict=False):
             layer.training = trains

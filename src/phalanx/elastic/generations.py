@@ -1,4 +1,4 @@
-"""Ask the launcher who is in the job: it alone decides; the ranks report what they observe, and wait."""
+"""Let the launcher decide which ranks are in the job: the ranks report losses to it, and wait for its notices."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NoGenerationError(PhalanxError):
 
 
 class SupersededError(Exception):
-    """The launcher has started another generation while the ranks of this one were meeting."""
+    """The launcher has started another generation while the ranks of this one were forming their group."""
 
 
 @dataclass

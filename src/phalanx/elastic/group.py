@@ -1,7 +1,8 @@
 """`ElasticGroup` records each rank's state at each step, and is formed again after a loss.
 
 Each rank keeps a record of the state that it alone has (random states, its own buffers) in memory that outlives the
-rank. The group of a new generation meets, agrees on the step to resume from, and hands over the state that ranks lack.
+rank. The ranks of a new generation form their group, agree on the step to resume from, and transfer the state that some
+of them lack.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from phalanx.elastic.commits import Commits
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generations import GenerationNotice, Generations, JobEndedError, SupersededError
 from phalanx.elastic.generator_states import GeneratorStates
-from phalanx.elastic.groups import form_world, leave_all_groups, meet
-from phalanx.elastic.hand_over import ShardedPart, hand_over
+from phalanx.elastic.groups import form_world, leave_all_groups, next_rendezvous
 from phalanx.elastic.losses import NewGenerationError, is_loss
-from phalanx.elastic.points import AGREE, FINISH, HAND_OVER, LEAVE, MEET, REBIND, RESTORE, reached
+from phalanx.elastic.points import AGREE, FINISH, FORM, LEAVE, REBIND, RESTORE, TRANSFER, reached
 from phalanx.elastic.rebind import rebind_module
 from phalanx.elastic.records import RankRecords, restore_random, small_of
 from phalanx.elastic.resume_point import RankState, ResumePoint, decide, describe_differing
+from phalanx.elastic.state_transfer import ShardedPart, transfer_state
 from phalanx.elastic.step import TRIAL_STEPS
 
 _logger = get_logger(__name__)
@@ -75,7 +76,7 @@ class ElasticGroup:
         self._records.write_small(0, self._commits.latest.small)
         for optimizer in self._commits.objects.sharded:
             optimizer.back_up_state()
-        self.ranks_differ = self._records.meet(0).differ and not self._commits.objects.rounds
+        self.ranks_differ = self._records.gather_answers(0).differ and not self._commits.objects.rounds
 
     def _new_records(self, layers: dict[str, Any], room: tuple[int, int] = (0, 0)) -> RankRecords:
         """Return new records for a group that was just formed, or that needs more room. All ranks call it."""
@@ -130,14 +131,14 @@ class ElasticGroup:
         if self.process_group.size() == 1 or self._commits.objects.rounds:
             # a rank that trains apart resumes from its own step after a loss, and others may be in a round
             return False
-        if is_unseen or number <= TRIAL_STEPS or self.ranks_differ or not records.is_quiet(number):
-            said = records.meet(number)
-            self.ranks_differ |= said.differ or said.are_late
-            if any(said.room):
-                self._give_room(number, small, said.room)
+        if is_unseen or number <= TRIAL_STEPS or self.ranks_differ or not records.may_skip_wait(number):
+            answers = records.gather_answers(number)
+            self.ranks_differ |= answers.differ or answers.are_late
+            if any(answers.room):
+                self._grow_records(number, small, answers.room)
         return self.ranks_differ or is_unseen
 
-    def _give_room(self, number: int, small: Frozen, room: tuple[int, int]) -> None:
+    def _grow_records(self, number: int, small: Frozen, room: tuple[int, int]) -> None:
         """Switch to larger records that contain this commit. All ranks call it."""
         assert self._records is not None
         fresh = self._new_records(self._layers(), room)
@@ -148,9 +149,9 @@ class ElasticGroup:
         self._records = fresh
 
     def after_commit(self) -> None:
-        """Admit ranks that wait to join: only here do the ranks stop for them."""
+        """Raise if ranks wait to join: only here do the ranks of the group stop for them."""
         if self._membership.newer_than(self.generation):
-            raise NewGenerationError("phalanx.elastic: the job takes in other ranks")
+            raise NewGenerationError("phalanx.elastic: other ranks join the job")
 
     def finish(self) -> None:
         """Wait until all ranks have finished: the state of a rank that is lost after this could not be restored."""
@@ -166,8 +167,8 @@ class ElasticGroup:
         if type(error) is not RuntimeError:
             return None
         groups = filter(None, map(phalanx_group, list_groups()))
-        heard = (group.find_failure() for group in groups)
-        return next((failure for failure in heard if failure is not None and is_loss(failure)), None)
+        failures = (group.find_failure() for group in groups)
+        return next((failure for failure in failures if failure is not None and is_loss(failure)), None)
 
     def restore_own(self) -> None:
         """Restore this rank's own state to the latest commit."""
@@ -186,49 +187,49 @@ class ElasticGroup:
             JobEndedError: no rank holds the whole state.
         """
         old = self.process_group
-        self._go_on(old, self._meet(generation))
+        self._resume(old, self._form_group(generation))
 
     def _check(self) -> None:
         if self._membership.newer_than(self.generation):
             raise SupersededError
 
-    def _meet(self, generation: GenerationNotice) -> list[RankState]:
+    def _form_group(self, generation: GenerationNotice) -> list[RankState]:
         """Leave the group, form that of `generation`, and return the states that its ranks report."""
         reached(LEAVE)
         timeout = timedelta(seconds=self.timeout_s)
         leave_all_groups()
         self.generation = generation.number
         self._page.set_generation(generation.number)
-        self._store, rank, world_size = meet(generation.environment)
-        reached(MEET)
+        self._store, rank, world_size = next_rendezvous(generation.environment)
+        reached(FORM)
         self._set_group(form_world(self._store, rank, world_size, timeout, self._check))
         reached(AGREE)
-        standings = self._ask_standings()
-        if problem := describe_differing(standings):
+        rank_states = self._gather_rank_states()
+        if problem := describe_differing(rank_states):
             raise ValueError(
-                f"phalanx.elastic, generation {generation.number}: the ranks give elastic.State different things: "
+                f"phalanx.elastic, generation {generation.number}: the ranks pass different objects to elastic.State: "
                 f"{problem}.\nStart every host with the same script and the same strategy."
             )
-        return standings
+        return rank_states
 
-    def _go_on(self, old: Any, standings: list[RankState]) -> None:
+    def _resume(self, old: Any, rank_states: list[RankState]) -> None:
         """Restore the state from which the ranks resume. All ranks call it."""
         rank = self.process_group.rank()
         with checked_while_forming(self._check):
-            self._script_groups.form(self.process_group, [one.groups for one in standings])
-        agreement = decide(standings, apart=bool(self._commits.objects.rounds))
+            self._script_groups.form(self.process_group, [one.groups for one in rank_states])
+        agreement = decide(rank_states, apart=bool(self._commits.objects.rounds))
         if agreement is None:
             raise JobEndedError(
-                f"phalanx.elastic, generation {self.generation}: no rank that is left holds the whole state.\n"
+                f"phalanx.elastic, generation {self.generation}: no remaining rank has the whole state.\n"
                 "Start again from the last checkpoint."
             )
         kept = [one.read_state_backup() for one in self._commits.objects.sharded] if rank == agreement.source else None
         self._rebind(old, agreement)
-        self._hand_over(agreement, standings, kept)
+        self._transfer_state(agreement, rank_states, kept)
 
-    def _ask_standings(self) -> list[RankState]:
+    def _gather_rank_states(self) -> list[RankState]:
         commits = self._commits
-        commits.tracker.take_back(commits.num_steps)
+        commits.tracker.undo_update(commits.num_steps)
         mine = RankState(
             number=commits.latest.number,
             is_whole=self.is_complete and commits.tracker.is_whole,
@@ -241,10 +242,10 @@ class ElasticGroup:
             differs=self.ranks_differ or (self._records is not None and self._records.is_late),
             form=f"{self._name}({commits.form})",
         )
-        standings: list[Any] = [None] * self.process_group.size()
-        dist.all_gather_object(standings, mine, group=self.process_group)
-        self.ranks_differ = any(one.differs for one in standings)
-        return standings
+        rank_states: list[Any] = [None] * self.process_group.size()
+        dist.all_gather_object(rank_states, mine, group=self.process_group)
+        self.ranks_differ = any(one.differs for one in rank_states)
+        return rank_states
 
     def _rebind(self, old: Any, agreement: ResumePoint) -> None:
         reached(REBIND)
@@ -257,27 +258,27 @@ class ElasticGroup:
             dist.broadcast_object_list(number, group=self.process_group, group_src=agreement.source)
             optimizer.regroup(self.process_group, agreement.source, number[0])
 
-    def _hand_over(self, agreement: ResumePoint, standings: list[RankState], kept: list[Any] | None) -> None:
+    def _transfer_state(self, agreement: ResumePoint, rank_states: list[RankState], kept: list[Any] | None) -> None:
         commits, rank = self._commits, self.process_group.rank()
         receives = rank in agreement.receivers
         if commits.objects.rounds and not receives and commits.tracker.stepped:
             commits.count_as_done(commits.latest.number + 1)
         number = commits.latest.number if commits.objects.rounds else agreement.number
-        mine, is_own, is_lost = self._find_record(number, standings)
+        mine, is_own, is_lost = self._find_record(number, rank_states)
         if agreement.is_ahead and not receives:
             commits.count_as_done(agreement.number)
         if agreement.receivers:
-            reached(HAND_OVER)
+            reached(TRANSFER)
             if receives:
                 self.is_complete = False
-            hand_over(commits.parts(), agreement.source, agreement.receivers, self.process_group)
-        self._hand_over_sharded(agreement, kept)
+            transfer_state(commits.parts(), agreement.source, agreement.receivers, self.process_group)
+        self._transfer_shards(agreement, kept)
         for rounds in commits.objects.rounds:
             rounds.catch_up(is_new=receives)
         reached(RESTORE)
         if receives and not commits.objects.rounds:
-            self._have_own_small(mine if is_own else None, agreement, is_lost=is_lost)
-        commits.settle(rank, self.process_group.size())
+            self._restore_own_small(mine if is_own else None, agreement, is_lost=is_lost)
+        commits.restore(rank, self.process_group.size())
         fresh = self._new_records(self._layers())
         if mine is not None:
             fresh.restore(mine, random=is_own)
@@ -290,9 +291,9 @@ class ElasticGroup:
         self._prepared_seq = (-1, -1)
         record = fresh.read(rank, commits.latest.number)
         assert record is not None
-        commits.go_on_with(functools.partial(restore_random, record))
+        commits.resume_with(functools.partial(restore_random, record))
 
-    def _have_own_small(self, mine: Tensor | None, agreement: ResumePoint, *, is_lost: bool) -> None:
+    def _restore_own_small(self, mine: Tensor | None, agreement: ResumePoint, *, is_lost: bool) -> None:
         """Restore this rank's own small state, which may differ from the source's."""
         number = agreement.number
         small = None if self._records is None else self._records.own_small(number)
@@ -302,60 +303,60 @@ class ElasticGroup:
             self._commits.latest.small = small
         elif is_lost:
             _logger.warning(
-                "phalanx.elastic: nothing is left of rank %d at commit %d (its host is lost, or its buffers had grown "
-                "too fast): it goes on with the buffers and values of rank %d, and with other random numbers.",
+                "phalanx.elastic: the record of rank %d at commit %d is lost (with its host, or because its buffers "
+                "grew too fast): it continues with the buffers and values of rank %d, and with other random numbers.",
                 self.process_group.rank(),
                 number,
                 agreement.source,
             )
         elif mine is not None and self.ranks_differ:
             _logger.warning(
-                "phalanx.elastic: rank %d was lost before it came to commit %d, in which ranks began to differ (in "
-                "values of State, extra states, averages, or in what they draw behind a backward): what it had of that "
-                "is lost, and it goes on with that of rank %d.",
+                "phalanx.elastic: rank %d was lost before it reached commit %d, in which ranks began to differ (in "
+                "values of State, extra states, averages, or random draws after a backward): its own values are lost, "
+                "and it continues with those of rank %d.",
                 self.process_group.rank(),
                 number,
                 agreement.source,
             )
 
-    def _hand_over_sharded(self, agreement: ResumePoint, kept: list[Any] | None) -> None:
-        """Give all ranks their new shards of sharded optimizers' states: the old shards ended with the old group."""
+    def _transfer_shards(self, agreement: ResumePoint, kept: list[Any] | None) -> None:
+        """Load each rank's new shards of sharded optimizers' states: the old shards ended with the old group."""
         others = [rank for rank in range(self.process_group.size()) if rank != agreement.source]
         for number, optimizer in enumerate(self._commits.objects.sharded):
             part = ShardedPart(optimizer, None if kept is None else kept[number])
             if others:
-                hand_over([part], agreement.source, others, self.process_group)
+                transfer_state([part], agreement.source, others, self.process_group)
             if kept is not None:
-                part.take(part.show())
+                part.load_contents(part.get_contents())
             optimizer.back_up_state()
 
-    def _find_record(self, step: int, standings: list[RankState]) -> tuple[Tensor | None, bool, bool]:
-        """Return the record of this rank, or of the one that it replaces, for the step to resume from. Collective.
+    def _find_record(self, step: int, rank_states: list[RankState]) -> tuple[Tensor | None, bool, bool]:
+        """Return the record of this rank, or of the rank that it replaces, for the step to resume from. Collective.
 
         The second value says whether the record is its own: an additional rank, or one that replaces a rank whose
         memory is lost, gets another rank's buffers. The third says whether a record was lost.
         """
         size = self.process_group.size()
-        newest = max(one.records_of for one in standings)
-        holders = [rank for rank, one in enumerate(standings) if one.records_of == newest]
+        newest = max(one.records_of for one in rank_states)
+        holders = [rank for rank, one in enumerate(rank_states) if one.records_of == newest]
         if newest < 0:
             return None, False, False
-        me = standings[self.process_group.rank()]
+        me = rank_states[self.process_group.rank()]
         mine: tuple[Tensor | None, bool, bool] = None, False, False
         if self._records is not None and me.records_of == newest:
             mine = self._records.read(self._records.rank, step), True, False
-        alive = {one.was_rank for one in standings if one.records_of == newest}
+        alive = {one.was_rank for one in rank_states if one.records_of == newest}
         # A rank without a record reads the slot of the rank with its number, from a rank that was on that rank's host.
-        for orphan in (r for r in range(size) if r not in holders):
-            keeper = next((rank for rank in holders if orphan in standings[rank].reads), holders[0])
+        for newcomer in (r for r in range(size) if r not in holders):
+            reader = next((rank for rank in holders if newcomer in rank_states[rank].reads), holders[0])
             told: list[Any] = [None]
-            if self._records is not None and self.process_group.rank() == keeper:
-                is_lost = orphan < self._records.size and orphan not in alive
-                left = self._records.read(orphan, step) if is_lost else None
+            if self._records is not None and self.process_group.rank() == reader:
+                is_lost = newcomer < self._records.size and newcomer not in alive
+                left = self._records.read(newcomer, step) if is_lost else None
                 own = self._records.read(self._records.rank, step)
                 told = [(own, False, is_lost) if left is None else (left, True, False)]
-            dist.broadcast_object_list(told, group=self.process_group, group_src=keeper)
-            if orphan == self.process_group.rank():
+            dist.broadcast_object_list(told, group=self.process_group, group_src=reader)
+            if newcomer == self.process_group.rank():
                 mine = told[0]
         return mine
 

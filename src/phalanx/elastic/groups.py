@@ -17,20 +17,20 @@ from phalanx._comm.backend.torch_integration.groups import count_groups_anew, li
 from phalanx._comm.rendezvous.bootstrap import checked_while_forming
 
 _PAUSE_S = 0.005
-_last_meeting = -1, 0  # the generation, and the number of its meetings so far
+_last_rendezvous = -1, 0  # the generation, and how many of its rendezvous came before
 
 
-def meet(environment: Mapping[str, str]) -> rendezvous.StoreAddress:
-    """Return a new address where the ranks of a generation meet, as `rendezvous.enter_generation` does.
+def next_rendezvous(environment: Mapping[str, str]) -> rendezvous.StoreAddress:
+    """Return the address of a generation's next rendezvous: its store, this rank, and the world size.
 
-    All of its ranks attend each of its meetings.
+    All ranks of the generation call it equally often.
     """
-    global _last_meeting
+    global _last_rendezvous
     store, rank, world_size = rendezvous.enter_generation(environment)
     rendezvous.end_rehearsal()
-    generation, number = _last_meeting
-    _last_meeting = rendezvous.generation(), number + 1 if generation == rendezvous.generation() else 0
-    return dist.PrefixStore(f"meeting-{_last_meeting[1]}", store), rank, world_size
+    generation, number = _last_rendezvous
+    _last_rendezvous = rendezvous.generation(), number + 1 if generation == rendezvous.generation() else 0
+    return dist.PrefixStore(f"meeting-{_last_rendezvous[1]}", store), rank, world_size
 
 
 def form_world(store: Any, rank: int, world_size: int, timeout: timedelta, check: Callable[[], None]) -> Any:

@@ -22,8 +22,8 @@ from phalanx._base.partition.owners import owner_of
 from phalanx._comm.backend.skeleton import split
 from phalanx.data import DistributedSampler
 from phalanx.ddp import DistributedDataParallel
-from phalanx.elastic.hand_over import ModulePart, OptimizerPart, StatefulPart, StatePart
 from phalanx.elastic.rebind import averaging_modules
+from phalanx.elastic.state_transfer import ModulePart, OptimizerPart, StatefulPart, StatePart
 from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.optim.rounds import Rounds
 from phalanx.pipeline import Pipeline
@@ -55,7 +55,7 @@ class Objects:
         self.scalers = [thing for thing in kept if isinstance(thing, GradScaler)]
         samplers = [thing for thing in kept if isinstance(thing, DistributedSampler)]
         if len(samplers) > 1:
-            raise ValueError("State: one sampler says where the job stands, and it was given several")
+            raise ValueError("State: only one sampler can define the job's position, and there are several")
         self.sampler = samplers[0] if samplers else None
         optimized = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
         known = (nn.Module, Optimizer, LRScheduler, GradScaler, Rounds, DistributedSampler)
@@ -90,9 +90,9 @@ class Objects:
         for name, thing in self.things.items():
             if isinstance(thing, Pipeline):
                 raise ValueError(
-                    f"phalanx.elastic: {name!r} is a Pipeline. What a rank that is lost held of its stage no "
-                    "replacement gets. Save checkpoints (phalanx.CheckpointManager), and start the job as a whole "
-                    "again (no elastic.run, --max-restarts)."
+                    f"phalanx.elastic: {name!r} is a Pipeline. Only one rank has the state of a stage, so no "
+                    "replacement could receive it. Save checkpoints (phalanx.CheckpointManager), and restart the "
+                    "whole job (no elastic.run, --max-restarts)."
                 )
             is_ours = isinstance(thing, ZeroRedundancyOptimizer)
             is_apart = thing.is_on_hosts if is_ours else _is_of_torch_in_shards(thing)
@@ -100,9 +100,9 @@ class Objects:
             if is_apart or is_some:
                 over = "ranks that share no memory (several hosts)" if is_apart else "some ranks of the job"
                 raise ValueError(
-                    f"phalanx.elastic: {name!r} is a ZeroRedundancyOptimizer over {over}. What a "
-                    "rank that is lost held of its state no replacement gets. Use the optimizer itself, or start the "
-                    "job as a whole again (no elastic.run, --max-restarts)."
+                    f"phalanx.elastic: {name!r} is a ZeroRedundancyOptimizer over {over}. Only one rank has each part "
+                    "of its state, so no replacement could receive it. Use the optimizer itself, or restart the whole "
+                    "job (no elastic.run, --max-restarts)."
                 )
         for name, module in self.named_modules.items():
             for layer in averaging_modules([module]):
@@ -112,15 +112,15 @@ class Objects:
                         held = "a state of its own" if _is_constant(state) else f"a {type(state).__name__}"
                         raise ValueError(
                             f"phalanx.elastic: {name!r} has the comm hook {called} with {held}. What "
-                            "a hook remembers from step to step (errors, counters) changes inside of a backward, on "
-                            "each rank differently, and is not kept when a rank is lost. Register a hook without a "
-                            "state, or start the job as a whole again (no elastic.run, --max-restarts)."
+                            "a hook remembers from step to step (errors, counters) changes during a backward, "
+                            "differently on each rank, and is lost with a rank. Register a hook without a state, or "
+                            "restart the whole job (no elastic.run, --max-restarts)."
                         )
             for key, buffer in module.named_buffers():
                 if buffer.layout != torch.strided or buffer.is_quantized:
                     raise ValueError(
                         f"phalanx.elastic: the buffer {name}.{key} is {buffer.layout}, {buffer.dtype}: sparse and "
-                        "quantized buffers are not kept when a rank is lost. Keep it dense, or outside of the model."
+                        "quantized buffers cannot be restored after a loss. Keep it dense, or outside of the model."
                     )
 
     def watched_tensors(self) -> dict[Tensor, str]:
@@ -138,7 +138,7 @@ class Objects:
     # -- as parts ------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[StatePart]:
-        """Return the parts that are the same on every rank, in the order in which they are handed over."""
+        """Return the parts that are the same on every rank, in the order in which they are transferred."""
         parts: list[StatePart] = []
         models = self.named_modules
         shared = frozenset(id(p) for o in self.sharded for group in o.param_groups for p in group["params"])
@@ -203,7 +203,7 @@ def has_state(thing: Any) -> bool:
     """
     if isinstance(thing, Sampler) and not isinstance(thing, DistributedSampler):
         raise TypeError(
-            f"State: {type(thing).__name__} cannot say where it stands, or go on from there. Use "
+            f"State: {type(thing).__name__} cannot report its position, or resume from one. Use "
             "phalanx.DistributedSampler, which takes the same arguments."
         )
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-COMMIT, LOST, LEAVE, MEET, AGREE, REBIND, HAND_OVER, RESTORE, FINISH = POINTS = (
+COMMIT, LOST, LEAVE, FORM, AGREE, REBIND, TRANSFER, RESTORE, FINISH = POINTS = (
     "commit",  # a step is complete, and is about to be committed
     "lost",  # a peer was lost, and is about to be reported
     "leave",  # the next generation is known, and the rank is about to leave the old group
-    "meet",  # the new group is about to be formed
+    "form",  # the ranks are about to form the new group
     "agree",  # the new group is formed, and the ranks are about to report the step that they have completed
     "rebind",  # wrappers and optimizers are about to move to the new group
-    "hand over",  # the rank is about to send state to the ranks that have none
+    "transfer",  # the rank is about to send state to the ranks that have none
     "restore",  # the state has arrived, and each rank is about to restore its own random state
     "finish",  # the function has returned, and the ranks are about to agree that it has returned on all
 )

@@ -31,13 +31,13 @@ class Mark:
         """Return how many samples of the epoch all ranks together have used, if they are at the same step."""
         return self.used if self.partition is None else self.partition.consumed_after(self.used)
 
-    def stands_in(self, other: Mark) -> bool:
+    def is_in_pass_of(self, other: Mark) -> bool:
         """Return whether both marks are in the same pass."""
         return self.partition is other.partition is not None
 
-    def stands_at(self, other: Mark) -> bool:
+    def is_at(self, other: Mark) -> bool:
         """Return whether both marks are at the same position of the same pass."""
-        return self.stands_in(other) and self.used == other.used
+        return self.is_in_pass_of(other) and self.used == other.used
 
     @property
     def is_inside(self) -> bool:
@@ -46,7 +46,7 @@ class Mark:
 
 
 class DataPosition:
-    """`DataPosition` counts the batches, or indices, that the loop got from the latest DataLoader over `sampler`.
+    """`DataPosition` counts the batches, or indices, that the latest DataLoader over `sampler` has yielded to the loop.
 
     `on_iterator` is called when such a loader has begun a pass, with the loader and whether its iterator is a new one.
     """
@@ -59,21 +59,21 @@ class DataPosition:
         self._batch_size = 1
         self._drops_last = False
         self._counted: tuple[Any, int] = None, 0  # a pass, and the number of its samples that the loop reported as used
-        observe_loaders(self, DataPosition._learn_batch_size, DataPosition._observe)
+        observe_loaders(self, DataPosition._read_batch_size, DataPosition._observe)
 
     def _is_over_mine(self, loader: Any) -> bool:
         batch_sampler = getattr(loader, "batch_sampler", None)
         return self.sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
 
-    def _learn_batch_size(self, loader: Any) -> None:
+    def _read_batch_size(self, loader: Any) -> None:
         if not self._is_over_mine(loader):
             return
         batch_sampler = getattr(loader, "batch_sampler", None)
         size = getattr(batch_sampler, "batch_size", None) if batch_sampler is not None else 1
         if not isinstance(size, int):
             raise ValueError(
-                f"phalanx.elastic: {type(batch_sampler).__name__} does not say its batch_size, so nobody can tell how "
-                "many samples a batch has used up. Give it the attribute `batch_size`."
+                f"phalanx.elastic: {type(batch_sampler).__name__} has no batch_size, so the number of samples in a "
+                "batch is unknown. Give it the attribute `batch_size`."
             )
         self._batch_size = size
         self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
@@ -102,7 +102,7 @@ class DataPosition:
         if stream is None:
             return Mark(sampler.epoch, None, sampler._consumed)
         counted, used = self._counted
-        return Mark(sampler.epoch, stream.partition, used if counted is stream else self._handed_out(stream))
+        return Mark(sampler.epoch, stream.partition, used if counted is stream else self._count_yielded(stream))
 
     def next_pass(self) -> Mark:
         """Return the position of a pass that begins now, unless the loop sets an epoch."""
@@ -122,7 +122,7 @@ class DataPosition:
             ValueError: the loader has not returned so many, or is already in another pass.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
-            raise ValueError(f"State.commit(samples={samples!r}): say how many samples of this rank the step has used")
+            raise ValueError(f"State.commit(samples={samples!r}): pass how many samples of this rank the step has used")
         stream = self.sampler._pass
         counted, used = self._counted
         # A loop that breaks out of an epoch begins the next one, too, but has not received all of this one.
@@ -131,15 +131,15 @@ class DataPosition:
             if used < length:
                 raise ValueError(
                     f"State.commit(samples={samples}): the loop has begun the next epoch before it used all of this "
-                    f"one, {used} of {length} samples of this rank, so nobody can tell of which epoch these are. End "
-                    "the prefetcher with the epoch."
+                    f"one, {used} of {length} samples of this rank, so the epoch of these samples is unknown. End the "
+                    "prefetcher with the epoch."
                 )
         used = samples + (used if counted is stream else 0)
-        handed_out = 0 if stream is None else self._handed_out(stream)
-        if used > handed_out:
+        num_yielded = 0 if stream is None else self._count_yielded(stream)
+        if used > num_yielded:
             raise ValueError(
-                f"State.commit(samples={samples}): that makes {used} samples of this rank since it began with the "
-                f"epoch, and its loader has handed out {handed_out}. Give the samples of this rank, not of all ranks."
+                f"State.commit(samples={samples}): that makes {used} samples of this rank in this epoch, but its "
+                f"loader has yielded {num_yielded}. Pass the samples of this rank, not of all ranks."
             )
         self._counted = stream, used
 
@@ -147,10 +147,10 @@ class DataPosition:
         """Skip the rest of the current pass."""
         self._counted = None, 0
 
-    def _handed_out(self, stream: Any) -> int:
+    def _count_yielded(self, stream: Any) -> int:
         iterator = self._iterator()
         if iterator is None:
-            ahead = self.sampler._loader_pass  # of a loop that was left: its loader's workers took more than it got
+            ahead = self.sampler._loader_pass  # the loop was left: its loader's workers read more than it got
             known = ahead is not None and ahead.stream is stream and ahead.batch_size is not None
             return ahead.samples if ahead is not None and known else int(stream.taken)
         batches = iterator._num_yielded - self._yielded_before
@@ -158,7 +158,7 @@ class DataPosition:
         count: int = stream.partition.count
         return min(samples, count)  # the last batch may be smaller
 
-    def go_to(self, epoch: int, consumed: int) -> None:
+    def seek(self, epoch: int, consumed: int) -> None:
         """Set the position: the next pass begins with the rest of that epoch."""
         self._iterator = lambda: None
         self.end_epoch()

@@ -2,11 +2,12 @@
 
     rank b, host B     prepares its record of step n               before the first backward of the step
                        its next collective ──what is new in it──▶  a rank each of the two hosts behind B
-    rank a, host C     before it takes part in that collective     b's record of step n, in memory that C's ranks map
+    rank a, host C     before it joins that collective             b's record of step n, in memory that C's ranks map
 
-A rank that has completed step n had a's gradients, and a contributed them only after it had b's record. So the copy of
-the agreed step is complete, whenever host B is lost, as the record itself is on one host (`phalanx.elastic.records`).
-Any two hosts may be lost at once; if a host is lost together with both hosts behind it, its copies are lost.
+A rank that has completed step n has received a's gradients, and a sent them only after it had received b's record. So
+the copy of the agreed step is complete, whenever host B is lost, as the record itself is on one host
+(`phalanx.elastic.records`). Any two hosts may be lost at once; if a host is lost together with the two behind it, its
+records are lost.
 
 A record holds pickles, which are read after a loss. So each message carries a MAC
 (`phalanx._comm.transport.authentication`).
@@ -40,20 +41,20 @@ _NONE = (-1).to_bytes(8, "little", signed=True)
 Span = tuple[int, int]
 
 
-def plan_keepers(hosts: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Return the ranks that keep the records of each rank: one on each of the next hosts, in the order of hosts."""
-    keepers: dict[int, tuple[int, ...]] = {}
+def plan_backups(hosts: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Return the backups of each rank, which keep copies of its records: one rank on each of the next hosts."""
+    backups: dict[int, tuple[int, ...]] = {}
     for number, ranks in enumerate(hosts):
         steps = range(1, min(NUM_COPIES, len(hosts) - 1) + 1)
         others = [hosts[(number + step) % len(hosts)] for step in steps]
         for place, rank in enumerate(ranks):
-            keepers[rank] = tuple(other[place % len(other)] for other in others)
-    return keepers
+            backups[rank] = tuple(other[place % len(other)] for other in others)
+    return backups
 
 
-def plan_wards(keepers: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Return the ranks whose records each rank keeps."""
-    return {rank: tuple(one for one, theirs in keepers.items() if rank in theirs) for rank in keepers}
+def plan_primaries(backups: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Return the primaries of each rank: the ranks whose records it keeps copies of."""
+    return {rank: tuple(one for one, theirs in backups.items() if rank in theirs) for rank in backups}
 
 
 def hosts_of(group: Any) -> Sequence[Sequence[int]]:
@@ -70,16 +71,17 @@ def hosts_of(group: Any) -> Sequence[Sequence[int]]:
 
 
 class RecordCopies:
-    """`RecordCopies` sends this rank's records to its keepers, and keeps those of its wards. Creating it is collective.
+    """`RecordCopies` sends this rank's records to its backups, and keeps those of its primaries.
 
-    `slots` hold this rank's records, `kept` those of the wards. A record is valid only if it begins with its number.
+    Creating it is collective. `slots` hold this rank's records, `copies` those of the primaries. A record is valid only
+    if it begins with its number.
 
     Cost: one message to each of two hosts in a step, with the blocks that differ from the record before (random states
     that were drawn from, buffers that have changed), and as many messages from other hosts.
     """
 
     def __init__(
-        self, group: Any, slots: Sequence[Tensor], kept: Mapping[int, Sequence[Tensor]], keepers: Sequence[int]
+        self, group: Any, slots: Sequence[Tensor], copies: Mapping[int, Sequence[Tensor]], backups: Sequence[int]
     ) -> None:
         ours = phalanx_group(group)
         from phalanx._comm.transport.hierarchical.transport import HierarchicalTransport
@@ -92,13 +94,13 @@ class RecordCopies:
         self._authenticator = authenticator
         self._stream = PickleStream(_STREAM, group.rank())
         self._slots = slots
-        self._kept = kept
-        self._keepers = keepers
-        self._latest = dict.fromkeys(kept, 0)  # by ward: the slot of its latest record
+        self._copies = copies
+        self._backups = backups
+        self._latest = dict.fromkeys(copies, 0)  # by primary: the slot of its latest record
         num_blocks = slots[0].nbytes // BLOCK
         largest = OVERHEAD_BYTES + _HEAD_BYTES + num_blocks * (8 + BLOCK)
-        self._messages = ours.transport.open_preceding(largest, list(kept))
-        self._mirror = torch.zeros_like(slots[0])  # the keepers' copy
+        self._messages = ours.transport.open_preceding(largest, list(copies))
+        self._mirror = torch.zeros_like(slots[0])  # the backups' copy
         self._is_mirrored = torch.zeros(num_blocks, dtype=torch.bool).numpy()
         self._spans: list[Span] = []
         self._number = self._announced = self._sent = -1
@@ -115,7 +117,7 @@ class RecordCopies:
             self._ours.precede(self._exchange)
 
     def is_stale(self, number: int) -> bool:
-        """Return whether the keepers' copy of record `number` is out of date, apart from its second span."""
+        """Return whether the backups' copy of record `number` is out of date, apart from its second span."""
         if self._sent != number or self._number != number:
             return False
         (begin, end), _ = self._spans
@@ -123,8 +125,8 @@ class RecordCopies:
 
     def _exchange(self, deadline: Deadline) -> None:
         self._send(deadline)
-        for ward in self._kept:
-            self._take(ward, deadline)
+        for primary in self._copies:
+            self._receive(primary, deadline)
 
     def _find_new(self, number: int, span: Span) -> Any:
         begin, end = span
@@ -135,9 +137,9 @@ class RecordCopies:
     def _send(self, deadline: Deadline) -> None:
         number, spans = self._number, self._spans
         slot = self._slots[number % len(self._slots)]
-        vouched = int.from_bytes(_bytes(slot)[:8], "little", signed=True)
+        valid_number = int.from_bytes(_bytes(slot)[:8], "little", signed=True)
         news = [self._find_new(number, span) for span in spans]
-        self._is_mirrored[:] = False  # the keepers copy nothing else from one slot to the next
+        self._is_mirrored[:] = False  # the backups copy nothing else from one slot to the next
         for (begin, end), which in zip(spans, news, strict=True):
             self._is_mirrored[begin:end] = True
             _blocks(self._mirror)[which] = _blocks(slot)[which]
@@ -145,7 +147,7 @@ class RecordCopies:
         count = sum(map(len, news))
         outbox = self._messages.outbox(deadline)
         out = outbox[OVERHEAD_BYTES:]
-        _HEAD.pack_into(_bytes(out), 0, number, vouched, count, *spans[0], *spans[1])
+        _HEAD.pack_into(_bytes(out), 0, number, valid_number, count, *spans[0], *spans[1])
         numbers, blocks = _contents(out, count)
         at = 0
         for which in news:
@@ -155,16 +157,16 @@ class RecordCopies:
         nbytes = _HEAD_BYTES + count * (8 + BLOCK)
         signed = self._authenticator.send(_bytes(out[:nbytes]), self._stream)
         _bytes(outbox)[:OVERHEAD_BYTES] = signed[:OVERHEAD_BYTES]  # the rest is there already
-        self._messages.send(self._keepers, OVERHEAD_BYTES + nbytes)
+        self._messages.send(self._backups, OVERHEAD_BYTES + nbytes)
         self._sent = number
 
-    def _take(self, ward: int, deadline: Deadline) -> None:
-        received = self._messages.receive(ward, deadline)
-        self._authenticator.receive(_bytes(received), PickleStream(_STREAM, ward))
+    def _receive(self, primary: int, deadline: Deadline) -> None:
+        received = self._messages.receive(primary, deadline)
+        self._authenticator.receive(_bytes(received), PickleStream(_STREAM, primary))
         message = received[OVERHEAD_BYTES:]
-        number, vouched, count, *bounds = _HEAD.unpack_from(_bytes(message))
+        number, valid_number, count, *bounds = _HEAD.unpack_from(_bytes(message))
         numbers, blocks = _contents(message, count)
-        slots, latest = self._kept[ward], self._latest[ward]
+        slots, latest = self._copies[primary], self._latest[primary]
         place = number % len(slots)
         _bytes(slots[place])[:8] = _NONE
         mine, before = _blocks(slots[place]), _blocks(slots[latest])
@@ -173,9 +175,9 @@ class RecordCopies:
                 mine[begin:end] = before[begin:end]
             _bytes(slots[place])[:8] = _NONE
         mine[numbers] = blocks
-        _bytes(slots[place])[:8] = vouched.to_bytes(8, "little", signed=True)  # last: it marks the record valid
-        self._latest[ward] = place
-        self._messages.done(ward)
+        _bytes(slots[place])[:8] = valid_number.to_bytes(8, "little", signed=True)  # last: it marks the record valid
+        self._latest[primary] = place
+        self._messages.done(primary)
 
 
 _NUM_HEAD_BLOCKS = 2

@@ -1,18 +1,18 @@
-"""Keep the state that each rank alone has at a step in one of three slots, which other ranks of its host can read.
+"""Record the state that only one rank has at a step in one of its three slots, which other ranks of its host can read.
 
     forward of step n
     its backward begins        slot n%3: number -1; random states and buffers; number n          prepared
-    gradients, update          ...                        (a rank with all gradients of step n knows that all prepared)
+    gradients, update          ...                   (a rank with all gradients of step n knows that all have prepared)
     commit of step n           slot n%3, apart: the small state (values, extra states); its checksum; number n
                                ranks wait for each other: in the first commits, and if their small states differ, they
                                draw behind a backward or need more room
 
-A rank that dies leaves its slots in memory that the others map. A rank that completed step n had every rank's
-gradients, and each rank contributed them after it had prepared: so the slot of the agreed step is complete, whenever
+The slots of a rank that dies remain in memory that the others map. A rank that has completed step n has received every
+rank's gradients, and each rank sent them after it had prepared: so the slot of the agreed step is complete, whenever
 its rank died. The small state is in the slot if ranks waited for each other in that commit; otherwise a survivor's is
 equal.
 
-The third slot lets a rank begin a step in which no rank has waited yet, while another still reads the first.
+The third slot lets a rank begin the next step while another rank still reads the slot of the step before the last.
 
 On several hosts the slots of a rank are copied to two others (`phalanx.elastic.record_copies`), which have them before
 any rank can complete the step.
@@ -39,13 +39,13 @@ from phalanx.elastic import generator_states
 from phalanx.elastic.buffers import Buffers, views_of
 from phalanx.elastic.frozen import Frozen
 from phalanx.elastic.generator_states import GeneratorStates
-from phalanx.elastic.record_copies import RecordCopies, hosts_of, plan_keepers, plan_wards
+from phalanx.elastic.record_copies import RecordCopies, hosts_of, plan_backups, plan_primaries
 
 _HEAD = struct.Struct("q7Q")  # the number; sizes of four random states, of the buffers' plan, the buffers, their room
 # The number; sizes of data, forms, tensors; whether they exist; the checksum; whether late; requested room.
 _SMALL_HEAD = struct.Struct("q8Q")
 _SMALL_AT = 128
-_SAID, _SAID_AT = struct.Struct("4Q"), _SMALL_AT + 40  # the last four of these
+_ANSWERS, _ANSWERS_AT = struct.Struct("4Q"), _SMALL_AT + 40  # the last four of these
 _LACK = struct.Struct("qQ")  # the number, and whether there was no room when its backward began
 _LACK_AT = 256
 _RANDOM_BYTES = 16384  # 5056 torch's, 3.7 KiB Python's, 2.7 KiB NumPy's; and CUDA's
@@ -77,7 +77,7 @@ class _Slot:
         self.plan = b""  # the plan of the views
         self.views: list[Tensor] = []
         self.small: Frozen | None = None  # the small state that was written last, if it had no tensors
-        self.said: tuple[int, ...] = ()  # the answers that were written with the small state
+        self.answers: tuple[int, ...] = ()  # the answers that were written with the small state
 
 
 class RankRecords:
@@ -99,44 +99,44 @@ class RankRecords:
     ) -> None:
         self._group, self._random = group, random
         self._buffers = Buffers(layers)
-        self._buffers.look()
+        self._buffers.refresh()
         self.rank, self.size = group.rank(), group.size()
-        self._all_are_seen = self.size > 1 and shares_memory(group)
+        self._is_shared = self.size > 1 and shares_memory(group)
         mine = 2 * (self._buffers.nbytes + len(self._buffers.plan)), 0
         wanted: list[Any] = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(wanted, mine, group=group)
         self.room = tuple(_to_pages(max(room[i], *(one[i] for one in wanted)) + _SPARE) for i in range(2))
         slot_bytes = _BEGIN + sum(self.room)
-        keepers = plan_keepers(hosts_of(group)) if not apart else {}
-        wards = plan_wards(keepers)
-        most = max(map(len, wards.values()), default=0)
+        backups = plan_backups(hosts_of(group)) if not apart else {}
+        primaries = plan_primaries(backups)
+        most = max(map(len, primaries.values()), default=0)
         pieces = host_memory((1 + most) * _SLOTS * slot_bytes, group)
-        self._others: dict[int, list[Tensor]] = {}  # by rank: the slots of this host's ranks and of their wards
+        self._others: dict[int, list[Tensor]] = {}  # by rank: the slots of this host's ranks and of their primaries
         for rank, memory in pieces.items():
-            for number, owner in enumerate((rank, *wards.get(rank, ()))):
+            for number, owner in enumerate((rank, *primaries.get(rank, ()))):
                 slots = memory[number * _SLOTS * slot_bytes :]
                 self._others[owner] = [slots[i * slot_bytes : (i + 1) * slot_bytes] for i in range(_SLOTS)]
-        self._seen = {rank: [memoryview(_array(slot)) for slot in self._others[rank]] for rank in pieces}
+        self._mapped = {rank: [memoryview(_array(slot)) for slot in self._others[rank]] for rank in pieces}
         self._slots = [_Slot(memory) for memory in self._others[self.rank]]
-        self._alone: dict[int, Tensor] = {}  # by step number: records for which there was no room
+        self._private: dict[int, Tensor] = {}  # by step number: records for which there was no room
         self._smalls: dict[int, Frozen] = {}  # the small states of the latest commits
         self._numbers = [-1] * _SLOTS
         self._captured: Any = None
         self._versions: list[int] = []
-        self._asks = [0, 0]
+        self._requests = [0, 0]
         self.is_late = False
         """Whether random numbers were drawn, or a buffer changed, after a backward."""
-        for owner in (self.rank, *wards.get(self.rank, ())):
+        for owner in (self.rank, *primaries.get(self.rank, ())):
             for empty in self._others[owner]:
                 fresh = memoryview(_array(empty))
                 _HEAD.pack_into(fresh, 0, -1, *[0] * 7)
                 _SMALL_HEAD.pack_into(fresh, _SMALL_AT, -1, *[0] * 8)
                 _LACK.pack_into(fresh, _LACK_AT, -1, 0)
         self._copies: RecordCopies | None = None
-        if keepers:
-            kept = {ward: self._others[ward] for ward in wards[self.rank]}
-            self._copies = RecordCopies(group, self._others[self.rank], kept, keepers[self.rank])
+        if backups:
+            held_copies = {primary: self._others[primary] for primary in primaries[self.rank]}
+            self._copies = RecordCopies(group, self._others[self.rank], held_copies, backups[self.rank])
         if self.size > 1:
             dist.barrier(group=group)  # a number that nobody wrote must not be read
 
@@ -150,20 +150,20 @@ class RankRecords:
         slot = self._slots[number % _SLOTS]
         slot.bytes[:8] = _NONE
         buffers = self._buffers
-        buffers.look()
+        buffers.refresh()
         self._versions = buffers.versions()
         room, needed = self.room[0], _aligned(len(buffers.plan)) + buffers.nbytes
-        self._ask(0, needed)
+        self._request_room(0, needed)
         if self._numbers[number % _SLOTS] != number:  # in a commit ranks check this at different times
             self._numbers[number % _SLOTS] = number
             _LACK.pack_into(slot.bytes, _LACK_AT, number, needed > room)
         if needed > room:
             slot, room = _Slot(torch.empty(_BEGIN + needed, dtype=torch.uint8)), needed
             _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, *[0] * 8)
-            self._alone = {one: memory for one, memory in self._alone.items() if one > number - _SLOTS}
-            self._alone[number] = slot.memory
+            self._private = {one: memory for one, memory in self._private.items() if one > number - _SLOTS}
+            self._private[number] = slot.memory
         else:
-            self._alone.pop(number, None)
+            self._private.pop(number, None)
         at = _RANDOM_AT
         for state in states:
             slot.bytes[at : at + len(state)] = state
@@ -175,7 +175,7 @@ class RankRecords:
             slot.plan = plan
         buffers.save(slot.views)
         _HEAD.pack_into(slot.bytes, 0, -1, *map(len, states), len(plan), buffers.nbytes, room)
-        slot.bytes[:8] = number.to_bytes(8, "little", signed=True)  # last: it vouches for the rest
+        slot.bytes[:8] = number.to_bytes(8, "little", signed=True)  # last: it marks the rest as valid
         self._announce(number)
 
     def _announce(self, number: int, *, again: bool = False) -> None:
@@ -198,7 +198,7 @@ class RankRecords:
         """Return whether this rank's slot is of step `number`, with no draw and no change of a buffer since."""
         return (
             self._numbers[number % _SLOTS] == number
-            and self._buffers.look()
+            and self._buffers.refresh()
             and self._buffers.versions() == self._versions
             and self._random.capture() == self._captured
         )
@@ -212,7 +212,7 @@ class RankRecords:
         slot = self._slots[number % _SLOTS]
         self._smalls[number] = small
         self._smalls.pop(number - _SLOTS, None)
-        if small is slot.small and slot.said == (self.is_late, *self._asks):  # only the number differs
+        if small is slot.small and slot.answers == (self.is_late, *self._requests):  # only the number differs
             slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
             self._announce(number)
             return
@@ -222,8 +222,8 @@ class RankRecords:
         if not small.tensors and 2 * len(data) <= self.room[1]:
             begin = _BEGIN + self.room[0]
             slot.bytes[begin : begin + len(data)] = data
-            slot.small, slot.said = small, (self.is_late, *self._asks)
-            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), 0, 0, True, zlib.crc32(data), *slot.said)
+            slot.small, slot.answers = small, (self.is_late, *self._requests)
+            _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), 0, 0, True, zlib.crc32(data), *slot.answers)
             slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
             self._announce(number)
             return
@@ -231,71 +231,75 @@ class RankRecords:
             forms = pickle.dumps([(tuple(t.shape), t.dtype, str(t.device)) for t in small.tensors])
         start = _aligned(len(data) + len(forms))
         nbytes = sum(_aligned(t.nbytes) for t in small.tensors)
-        self._ask(1, start + nbytes)
-        memory, seen, begin = slot.memory, slot.bytes, _BEGIN + self.room[0]
+        self._request_room(1, start + nbytes)
+        memory, content, begin = slot.memory, slot.bytes, _BEGIN + self.room[0]
         if start + nbytes > self.room[1]:
             memory, begin = torch.empty(start + nbytes, dtype=torch.uint8), 0
-            seen = memoryview(_array(memory))
-        seen[begin : begin + len(data)] = data
-        seen[begin + len(data) : begin + len(data) + len(forms)] = forms
+            content = memoryview(_array(memory))
+        content[begin : begin + len(data)] = data
+        content[begin + len(data) : begin + len(data) + len(forms)] = forms
         checksum = zlib.crc32(forms, zlib.crc32(data))
         if small.tensors:
             views = views_of([(t.shape, t.dtype) for t in small.tensors], memory[begin + start :])
             copy_all(views, small.tensors)
             for view, tensor in zip(views, small.tensors, strict=True):
                 offset = view.data_ptr() - memory.data_ptr()
-                checksum = zlib.crc32(seen[offset : offset + tensor.nbytes], checksum)
-        said = checksum, self.is_late, *self._asks
+                checksum = zlib.crc32(content[offset : offset + tensor.nbytes], checksum)
+        answers = checksum, self.is_late, *self._requests
         is_there = memory is slot.memory
-        _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), len(forms), nbytes, is_there, *said)
+        _SMALL_HEAD.pack_into(slot.bytes, _SMALL_AT, -1, len(data), len(forms), nbytes, is_there, *answers)
         slot.bytes[_SMALL_AT : _SMALL_AT + 8] = number.to_bytes(8, "little", signed=True)
         self._announce(number)
 
-    def _ask(self, kind: int, needed: int) -> None:
+    def _request_room(self, kind: int, needed: int) -> None:
         if 2 * needed > self.room[kind] and self.size > 1:
-            self._asks[kind] = max(self._asks[kind], 2 * needed)
+            self._requests[kind] = max(self._requests[kind], 2 * needed)
 
     @property
     def readable(self) -> tuple[int, ...]:
-        """Return the ranks whose slots or copies this rank can read: those of its host, and its wards."""
+        """Return the ranks whose slots or copies this rank can read: those of its host, and its primaries."""
         return tuple(self._others)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def meet(self, number: int) -> CommitAnswers:
-        """Wait until all ranks wrote the small state of commit `number`; return their answers. All ranks call it."""
-        if self._all_are_seen:
+    def gather_answers(self, number: int) -> CommitAnswers:
+        """Wait until all ranks have written the small state of commit `number`; return their answers. Collective."""
+        if self._is_shared:
             dist.barrier(group=self._group)
             return _summarize(
-                [_SMALL_HEAD.unpack_from(seen[number % _SLOTS], _SMALL_AT) for seen in self._seen.values()]
+                [_SMALL_HEAD.unpack_from(slots[number % _SLOTS], _SMALL_AT) for slots in self._mapped.values()]
             )
         self._announce(number, again=True)
-        told: list[Any] = [None] * self.size
+        gathered: list[Any] = [None] * self.size
         mine = _SMALL_HEAD.unpack_from(self._slots[number % _SLOTS].bytes, _SMALL_AT)
-        dist.all_gather_object(told, mine, group=self._group)
-        return _summarize(told)
+        dist.all_gather_object(gathered, mine, group=self._group)
+        return _summarize(gathered)
 
-    def is_quiet(self, number: int) -> bool:
-        """Return whether the ranks need not wait for each other in commit `number`.
+    def may_skip_wait(self, number: int) -> bool:
+        """Return whether the ranks need not wait for each other in commit `number`: the same on all ranks of a host.
 
-        In the previous commit all small states were equal and no rank was late or requested room; and no rank lacked
-        room when step `number` began, which all have begun.
+        This is so if in the previous commit all small states were equal and no rank was late or requested room, and if
+        no rank lacked room when step `number` began, which all have begun. Without shared memory, as on several hosts,
+        the answers of other ranks cannot be read, and this is always True.
         """
-        if not self._all_are_seen:
+        if not self._is_shared:
             return True
         last, now = (number - 1) % _SLOTS, number % _SLOTS
-        mine, lacks = _SAID.unpack_from(self._seen[self.rank][last], _SAID_AT), (number, True)
+        mine, lacks = _ANSWERS.unpack_from(self._mapped[self.rank][last], _ANSWERS_AT), (number, True)
         if mine[1:] != _NOTHING:
             return False
-        for seen in self._seen.values():
-            if _SAID.unpack_from(seen[last], _SAID_AT) != mine or _LACK.unpack_from(seen[now], _LACK_AT) == lacks:
+        for slots in self._mapped.values():
+            if (
+                _ANSWERS.unpack_from(slots[last], _ANSWERS_AT) != mine
+                or _LACK.unpack_from(slots[now], _LACK_AT) == lacks
+            ):
                 return False
         return True
 
     def read(self, rank: int, number: int) -> Tensor | None:
         """Return a copy of the record of `rank` for step `number`; None if there is none."""
-        if rank == self.rank and number in self._alone:
-            return self._alone[number].clone()
+        if rank == self.rank and number in self._private:
+            return self._private[number].clone()
         slots = self._others.get(rank)
         if slots is None:
             return None
@@ -315,17 +319,17 @@ class RankRecords:
         *_, plan_bytes, _, _ = _HEAD.unpack_from(_array(slot))
         if plan_bytes:
             plan = slot[_BEGIN : _BEGIN + plan_bytes].numpy().tobytes()
-            self._buffers.look()
+            self._buffers.refresh()
             self._buffers.restore(plan, Buffers.read(plan, slot[_BEGIN + _aligned(plan_bytes) :]))
 
 
 def _summarize(heads: Sequence[tuple[int, ...]]) -> CommitAnswers:
-    checksums, late, *asked = zip(*(head[5:] for head in heads), strict=True)
-    return CommitAnswers(len(set(checksums)) > 1, any(late), (max(asked[0]), max(asked[1])))
+    checksums, late, *requested = zip(*(head[5:] for head in heads), strict=True)
+    return CommitAnswers(len(set(checksums)) > 1, any(late), (max(requested[0]), max(requested[1])))
 
 
 def small_of(slot: Tensor, number: int) -> Frozen | None:
-    """Return the small state in a slot; None if its rank did not finish commit `number`, or had no room."""
+    """Return the small state in a slot; None if its rank did not complete commit `number`, or had no room."""
     *_, room = _HEAD.unpack_from(_array(slot))
     found, data, forms_bytes, _, is_there, *_ = _SMALL_HEAD.unpack_from(_array(slot), _SMALL_AT)
     if found != number or not is_there:

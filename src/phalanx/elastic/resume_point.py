@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankState:
-    """A `RankState` is a rank's report on itself when a generation meets.
+    """A `RankState` is a rank's report on its state when a generation forms its group.
 
     `number` counts commits; -1 for a rank that has just started. `is_whole`: parameters and optimizer are as they were
-    at that commit; else the rank was between the update and its commit, or in the middle of a hand-over. `has_stepped`:
+    at that commit; else the rank was between the update and its commit, or in the middle of a transfer. `has_stepped`:
     the rank had made the next step's update, and only its commit is missing. `was_rank` is its rank in the generation
-    whose records it holds, -1 for none.
+    whose records it has, -1 for none.
     """
 
     number: int
@@ -38,8 +38,8 @@ class RankState:
 class ResumePoint:
     """A `ResumePoint` is the step to resume from.
 
-    `source` sends its state of that step to `receivers`; the other ranks have it. `is_ahead` says that no rank has
-    committed the step, but all have made its update: it counts as done, as far as `source` has got in it.
+    `source` sends its state of that step to `receivers`; the other ranks have it. With `is_ahead` no rank has committed
+    the step, but ranks have made its update: it counts as done, as far as `source` has got in it.
     """
 
     number: int
@@ -48,16 +48,16 @@ class ResumePoint:
     is_ahead: bool = False
 
 
-def describe_differing(standings: Sequence[RankState]) -> str:
-    """Describe the ranks that train something else than the first rank; empty if there are none."""
-    first = standings[0].form
-    for rank, one in enumerate(standings):
+def describe_differing(rank_states: Sequence[RankState]) -> str:
+    """Describe the first rank whose function or State differs from rank 0's; return "" if there is none."""
+    first = rank_states[0].form
+    for rank, one in enumerate(rank_states):
         if one.form != first:
             return f"rank {rank} has {one.form}, rank 0 has {first}"
     return ""
 
 
-def decide(standings: Sequence[RankState], *, apart: bool = False) -> ResumePoint | None:
+def decide(rank_states: Sequence[RankState], *, apart: bool = False) -> ResumePoint | None:
     """Return the point from which the ranks resume; None if no rank holds a whole state.
 
     `apart`: the ranks train apart (LocalSGD, DiLoCo), so each resumes from its own step, and only new ranks receive.
@@ -68,22 +68,22 @@ def decide(standings: Sequence[RankState], *, apart: bool = False) -> ResumePoin
     rank that is farthest.
     """
     if apart:
-        old = [rank for rank, one in enumerate(standings) if one.number >= 0 and (one.is_whole or one.has_stepped)]
-        new = tuple(rank for rank in range(len(standings)) if rank not in old)
-        return ResumePoint(standings[old[0]].number, old[0], new) if old else None
-    whole = [rank for rank, one in enumerate(standings) if one.is_whole and one.number >= 0]
+        old = [rank for rank, one in enumerate(rank_states) if one.number >= 0 and (one.is_whole or one.has_stepped)]
+        new = tuple(rank for rank in range(len(rank_states)) if rank not in old)
+        return ResumePoint(rank_states[old[0]].number, old[0], new) if old else None
+    whole = [rank for rank, one in enumerate(rank_states) if one.is_whole and one.number >= 0]
     if whole:
-        number = max(standings[rank].number for rank in whole)
-        holders = [rank for rank in whole if standings[rank].number == number]
-        return ResumePoint(number, holders[0], tuple(r for r in range(len(standings)) if r not in holders))
-    ahead = [rank for rank, one in enumerate(standings) if one.has_stepped and one.number >= 0]
+        number = max(rank_states[rank].number for rank in whole)
+        holders = [rank for rank in whole if rank_states[rank].number == number]
+        return ResumePoint(number, holders[0], tuple(r for r in range(len(rank_states)) if r not in holders))
+    ahead = [rank for rank, one in enumerate(rank_states) if one.has_stepped and one.number >= 0]
     if not ahead:
         return None
-    number = max(standings[rank].number for rank in ahead) + 1
-    holders = [rank for rank in ahead if standings[rank].number == number - 1]
-    most = max(standings[rank].progress for rank in holders)
-    holders = [rank for rank in holders if standings[rank].progress == most]
+    number = max(rank_states[rank].number for rank in ahead) + 1
+    holders = [rank for rank in ahead if rank_states[rank].number == number - 1]
+    most = max(rank_states[rank].progress for rank in holders)
+    holders = [rank for rank in holders if rank_states[rank].progress == most]
     _, is_committing = most
     if not is_committing:  # they may have done more than the update, but not all of the step
         holders = holders[:1]
-    return ResumePoint(number, holders[0], tuple(r for r in range(len(standings)) if r not in holders), is_ahead=True)
+    return ResumePoint(number, holders[0], tuple(r for r in range(len(rank_states)) if r not in holders), is_ahead=True)

@@ -93,7 +93,7 @@ def run(
         @functools.wraps(train)
         def start(*given: Any) -> _Result:
             if given not in ((), (state,)):
-                raise TypeError(f"{train.__name__}: it trains the state that phalanx.elastic.run was given, no other")
+                raise TypeError(f"{train.__name__} trains the state that was passed to phalanx.elastic.run, no other")
             return ElasticJob(state, membership, min_ranks, wait_s, checkpoint).run(train)
 
         return start
@@ -124,9 +124,10 @@ class ElasticJob:
             return train(self._state)
         if _running is not None:
             raise RuntimeError(
-                f"phalanx.elastic: {_name(train)} is elastic.run, and was called inside of a function that is, too. "
-                "After a loss the outer function is called again, and a replacement would get the outer state alone.\n"
-                f"Put what the inner state holds into the outer one, and call {_name(train)} without elastic.run."
+                f"phalanx.elastic: {_name(train)} is decorated by elastic.run, and was called inside a function that "
+                "is, too. After a loss the outer function is called again, and a replacement would receive only the "
+                "outer state.\n"
+                f"Put the inner state's objects into the outer state, and call {_name(train)} without elastic.run."
             )
         if self._membership is None and rendezvous.agent_address() and _is_second_run(train):
             return train(self._state)
@@ -187,7 +188,7 @@ class ElasticJob:
         The survivors of a host save one after another; a rank whose state is older than the saved one does not save.
         """
         state, commits = self._state, self._commits
-        commits.tracker.take_back(state.step)
+        commits.tracker.undo_update(state.step)
         if group.is_complete and commits.tracker.stepped == 2:
             commits.count_as_done(commits.latest.number + 1)
         leave_all_groups()
@@ -217,7 +218,7 @@ class ElasticJob:
             number = rendezvous.generation()
             return AgentChannel(agent, rank, number, min_ranks=self._min_ranks, wait_s=self._wait_s)
         except OSError as error:
-            _logger.warning("phalanx.elastic: a lost rank ends the job, as its agent does not hear this one: %s", error)
+            _logger.warning("phalanx.elastic: a lost rank ends the job, as this rank cannot reach its agent: %s", error)
             return None
 
     def _describe(self, group: ElasticGroup, error: BaseException) -> RankLoss:
@@ -280,8 +281,8 @@ def _is_second_run(train: Any) -> bool:
     is_second, _has_begun = _has_begun, True
     if is_second:
         _logger.warning(
-            "phalanx.elastic: %s is a further elastic.run of this script, and a rank that is lost in it ends the job: "
-            "its replacement would begin with the script. Put the runs into one function: "
+            "phalanx.elastic: %s is the second elastic.run of this script, and the loss of a rank in it ends the job: "
+            "a replacement would start with the first. Put the runs into one function: "
             "`if state.phase == 0: ...; state.phase = 1`.",
             _name(train),
         )

@@ -70,8 +70,8 @@ class SmallState:
         try:
             frozen = freeze(content, self._tensor_names)
         except Exception as error:
-            raise TypeError(f"State: {_find_unkept(content)} cannot be kept: {error}") from error
-        self._buffers.look()
+            raise TypeError(f"State: {_find_unpicklable(content)} cannot be recorded: {error}") from error
+        self._buffers.refresh()
         if not self._buffers.tensors and not frozen.tensors:
             return frozen
         whole = pickle.dumps((frozen.data, len(frozen.tensors), self._buffers.plan))
@@ -86,7 +86,7 @@ class SmallState:
         if kept.tensors:
             data, count, plan = pickle.loads(kept.data)
             frozen = Frozen(data, kept.tensors[:count])
-            self._buffers.look()
+            self._buffers.refresh()
             self._buffers.restore(plan, kept.tensors[count:])
         content = thaw(frozen, self._tensors_by_name)
         for name, value in content["values"].items():
@@ -140,7 +140,7 @@ def _numbers_of(layer: nn.Module) -> dict[str, Any]:
 _KEPT = frozenset((*_NUMBERS, torch.Generator))
 
 
-def _find_unkept(content: Mapping[str, Any]) -> str:
+def _find_unpicklable(content: Mapping[str, Any]) -> str:
     for kind, items in content.items():
         for name, value in items.items():
             try:

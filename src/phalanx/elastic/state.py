@@ -34,7 +34,7 @@ class State:
     def __init__(self, **things: Any) -> None:
         reserved = [name for name in things if name.startswith("_") or hasattr(type(self), name)]
         if reserved:
-            raise ValueError(f"State: {reserved[0]!r} is a name of its own: give the argument another")
+            raise ValueError(f"State: the name {reserved[0]!r} is reserved: rename the argument")
         object.__setattr__(self, "_values", {"epoch": 0, "step": 0})
         object.__setattr__(self, "_things", {})
         kept: dict[str, Any] = self._things
@@ -58,7 +58,7 @@ class State:
         if name.startswith("_"):
             object.__setattr__(self, name, value)
         elif name in self._things:
-            raise AttributeError(f"State: {name!r} stays the object that it is; load into it instead")
+            raise AttributeError(f"State: {name!r} cannot be replaced by another object; load into it instead")
         else:
             self._values[name] = value
 
@@ -81,8 +81,8 @@ class State:
         """Commit a step that is complete on this rank: a later loss of ranks does not undo it.
 
         `samples` is how many of this rank's samples the step used, for a loop that takes batches from its loader ahead
-        of training; pass it in each commit of an epoch, or in none. Otherwise all samples that the loader has handed to
-        the loop count as used.
+        of training; pass it in each commit of an epoch, or in none. Otherwise all samples that the loader has yielded
+        count as used.
 
         Call it after the optimizer's step, while no gradient is still being accumulated. Code between the commit and
         the next batch is not repeated after a loss; code before the commit belongs to the step.
@@ -91,15 +91,15 @@ class State:
         that is reduced), a copy of the models and of the optimizers' states in each step, to undo it.
 
         Raises:
-            ValueError: `samples` are more than the loader has handed out, or not given in each commit of an epoch; or
-                there is no sampler; or LocalSGD, DiLoCo or a ZeroRedundancyOptimizer, of which a step may be done
+            ValueError: `samples` are more than the loader has yielded, or not passed in each commit of an epoch; or
+                there is no sampler; or State has LocalSGD, DiLoCo or a ZeroRedundancyOptimizer, whose step may count
                 without its commit; or the loader has begun the next epoch.
         """
         position = self._commits.position
         if samples is not None:
             self._commits.count_samples(samples)
         elif position is not None and position.is_counted:
-            raise ValueError("State.commit(): samples= was given before in this epoch; give it in each of its commits")
+            raise ValueError("State.commit(): samples= was passed before in this epoch; pass it in each of its commits")
         self._commits.commit(is_step=True)
 
     def state_dict(self) -> dict[str, Any]:

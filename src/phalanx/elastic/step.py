@@ -22,16 +22,16 @@ from phalanx._comm.backend.skeleton import join, split
 from phalanx._comm.transport.tensors import copy_all
 from phalanx.elastic.backward import call_before_backward
 from phalanx.elastic.frozen import Frozen
-from phalanx.elastic.hand_over import StatePart
 from phalanx.elastic.objects import Objects
 from phalanx.elastic.position import Mark
+from phalanx.elastic.state_transfer import StatePart
 
 _LOSES = "phalanx.elastic does not notice when a backward ends"
 _backward_number: Any = find("torch._C._current_graph_task_id", loses=_LOSES)
 _engine: Any = find("torch.autograd.Variable._execution_engine", loses=_LOSES)
 
 _logger = get_logger(__name__)
-TRIAL_STEPS = 100  # number of steps in which a copy is made and ranks wait for each other, to learn where they must
+TRIAL_STEPS = 100  # number of steps in which a copy is made and ranks wait, to find out whether later ones must
 
 
 class Runner(Protocol):
@@ -76,32 +76,32 @@ class StepTracker:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         self.schedulers_and_scalers = SchedulersAndScalers(objects.schedulers, objects.scalers, objects.optimizers)
-        holds_apart = objects.rounds or objects.pipelines
-        self._undo = None if holds_apart else StepUndo(objects.parts_of_update())
+        trains_apart = objects.rounds or objects.pipelines
+        self._undo = None if trains_apart else StepUndo(objects.parts_of_update())
         # the number of updates of each sharded optimizer before the step's first update
         self._num_updates: list[int] = []
-        # whether a step may be interrupted after its update; learned in the first steps
-        self._has_late = True
-        self._num_quiet = 0  # how many of the first steps could not be interrupted there
-        self._was_late = False
+        # whether to save the state before each update: a step may be interrupted after it; decided in the first steps
+        self._saves_updates = True
+        self._num_without_wait = 0  # how many of the first steps did not wait after the update
+        self._has_waited = False
         self._open_backward: int | None = None  # autograd's number of a backward that has begun and not ended
         self._has_failed = False  # a backward has not ended, and another one has begun
         self._at_update: tuple[int, int] | None = None
 
     @property
-    def lateness(self) -> tuple[bool, bool, int]:
-        """Return whether a step may be interrupted between update and commit, whether one was, how many were not."""
-        return self._has_late, self._was_late, self._num_quiet
+    def wait_history(self) -> tuple[bool, bool, int]:
+        """Return whether the state is saved before updates, whether a step has waited, and how many have not."""
+        return self._saves_updates, self._has_waited, self._num_without_wait
 
-    @lateness.setter
-    def lateness(self, lateness: tuple[bool, bool, int]) -> None:
-        self._has_late, self._was_late, self._num_quiet = lateness
+    @wait_history.setter
+    def wait_history(self, wait_history: tuple[bool, bool, int]) -> None:
+        self._saves_updates, self._has_waited, self._num_without_wait = wait_history
 
     def begin_run(self) -> None:
-        """Forget what the steps of an earlier run have shown: another function may train these objects now."""
+        """Discard what earlier runs have recorded: another function may train these objects now."""
         self.end()
         self.forget_backward()
-        self.lateness = True, False, 0
+        self.wait_history = True, False, 0
         self._forward_changes.forget()
 
     # -- hooks ---------------------------------------------------------------------------------------------------
@@ -114,11 +114,11 @@ class StepTracker:
     def _before_step(self, *_: Any) -> None:
         self.require_backward()
         if self.stepped == 0:
-            self._forward_changes.learn()
+            self._forward_changes.find_changes()
         if self._at_update is None and self.runner is not None and self._undo is not None:
             # the ranks of sharded optimizers wait for each other at the end of an update
-            if self._has_late or self._objects.sharded:
-                self._undo.keep()
+            if self._saves_updates or self._objects.sharded:
+                self._undo.save()
                 self._num_updates = [one.num_updates for one in self._objects.sharded]
             self._at_update = self.runner.count_collectives()
         self.stepped = 1
@@ -138,7 +138,7 @@ class StepTracker:
     def _before_backward(self, *_: Any) -> None:
         if self.runner is None:
             return
-        self.schedulers_and_scalers.tell_of_steps_behind_commit()
+        self.schedulers_and_scalers.warn_of_steps_after_commit()
         task = _backward_number()
         if task not in (-1, self._open_backward):
             self._has_failed |= self._open_backward is not None
@@ -164,27 +164,28 @@ class StepTracker:
     # -- its end --------------------------------------------------------------------------------------------------
 
     def begin_commit(self, number: int, small: Frozen) -> None:
-        """Prepare the commit of a step in which the loop has done everything."""
+        """Prepare the commit of a step that the loop has completed."""
         if self.runner is not None:
             self.require_backward()
             self.is_committing = True
             at_commit = self.runner.count_collectives()
             waits = self.runner.before_commit(number, small, at_commit)
             if self.stepped:
-                self._learn_lateness(waits or self._at_update not in (None, at_commit))
+                self._record_wait(waits or self._at_update not in (None, at_commit))
 
-    def _learn_lateness(self, is_late: bool) -> None:
-        """Record whether this step could be interrupted between its update and its commit: then steps must be undoable.
+    def _record_wait(self, has_waited: bool) -> None:
+        """Record whether this rank has waited for others between the update and the commit of this step.
 
-        A loop may reduce a loss for display in every tenth step only, so all the first steps count. A step can also be
-        interrupted if its commit must wait for other ranks, because a rank has changed state of its own after the
-        update that is not recorded yet.
+        A loss could interrupt the step there. Once a step has waited, the state is saved before each later update, to
+        undo it. Without such a step, saving stops after `TRIAL_STEPS` steps: so many, because a loop may, for example,
+        reduce a loss in every tenth step only. A commit waits itself if a rank has changed its own state after the
+        update.
         """
-        if is_late:
-            self._has_late = self._was_late = True
-        elif not self._was_late:
-            self._num_quiet += 1
-            self._has_late = self._num_quiet < TRIAL_STEPS
+        if has_waited:
+            self._saves_updates = self._has_waited = True
+        elif not self._has_waited:
+            self._num_without_wait += 1
+            self._saves_updates = self._num_without_wait < TRIAL_STEPS
 
     def end(self) -> None:
         """End a step that is committed, or that was undone to the latest commit."""
@@ -193,8 +194,8 @@ class StepTracker:
         self._forward_changes.end_step()
         self._at_update = None
         self.is_committing = False
-        if self._undo is not None and self._undo.is_kept:
-            self._undo.end_step(drop=not self._has_late)
+        if self._undo is not None and self._undo.is_saved:
+            self._undo.end_step(drop=not self._saves_updates)
 
     def forget_backward(self) -> None:
         """Forget a backward that began before a loss."""
@@ -212,20 +213,20 @@ class StepTracker:
         """Return the number of updates since the latest commit, and whether the next commit has begun."""
         return self.num_updates, self.is_committing
 
-    def take_back(self, step: int) -> None:
+    def undo_update(self, step: int) -> None:
         """Undo an uncommitted update after an error in step number `step`, if it can be undone.
 
-        An interrupted sharded update was already undone, or the others completed it: then it is undone as well, since
-        the loop has not run its code after the update.
+        An interrupted sharded update was already undone on all ranks, or was completed. A completed one is undone as
+        well, since the loop has not run its code after the update.
         """
         if self.stepped == 1 and self._objects.rounds:  # the failure was in its round, which follows the update
             self._after_step()
-        if self.stepped and self._undo is not None and self._undo.is_kept and self._can_take_back_shards():
-            self._undo.give_back()
+        if self.stepped and self._undo is not None and self._undo.is_saved and self._can_roll_back_shards():
+            self._undo.restore()
             for optimizer, number in zip(self._objects.sharded, self._num_updates, strict=True):
                 optimizer.roll_back(number)
             self.stepped = 0
-            self._forward_changes.give_back()
+            self._forward_changes.restore()
         if self.stepped == 1 and len(self._objects.sharded) == len(self._objects.optimizers):
             updated = {one.has_updated for one in self._objects.sharded}
             if updated == {True}:
@@ -233,31 +234,31 @@ class StepTracker:
             elif updated == {False} and self._undo is None:  # otherwise there were other updates in this step before
                 self.stepped = 0
         if not self.stepped:
-            self.schedulers_and_scalers.give_back()
-            for number in self._forward_changes.give_back()[:1]:
+            self.schedulers_and_scalers.restore()
+            for number in self._forward_changes.restore()[:1]:
                 _logger.warning(
-                    "phalanx.elastic: %s was changed before the update for the first time in step %d, which is done "
-                    "again: on this rank it has changed twice. From the next step on it is kept.",
+                    "phalanx.elastic: %s changed before the update for the first time in step %d, which is repeated: "
+                    "on this rank it has changed twice. It is restored in later steps.",
                     self._watched[number],
                     step,
                 )
 
-    def _can_take_back_shards(self) -> bool:
+    def _can_roll_back_shards(self) -> bool:
         pairs = zip(self._objects.sharded, self._num_updates, strict=True)
         return all(optimizer.can_roll_back(number) for optimizer, number in pairs)
 
     def count(self, step: int) -> None:
         """Count the update of step number `step`, whose commit is missing."""
         if not self._objects.rounds and self.stepped == 2 and not self.is_committing:
-            self._has_late = self._was_late = True
+            self._saves_updates = self._has_waited = True
             _logger.warning(
-                "phalanx.elastic: the loss came between update and commit of step %d. The step counts, but what the "
-                "loop does there after the collective that failed (a scheduler's step%s) was not done for it. %s",
+                "phalanx.elastic: a rank was lost between update and commit of step %d. The step counts, but the code "
+                "after the failed collective (such as a scheduler's step%s) did not run for it. %s",
                 step,
-                ", say" if self.num_updates < 2 else f", or an update behind the {self.num_updates} that were made",
-                "Commit after each update: of optimizers in shards only the latest can be taken back."
+                "" if self.num_updates < 2 else f", or an update after the {self.num_updates} that were made",
+                "Commit after each update: only the latest update of a sharded optimizer can be undone."
                 if self._objects.sharded
-                else "From now on such a step is taken back.",
+                else "From now on such a step is undone.",
             )
         self.end()
 
@@ -273,7 +274,7 @@ def _after_backward(function: Callable[[], None]) -> None:
 
 
 class ForwardChanges:
-    """`ForwardChanges` learns which of `tensors`, which no optimizer updates, are changed by forwards.
+    """`ForwardChanges` finds and restores those of `tensors`, which no optimizer updates, that forwards change.
 
     A change through `.data` changes no version, so the first step compares values; a `.data` change that first occurs
     later is missed.
@@ -290,7 +291,7 @@ class ForwardChanges:
         self._versions: list[int] | None = None  # the versions when the step began; None outside a step
 
     def forget(self) -> None:
-        """Learn anew, as in a first step, which tensors forwards change."""
+        """Discard which tensors forwards change; the next step finds them again."""
         self._changing, self._versions = None, None
         self._copies, self._places = {}, {}
 
@@ -309,7 +310,7 @@ class ForwardChanges:
             self._places[number] = _place(tensor)
 
     @torch.no_grad()
-    def learn(self) -> None:
+    def find_changes(self) -> None:
         """Find the tensors that the forward has changed, just before the update begins."""
         if self._versions is None:
             return
@@ -322,7 +323,7 @@ class ForwardChanges:
         self._versions = None
 
     @torch.no_grad()
-    def give_back(self) -> list[int]:
+    def restore(self) -> list[int]:
         """Restore the tensors to their values at the step's beginning; return the positions of those without a copy."""
         if self._versions is None:
             return []
@@ -371,26 +372,26 @@ def _place(tensor: Tensor) -> int:
 
 
 class StepUndo:
-    """`StepUndo` keeps a copy of the contents of `parts`.
+    """`StepUndo` saves a copy of the contents of `parts`, and restores it.
 
     Cost: their memory, and a copy in each step that takes one.
     """
 
     def __init__(self, parts: Sequence[StatePart]) -> None:
         self._parts = parts
-        self._structure: Any = None  # None if nothing is kept
+        self._structure: Any = None  # None if nothing is saved
         self._copies: list[Tensor] = []
 
     @property
-    def is_kept(self) -> bool:
+    def is_saved(self) -> bool:
         """Return whether the step can be undone."""
         return self._structure is not None
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def save(self) -> None:
         """Copy the current contents of the parts."""
         tensors: list[Tensor] = []
-        structure = split([part.show() for part in self._parts], tensors)
+        structure = split([part.get_contents() for part in self._parts], tensors)
         forms = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         if forms == [(t.shape, t.stride(), t.dtype, t.device) for t in self._copies]:
             if tensors:
@@ -406,10 +407,10 @@ class StepUndo:
             self._copies = []
 
     @torch.no_grad()
-    def give_back(self) -> None:
+    def restore(self) -> None:
         values = join(self._structure, self._copies)
         for part, value in zip(self._parts, values, strict=True):
-            part.take(value)
+            part.load_contents(value)
         self.end_step(drop=True)  # the tensors now belong to the optimizer
 
 
@@ -438,43 +439,43 @@ class SchedulersAndScalers:
 
     def __init__(self, schedulers: Sequence[LRScheduler], scalers: Sequence[Any], optimizers: Sequence[Optimizer]):
         self._schedulers, self._scalers, self._optimizers = schedulers, scalers, optimizers
-        self._seen: Any = None
-        self._kept: Any = None
+        self._saved_versions: Any = None
+        self._saved: Any = None
         self._watches = False  # whether a scheduler that steps now does so after the commit of a step
-        self._has_told = False
+        self._has_warned = False
 
-    def _look(self) -> list[Any]:
-        seen: list[Any] = []
+    def _read_versions(self) -> list[Any]:
+        versions: list[Any] = []
         for scheduler in self._schedulers:
-            seen.append(_count(scheduler))
+            versions.append(_count(scheduler))
         for scaler in self._scalers:
-            seen.append(scaler.state_dict())
+            versions.append(scaler.state_dict())
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 rate = group.get("lr")
-                seen.append((id(rate), rate._version) if isinstance(rate, Tensor) else rate)
-        return seen
+                versions.append((id(rate), rate._version) if isinstance(rate, Tensor) else rate)
+        return versions
 
-    def tell_of_steps_behind_commit(self) -> None:
-        """Warn once of schedulers that have stepped after the commit of a step; a backward is about to begin."""
+    def warn_of_steps_after_commit(self) -> None:
+        """Warn once if a scheduler has stepped since the commit of a step; a backward is about to begin."""
         if not self._watches:
             return
         self._watches = False
-        if [_count(scheduler) for scheduler in self._schedulers] != self._seen[: len(self._schedulers)]:
-            self._has_told = True
+        if [_count(scheduler) for scheduler in self._schedulers] != self._saved_versions[: len(self._schedulers)]:
+            self._has_warned = True
             _logger.warning(
-                "phalanx.elastic: a scheduler has stepped between state.commit() and the next backward. If that was "
-                "behind the commit, and not with the next batch, its step will be missing after a loss, and the "
-                "learning rate be that of the step before: step the scheduler before the commit."
+                "phalanx.elastic: a scheduler has stepped between state.commit() and the next backward. Unless it "
+                "steps with the next batch, a loss of a rank undoes that step, and the learning rate is the previous: "
+                "step the scheduler before the commit."
             )
 
-    def keep(self, *, is_step: bool = False) -> None:
+    def save(self, *, is_step: bool = False) -> None:
         """Save the current states, at little cost if nothing has changed; `is_step` in the commit of a step."""
-        self._watches = is_step and bool(self._schedulers) and not self._has_told
-        seen = self._look()
-        if seen == self._seen:
+        self._watches = is_step and bool(self._schedulers) and not self._has_warned
+        versions = self._read_versions()
+        if versions == self._saved_versions:
             return
-        self._kept = (
+        self._saved = (
             [_copy_state(s, s.state_dict()) for s in self._schedulers],
             [s.state_dict() for s in self._scalers],
             [
@@ -483,13 +484,13 @@ class SchedulersAndScalers:
                 for group in optimizer.param_groups
             ],
         )
-        self._seen = seen
+        self._saved_versions = versions
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the saved states."""
-        if self._look() == self._seen:
+        if self._read_versions() == self._saved_versions:
             return
-        schedulers, scalers, options = self._kept
+        schedulers, scalers, options = self._saved
         for scheduler, state in zip(self._schedulers, schedulers, strict=True):
             scheduler.load_state_dict(_copy_state(scheduler, state))
         for scaler, state in zip(self._scalers, scalers, strict=True):
@@ -498,5 +499,5 @@ class SchedulersAndScalers:
         # the undo handles a group that the loop has added since
         for group, kept in zip(groups, options, strict=False):
             group.update(kept)
-        self._seen = None
-        self.keep()
+        self._saved_versions = None
+        self.save()

@@ -14,7 +14,7 @@ from torch.distributed import recv_object_list, send_object_list  # before ours 
 
 from phalanx._comm.backend.pickles import pickle_authenticator
 from phalanx._comm.transport.authentication import PickleAuthenticator, PickleStream
-from phalanx.elastic.hand_over import hand_over
+from phalanx.elastic.state_transfer import transfer_state
 from phalanx.errors import PhalanxError
 from phalanx.mapreduce.team import Team
 from phalanx.pipeline.wire import Edge, StepPlan, Wire
@@ -75,7 +75,7 @@ def _team(group, rank, value):
 
 def _hand_over(group, rank, value):
     part = Shown(value if rank == 0 else None)
-    hand_over([part], 0, [1], group)
+    transfer_state([part], 0, [1], group)
     return part.value
 
 

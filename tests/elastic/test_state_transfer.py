@@ -11,7 +11,7 @@ from tests.elastic.held import Held, value_of
 from torch import Tensor
 
 from phalanx._comm.backend.skeleton import Leaf
-from phalanx.elastic.hand_over import _places, devices_here, hand_over
+from phalanx.elastic.state_transfer import _places, devices_here, transfer_state
 from phalanx.testing import run_ranks
 
 
@@ -28,7 +28,7 @@ def test_large_small_and_strided_tensors_arrive_in_new_memory_and_in_what_is_the
         for mine in ({}, value_of(2)):  # who has just come has nothing, others have what has the same forms
             places = [t.data_ptr() for t in tensors_in(mine)]
             held = Held(expected if rank == 0 else mine)
-            hand_over([held], 0, receivers, group)
+            transfer_state([held], 0, receivers, group)
             got, theirs = tensors_in(held.value), tensors_in(expected)
             assert len(got) == len(theirs) == 7
             for one, other in zip(got, theirs, strict=True):

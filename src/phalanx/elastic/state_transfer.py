@@ -1,7 +1,7 @@
-"""Hand one rank's state over to others: first the structure as pickled bytes, then tensors from memory to memory.
+"""Transfer one rank's state to others: first the structure as pickled bytes, then tensors from memory to memory.
 
-The state is a list of parts, in the same order on all ranks. A part returns its contents (`show`), and accepts those of
-another rank's part (`take`). Tensors of the same form are received in place.
+The state is a list of parts, in the same order on all ranks. A part returns its contents (`get_contents`), and loads
+those of another rank's part (`load_contents`). Tensors of the same form are received in place.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.optim import Optimizer
 
 from phalanx._comm.backend.skeleton import Leaf, join, split
 from phalanx.ddp import DistributedDataParallel
-from phalanx.elastic.carry import carry, own_clock
 from phalanx.elastic.generations import JobEndedError
+from phalanx.elastic.tensor_transfer import extended_timeout, transfer_tensors
 from phalanx.optim import ZeroRedundancyOptimizer
 
 
 class StatePart(Protocol):
-    """A `StatePart` is a part of the state that can be handed over."""
+    """A `StatePart` is a part of the state that can be transferred."""
 
-    def show(self) -> Any:
+    def get_contents(self) -> Any:
         """Return the part's contents: tensors and picklable values, in dicts, lists and tuples."""
 
-    def take(self, value: Any) -> None: ...
+    def load_contents(self, value: Any) -> None: ...
 
 
 class ModulePart:
-    """`ModulePart` hands over a module's parameters by name, and the buffers that no record holds.
+    """`ModulePart` transfers a module's parameters by name, and with `buffers` its buffers.
 
     It includes the decisions of wrappers that average gradients (`sync_batchnorm="auto"`).
     """
@@ -43,7 +43,7 @@ class ModulePart:
         self._buffers = buffers
         self._without = without  # the ids of parameters that all ranks share in memory
 
-    def show(self) -> Any:
+    def get_contents(self) -> Any:
         """Return the tensors themselves: the receiver receives into them."""
         return {
             "decided": [one.batchnorm_choice for one in self._wrappers()],
@@ -51,8 +51,8 @@ class ModulePart:
             "tensors": {name: tensor.data for name, tensor in self._named()},
         }
 
-    def take(self, value: Any) -> None:
-        """Accept received contents. They are in place already, unless their form differed.
+    def load_contents(self, value: Any) -> None:
+        """Load received contents. They are in place already, unless their form differed.
 
         Raises:
             JobEndedError: the sender's module has parameters that this module lacks, or parameters of other shapes.
@@ -64,9 +64,9 @@ class ModulePart:
             forms = [(tuple(t.shape), t.dtype) if t is not None else None for t in (mine.get(name), theirs.get(name))]
             if forms[0] != forms[1]:
                 raise JobEndedError(
-                    f"{name!r} of a {type(self._module).__name__} is {_word(forms[1])} on the rank that holds the "
-                    f"state and {_word(forms[0])} here: a model whose parameters come, go or change their shape in "
-                    "the loop is not kept. Make them before elastic.State, or in the script, by what a checkpoint says"
+                    f"{name!r} of a {type(self._module).__name__} is {_describe(forms[1])} on the rank that holds the "
+                    f"state and {_describe(forms[0])} here: parameters that the loop adds, removes or reshapes cannot "
+                    "be restored. Create them before elastic.State, with the shapes of the checkpoint that is loaded"
                 )
         for name, tensor in mine.items():
             if tensor.data_ptr() != theirs[name].data_ptr():
@@ -84,15 +84,14 @@ class ModulePart:
         return [layer for layer in self._module.modules() if isinstance(layer, DistributedDataParallel)]
 
 
-def _word(form: Any) -> str:
+def _describe(form: Any) -> str:
     return "missing" if form is None else f"{form[1]} of shape {list(form[0])}"
 
 
 class OptimizerPart:
-    """`OptimizerPart` hands over an optimizer's groups and its state, by parameter number or by other keys.
+    """`OptimizerPart` transfers an optimizer's groups and its state, by parameter number or by other keys.
 
-    Tensors are handed over without conversion. A group that the loop has added is matched by the names of the
-    parameters of `models`.
+    Tensors are not converted. A group that the loop has added is matched by the names of the parameters of `models`.
     """
 
     def __init__(self, optimizer: Optimizer, models: Mapping[str, nn.Module]) -> None:
@@ -100,7 +99,7 @@ class OptimizerPart:
         self._models = models
         self._names: dict[Tensor, str] = {}
 
-    def show(self) -> Any:
+    def get_contents(self) -> Any:
         """Return the options of each group, the names of its parameters, and the state."""
         groups = [{**_options(group), "params": self._named(group)} for group in self._optimizer.param_groups]
         parameters = self._parameters()
@@ -111,7 +110,7 @@ class OptimizerPart:
             "other": {key: one for key, one in self._optimizer.state.items() if id(key) not in known},
         }
 
-    def take(self, value: Any) -> None:
+    def load_contents(self, value: Any) -> None:
         """Set groups, options and state.
 
         Raises:
@@ -166,18 +165,18 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class ShardedPart:
-    """`ShardedPart` hands over a sharded optimizer's options and whole state. `state` is None on a receiver."""
+    """`ShardedPart` transfers a sharded optimizer's options and whole state. `state` is None on a receiver."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, state: Any) -> None:
         self._optimizer = optimizer
         self._state = state
 
-    def show(self) -> Any:
+    def get_contents(self) -> Any:
         """Return the options of each group, and the state by parameter number."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         return {"groups": groups, "state": self._state}
 
-    def take(self, value: Any) -> None:
+    def load_contents(self, value: Any) -> None:
         """Set the options, and this rank's shard of the state.
 
         Raises:
@@ -188,8 +187,8 @@ class ShardedPart:
             mine.update(theirs)
         if value["state"] is None:
             raise JobEndedError(
-                "of the ranks that were lost, the state of a ZeroRedundancyOptimizer was not kept: it is larger than "
-                "there is room for. Start again from the last checkpoint"
+                "the state of a ZeroRedundancyOptimizer on the lost ranks was too large to be backed up. Start again "
+                "from the last checkpoint"
             )
         self._optimizer.load_state_backup(value["state"])
 
@@ -198,61 +197,65 @@ def _require_groups(optimizer: ZeroRedundancyOptimizer, groups: Sequence[Any]) -
     if len(optimizer.param_groups) != len(groups):
         raise JobEndedError(
             f"a ZeroRedundancyOptimizer has {len(groups)} groups of parameters on the rank that holds the state and "
-            f"{len(optimizer.param_groups)} here: groups that the loop adds are not kept. Add them before elastic.State"
+            f"{len(optimizer.param_groups)} here: groups that the loop adds cannot be restored. Add them before "
+            "elastic.State"
         )
 
 
 class StatefulPart:
-    """`StatefulPart` hands over any object with `state_dict` and `load_state_dict`."""
+    """`StatefulPart` transfers any object with `state_dict` and `load_state_dict`."""
 
     def __init__(self, owner: Any, *, is_large: bool = False) -> None:
         self._owner = owner
         self.is_large = is_large
 
-    def show(self) -> Any:
+    def get_contents(self) -> Any:
         return self._owner.state_dict()
 
-    def take(self, value: Any) -> None:
+    def load_contents(self, value: Any) -> None:
         self._owner.load_state_dict(value)
 
 
 class ValuePart:
-    """`ValuePart` hands over plain values through a getter and a setter."""
+    """`ValuePart` transfers plain values through a getter and a setter."""
 
-    def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        self._get, self._put = get, put
+    def __init__(self, get_value: Callable[[], Any], set_value: Callable[[Any], None]) -> None:
+        self._get, self._set = get_value, set_value
 
-    def show(self) -> Any:
+    def get_contents(self) -> Any:
         return self._get()
 
-    def take(self, value: Any) -> None:
-        self._put(value)
+    def load_contents(self, value: Any) -> None:
+        self._set(value)
 
 
-def hand_over(parts: Sequence[StatePart], source: int, receivers: Sequence[int], group: Any) -> int:
+def transfer_state(parts: Sequence[StatePart], source: int, receivers: Sequence[int], group: Any) -> int:
     """Replace the parts of the `receivers` by `source`'s; return how many bytes went to each. All ranks call it.
 
-    Cost: one broadcast of the structure to all; the tensors go to receivers only (`phalanx.elastic.carry`), within a
-    host by one copy. All ranks wait until the tensors have arrived; the timeout grows with their size.
+    Cost: one broadcast of the structure to all; the tensors go to receivers only, within a host by one copy
+    (`phalanx.elastic.tensor_transfer`). All ranks wait until the tensors have arrived; the timeout grows with their
+    size.
     """
     me = group.rank()
     mine: list[list[Tensor]] = [[] for _ in parts]
-    shows = me == source or me in receivers
-    structures = [split(part.show(), tensors) if shows else None for part, tensors in zip(parts, mine, strict=True)]
-    told = [pickle.dumps(structures) if me == source else None]
-    dist.broadcast_object_list(told, group=group, group_src=source)
-    theirs = pickle.loads(told[0])  # type: ignore[arg-type]  # bytes, once it was received
+    takes_part = me == source or me in receivers
+    structures = [
+        split(part.get_contents(), tensors) if takes_part else None for part, tensors in zip(parts, mine, strict=True)
+    ]
+    gathered = [pickle.dumps(structures) if me == source else None]
+    dist.broadcast_object_list(gathered, group=group, group_src=source)
+    theirs = pickle.loads(gathered[0])  # type: ignore[arg-type]  # bytes, once it was received
     leaves = [_collect(structure) for structure in theirs]
     if me in receivers:
         devices = devices_here(leaves, mine)
         mine = [_places(forms, tensors, devices) for forms, tensors in zip(leaves, mine, strict=True)]
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for forms in leaves for leaf in forms)
-    with own_clock(group, nbytes):
-        carry([tensor for tensors in mine for tensor in tensors], source, receivers, group)
+    with extended_timeout(group, nbytes):
+        transfer_tensors([tensor for tensors in mine for tensor in tensors], source, receivers, group)
     if me in receivers:
         for part, structure, tensors in zip(parts, theirs, mine, strict=True):
-            part.take(join(structure, tensors))
-    return nbytes if shows else 0
+            part.load_contents(join(structure, tensors))
+    return nbytes if takes_part else 0
 
 
 def _collect(structure: Any) -> list[Leaf]:

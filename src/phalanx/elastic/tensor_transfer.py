@@ -1,10 +1,10 @@
-"""Transfer the state from one rank to those that lack it: through memory on a host, in messages between hosts.
+"""Transfer tensors from one rank to those that lack them: through memory on a host, in messages between hosts.
 
     round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
     round 2                                                     that one ──read by──▶ the other receivers of its host
 
-Between rounds all ranks report what has arrived. Meanwhile `own_clock` raises the group's timeout, since a hand-over
-may take longer than any operation of the group should.
+Between rounds all ranks report what has arrived. Meanwhile `extended_timeout` raises the group's timeout, since a
+transfer may take longer than any operation of the group should.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SLOWEST_BYTES_PER_S = 8 << 20  # the slowest link, or an overloaded machine
 
 
 @dataclass(frozen=True)
-class Station:
-    """A `Station` is a rank in a hand-over: its host, its process, and the addresses of its pieces.
+class TransferPeer:
+    """A `TransferPeer` is a rank in a transfer: its host, its process, and the addresses of its pieces.
 
     `addresses` is None if the pieces are on another device.
     """
@@ -42,7 +42,7 @@ class Station:
     process: ProcessId
     addresses: tuple[int, ...] | None
 
-    def can_read(self, other: Station) -> bool:
+    def can_read(self, other: TransferPeer) -> bool:
         """Return whether this rank may be able to read the other one's memory."""
         mine, theirs = self.process.namespace, other.process.namespace
         return (
@@ -55,8 +55,8 @@ class Station:
 
 
 @dataclass(frozen=True)
-class Move:
-    """A `Move` says how one receiver gets the bytes in a round."""
+class Transfer:
+    """A `Transfer` is how one receiver gets the bytes in a round: by reading `holder`'s memory, or in messages."""
 
     receiver: int
     holder: int
@@ -64,53 +64,55 @@ class Move:
 
 
 def plan_round(
-    stations: Mapping[int, Station], source: int, holders: Collection[int], needing: Collection[int],
+    peers: Mapping[int, TransferPeer], source: int, holders: Collection[int], needing: Collection[int],
     refused: Collection[int],
-) -> list[Move]:  # fmt: skip
+) -> list[Transfer]:  # fmt: skip
     """Return which ranks receive the bytes in this round, and from whom; empty if no rank needs them.
 
     The ranks in `refused` could not read another process's memory.
     """
-    moves: list[Move] = []
+    moves: list[Transfer] = []
     awaited: set[int] = set()
     for receiver in sorted(needing):
-        mine = stations[receiver]
-        near = [h for h in sorted(holders) if mine.can_read(stations[h])] if receiver not in refused else []
+        mine = peers[receiver]
+        near = [h for h in sorted(holders) if mine.can_read(peers[h])] if receiver not in refused else []
         if near:
-            moves.append(Move(receiver, near[0], reads=True))
+            moves.append(Transfer(receiver, near[0], reads=True))
             continue
-        if receiver not in refused and any(mine.can_read(stations[other]) for other in awaited):
+        if receiver not in refused and any(mine.can_read(peers[other]) for other in awaited):
             continue  # the first rank of that host is already a receiver
         awaited.add(receiver)
-        moves.append(Move(receiver, source, reads=False))
+        moves.append(Transfer(receiver, source, reads=False))
     return moves
 
 
-def carry(tensors: Sequence[Tensor], source: int, receivers: Collection[int], group: Any) -> None:
+def transfer_tensors(tensors: Sequence[Tensor], source: int, receivers: Collection[int], group: Any) -> None:
     """Copy the tensors of `source` to the tensors of `receivers`. All ranks call it.
 
     The tensors have the same forms on the source and on all receivers; other ranks' tensors stay unchanged.
     """
     me = group.rank()
     takes_part = me == source or me in receivers
-    cargo = _Cargo(tensors if takes_part else ())
+    payload = _Payload(tensors if takes_part else ())
     if me == source:
-        cargo.pack()
+        payload.pack()
     with readable() if takes_part else contextlib.nullcontext():
-        told = _gather(Station(host_identity(), ProcessId.of_self(), cargo.addresses) if takes_part else None, group)
-        stations = {rank: station for rank, station in enumerate(told) if station is not None}
+        gathered = _gather(
+            TransferPeer(host_identity(), ProcessId.of_self(), payload.addresses) if takes_part else None, group
+        )
+        peers = {rank: peer for rank, peer in enumerate(gathered) if peer is not None}
         holders, needing = {source}, set(receivers)
         refused: set[int] = set()
         while needing:
-            moves = plan_round(stations, source, holders, needing, refused)
+            moves = plan_round(peers, source, holders, needing, refused)
             arrived = True
             for move in moves:
                 if move.reads:
-                    arrived = cargo.read(stations[move.holder]) if move.receiver == me else arrived
+                    arrived = payload.read(peers[move.holder]) if move.receiver == me else arrived
                 elif move.holder == me:
-                    cargo.send(move.receiver, group)
+                    payload.send(move.receiver, group)
                 elif move.receiver == me:
-                    cargo.receive(move.holder, group)
+                    payload.receive(move.holder, group)
             results = _gather(arrived, group)
             for move in moves:
                 if results[move.receiver]:
@@ -119,11 +121,11 @@ def carry(tensors: Sequence[Tensor], source: int, receivers: Collection[int], gr
                 else:
                     refused.add(move.receiver)
     if me in receivers:
-        cargo.unpack()
+        payload.unpack()
 
 
 @contextlib.contextmanager
-def own_clock(group: Any, nbytes: int) -> Iterator[None]:
+def extended_timeout(group: Any, nbytes: int) -> Iterator[None]:
     """Extend the timeout of `group` by the time that moving `nbytes` takes; `nbytes` is the same on all ranks."""
     ours = phalanx_group(group)
     assert ours is not None  # elastic.run forms no other groups
@@ -136,13 +138,13 @@ def own_clock(group: Any, nbytes: int) -> Iterator[None]:
 
 
 def _gather(value: Any, group: Any) -> list[Any]:
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, value, group=group)
-    return told
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
-class _Cargo:
-    """`_Cargo` sends large tensors unpacked and all others packed into one piece.
+class _Payload:
+    """A `_Payload` is the tensors of a transfer: large ones as they are, all others packed into one piece.
 
     Both sides know the tensors' forms.
     """
@@ -176,7 +178,7 @@ class _Cargo:
         for place, tensor in zip(self._places, self._small, strict=True):
             tensor.copy_(place)
 
-    def read(self, holder: Station) -> bool:
+    def read(self, holder: TransferPeer) -> bool:
         """Read the pieces from the memory of `holder`; return whether all could be read."""
         assert holder.addresses is not None
         copies = [

@@ -14,32 +14,32 @@ from tests.seccomp import forbid, why_no_seccomp
 
 from phalanx._comm.symmetric_memory.process_memory import read_process
 from phalanx._comm.symmetric_memory.watch import ProcessId
-from phalanx.elastic import carry
-from phalanx.elastic.carry import Move, Station, plan_round
-from phalanx.elastic.hand_over import hand_over
+from phalanx.elastic import tensor_transfer
+from phalanx.elastic.state_transfer import transfer_state
+from phalanx.elastic.tensor_transfer import Transfer, TransferPeer, plan_round
 from phalanx.testing import run_ranks
 
 
-def station(host: str, *, namespace: str = "one", has_memory: bool = True) -> Station:
-    return Station(host, ProcessId(1, 1, namespace), (0,) if has_memory else None)
+def peer(host: str, *, namespace: str = "one", has_memory: bool = True) -> TransferPeer:
+    return TransferPeer(host, ProcessId(1, 1, namespace), (0,) if has_memory else None)
 
 
 def test_each_host_is_sent_the_bytes_once_and_reads_them_from_there() -> None:
-    stations = {rank: station("a" if rank < 2 else "b") for rank in range(5)}
-    first = plan_round(stations, 0, {0}, {1, 2, 3, 4}, set())
-    assert first == [Move(1, 0, reads=True), Move(2, 0, reads=False)]
-    assert plan_round(stations, 0, {0, 1, 2}, {3, 4}, set()) == [Move(3, 2, reads=True), Move(4, 2, reads=True)]
+    peers = {rank: peer("a" if rank < 2 else "b") for rank in range(5)}
+    first = plan_round(peers, 0, {0}, {1, 2, 3, 4}, set())
+    assert first == [Transfer(1, 0, reads=True), Transfer(2, 0, reads=False)]
+    assert plan_round(peers, 0, {0, 1, 2}, {3, 4}, set()) == [Transfer(3, 2, reads=True), Transfer(4, 2, reads=True)]
 
 
 def test_who_may_not_read_or_has_no_memory_is_sent_messages() -> None:
-    stations = {0: station("a"), 1: station("a"), 2: station("a", namespace="two"), 3: station("a", has_memory=False)}
-    moves = plan_round(stations, 0, {0}, {1, 2, 3}, {1})
-    assert moves == [Move(1, 0, reads=False), Move(2, 0, reads=False), Move(3, 0, reads=False)]
+    peers = {0: peer("a"), 1: peer("a"), 2: peer("a", namespace="two"), 3: peer("a", has_memory=False)}
+    moves = plan_round(peers, 0, {0}, {1, 2, 3}, {1})
+    assert moves == [Transfer(1, 0, reads=False), Transfer(2, 0, reads=False), Transfer(3, 0, reads=False)]
 
 
 def give(group: Any, rank: int, receivers: list[int]) -> bool:
     expected, held = value_of(1), Held(value_of(1 if rank == 0 else 2 + rank))
-    hand_over([held], 0, receivers, group)
+    transfer_state([held], 0, receivers, group)
     wanted = expected if rank in (0, *receivers) else value_of(2 + rank)
     return all(torch.equal(held.value[name], wanted[name]) for name in ("huge", "turned", "every second", "bytes"))
 
@@ -64,7 +64,7 @@ def test_where_no_memory_may_be_read_messages_carry_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_hand_over_may_take_longer_than_an_operation_of_the_group() -> None:
+def test_a_transfer_may_take_longer_than_an_operation_of_the_group() -> None:
     """A gigabyte took 16.5 s on a loaded machine: the group's timeout of 15 s ended the recovery it was part of."""
 
     def body(rank: int, world_size: int) -> None:
@@ -76,10 +76,10 @@ def test_a_hand_over_may_take_longer_than_an_operation_of_the_group() -> None:
             time.sleep(3)
             read_process(*args)
 
-        carry.read_process = read_slowly  # type: ignore[attr-defined]
+        tensor_transfer.read_process = read_slowly  # type: ignore[attr-defined]
         tensor = torch.full((4 << 20,), float(rank))
         held = Held({"weights": tensor})
-        hand_over([held], 0, [1], group)
+        transfer_state([held], 0, [1], group)
         assert held.value["weights"].eq(0).all()
         assert group.timeout_s == 2
 
