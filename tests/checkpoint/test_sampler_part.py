@@ -110,7 +110,7 @@ def test_batches_of_an_unknown_size_are_refused_with_advice(world_size, tmp_path
     sampler = phalanx.DistributedSampler(DATA)
     loader = DataLoader(DATA, batch_sampler=Unsaid(sampler), num_workers=2)
     next(iter(loader))
-    with pytest.raises(phalanx.CheckpointError, match=r"workers of DataLoader have taken indices ahead.*consumed="):
+    with pytest.raises(phalanx.CheckpointError, match=r"workers of DataLoader have read indices ahead.*consumed="):
         manager.save(1, {"sampler": sampler})
     manager.save(1, {"sampler": sampler.state_dict(consumed=4)})
     assert manager.load().state["sampler"]["consumed"] == 4 * world_size

@@ -71,7 +71,7 @@ def test_samples_are_those_of_their_numbers_whatever_order_they_are_asked_for_in
     assert list(DataLoader(stream, batch_size=None, sampler=order, num_workers=workers)) == order
     assert stream[-1] == 14
     assert stream.__getitems__([3, 3, 12, 0]) == [3, 3, 12, 0]
-    with pytest.raises(IndexError, match=r"there are samples 0 to 14, and one of \[15\] is asked for"):
+    with pytest.raises(IndexError, match=r"there are samples 0 to 14, and one of \[15\] is requested"):
         stream[15]
 
 
@@ -119,7 +119,7 @@ def test_a_shard_holds_no_more_than_a_window():
     shard = IteratedShard("s", lambda: range(1000), range(1000), 1000, window=16)
     for number in (15, 31, 100, 999):
         assert shard.get([number]) == [number]
-        assert len(shard._kept) <= 15
+        assert len(shard._skipped) <= 15
     assert not shard.is_used_up  # the others of its last window may be asked for
 
 
@@ -157,7 +157,7 @@ def test_a_shard_with_another_number_of_samples_is_named(kind):
     shards = Shards((5, 5), (kind, kind))
     for said, found in ((6, "5"), (4, "5" if kind == "indexed" else "more than 4")):
         stream = Stream([0, 1], shards.read, lengths=said)
-        with pytest.raises(DataError, match=f"shard 0 has {found} samples, and its length is said to be {said}"):
+        with pytest.raises(DataError, match=f"shard 0 has {found} samples, but its length was given as {said}"):
             [stream[i] for i in range(said)]
 
 

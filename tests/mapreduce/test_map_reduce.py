@@ -272,8 +272,8 @@ def test_wrong_arguments_are_refused_before_anything_is_read():
         ({"split_bytes": 0}, ValueError, "split_bytes must be at least 1"),
         ({"max_attempts": 0}, ValueError, "max_attempts must be at least 1"),
         ({"encoding": "utf-16"}, ValueError, "lines of utf-16 cannot be found by a byte"),
-        ({"encoding": "klingon"}, ValueError, "Python knows no encoding 'klingon'"),
-        ({"spill_folder": "/nowhere"}, ValueError, "spill_folder '/nowhere' is no folder"),
+        ({"encoding": "klingon"}, ValueError, "Python has no text encoding 'klingon'"),
+        ({"spill_folder": "/nowhere"}, ValueError, "spill_folder '/nowhere' is not a folder"),
         ({"inputs": "/nowhere"}, FileNotFoundError, "there is no file '/nowhere'"),
         ({"inputs": 5}, TypeError, "inputs is a int"),
         (

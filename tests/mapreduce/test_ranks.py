@@ -327,7 +327,7 @@ def disk_is_full(rank, world_size):
 def test_a_disk_that_is_full_in_the_shuffle_is_heard_of_on_every_rank():
     """The rank that could not keep what it received raised alone, and the others waited for it until time was out."""
     for told, result in run_ranks(disk_is_full, 3):
-        assert "map_reduce: what the ranks send each other could not be kept" in told
+        assert "map_reduce: data of the shuffle could not be written to disk" in told
         assert "  rank 1: [Errno 27] File too large" in told
         assert "Is the disk full?" in told
         assert result == {0: 5, 1: 4}
@@ -341,7 +341,7 @@ def problem_after_the_last_task(rank, world_size, folder):
     def finish_and_complain(board, task, seconds):
         first = finish(board, task, seconds)
         wait_for(seen)
-        board.give_up("TaskError", "said late")
+        board.fail_job("TaskError", "said late")
         return first
 
     def map_and_tell(*args):
@@ -371,15 +371,15 @@ def test_a_problem_that_is_found_when_all_tasks_are_done_is_heard_on_every_rank(
 
 
 def test_what_an_idle_rank_does():
-    def standing(task, runs=1, failures=0, failed_here=False, ran_here=False, for_s=0.0):
+    def open_task(task, runs=1, failures=0, failed_here=False, ran_here=False, for_s=0.0):
         return OpenTask(task, runs, failures, failed_here, ran_here, for_s)
 
-    assert choose_idle_task([standing(1)], 2, 1.0) is None
-    assert choose_idle_task([standing(1, for_s=2.0)], 2, 1.0) == 1  # a straggler's
-    assert choose_idle_task([standing(1, for_s=2.0, ran_here=True)], 2, 1.0) is None
-    assert choose_idle_task([standing(1, 2, for_s=2), standing(4, for_s=2)], 2, 1.0) == 4
-    assert choose_idle_task([standing(1, failures=1)], 2, 1.0) == 1  # failed elsewhere
-    assert choose_idle_task([standing(1, failures=1, failed_here=True, ran_here=True)], 2, 1.0) is None
-    assert choose_idle_task([standing(1, runs=2, failures=1)], 2, 1.0) is None  # somebody does it again
-    assert choose_idle_task([standing(1, 2, 2, True, True)], 2, 1.0) == 1  # it failed everywhere
-    assert choose_idle_task([standing(1, 1, 1, True, True)], 1, 1.0) == 1  # there is nobody else
+    assert choose_idle_task([open_task(1)], 2, 1.0) is None
+    assert choose_idle_task([open_task(1, for_s=2.0)], 2, 1.0) == 1  # a straggler's
+    assert choose_idle_task([open_task(1, for_s=2.0, ran_here=True)], 2, 1.0) is None
+    assert choose_idle_task([open_task(1, 2, for_s=2), open_task(4, for_s=2)], 2, 1.0) == 4
+    assert choose_idle_task([open_task(1, failures=1)], 2, 1.0) == 1  # failed elsewhere
+    assert choose_idle_task([open_task(1, failures=1, failed_here=True, ran_here=True)], 2, 1.0) is None
+    assert choose_idle_task([open_task(1, runs=2, failures=1)], 2, 1.0) is None  # somebody does it again
+    assert choose_idle_task([open_task(1, 2, 2, True, True)], 2, 1.0) == 1  # it failed everywhere
+    assert choose_idle_task([open_task(1, 1, 1, True, True)], 1, 1.0) == 1  # there is nobody else

@@ -144,7 +144,7 @@ def test_files_are_found_by_name_pattern_and_list(tmp_path):
     assert [size for _, size in find_files([str(tmp_path / "[x].txt"), tmp_path / "b.txt"])] == [7, 5]
     with pytest.raises(FileNotFoundError, match=r"there is no file 'nowhere'\n  no file matches 'no\*where'\nIf these"):
         find_files(["nowhere", "no*where"])
-    with pytest.raises(ValueError, match=r"is no regular file. For a folder give a pattern"):
+    with pytest.raises(ValueError, match=r"is not a regular file. For a folder pass a pattern"):
         find_files(tmp_path)
 
 

@@ -11,7 +11,14 @@ import pytest
 from phalanx.mapreduce.columns import unpack
 from phalanx.mapreduce.exchange import plan_rounds
 from phalanx.mapreduce.grouper import Grouper, read_blocks, write_blocks
-from phalanx.mapreduce.sizes import cut_by_size, plan_next_look, quick_size, size_of, size_of_lists, size_of_table
+from phalanx.mapreduce.sizes import (
+    cut_by_size,
+    plan_next_check,
+    quick_size,
+    size_of,
+    size_of_lists,
+    size_of_table,
+)
 from phalanx.mapreduce.spool import Spool, SpoolExtent, SpoolStream
 
 
@@ -95,7 +102,7 @@ def test_groups_are_sorted_and_keep_the_order_of_values(limit_bytes, listed):
         values = [[(bucket, i) for i in range(rng.randrange(1, 4))] if listed else (bucket, 0) for _ in keys]
         for key, value in zip(keys, values, strict=True):
             want.setdefault(key, []).extend(value if listed else [value])
-        grouper._next_look = min(grouper._next_look, 1 if limit_bytes == 1 else 64)
+        grouper._next_check = min(grouper._next_check, 1 if limit_bytes == 1 else 64)
         grouper.add(keys, values)
     found = [(key, list(values)) for key, values in grouper.groups()]
     assert found == sorted(want.items())
@@ -107,7 +114,7 @@ def test_values_that_nobody_takes_are_passed_over():
     spool = Spool(0, None)
     grouper = Grouper(spool, 1, listed=True)
     for _ in range(3):
-        grouper._next_look = 1
+        grouper._next_check = 1
         grouper.add(["a", "b"], [list(range(3000)), [1]])
     assert [(key, next(values)) for key, values in grouper.groups()] == [("a", 0), ("b", 1)]
     spool.close()
@@ -192,8 +199,8 @@ def test_sizes_follow_what_is_held():
 
 def test_the_first_look_comes_early_and_the_next_when_what_is_held_may_have_doubled():
     """Of values of a MB each 256 were taken before anybody looked, whatever `memory_bytes` was."""
-    assert plan_next_look(1, 10**6) == 2
-    assert plan_next_look(100, 10**6) == 200
-    assert plan_next_look(100, 20) == 110
-    assert plan_next_look(100, 0.1) == 101
-    assert plan_next_look(6400, 0.1) == 6500
+    assert plan_next_check(1, 10**6) == 2
+    assert plan_next_check(100, 10**6) == 200
+    assert plan_next_check(100, 20) == 110
+    assert plan_next_check(100, 0.1) == 101
+    assert plan_next_check(6400, 0.1) == 6500

@@ -28,7 +28,7 @@ class IndexStream:
         self._block: Iterator[int] = iter(())
 
     @property
-    def taken(self) -> int:
+    def num_yielded(self) -> int:
         """Return the number of indices yielded so far."""
         return self._computed - operator.length_hint(self._block)
 
@@ -40,7 +40,7 @@ class IndexStream:
     @property
     def is_over(self) -> bool:
         """Return whether all of the partition was yielded."""
-        return self.taken >= self.partition.count
+        return self.num_yielded >= self.partition.count
 
     def blocks(self) -> Iterator[Iterator[int]]:
         """Yield iterators over the consecutive blocks, which together are the pass."""
@@ -53,10 +53,12 @@ class IndexStream:
 
     def compute(self, first: int, size: int) -> Indices:
         partition = self.partition
-        return _take(partition.start + first * partition.step, partition.step, size, partition.length, self._order)
+        return _compute_indices(
+            partition.start + first * partition.step, partition.step, size, partition.length, self._order
+        )
 
 
-def _take(first: int, step: int, size: int, length: int, order: IndexOrder | None) -> Indices:
+def _compute_indices(first: int, step: int, size: int, length: int, order: IndexOrder | None) -> Indices:
     """Return the indices at `size` positions of an order; positions past its end start again at its beginning."""
     positions = np.arange(size, dtype=np.uint64)
     positions *= np.uint64(step)

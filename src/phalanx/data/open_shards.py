@@ -53,14 +53,14 @@ class IndexedShard:
 class IteratedShard:
     """`IteratedShard` is a shard that is read in sequence.
 
-    Skipped samples inside the current window are kept, as they may be requested; samples before the window are
-    skipped, with the iterator's `skip(count)` if available, otherwise by reading them.
+    Samples of the current window that were read past are kept, as they may be requested. Samples before the window are
+    skipped: with the iterator's `skip(count)` if it has one, otherwise by reading them.
     """
 
     def __init__(self, name: str, begin: Callable[[], Any], samples: Any, length: int, window: int) -> None:
         self._name, self._begin, self._length, self._window = name, begin, length, window
-        self._kept: dict[int, Any] = {}
-        self._kept_window = -1
+        self._skipped: dict[int, Any] = {}
+        self._skipped_window = -1
         self.num_jumps = 0
         """How often reading started again, because a sample before the current position was requested."""
         self._source = samples
@@ -73,23 +73,23 @@ class IteratedShard:
 
     def _get(self, number: int) -> Any:
         window = number // self._window
-        if window != self._kept_window:
-            self._kept.clear()
-            self._kept_window = window
-        if number in self._kept:
-            return self._kept.pop(number)
+        if window != self._skipped_window:
+            self._skipped.clear()
+            self._skipped_window = window
+        if number in self._skipped:
+            return self._skipped.pop(number)
         if number < self._next:
             self.num_jumps += 1
             self._restart()
         self._skip_to(window * self._window)
         while self._next < number:
-            passed = self._next
-            self._kept[passed] = self._read()
+            skipped = self._next
+            self._skipped[skipped] = self._read()
         return self._read()
 
     def _restart(self) -> None:
         _close(self._source)
-        self._kept.clear()
+        self._skipped.clear()
         self._source = self._begin()
         self._iterator, self._next = iter(self._source), 0
 
@@ -114,10 +114,10 @@ class IteratedShard:
 
     @property
     def is_used_up(self) -> bool:
-        return self._next == self._length and not self._kept
+        return self._next == self._length and not self._skipped
 
     def close(self) -> None:
-        self._kept.clear()
+        self._skipped.clear()
         _close(self._iterator)
         _close(self._source)
 
@@ -208,9 +208,9 @@ class OpenShards:
         if jumps >= _FEW_JUMPS and 4 * jumps > self._num_samples:
             self._num_jumps = -(1 << 60)
             _logger.warning(
-                "Stream: samples are asked for in an order in which shards without an index can't be read on: %d "
-                "of %d needed a shard to be read again from its beginning. Give the DataLoader "
-                "sampler=phalanx.DistributedSampler(stream), which asks for them in the stream's own order.",
+                "Stream: samples are requested in an order for which shards without an index can't be read in "
+                "sequence: %d of %d needed a shard to be read again from its beginning. Pass the DataLoader "
+                "sampler=phalanx.DistributedSampler(stream), which requests them in the stream's own order.",
                 jumps,
                 self._num_samples,
             )
@@ -227,11 +227,11 @@ class OpenShards:
         self.close()
 
 
-def _wrong_length(name: str, found: int | str, said: int) -> str:
+def _wrong_length(name: str, found: int | str, given: int) -> str:
     return (
-        f"Stream: shard {name} has {found} samples, and its length is said to be {said}: with that, samples would be "
-        "lost or come twice. Correct `lengths`, or remove the index file, so that they are counted again. (An iterable "
-        "that divides itself among a DataLoader's workers gives each of them a part: `read` must return all.)"
+        f"Stream: shard {name} has {found} samples, but its length was given as {given}, so samples would be lost or "
+        "repeated. Correct `lengths`, or remove the index file, so that they are counted again. (An iterable that "
+        "divides itself among a DataLoader's workers returns a part to each: `read` must return all samples.)"
     )
 
 

@@ -14,7 +14,7 @@ from phalanx._base.storage import open_for_reading
 from phalanx.data.shard_names import list_paths
 from phalanx.data.stream import Stream
 
-_GROUPS_KEPT = 2  # a window may span two
+_GROUPS_CACHED = 2  # a window may span two
 
 
 def from_parquet(
@@ -77,7 +77,7 @@ class ParquetShard:
 
     def _group(self, number: int) -> Any:
         if number not in self._groups:
-            while len(self._groups) >= _GROUPS_KEPT:
+            while len(self._groups) >= _GROUPS_CACHED:
                 self._groups.popitem(last=False)
             self._groups[number] = self._file.read_row_group(number, columns=self._columns, use_threads=False)
         self._groups.move_to_end(number)

@@ -36,14 +36,14 @@ class Partition:
         """Return the distance between consecutive positions of this rank."""
         return self.world_size
 
-    def consumed_after(self, taken: int) -> int:
-        """Return how many samples the whole job has consumed when every rank has read `taken` of its partition.
+    def consumed_after(self, num_read: int) -> int:
+        """Return how many samples the whole job has consumed when every rank has read `num_read` of its partition.
 
         A rank at the end of its partition knows that the epoch is over, even if its partition is a shorter one.
         """
-        if taken >= self.count:
+        if num_read >= self.count:
             return self.length
-        return min(self.length, self.consumed + taken * self.world_size)
+        return min(self.length, self.consumed + num_read * self.world_size)
 
 
 def plan_partition(

@@ -101,8 +101,8 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
         It is the same on every rank, if they are at the same step. (With `padding=False` a rank at the end of its
         partition reports the end of the epoch, even if rank 0 has one more batch: rank 0's position is the job's.)
 
-        A DataLoader with workers takes indices ahead of the training loop. `consumed` is the number of samples that
-        this rank has really used since the epoch's first batch; without it, all indices taken count (a
+        A DataLoader's workers read indices ahead of the training loop. `consumed` is the number of samples that this
+        rank has really used since the epoch's first batch; without it, all indices yielded count (a
         `CheckpointManager` calls `loop_state_dict` instead, which counts the samples that the loop received):
 
             for step, batch in enumerate(loader, start=1):
@@ -118,14 +118,15 @@ class DistributedSampler(torch_sampler.DistributedSampler[int]):
             raise ValueError(f"consumed must be zero or more samples of this rank, got {consumed}")
         epoch, done = self.epoch, self._consumed
         if self._pass is not None:
-            done = self._pass.partition.consumed_after(self._pass.taken if consumed is None else consumed)
+            done = self._pass.partition.consumed_after(self._pass.num_yielded if consumed is None else consumed)
             if done == self.length:
                 epoch, done = epoch + 1, 0
         return {"epoch": epoch, "consumed": done, **self._own_order}
 
     def loop_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict` for the samples that the loop received: indices that DataLoader workers took ahead do not
-        count. Checkpoints save a sampler with this.
+        """Return `state_dict` for the samples that the loop received, without indices that workers have read ahead.
+
+        Checkpoints save a sampler with this.
 
         Raises:
             CheckpointError: a DataLoader has workers, and an unknown number of samples per batch.
@@ -230,8 +231,8 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if num_replicas is None or rank is None:
         missing = "num_replicas" if num_replicas is None else "rank"
         raise ValueError(
-            f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): there is no process group to take "
-            f"{missing} from. Give both, or start the group first (phalanx.init())."
+            f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): there is no process group that "
+            f"determines {missing}. Pass both, or start the group first (phalanx.init())."
         )
     return num_replicas, rank
 
@@ -250,8 +251,8 @@ def _check_fits(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         )
 
 
-class HandedOut:
-    """`HandedOut` counts the batches that the loop received from an iterator, even after the iterator is gone."""
+class YieldedBatches:
+    """`YieldedBatches` counts the batches that the loop received from an iterator, even after the iterator is gone."""
 
     def __init__(self, iterator: Any) -> None:
         self._attributes: dict[str, Any] = vars(iterator)  # the iterator itself would keep its workers alive
@@ -272,13 +273,13 @@ class HandedOut:
 
 @dataclass(frozen=True)
 class LoaderPass:
-    """A pass over a sampler by a DataLoader whose workers take indices ahead.
+    """A pass over a sampler by a DataLoader whose workers read indices ahead.
 
     `batch_size` is None if the number of samples per batch is unknown.
     """
 
     stream: IndexStream
-    handed_out: HandedOut
+    yielded: YieldedBatches
     batch_size: int | None
     drops_last: bool
     loader: str
@@ -292,13 +293,13 @@ class LoaderPass:
         """
         if self.batch_size is None:
             raise CheckpointError(
-                f"the workers of {self.loader} have taken indices ahead of the loop, and nobody can tell how many "
-                "samples the loop has used. Give state_dict(consumed=...) of the sampler as the part, save the loader "
-                "in place of the sampler if it has a state_dict, or give its batch_sampler the attributes `sampler` "
-                "and `batch_size`."
+                f"the workers of {self.loader} have read indices ahead of the loop, so the number of samples that the "
+                "loop has used is unknown. Save sampler.state_dict(consumed=...) as the part, or the loader instead of "
+                "the sampler if it has a state_dict; or give its batch_sampler the attributes `sampler` and "
+                "`batch_size`."
             )
         count = self.stream.partition.count
-        used = min(self.handed_out.num_batches * self.batch_size, count)
+        used = min(self.yielded.num_batches * self.batch_size, count)
         return count if self.drops_last and count - used < self.batch_size else used
 
 
@@ -311,7 +312,7 @@ def pass_of(loader: Any, sampler: Any, iterator: Any, stream: Any) -> LoaderPass
     known = is_over and isinstance(size, int) and not hasattr(loader, "state_dict")
     return LoaderPass(
         stream,
-        HandedOut(iterator),
+        YieldedBatches(iterator),
         size if known else None,
         bool(getattr(batches, "drop_last", False)),
         type(loader).__name__,

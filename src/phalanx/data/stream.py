@@ -120,7 +120,7 @@ class Stream(OrderedDataset):
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if wanted.size and not (wanted.min() >= 0 and wanted.max() < len(self)):
             raise IndexError(
-                f"Stream: there are samples 0 to {len(self) - 1}, and one of {list(indices)[:4]} is asked for"
+                f"Stream: there are samples 0 to {len(self) - 1}, and one of {list(indices)[:4]} is requested"
             )
         shards = np.searchsorted(self._ends, wanted.astype(np.uint64), side="right")
         samples: list[Any] = [None] * len(wanted)
@@ -131,9 +131,9 @@ class Stream(OrderedDataset):
                 samples[place] = sample
         if self._transform is None:
             return samples
-        return [self._hand_out(self._transform, *one) for one in zip(samples, wanted.tolist(), strict=True)]
+        return [self._transform_sample(self._transform, *one) for one in zip(samples, wanted.tolist(), strict=True)]
 
-    def _hand_out(self, transform: Callable[[Any], Any], sample: Any, index: int) -> Any:
+    def _transform_sample(self, transform: Callable[[Any], Any], sample: Any, index: int) -> Any:
         try:
             return transform(sample)
         except UnreadableSample as error:
@@ -232,7 +232,7 @@ def _is_length(value: Any) -> bool:
 
 
 def _count_all(shards: Sequence[Any], count: Count, advice: str) -> list[int]:
-    begun = time.monotonic()
+    started = time.monotonic()
     with ThreadPoolExecutor(_THREADS, "count shards") as pool:
         jobs = [pool.submit(count, shard) for shard in shards]
         lengths = []
@@ -245,10 +245,10 @@ def _count_all(shards: Sequence[Any], count: Count, advice: str) -> list[int]:
                 raise DataError(
                     f"Stream: the samples of shard {shard} cannot be counted: {summary_of(error)}"
                 ) from error
-    took = time.monotonic() - begun
+    took = time.monotonic() - started
     if took > _SLOW_S:
         _logger.warning(
-            "Stream: the samples of %d shards were counted in %.1f s, as nobody had said how many there are: %s.",
+            "Stream: the samples of %d shards were counted in %.1f s, because `lengths` was not given: %s.",
             len(shards),
             took,
             advice,
@@ -266,7 +266,9 @@ def _read_index(name: str) -> dict[str, int]:
         raise DataError(f"Stream: the index file {name} cannot be read: {summary_of(error)}") from error
     shards = content.get("shards") if isinstance(content, Mapping) else None
     if not isinstance(shards, Mapping) or content.get("phalanx_index") != _VERSION:
-        raise DataError(f"Stream: {name} is no index file of this version: remove it, and the shards are counted again")
+        raise DataError(
+            f"Stream: {name} is not an index file of this version: remove it, and the shards are counted again"
+        )
     return dict(shards)
 
 

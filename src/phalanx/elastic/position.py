@@ -152,7 +152,7 @@ class DataPosition:
         if iterator is None:
             ahead = self.sampler._loader_pass  # the loop was left: its loader's workers read more than it got
             known = ahead is not None and ahead.stream is stream and ahead.batch_size is not None
-            return ahead.samples if ahead is not None and known else int(stream.taken)
+            return ahead.samples if ahead is not None and known else int(stream.num_yielded)
         batches = iterator._num_yielded - self._yielded_before
         samples: int = batches * self._batch_size
         count: int = stream.partition.count

@@ -1,11 +1,11 @@
-"""Take the ranks through a job: plan, map, shuffle, reduce.
+"""Run the phases of a job on all ranks: plan, map, shuffle, reduce.
 
-meet        the same arguments, one plan                       gather
+agree       the same arguments, one plan                       gather
 map         tasks                                              board
 report      the size of every bucket, and the counters         gather
 shuffle     buckets to the owners of their partitions          all_to_all, in rounds
 reduce      each partition                                     alone
-agree       all have finished                                  board
+end         all have finished                                  board
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.errors import TaskError
 from phalanx.mapreduce.exchange import exchange
 from phalanx.mapreduce.grouper import Grouper, Run, read_blocks, write_blocks
-from phalanx.mapreduce.heap import give_back
+from phalanx.mapreduce.heap import release_freed
 from phalanx.mapreduce.keys import require_order
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.map_task import MapOutput, rarely_collecting, run_map_task
-from phalanx.mapreduce.part_files import require_own, write_part
+from phalanx.mapreduce.part_files import make_output_folder, write_part
 from phalanx.mapreduce.splits import Split, find_files, plan_file_splits, plan_sequence_splits
 from phalanx.mapreduce.spool import Spool, SpoolStream
 from phalanx.mapreduce.table import NotPairsError
-from phalanx.mapreduce.team import Person, Team
+from phalanx.mapreduce.team import RankProcess, Team
 
 _logger = get_logger(__name__)
-_LOOK_EVERY = 64  # number of keys between two checks
+_CHECK_EVERY = 64  # number of keys between two checks
 _RAISED = {"TypeError": TypeError, "ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 
 
 @dataclass
-class RankHoldings:
-    """`RankHoldings` are the map outputs and reduced partitions of one rank."""
+class RankOutputs:
+    """`RankOutputs` are the map outputs and reduced partitions of one rank."""
 
     job: MapReduceJob
     splits: list[Split] = field(default_factory=list)
@@ -55,7 +55,7 @@ class RankHoldings:
     def __post_init__(self) -> None:
         memory, folder = self.job.memory_bytes, self.job.spill_folder
         self.buckets = Spool(memory // 4, folder)
-        self.done = Spool(memory // 8, folder)
+        self.reduced = Spool(memory // 8, folder)
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ class MapReduceResult:
     num_tasks: int
 
 
-def meet(team: Team, job: MapReduceJob, held: RankHoldings) -> str:
-    """Agree on the plan; return the prefix of this call's keys.
+def agree_on_plan(team: Team, job: MapReduceJob, local: RankOutputs) -> str:
+    """Agree with all ranks on the splits of the inputs; return the prefix of this call's keys in the store.
 
     Raises:
         ValueError: the ranks have called with different arguments.
     """
-    me = Person.of_self()
-    told = team.gather((me, job.terms))
-    team.persons = [person for person, _ in told]
-    if len({terms for _, terms in told}) > 1:
-        named = "\n".join(f"  rank {rank}: {terms}" for rank, (_, terms) in enumerate(told))
+    me = RankProcess.of_self()
+    reports_by_rank = team.gather((me, job.terms))
+    team.processes = [process for process, _ in reports_by_rank]
+    if len({terms for _, terms in reports_by_rank}) > 1:
+        named = "\n".join(f"  rank {rank}: {terms}" for rank, (_, terms) in enumerate(reports_by_rank))
         raise ValueError(
             "map_reduce: the ranks were called with different arguments (partitions, combines, gather, output, "
             f"memory, split, encoding, inputs):\n{named}"
@@ -94,14 +94,14 @@ def meet(team: Team, job: MapReduceJob, held: RankHoldings) -> str:
     kind, plan = team.gather(_plan(job) if team.rank == 0 else None)[0]
     if kind:
         raise _RAISED.get(kind, TaskError)(plan)
-    prefix, held.splits = plan
+    prefix, local.splits = plan
     return str(prefix)
 
 
 def _plan(job: MapReduceJob) -> tuple[str, Any]:
     try:
         if job.output is not None:
-            require_own(job.output, job.partitions)
+            make_output_folder(job.output, job.partitions)
         sequence = job.sequence
         splits = (
             [*plan_file_splits(find_files(job.inputs), job.split_bytes)]
@@ -113,7 +113,7 @@ def _plan(job: MapReduceJob) -> tuple[str, Any]:
     return "", (f"phalanx-mapreduce/{uuid.uuid4()}", splits)
 
 
-def attempt(team: Team, job: MapReduceJob, held: RankHoldings) -> MapReduceResult:
+def attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResult:
     """Run the job once. All ranks call it.
 
     Raises:
@@ -121,27 +121,30 @@ def attempt(team: Team, job: MapReduceJob, held: RankHoldings) -> MapReduceResul
         TaskError, TypeError, ValueError, FileNotFoundError: the job cannot be done; the same on every rank.
     """
     with rarely_collecting():
-        return _attempt(team, job, held)
+        return _attempt(team, job, local)
 
 
-def _attempt(team: Team, job: MapReduceJob, held: RankHoldings) -> MapReduceResult:
-    prefix = meet(team, job, held)
-    splits = held.splits
-    told: list[Any] = []
+def _attempt(team: Team, job: MapReduceJob, local: RankOutputs) -> MapReduceResult:
+    prefix = agree_on_plan(team, job, local)
+    splits = local.splits
+    reports_by_rank: list[Any] = []
     there: set[int] = set()
     for number in range(len(splits) + 1):
         board = Board(team, f"{prefix}/{number}", [task for task in range(len(splits)) if task not in there])
         with _problem_first(board):
-            _map(board, job, held, splits)
+            _map(board, job, local, splits)
             # One rank may find a problem when others have seen the last task complete: all receive it here.
-            heard = team.gather((board.problem(), {task: _report(output) for task, output in held.outputs.items()}))
-        _raise_problem(team, next((problem for problem, _ in heard if problem is not None), None), board.cause)
-        told = [reports for _, reports in heard]
-        there = set().union(*told)
+            gathered = team.gather((board.problem(), {task: _report(output) for task, output in local.outputs.items()}))
+        _raise_problem(team, next((problem for problem, _ in gathered if problem is not None), None), board.cause)
+        reports_by_rank = [reports for _, reports in gathered]
+        there = set().union(*reports_by_rank)
         if len(there) == len(splits):
             break
-    makers = {task: next(rank for rank, reports in enumerate(told) if task in reports) for task in range(len(splits))}
-    reports = [told[makers[task]][task] for task in range(len(splits))]
+    makers = {
+        task: next(rank for rank, reports in enumerate(reports_by_rank) if task in reports)
+        for task in range(len(splits))
+    }
+    reports = [reports_by_rank[makers[task]][task] for task in range(len(splits))]
     counters = Counters()
     for report in reports:
         counters.add(report.counters)
@@ -149,20 +152,20 @@ def _attempt(team: Team, job: MapReduceJob, held: RankHoldings) -> MapReduceResu
     require_order(set().union(*(report.kinds for report in reports)))
 
     owners = {partition: partition % team.size for partition in range(job.partitions)}
-    with_buckets = _shuffle(team, job, held, owners, makers, reports)
+    with_buckets = _shuffle(team, job, local, owners, makers, reports)
     with _problem_first(board):
         try:
             for partition, buckets in with_buckets:
-                held.results[partition] = _reduce(job, held, buckets, board)
+                local.results[partition] = _reduce(job, local, buckets, board)
                 if job.output is not None:
-                    _write(job.output, held, partition, job.partitions)
+                    _write(job.output, local, partition, job.partitions)
         except (PeerLostError, DeadlineError, MismatchError):
             raise
         except (TypeError, TaskError) as error:
-            board.give_up(type(error).__name__, message_of(error), error)
+            board.fail_job(type(error).__name__, message_of(error), error)
             _raise_problem(team, board.problem(), error)
         except Exception as error:
-            board.give_up("TaskError", f"map_reduce: a partition could not be reduced.\n{_tell(error)}", error)
+            board.fail_job("TaskError", f"map_reduce: a partition could not be reduced.\n{_format_error(error)}", error)
             _raise_problem(team, board.problem(), error)
         team.store.set(f"{prefix}/reduced/{team.rank}", "1")
         reduced = [f"{prefix}/reduced/{rank}" for rank in range(team.size)]
@@ -182,53 +185,53 @@ def _problem_first(board: Board) -> Iterator[None]:
         raise
 
 
-def _map(board: Board, job: MapReduceJob, held: RankHoldings, splits: Sequence[Split]) -> None:
+def _map(board: Board, job: MapReduceJob, local: RankOutputs, splits: Sequence[Split]) -> None:
     while board.problem() is None and (task := board.claim()) is not None:
-        _do_map_task(board, job, held, splits[task], task)
+        _do_map_task(board, job, local, splits[task], task)
     while board.problem() is None and (task := board.find_idle()) is not None:
-        _do_map_task(board, job, held, splits[task], task)
-    held.num_backups += board.num_backups
+        _do_map_task(board, job, local, splits[task], task)
+    local.num_backups += board.num_backups
 
 
-def _do_map_task(board: Board, job: MapReduceJob, held: RankHoldings, split: Split, task: int) -> None:
+def _do_map_task(board: Board, job: MapReduceJob, local: RankOutputs, split: Split, task: int) -> None:
     try:
-        output = run_map_task(split, job, held.buckets, lambda: board.is_wanted(task))
+        output = run_map_task(split, job, local.buckets, lambda: board.is_open(task))
     except PeerLostError:
         raise
     except NotPairsError as error:
-        board.give_up("TypeError", f"map_reduce: {message_of(error)}", error.__cause__)
+        board.fail_job("TypeError", f"map_reduce: {message_of(error)}", error.__cause__)
         return
     except (TypeError, ValueError) as error:  # an error of a key; errors of the map function make a record bad
-        board.give_up(type(error).__name__, message_of(error), error)
+        board.fail_job(type(error).__name__, message_of(error), error)
         return
     except Exception as error:
         _logger.warning(
             "map_reduce: task %d failed on rank %d: %s: %s", task, board.team.rank, type(error).__name__, error
         )
-        held.num_retries += 1
-        if board.fail(task, _tell(error)) >= job.max_attempts:
+        local.num_retries += 1
+        if board.fail(task, _format_error(error)) >= job.max_attempts:
             failures = "\n".join(f"On rank {rank}: {text}" for rank, text in board.failures(task))
             text = f"map_reduce: task {task} ({split}) failed {job.max_attempts} times.\n{failures}"
-            board.give_up("TaskError", text, error)
+            board.fail_job("TaskError", text, error)
         return
-    if output is None or task in held.outputs:
+    if output is None or task in local.outputs:
         return
-    held.outputs[task] = output
+    local.outputs[task] = output
     board.finish(task, output.seconds)
-    seen = Counters()
-    for one in held.outputs.values():
-        seen.num_bad_records += one.counters.num_bad_records
-    if job.max_bad_records is not None and seen.num_bad_records > job.max_bad_records:
-        board.give_up("TaskError", _say_bad(output.counters, seen.num_bad_records, job.max_bad_records))
+    total = Counters()
+    for one in local.outputs.values():
+        total.num_bad_records += one.counters.num_bad_records
+    if job.max_bad_records is not None and total.num_bad_records > job.max_bad_records:
+        board.fail_job("TaskError", _describe_bad(output.counters, total.num_bad_records, job.max_bad_records))
 
 
 def _require_few_bad(job: MapReduceJob, counters: Counters) -> None:
     bad = counters.num_bad_records
     if bad and (bad == counters.records or (job.max_bad_records is not None and bad > job.max_bad_records)):
-        raise TaskError(_say_bad(counters, bad, job.max_bad_records))
+        raise TaskError(_describe_bad(counters, bad, job.max_bad_records))
 
 
-def _say_bad(counters: Counters, bad: int, allowed: int | None) -> str:
+def _describe_bad(counters: Counters, bad: int, allowed: int | None) -> str:
     shown = counters.bad_records[:1]
     why = (
         "all records are bad"
@@ -240,7 +243,7 @@ def _say_bad(counters: Counters, bad: int, allowed: int | None) -> str:
     )
 
 
-def _tell(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))[-4000:]
 
 
@@ -259,7 +262,7 @@ def _report(output: MapOutput) -> TaskReport:
 def _shuffle(
     team: Team,
     job: MapReduceJob,
-    held: RankHoldings,
+    local: RankOutputs,
     owners: Mapping[int, int],
     makers: Mapping[int, int],
     reports: Sequence[TaskReport],
@@ -280,8 +283,8 @@ def _shuffle(
 
     outgoing = [
         SpoolStream(
-            held.buckets,
-            [run[p] for p in own[dst] for task in made[team.rank] for run in held.outputs[task].runs],
+            local.buckets,
+            [run[p] for p in own[dst] for task in made[team.rank] for run in local.outputs[task].runs],
         )
         for dst in range(team.size)
     ]
@@ -311,9 +314,9 @@ def _shuffle(
     inbox.close()
 
 
-def _reduce(job: MapReduceJob, held: RankHoldings, buckets: Iterator[bytes], board: Board) -> Run:
+def _reduce(job: MapReduceJob, local: RankOutputs, buckets: Iterator[bytes], board: Board) -> Run:
     runs = Spool(0, job.spill_folder)
-    begin = held.done.size
+    begin = local.reduced.size
     num_bytes = num_keys = 0
     try:
         grouper = Grouper(runs, job.memory_bytes // 4, listed=job.combine is None, adds=job.adds)
@@ -321,27 +324,27 @@ def _reduce(job: MapReduceJob, held: RankHoldings, buckets: Iterator[bytes], boa
             board.team.check_peers()
             num_keys += grouper.add_packed(data)
             num_bytes += len(data)
-        return write_blocks(held.done, _reduced(job, grouper, board), job.memory_bytes // 128)
+        return write_blocks(local.reduced, _reduced(job, grouper, board), job.memory_bytes // 128)
     except BaseException:
-        held.done.truncate(begin)
+        local.reduced.truncate(begin)
         raise
     finally:
         runs.close()
-        give_back(num_bytes, num_keys)
+        release_freed(num_bytes, num_keys)
 
 
-def _write(folder: str, held: RankHoldings, partition: int, partitions: int) -> None:
-    write_part(folder, partition, partitions, lambda: read_blocks(held.done, held.results[partition]))
+def _write(folder: str, local: RankOutputs, partition: int, partitions: int) -> None:
+    write_part(folder, partition, partitions, lambda: read_blocks(local.reduced, local.results[partition]))
 
 
 def _reduced(job: MapReduceJob, grouper: Grouper, board: Board) -> Iterator[tuple[Any, Any]]:
     for number, (key, values) in enumerate(grouper.groups()):
-        if not number % _LOOK_EVERY:
+        if not number % _CHECK_EVERY:
             board.team.check_peers()  # a rank that continues after others have abandoned the group would count as hung
         try:
             value = job.reduce(key, values)
         except Exception as error:
             raise TaskError(
-                f"map_reduce: reduce failed for key {key!r:.200}: {summary_of(error)}\n{_tell(error)}"
+                f"map_reduce: reduce failed for key {key!r:.200}: {summary_of(error)}\n{_format_error(error)}"
             ) from error
         yield key, value

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from phalanx.mapreduce.team import Team
 
-_ASK_S = 0.1
-_LEAST_PATIENCE_S = 0.2
+_POLL_S = 0.1
+_MIN_WAIT_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class OpenTask:
     for_s: float  # how long the task has run while this rank was idle
 
 
-def choose_idle_task(standings: Sequence[OpenTask], world_size: int, patience_s: float) -> int | None:
+def choose_idle_task(open_tasks: Sequence[OpenTask], world_size: int, wait_s: float) -> int | None:
     """Return the task that an idle rank should run; None if it has to wait.
 
     First comes a failed task that no rank is repeating; a rank on which it has not failed takes it, if there is one.
     Then comes the straggling task with the fewest runs.
     """
-    for one in standings:
+    for one in open_tasks:
         if one.failures and one.failures >= one.runs and (not one.failed_here or one.failures >= world_size):
             return one.task
-    late = [one for one in standings if one.for_s >= patience_s and not one.ran_here]
+    late = [one for one in open_tasks if one.for_s >= wait_s and not one.ran_here]
     return min(late, key=lambda one: (one.runs, one.task)).task if late else None
 
 
@@ -57,7 +57,7 @@ class Board:
     _done: set[int] = field(default_factory=set)
     _failed_here: set[int] = field(default_factory=set)
     _ran_here: set[int] = field(default_factory=set)
-    _next_ask: float = 0.0
+    _next_poll: float = 0.0
     _idle_since: float = 0.0
     _took_s: list[float] = field(default_factory=list)
     num_backups: int = 0
@@ -79,19 +79,19 @@ class Board:
         self._ran_here.add(task)
         number = self.team.store.add(self._key("runs", task), 1)
         self.team.store.set(self._key("run", task, number), str(self.team.rank))
-        self._next_ask = time.monotonic() + _ASK_S
+        self._next_poll = time.monotonic() + _POLL_S
         return task
 
-    def is_wanted(self, task: int) -> bool:
-        """Return whether no other rank has completed the task yet; the store is polled only now and then.
+    def is_open(self, task: int) -> bool:
+        """Return whether the task is still to be completed; the store is polled at most every 0.1 s.
 
         Raises:
             PeerLostError: a rank has ended.
         """
         now = time.monotonic()
-        if now < self._next_ask:
+        if now < self._next_poll:
             return True
-        self._next_ask = now + _ASK_S
+        self._next_poll = now + _POLL_S
         self.team.check_peers()
         return not self._is_done(task) and self.problem() is None
 
@@ -120,7 +120,7 @@ class Board:
             count += 1
         return count
 
-    def give_up(self, kind: str, text: str, cause: BaseException | None = None) -> None:
+    def fail_job(self, kind: str, text: str, cause: BaseException | None = None) -> None:
         """Publish to all ranks that the job has failed; the first rank to publish determines the error."""
         self.cause = cause
         if self.team.store.add(self._key("given-up"), 1) == 1:
@@ -147,25 +147,25 @@ class Board:
             PeerLostError: a rank has ended.
         """
         self._idle_since = time.monotonic()
-        patience = max(_LEAST_PATIENCE_S, sum(self._took_s) / len(self._took_s) if self._took_s else 1.0)
+        wait_s = max(_MIN_WAIT_S, sum(self._took_s) / len(self._took_s) if self._took_s else 1.0)
         found: list[int] = []
 
-        def look() -> bool:
+        def poll() -> bool:
             left = [task for task in self.tasks if not self._is_done(task)]
             if not left or self.problem() is not None:
                 return True
-            choice = choose_idle_task([self._standing(task) for task in left], self.team.size, patience)
+            choice = choose_idle_task([self._open_task(task) for task in left], self.team.size, wait_s)
             if choice is not None:
                 found.append(choice)
             return choice is not None
 
-        self.team.wait_until(look)
+        self.team.wait_until(poll)
         if not found:
             return None
         self.num_backups += found[0] not in self._failed_here
         return self.begin(found[0])
 
-    def _standing(self, task: int) -> OpenTask:
+    def _open_task(self, task: int) -> OpenTask:
         return OpenTask(
             task,
             self._count("run", task),

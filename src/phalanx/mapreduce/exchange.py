@@ -61,10 +61,10 @@ def exchange(
     ]
 
 
-def _raise_problem(told: Sequence[str | None]) -> None:
-    named = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
+def _raise_problem(problems: Sequence[str | None]) -> None:
+    named = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None)
     if named:
         raise TaskError(
-            f"map_reduce: what the ranks send each other could not be kept, or read from where it was kept:\n{named}\n"
-            "Is the disk full? Give a spill_folder with more room, or more memory_bytes."
+            f"map_reduce: data of the shuffle could not be written to disk, or read from it:\n{named}\n"
+            "Is the disk full? Pass a spill_folder with more room, or more memory_bytes."
         )

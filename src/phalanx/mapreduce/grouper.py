@@ -16,8 +16,8 @@ from operator import itemgetter
 from typing import Any
 
 from phalanx.mapreduce.columns import HEADER, length_of_keys, pack, unpack, unpack_keys
-from phalanx.mapreduce.heap import give_back
-from phalanx.mapreduce.sizes import cut_by_size, plan_next_look, quick_size, size_of_lists
+from phalanx.mapreduce.heap import release_freed
+from phalanx.mapreduce.sizes import cut_by_size, plan_next_check, quick_size, size_of_lists
 from phalanx.mapreduce.spool import Spool, SpoolExtent
 from phalanx.mapreduce.sums import new_sums, sorted_items
 
@@ -105,7 +105,7 @@ class Grouper:
         self._values: dict[Any, Any] = {}  # lists, and sums that are not lists
         self._sums = new_sums() if self._adds else None  # used until a bucket has other pairs than text with integers
         self._added = 0
-        self._next_look = 1
+        self._next_check = 1
         self._block_bytes = max(4096, min(limit_bytes // (2 * _FAN_IN), _BLOCK_BYTES))
         self._runs: list[tuple[int, Run]] = []  # with the number of their merges
 
@@ -138,14 +138,14 @@ class Grouper:
             self._add_up(keys, values)
         else:
             self._append(keys, values)
-        if self._added >= self._next_look:
+        if self._added >= self._next_check:
             held = size_of_lists(self._values)
             if held >= self._limit_bytes:
                 count = self._added
                 self._spill()
-                give_back(held, count)
+                release_freed(held, count)
             else:
-                self._next_look = plan_next_look(self._added, (self._limit_bytes - held) / (held / self._added))
+                self._next_check = plan_next_check(self._added, (self._limit_bytes - held) / (held / self._added))
 
     def _extend(self, keys: list[Any], values: list[Any]) -> None:
         groups = self._values
@@ -208,7 +208,7 @@ class Grouper:
 
     def _spill(self) -> None:
         values, self._values = self._values, {}
-        self._added, self._next_look = 0, 1
+        self._added, self._next_check = 0, 1
         if self._sums:
             sums, self._sums = self._sums, new_sums()
             self._runs.append((0, self._write((key, [value]) for key, value in sorted_items(sums))))

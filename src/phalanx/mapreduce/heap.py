@@ -10,7 +10,7 @@ from phalanx._base.malloc import give_back_freed_memory
 _LARGE_BYTES = 32 << 10
 
 
-def give_back(held_bytes: int, count: int) -> None:
+def release_freed(held_bytes: int, count: int) -> None:
     """Return memory to the system after `count` values of `held_bytes` in all were freed, unless they were small."""
     if count and held_bytes // count >= _LARGE_BYTES:
         give_back_freed_memory()

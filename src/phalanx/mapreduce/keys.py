@@ -73,8 +73,8 @@ def _require_plain_equality(key: Any) -> None:
     for base in (str, bytes, tuple):
         if isinstance(key, base) and type(key).__eq__ is not base.__eq__ and not isinstance(key, np.generic):
             raise TypeError(
-                f"map_reduce: {key!r:.80} of type {type(key).__name__} cannot be a key: the class says itself what is "
-                f"equal, and only it could tell which partition equal keys share.\n"
+                f"map_reduce: {key!r:.80} of type {type(key).__name__} cannot be a key: the class defines its own "
+                f"equality, so equal keys could be in different partitions.\n"
                 f"Let map yield a plain {base.__name__} that is the same for equal keys."
             )
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from phalanx._base.log import get_logger
 from phalanx.errors import PeerLostError
-from phalanx.mapreduce.attempt import MapReduceResult, RankHoldings, attempt
+from phalanx.mapreduce.attempt import MapReduceResult, RankOutputs, attempt
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.part_files import path_of
 from phalanx.mapreduce.result import Result, blocks_of, gather_blocks
@@ -103,14 +103,14 @@ def map_reduce(
         spill_folder=None if spill_folder is None else os.fspath(spill_folder),
     )
     team = Team.of(group)
-    held = RankHoldings(job)
+    local = RankOutputs(job)
     try:
-        outcome = attempt(team, job, held)
-        result = _finish(team, job, held, outcome)
+        outcome = attempt(team, job, local)
+        result = _finish(team, job, local, outcome)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _store_lost(team, error) from error
     finally:
-        held.buckets.close()
+        local.buckets.close()
     if result.counters.num_bad_records and team.rank == 0:
         _logger.warning("map_reduce: %s", result.counters.describe_bad())
     return result
@@ -119,24 +119,28 @@ def map_reduce(
 def _store_lost(team: Team, error: Exception) -> PeerLostError:
     first = str(error).splitlines()[0]
     return PeerLostError(
-        f"map_reduce on rank {team.rank}: the store of the group has ended, probably with the rank that keeps it, and "
-        f"without it nobody knows what is left to do: {first}",
+        f"map_reduce on rank {team.rank}: the store of the group has ended, probably with its host rank, so the "
+        f"remaining tasks are unknown: {first}",
         ranks=team.find_ended(),
     )
 
 
-def _finish(team: Team, job: MapReduceJob, held: RankHoldings, outcome: MapReduceResult) -> Result:
+def _finish(team: Team, job: MapReduceJob, local: RankOutputs, outcome: MapReduceResult) -> Result:
     """Gather the partitions or write them to files, as the job asks. All ranks call it."""
-    own = {partition: run for partition, run in held.results.items() if outcome.owners[partition] == team.rank}
+    own = {partition: run for partition, run in local.results.items() if outcome.owners[partition] == team.rank}
     inbox = Spool(job.memory_bytes // 8, job.spill_folder)
-    blocks = gather_blocks(team, own, held.done, inbox, job.memory_bytes) if job.gather else blocks_of(own, held.done)
+    blocks = (
+        gather_blocks(team, own, local.reduced, inbox, job.memory_bytes)
+        if job.gather
+        else blocks_of(own, local.reduced)
+    )
     result = Result(
         blocks,
-        (held.done, inbox),
+        (local.reduced, inbox),
         outcome.counters,
         num_tasks=outcome.num_tasks,
-        num_retries=held.num_retries,
-        num_backups=held.num_backups,
+        num_retries=local.num_retries,
+        num_backups=local.num_backups,
         group=team.group,
     )
     if job.output is not None:

@@ -61,7 +61,7 @@ class MapReduceJob:
         if self.encoding is not None:
             require_line_encoding(self.encoding)
         if self.spill_folder is not None and not os.path.isdir(self.spill_folder):
-            raise ValueError(f"map_reduce: spill_folder {self.spill_folder!r} is no folder")
+            raise ValueError(f"map_reduce: spill_folder {self.spill_folder!r} is not a folder")
 
     @property
     def sequence(self) -> Indexable[Any] | None:
@@ -107,7 +107,7 @@ def require_line_encoding(encoding: str) -> None:
     try:
         is_cut = _ends_lines_by_one_byte(encoding)
     except LookupError:
-        raise ValueError(f"map_reduce: Python knows no encoding {encoding!r} of text") from None
+        raise ValueError(f"map_reduce: Python has no text encoding {encoding!r}") from None
     if not is_cut:
         raise ValueError(
             f"map_reduce: lines of {encoding} cannot be found by a byte and decoded one by one. Use encoding=None and "

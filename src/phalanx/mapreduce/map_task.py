@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from phalanx.mapreduce.buckets import Values, pack_buckets
 from phalanx.mapreduce.counters import Counters
-from phalanx.mapreduce.heap import give_back
+from phalanx.mapreduce.heap import release_freed
 from phalanx.mapreduce.keys import find_kinds
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.records import read_blocks
@@ -32,8 +32,8 @@ class MapOutput:
     seconds: float = 0.0
 
 
-def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_wanted: Callable[[], bool]) -> MapOutput | None:
-    """Run a task; return None, with its output removed from the spool, once `is_wanted`, polled meanwhile, is false.
+def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_open: Callable[[], bool]) -> MapOutput | None:
+    """Run a task; return None, with its output removed from the spool, once `is_open`, polled meanwhile, is false.
 
     The same split always gives the same output, on every rank: the data decide when a table is spilled, not the time.
     """
@@ -51,12 +51,12 @@ def run_map_task(split: Split, job: MapReduceJob, spool: Spool, is_wanted: Calla
             while start < len(block.items):
                 at = time.perf_counter()
                 stop = min(start + size, len(block.items))
-                table.take(block, start, stop)
+                table.map_records(block, start, stop)
                 spent = time.perf_counter() - at
-                # This many records, so that `is_wanted` is polled at most some twenty times a second.
+                # This many records, so that `is_open` is polled at most some twenty times a second.
                 size = max(1, size * 2 if spent < _SLICE_S / 2 else size // 2 if spent > _SLICE_S * 2 else size)
                 start = stop
-                if not is_wanted():
+                if not is_open():
                     spool.truncate(begin)
                     return None
         _write_run(table, job, spool, output)
@@ -80,7 +80,7 @@ def _write_run(table: Table, job: MapReduceJob, spool: Spool, output: MapOutput)
         runs[number].append(spool.append(data))
         output.counters.bucket_bytes += len(data)
     if isinstance(contents, Values):
-        give_back(contents.held_bytes, contents.count)
+        release_freed(contents.held_bytes, contents.count)
     output.runs += [run + [SpoolExtent(0, 0)] * (job.partitions - len(run)) for run in runs]
 
 

@@ -14,7 +14,7 @@ from phalanx.checkpoint.atomic import replace_file
 _NAME = re.compile(r"part-\d{5}-of-(\d{5})\.jsonl")
 
 
-def require_own(folder: str, partitions: int) -> None:
+def make_output_folder(folder: str, partitions: int) -> None:
     """Create the folder. It may have files of a run with as many partitions, which will be overwritten.
 
     Raises:
@@ -27,7 +27,7 @@ def require_own(folder: str, partitions: int) -> None:
     if others:
         raise ValueError(
             f"map_reduce: {folder} holds the result of another run ({others[0]}, and this one has {partitions} "
-            "partitions). Remove it, or give another folder."
+            "partitions). Remove it, or pass another folder."
         )
 
 
@@ -65,5 +65,5 @@ def _line(key: Any, value: Any) -> str:
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"map_reduce: key {key!r:.80} with value {value!r:.80} cannot be written as JSON: {error}.\n"
-            "Let reduce return what JSON has, or leave `output` away and write what the result iterates over."
+            "Let reduce return values that JSON supports, or leave `output` out and write the result's items yourself."
         ) from error

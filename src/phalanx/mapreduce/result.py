@@ -110,12 +110,12 @@ def gather_blocks(
 ) -> dict[int, tuple[SpoolStream, list[int]]]:
     """Return the partitions of all ranks, received into `inbox` from the others. All ranks call it."""
     mine = {number: [extent.length for extent in run] for number, run in sorted(results.items())}
-    told: list[dict[int, list[int]]] = team.gather(mine)
+    gathered: list[dict[int, list[int]]] = team.gather(mine)
     stream = SpoolStream(spool, [extent for number in mine for extent in results[number]])
-    totals = [sum(map(sum, lengths.values())) for lengths in told]
+    totals = [sum(map(sum, lengths.values())) for lengths in gathered]
     arrived = exchange(team, [stream] * team.size, totals, max(totals) if team.size > 1 else 0, inbox, memory_bytes)
     found: dict[int, tuple[SpoolStream, list[int]]] = {}
-    for rank, lengths in enumerate(told):
+    for rank, lengths in enumerate(gathered):
         at = 0
         for number, run in lengths.items():
             total = sum(run)

@@ -104,9 +104,9 @@ def size_of_lists(table: dict[Any, Any]) -> int:
     return held + (sum(values) // len(values) + _SLOT) * ends[-1]
 
 
-def plan_next_look(count: int, room: float) -> int:
+def plan_next_check(count: int, room: float) -> int:
     """Return the number of pairs at which to measure again, with `count` pairs now and room for about `room`.
 
-    It lies halfway to a full table, because later pairs may be larger, and is at most twice the current number.
+    It is halfway to a full table, because later pairs may be larger, and at most twice the current number.
     """
     return count + max(1, count // 64, min(count, int(room / 2)))

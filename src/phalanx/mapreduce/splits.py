@@ -117,12 +117,14 @@ def find_files(inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
         else:
             found.append(name)
     if problems:
-        told = "\n  ".join(problems[:8])
+        listed = "\n  ".join(problems[:8])
         raise FileNotFoundError(
-            f"map_reduce: {told}\nIf these are records and not files, say so: phalanx.mapreduce.Records([...])."
+            f"map_reduce: {listed}\nIf these are records and not files, pass phalanx.mapreduce.Records([...])."
         )
     if others := [name for name in found if not os.path.isfile(name)]:
-        raise ValueError(f"map_reduce: {others[0]!r} is no regular file. For a folder give a pattern: 'folder/*.txt'.")
+        raise ValueError(
+            f"map_reduce: {others[0]!r} is not a regular file. For a folder pass a pattern: 'folder/*.txt'."
+        )
     return [(os.path.abspath(name), os.path.getsize(name)) for name in found]
 
 

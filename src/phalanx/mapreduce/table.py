@@ -10,7 +10,7 @@ from phalanx.mapreduce.buckets import Values
 from phalanx.mapreduce.counters import Counters
 from phalanx.mapreduce.map_reduce_job import MapReduceJob
 from phalanx.mapreduce.records import RecordBlock
-from phalanx.mapreduce.sizes import plan_next_look, size_of_lists, size_of_table
+from phalanx.mapreduce.sizes import plan_next_check, size_of_lists, size_of_table
 from phalanx.mapreduce.sums import TextSums, new_sums
 
 
@@ -33,9 +33,9 @@ class Table:
         self._values: dict[Any, Any] = {}
         self._sums = new_sums() if job.adds else None
         self._pairs = 0  # since the table was empty
-        self._next_look = 1
+        self._next_check = 1
 
-    def take(self, block: RecordBlock, start: int, stop: int) -> None:
+    def map_records(self, block: RecordBlock, start: int, stop: int) -> None:
         """Map the records `start` to `stop` of a block. Each takes effect completely, or, if it is bad, not at all.
 
         Raises:
@@ -65,7 +65,7 @@ class Table:
             if mapped_before is not None:
                 self._leave_sums()
             elif self._is_due():
-                self._look()
+                self._measure()
             elif start < stop and is_new:
                 # A StopIteration of the function would end the loop silently; it is an error as well.
                 problem = problem or RuntimeError("map raised StopIteration")
@@ -76,7 +76,9 @@ class Table:
         if self._sums is not None:
             self._sums.fold(mapped, self._limit_bytes, progress)
         else:
-            fold_pairs(self._values, mapped, self._job.combine, self._job.adds, self._next_look - self._pairs, progress)
+            fold_pairs(
+                self._values, mapped, self._job.combine, self._job.adds, self._next_check - self._pairs, progress
+            )
 
     def _leave_sums(self) -> None:
         """Switch to a dict after a pair that is not text with an integer."""
@@ -87,9 +89,9 @@ class Table:
     def _is_due(self) -> bool:
         if self._sums is not None:
             return self._sums.held_bytes() >= self._limit_bytes
-        return self._pairs >= self._next_look
+        return self._pairs >= self._next_check
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         if self._sums is not None:
             self._spill(self)
             return
@@ -99,7 +101,7 @@ class Table:
             self._spill(self)
         else:
             count = self._pairs if self._job.combine is None else len(self._values)
-            self._next_look = self._pairs + plan_next_look(count, room / (held / count)) - count
+            self._next_check = self._pairs + plan_next_check(count, room / (held / count)) - count
 
     def _size(self) -> int:
         return size_of_lists(self._values) if self._job.combine is None else size_of_table(self._values)
@@ -116,7 +118,7 @@ class Table:
             types = set(map(type, contents.by_key))
         self._counters.pairs += self._pairs
         self._counters.combined_pairs += len(contents)
-        self._pairs, self._next_look = 0, 1
+        self._pairs, self._next_check = 0, 1
         return types, contents
 
 

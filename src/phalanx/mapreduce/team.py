@@ -40,14 +40,14 @@ def _tensor_over(data: bytearray) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Person:
-    """A `Person` identifies the process of a rank."""
+class RankProcess:
+    """A `RankProcess` identifies the process of a rank."""
 
     host: str
     process: ProcessId
 
     @classmethod
-    def of_self(cls) -> Person:
+    def of_self(cls) -> RankProcess:
         return cls(host_identity(), ProcessId.of_self())
 
 
@@ -57,8 +57,8 @@ class Team:
 
     group: dist.ProcessGroup | None
     store: Store
-    persons: list[Person] = field(default_factory=list)
-    _next_look: float = 0.0
+    processes: list[RankProcess] = field(default_factory=list)
+    _next_check: float = 0.0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Team:
@@ -72,7 +72,7 @@ class Team:
         if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("map_reduce: this rank is not in the group; only those that are may call it")
         if group is None or group.size() == 1 or rehearses(group):
-            return cls(None, dist.HashStore(), [Person.of_self()])
+            return cls(None, dist.HashStore(), [RankProcess.of_self()])
         return cls(group, cast(Store, store_of(group)))
 
     @property
@@ -155,44 +155,44 @@ class Team:
 
     # -- membership -----------------------------------------------------------------------------------------------
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Poll `is_so` until it is true.
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Poll `condition` until it is true.
 
         Raises:
-            PeerLostError: meanwhile a rank has ended.
+            PeerLostError: a rank has ended meanwhile.
         """
-        Deadline.after(None).wait_until(is_so, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, check=self.check_peers)
+        Deadline.after(None).wait_until(condition, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, check=self.check_peers)
 
     def check_peers(self) -> None:
-        """Check, now and then, whether the other ranks' processes live.
+        """Check at regular intervals whether the other ranks' processes are alive.
 
         Raises:
             PeerLostError: one has ended.
         """
         now = time.monotonic()
-        if self.group is None or now < self._next_look:
+        if self.group is None or now < self._next_check:
             return
-        self._next_look = now + CHECK_S
+        self._next_check = now + CHECK_S
         if ended := self.find_ended():
-            raise PeerLostError(self._say_ended(ended), ranks=ended)
+            raise PeerLostError(self._describe_ended(ended), ranks=ended)
 
     def find_ended(self) -> tuple[int, ...]:
         """Return the ranks of this host whose process has ended."""
-        if not self.persons:
+        if not self.processes:
             return ()
-        me = self.persons[self.rank]
+        me = self.processes[self.rank]
         return tuple(
             rank
-            for rank, person in enumerate(self.persons)
-            if rank != self.rank and person.host == me.host and person.process.has_ended()
+            for rank, process in enumerate(self.processes)
+            if rank != self.rank and process.host == me.host and process.process.has_ended()
         )
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
         Deadline.after(MAP_REDUCE_AFTER_BREAK_S).wait_until(self.find_ended, _LONGEST_PAUSE_S)
         ended = self.find_ended()
-        said = self._say_ended(ended) if ended else f"map_reduce: an operation of the group failed: {error}"
-        return PeerLostError(said, ranks=ended)
+        text = self._describe_ended(ended) if ended else f"map_reduce: an operation of the group failed: {error}"
+        return PeerLostError(text, ranks=ended)
 
-    def _say_ended(self, ranks: tuple[int, ...]) -> str:
-        named = ", ".join(f"{rank} (pid {self.persons[rank].process.pid})" for rank in ranks)
+    def _describe_ended(self, ranks: tuple[int, ...]) -> str:
+        named = ", ".join(f"{rank} (pid {self.processes[rank].process.pid})" for rank in ranks)
         return f"map_reduce: rank{'s' * (len(ranks) > 1)} {named} {'have' if len(ranks) > 1 else 'has'} ended"
