@@ -149,7 +149,7 @@ def test_what_fails_for_longer_is_an_error_on_every_rank_and_changes_nothing(s3,
         if rank == 0:
             s3.cut_now()
         dist.barrier()
-        with pytest.raises(CheckpointError, match=rf"step 2 to {folder} on rank 0: .*before are unchanged"):
+        with pytest.raises(CheckpointError, match=rf"step 2 to {folder} on rank 0: .*checkpoints are unchanged"):
             manager.save(2, state_of(2, 10)) if how == "save" else manager.async_save(2, state_of(2, 10))
         with pytest.raises(CheckpointError, match=rf"CheckpointManager.load on rank 0: {folder}: "):
             manager.load()
@@ -187,7 +187,7 @@ def test_a_damaged_object_is_named_and_the_one_before_is_taken_if_wished(s3):
         files.pipe_file(key, bytes(content))
         with pytest.raises(CheckpointError, match=rf"{path}/state.pt does not match its checksum.*fallback=True"):
             manager.load()
-        with pytest.warns(UserWarning, match="Taking the one before"):
+        with pytest.warns(UserWarning, match="Loading the previous one"):
             assert_whole(manager.load(fallback=True))
         files.rm(key)
         with pytest.raises(CheckpointError, match=rf"{path} lacks a file"):

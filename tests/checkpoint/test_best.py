@@ -55,7 +55,7 @@ def test_all_ranks_load_the_best_that_is_whole(rank, tmp_path):
     if rank == 0:
         file = manager.best() / "state.pt"
         file.write_bytes(file.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="Taking the one before, 00000001-step-0"):
+    with pytest.warns(UserWarning, match="Loading the previous one, 00000001-step-0"):
         found.append(manager.load(best=True, fallback=True).step)
     assert found == [1, 0]
 
@@ -67,7 +67,7 @@ def test_that_there_is_no_best_is_said(tmp_path):
     with pytest.raises(CheckpointError, match=r"was saved with the metric 'accuracy'; there are those of steps 3\."):
         manager.load(best=True)
     with pytest.raises(
-        ValueError, match=r"CheckpointManager.load: which one is the best\? Make the manager with keep_"
+        ValueError, match=r"CheckpointManager.load: the manager has no metric for the best; create it with keep_"
     ):
         CheckpointManager(tmp_path).load(best=True)
 

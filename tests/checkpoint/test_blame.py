@@ -40,9 +40,9 @@ def circle():
 @pytest.mark.parametrize(
     ("state", "value", "advice"),
     [
-        ({"best": np.float64(1)}, "state['best'] is a numpy.float64", "Save state['best'].item() in its place."),
+        ({"best": np.float64(1)}, "state['best'] is a numpy.float64", "Save state['best'].item() instead."),
         ({"a": [1, (2, {"b": np.ones(2)})]}, "state['a'][1][1]['b'] is a numpy.ndarray", "Save torch.from_numpy(state"),
-        ({"args": argparse.Namespace()}, "state['args'] is an argparse.Namespace", "Save vars(state['args']) in its"),
+        ({"args": argparse.Namespace()}, "state['args'] is an argparse.Namespace", "Save vars(state['args']) instead"),
         ({"p": pathlib.PurePosixPath("x")}, "state['p'] is a pathlib.PurePosixPath", "Save str(state['p'])"),
         ({"e": Colour.RED}, f"state['e'] is a {__name__}.Colour", "Save state['e'].name in"),
         ({"s": Settings()}, f"state['s'] is a {__name__}.Settings", "Save dataclasses.asdict(state['s']) in"),
@@ -78,6 +78,6 @@ def test_the_refusal_says_it_and_leaves_the_old_checkpoint(tmp_path):
     assert str(caught.value).startswith(f"save_checkpoint to {path} on rank 0: the state holds objects of numpy.")
     assert str(caught.value).endswith(
         ", which load_checkpoint would refuse to open: state['history'][1]['loss'] is a numpy.float32. The checkpoint "
-        "that was there before is unchanged. Save state['history'][1]['loss'].item() in its place."
+        "that was there before is unchanged. Save state['history'][1]['loss'].item() instead."
     )
     assert load_checkpoint(path) == {"epoch": 1}

@@ -40,8 +40,8 @@ def test_the_record_is_named(damaged):
         load_checkpoint(damaged[0])
     assert str(caught.value) == (
         f"load_checkpoint: {damaged[0]} is damaged: record 'archive/data/0' (4,000 bytes) does not match its checksum. "
-        "Bits have changed since it was written, on the disk or on the way: copy it again or take an older checkpoint. "
-        "verify=False reads it all the same."
+        "Bits have changed since it was written, on the disk or in transit: copy it again or load an older checkpoint. "
+        "verify=False reads it anyway."
     )
 
 
@@ -129,14 +129,14 @@ def test_what_a_checkpoint_lacks_is_said(tmp_path):
     assert steps == 1.0
     fresh, some, frozen, lacking, plain = said
     assert fresh == [
-        "'optimizer' has no state in it: it was saved before its first step, or without its state, and starts afresh."
+        "'optimizer' has no state in it: it was saved before its first step, or without its state, and starts anew."
     ]
     assert some == [
-        "'optimizer' has no state for 2 of 4 parameters ('1.weight', '1.bias'), which start afresh: they had no "
+        "'optimizer' has no state for 2 of 4 parameters ('1.weight', '1.bias'), which start anew: they had no "
         "gradient until then, or their state was left out."
     ]
     assert lacking == (
         f"load_checkpoint: {tmp_path}/run.pt has no state for 'optimizer'; it has 'model'. Nothing was loaded. Leave "
-        "out of `into` what shall start afresh, or take the checkpoint that has it."
+        "out of `into` the objects that should start from scratch, or load a checkpoint that has their states."
     )
     assert frozen == plain == []

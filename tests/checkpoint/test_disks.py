@@ -85,7 +85,7 @@ def test_a_full_disk_is_told_on_every_rank_and_the_job_goes_on(tmp_path):
     assert first == second
     for step, text in zip((2, 3, 2, 3), first, strict=True):
         assert f"step {step} to " in text
-        assert ": No space left on device. The checkpoints that were there before are unchanged, and so is" in text
+        assert ": No space left on device. Earlier checkpoints are unchanged, and so are" in text
         assert "Make room, or save to another disk." in text
 
 
@@ -106,7 +106,7 @@ def test_what_another_rank_writes_while_a_failed_save_is_removed_is_removed_too(
     folder.mkdir()  # another rank's part came between the removal of the files and of the folder
     (folder / "part").write_text("late")
     assert isinstance(saving.error, OSError)
-    saving.give_up()
+    saving.abort()
     assert not folder.exists()
 
 
@@ -139,6 +139,6 @@ def test_a_folder_that_a_rank_may_not_write_to_or_enter_is_told_on_every_rank():
         os.chmod(place, 0o755)
         first, second = run_ranks(save, 2, Path(place))
     assert first == second
-    assert all("on rank 0: Permission denied. The checkpoints that were there" in text for text in first[:2])
+    assert all("on rank 0: Permission denied. Earlier checkpoints" in text for text in first[:2])
     assert "Save to a folder that this user may write to." in first[0]
     assert all("rank 1 on " in text and " may not write into " in text for text in first[2:])

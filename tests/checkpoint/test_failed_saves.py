@@ -75,7 +75,7 @@ def test_of_steps_1_to_5_with_only_2_failing_the_others_are_saved(tmp_path, shar
     assert nothing == []
     (text,) = told
     assert f"CheckpointManager.{how}: step 2 to {tmp_path} on rank 0: Not a directory" in text
-    assert "unchanged, and so is what is in training. The newest is 00000001-step-1." in text
+    assert "unchanged, and so are the objects in training. The newest is 00000001-step-1." in text
     assert "Training continues, and the next save is attempted as usual; 3 in a row may fail (max_failures)." in text
 
 
@@ -148,7 +148,7 @@ def test_what_can_never_be_saved_is_raised_at_once(tmp_path):
 def test_a_save_that_takes_longer_than_the_timeout_of_the_group_is_named_and_waited_for(tmp_path, monkeypatch):
     """The other ranks waited in a collective: "all_gather #7: no answer from rank 0 within 3.0 s"."""
     write_whole = save_work.write_whole
-    monkeypatch.setattr(background, "_ASK_S", 0.01)
+    monkeypatch.setattr(background, "_SYNC_EVERY_S", 0.01)
     monkeypatch.setattr(background, "_WARN_S", 0.0)
 
     def train(rank, world_size):

@@ -102,8 +102,8 @@ def test_a_part_that_does_not_come_is_told_and_the_checkpoint_is_given_up(rank, 
     state = {"w": torch.ones(3), "v": torch.ones(3)}
     manager.save(1, state)
     if rank == 1:  # it says that it has written its part, and nobody finds it
-        phalanx.checkpoint.history.Draft.tell = lambda *_: None
-    with pytest.raises(CheckpointError, match=r"step 2 to .*: \.part-1 did not come within 0.2 s"):
+        phalanx.checkpoint.history.Draft.report = lambda *_: None
+    with pytest.raises(CheckpointError, match=r"step 2 to .*: \.part-1 was not written within 0.2 s"):
         manager.save(2, state)
     assert sorted(os.listdir(tmp_path)) == ["00000001-step-1", "latest"]
 

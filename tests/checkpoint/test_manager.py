@@ -99,7 +99,7 @@ def test_wrong_arguments_are_refused_at_the_door(tmp_path):
         manager.save(-1, {})
     with pytest.raises(TypeError, match="parts must be a dict"):
         manager.async_save(1, [1])
-    with pytest.raises(TypeError, match="parts are saved by name, and 1 is no string"):
+    with pytest.raises(TypeError, match="parts are saved by name, and 1 is not a string"):
         manager.save(1, {1: 2})
     assert names(tmp_path) == []
     assert manager.save(np.int64(3), {}).name == "00000001-step-3"
@@ -268,9 +268,13 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken_if_the_user_allows_
         whole = file.read_bytes()
         for damaged in (whole[:-1], whole[: len(whole) // 2] + b"?" + whole[len(whole) // 2 + 1 :], b""):
             file.write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=rf"{re.escape(str(file))} .*fallback=True takes the one before"):
+            with pytest.raises(
+                CheckpointError, match=rf"{re.escape(str(file))} .*fallback=True loads the previous one"
+            ):
                 manager.load({"model": model})
-            with pytest.warns(UserWarning, match=rf"{re.escape(str(file))} .*Taking the one before, 00000001-step-1"):
+            with pytest.warns(
+                UserWarning, match=rf"{re.escape(str(file))} .*Loading the previous one, 00000001-step-1"
+            ):
                 assert manager.load(fallback=True).state["step"] == 1
         file.unlink()
         with pytest.raises(CheckpointError, match=rf"{re.escape(str(file))} could not be read"):

@@ -180,7 +180,7 @@ def test_what_one_process_or_replicas_saved_whole_goes_on_in_a_model_of_fsdp2(tm
 @pytest.mark.parametrize("machines", ["one-machine", "several-machines"])
 def test_tensors_sharded_in_every_way_come_back_into_every_other(tmp_path, monkeypatch, machines):
     if machines == "several-machines":
-        monkeypatch.setattr(Peers, "see_one_file", lambda self, file: False)
+        monkeypatch.setattr(Peers, "is_same_file", lambda self, file: False)
     wholes = {"a": torch.arange(35.0).view(7, 5), "b": torch.arange(12).view(3, 2, 2), "c": torch.tensor(3.5)}
 
     class Part:  # something with a state that is sharded in a way of its own
@@ -338,7 +338,7 @@ def test_a_folder_that_other_hosts_do_not_share_is_an_error_on_every_rank_before
 
     (first, exists, loaded), (second, not_there, handed_on) = run_ranks(save, 2)
     assert first == second
-    assert all("does not see what rank 0 has made in" in text for text in first)
+    assert all("does not see the files of rank 0 in" in text for text in first)
     assert "the hosts do not share this folder. Nothing was written. Save to a folder on a disk" in first[0]
     assert (exists, not_there) == (True, False)
     assert torch.equal(loaded, handed_on)
@@ -372,7 +372,7 @@ def test_ranks_read_the_pieces_that_they_hand_on_at_the_same_time(tmp_path, monk
         CheckpointManager(tmp_path, sharded=True).save(1, state)
 
     def load(rank, world_size):
-        monkeypatch.setattr(Peers, "see_one_file", lambda self, file: False)  # as on two machines
+        monkeypatch.setattr(Peers, "is_same_file", lambda self, file: False)  # as on two machines
         readers, met, read = dist.new_group(), [], LoadedPieces.read
 
         def read_together(self, name, chunk):

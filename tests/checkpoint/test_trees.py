@@ -28,7 +28,7 @@ def by_torch(state):
 @pytest.mark.parametrize("machines", ["one-machine", "several-machines"])
 def test_random_states_come_back_as_from_torch_save(tmp_path, effort, seed, monkeypatch, machines):
     if machines == "several-machines":
-        monkeypatch.setattr(Peers, "see_one_file", lambda self, file: False)
+        monkeypatch.setattr(Peers, "is_same_file", lambda self, file: False)
 
     def save(rank, world_size):
         managers = [CheckpointManager(tmp_path / str(kind), sharded=kind) for kind in (False, True)]

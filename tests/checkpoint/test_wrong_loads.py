@@ -182,7 +182,7 @@ def test_a_part_that_raises_while_it_loads_is_told_with_what_to_do(tmp_path, by_
     parts, path, saved = {"part": Brittle(True)}, tmp_path / "saved", {"part": {"value": 7}}
     manager = CheckpointManager(path)
     save_checkpoint(path, saved) if by_file else manager.save(1, saved)
-    with pytest.raises(CheckpointError, match=r"Some parts may have changed\. Build them again"):
+    with pytest.raises(CheckpointError, match=r"Some parts may have changed\. Create them again"):
         load_checkpoint(path, into=parts) if by_file else manager.load(parts)
 
 
@@ -190,7 +190,7 @@ def test_a_folder_that_was_renamed_is_not_its_new_step(tmp_path):
     manager = CheckpointManager(tmp_path)
     path = manager.save(10, {"x": 1})
     path.rename(tmp_path / "00000001-step-20")
-    with pytest.raises(CheckpointError, match=r"has the name of step 20, and it is the checkpoint of step 10"):
+    with pytest.raises(CheckpointError, match=r"is named for step 20, but is the checkpoint of step 10"):
         manager.load(step=20)
     (tmp_path / "00000001-step-20").rename(tmp_path / "best")
     assert load_checkpoint(tmp_path / "best") == {"x": 1}

@@ -50,7 +50,7 @@ def agent(*answers: dict[str, Any]) -> Iterator[tuple[AgentChannel, list[dict[st
 
 @pytest.fixture(autouse=True)
 def _ask_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(channel, "_REQUEST_EVERY_S", 0.01)
 
 
 def test_a_rank_waits_as_long_as_the_agent_says_so_and_hears_why_there_is_no_generation() -> None:

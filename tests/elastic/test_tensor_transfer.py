@@ -16,7 +16,7 @@ from phalanx._comm.symmetric_memory.process_memory import read_process
 from phalanx._comm.symmetric_memory.watch import ProcessId
 from phalanx.elastic import tensor_transfer
 from phalanx.elastic.state_transfer import transfer_state
-from phalanx.elastic.tensor_transfer import Transfer, TransferPeer, plan_round
+from phalanx.elastic.tensor_transfer import TransferPeer, TransferPlan, plan_round
 from phalanx.testing import run_ranks
 
 
@@ -27,14 +27,21 @@ def peer(host: str, *, namespace: str = "one", has_memory: bool = True) -> Trans
 def test_each_host_is_sent_the_bytes_once_and_reads_them_from_there() -> None:
     peers = {rank: peer("a" if rank < 2 else "b") for rank in range(5)}
     first = plan_round(peers, 0, {0}, {1, 2, 3, 4}, set())
-    assert first == [Transfer(1, 0, reads=True), Transfer(2, 0, reads=False)]
-    assert plan_round(peers, 0, {0, 1, 2}, {3, 4}, set()) == [Transfer(3, 2, reads=True), Transfer(4, 2, reads=True)]
+    assert first == [TransferPlan(1, 0, reads=True), TransferPlan(2, 0, reads=False)]
+    assert plan_round(peers, 0, {0, 1, 2}, {3, 4}, set()) == [
+        TransferPlan(3, 2, reads=True),
+        TransferPlan(4, 2, reads=True),
+    ]
 
 
 def test_who_may_not_read_or_has_no_memory_is_sent_messages() -> None:
     peers = {0: peer("a"), 1: peer("a"), 2: peer("a", namespace="two"), 3: peer("a", has_memory=False)}
     moves = plan_round(peers, 0, {0}, {1, 2, 3}, {1})
-    assert moves == [Transfer(1, 0, reads=False), Transfer(2, 0, reads=False), Transfer(3, 0, reads=False)]
+    assert moves == [
+        TransferPlan(1, 0, reads=False),
+        TransferPlan(2, 0, reads=False),
+        TransferPlan(3, 0, reads=False),
+    ]
 
 
 def give(group: Any, rank: int, receivers: list[int]) -> bool:

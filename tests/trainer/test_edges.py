@@ -400,7 +400,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_first_step_also
     for place in (tmp_path / "file" / "a", tmp_path / "file"):
         options = {"checkpoint": place, "dry_run": dry_run, "callbacks": Fails(), "strategy": cpu()}
         trainer = phalanx.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, **options)
-        with pytest.raises(ValueError, match=r"checkpoint=.*file.* (is a file|can't be made|can't be written into)"):
+        with pytest.raises(ValueError, match=r"checkpoint=.*file.* (is a file|can't be created|can't be written to)"):
             trainer.fit(DataLoader(make_data(), 16))
     assert os.listdir(tmp_path) == ["file"]
 

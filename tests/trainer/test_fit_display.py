@@ -56,9 +56,9 @@ def test_ranks_refuse_a_folder_that_cannot_be_made_at_once_and_only_the_first_on
     (first, lines), (second, nothing) = run_ranks(train, 2)
     assert first == second
     assert [step for step, _ in first] == [0, 0, 0]
-    assert re.search(r"checkpoint='.*/file/a' can't be made: Not a directory", first[0][1])
+    assert re.search(r"checkpoint='.*/file/a' can't be created: Not a directory", first[0][1])
     assert re.search(r"log_dir='.*/file' is a file", first[1][1])
-    assert re.search(r"checkpoint='.*file' is a file.*log_dir='.*b' can't be made", first[2][1])
+    assert re.search(r"checkpoint='.*file' is a file.*log_dir='.*b' can't be created", first[2][1])
     assert len(lines.splitlines()) == 6
     assert "goes on" not in lines
     assert nothing == ""

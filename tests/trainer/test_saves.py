@@ -162,7 +162,7 @@ def test_what_makes_no_sense_is_said(tmp_path):
         make().fit(loader, resume="newest")
     with pytest.raises(ValueError, match="resume='best': there is no checkpoint yet"):
         make(checkpoint=tmp_path / "new", keep_best=("loss", "min", 1)).fit(loader, loader, resume="best")
-    with pytest.raises(ValueError, match="which one is the best"):
+    with pytest.raises(ValueError, match="the manager has no metric for the best"):
         make(checkpoint=tmp_path / "new").fit(loader, loader, resume="best")
 
 
@@ -228,4 +228,4 @@ def test_a_bucket_that_is_not_there_is_reported_before_the_first_step(s3, dry_ru
     count_steps("s3://runs/there", steps)
     assert steps == list(range(1, 3 if dry_run else 7))
     words = str(caught.value)
-    assert re.search(r"checkpoint='s3://nowhere/runs' can't be written to: .*exist.*\. Make the bucket", words)
+    assert re.search(r"checkpoint='s3://nowhere/runs' can't be written to: .*exist.*\. Create the bucket", words)

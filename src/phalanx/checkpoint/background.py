@@ -20,9 +20,9 @@ from phalanx._comm.diagnostics.rank_list import name_ranks
 from phalanx.checkpoint.peers import Peers
 from phalanx.errors import CheckpointError
 
-_LOOK_S = 0.002  # the first pause between two checks; later ones grow
-_LOOK_AT_MOST_S = 0.1
-_ASK_S = 1.0  # how often ranks that wait for a save poll each other
+_POLL_S = 0.002  # the first pause between two checks; later ones grow
+_MAX_POLL_S = 0.1
+_SYNC_EVERY_S = 1.0  # how often ranks that wait for a save poll each other
 _WARN_S = 60.0  # log a wait after this time, and again after ten times that
 
 
@@ -46,7 +46,7 @@ class SaveWork:
     commit: Callable[[], Path | str] | None = None
     parts: tuple[str, ...] = ()
     missing: Callable[[Collection[str]], list[str]] = list
-    look_at_most_s: float = _LOOK_AT_MOST_S
+    max_poll_s: float = _MAX_POLL_S
     discard: Callable[[], None] = lambda: None
 
 
@@ -64,7 +64,7 @@ class Saving:
         self._timeout_s = timeout_s
         self._written = threading.Event()
         self._finished = threading.Event()
-        self._given_up = threading.Event()
+        self._aborted = threading.Event()
         self._thread: threading.Thread | None = None
         self._parent = os.getpid()
 
@@ -81,12 +81,12 @@ class Saving:
         self._join()
         return True
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Abort the save when this rank's part is written: the checkpoint gets no name, unless it already has one.
 
         Remove what was written, even if another rank was still writing when the thread removed it.
         """
-        self._given_up.set()
+        self._aborted.set()
         self._finished.wait()
         self._join()
         if self.path is None:
@@ -96,7 +96,7 @@ class Saving:
         """Wait for the end without polling other ranks: for this rank's part, and up to `timeout_s` for the others."""
         self._written.wait()
         if not self.wait(timeout_s):
-            self.give_up()
+            self.abort()
 
     def _join(self) -> None:
         if self._thread is not None and os.getpid() == self._parent:
@@ -114,40 +114,40 @@ class Saving:
         except Exception as error:
             self.error = error
             self._work.discard()
-            if report is not None and not self._given_up.is_set():
+            if report is not None and not self._aborted.is_set():
                 report(error)
         finally:
             self._finished.set()
 
     def _await_parts(self) -> None:
-        deadline, pause = Deadline.after(self._timeout_s), _LOOK_S
+        deadline, pause = Deadline.after(self._timeout_s), _POLL_S
         missing = list(self._work.parts)
         while missing and (missing := self._work.missing(missing)):
-            if self._given_up.is_set():
-                raise AbandonedError("given up before all ranks had written their parts")
+            if self._aborted.is_set():
+                raise AbandonedError("aborted before all ranks had written their parts")
             if deadline.passed:
-                raise AbandonedError(f"{', '.join(missing)} did not come within {deadline.timeout_s} s")
-            self._given_up.wait(pause)
-            pause = min(2 * pause, self._work.look_at_most_s)
+                raise AbandonedError(f"{', '.join(missing)} was not written within {deadline.timeout_s} s")
+            self._aborted.wait(pause)
+            pause = min(2 * pause, self._work.max_poll_s)
 
 
 def wait_together(
     peers: Peers, saving: Saving, explain: Callable[[Exception], CheckpointError]
 ) -> CheckpointError | None:
-    """Wait on all ranks until a save is over, and return its error on any rank. All ranks call it.
+    """Wait on all ranks until a save is over, and return the error of any rank, or None. All ranks call it.
 
-    Ranks that are done wait in short collectives, not in one long one: so the group's timeout does not pass however
-    long a rank writes, and no rank counts as silent.
+    Ranks that have finished wait in short collectives, not in one long one: so the group's timeout does not expire
+    however long a rank writes, and no rank counts as silent.
     """
-    begun, warned_s = time.monotonic(), 0.0
+    started, warned_s = time.monotonic(), 0.0
     while True:
-        is_done = saving.wait(_ASK_S)
-        told = peers.all_gather((is_done, explain(saving.error) if is_done and saving.error else None))
-        failure = next((failure for _, failure in told if failure is not None), None)
-        writing = [rank for rank, (is_done, _) in enumerate(told) if not is_done]
+        is_finished = saving.wait(_SYNC_EVERY_S)
+        gathered = peers.all_gather((is_finished, explain(saving.error) if is_finished and saving.error else None))
+        failure = next((failure for _, failure in gathered if failure is not None), None)
+        writing = [rank for rank, (is_finished, _) in enumerate(gathered) if not is_finished]
         if failure is not None or not writing:
             return failure
-        waited_s = time.monotonic() - begun
+        waited_s = time.monotonic() - started
         if peers.is_first and waited_s >= max(_WARN_S, 10 * warned_s):
             warned_s = waited_s
             get_logger(__name__).warning(

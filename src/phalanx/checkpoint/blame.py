@@ -67,19 +67,19 @@ def _advice(path: str, value: Any) -> str:
     kind = type(value)
     if kind.__module__ == "numpy" and hasattr(value, "item"):
         array = getattr(value, "ndim", 0) > 0
-        return f"Save torch.from_numpy({path}) in its place." if array else f"Save {path}.item() in its place."
+        return f"Save torch.from_numpy({path}) instead." if array else f"Save {path}.item() instead."
     if isinstance(value, argparse.Namespace):
-        return f"Save vars({path}) in its place."
+        return f"Save vars({path}) instead."
     if isinstance(value, enum.Enum):
-        return f"Save {path}.name in its place."
+        return f"Save {path}.name instead."
     if isinstance(value, os.PathLike):
-        return f"Save str({path}) in its place."
+        return f"Save str({path}) instead."
     if dataclasses.is_dataclass(value):
-        return f"Save dataclasses.asdict({path}) in its place."
+        return f"Save dataclasses.asdict({path}) instead."
     if hasattr(value, "state_dict"):
-        return f"Save {path}.state_dict() in its place."
+        return f"Save {path}.state_dict() instead."
     if isinstance(value, Mapping):
-        return f"Save dict({path}) in its place."
+        return f"Save dict({path}) instead."
     return ""
 
 

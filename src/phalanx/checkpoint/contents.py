@@ -19,7 +19,7 @@ from phalanx._base.storage import place_of
 from phalanx.checkpoint.checksum import find_damage
 from phalanx.checkpoint.history import History
 from phalanx.checkpoint.manifest import find_damaged_file, is_checkpoint, read_manifest
-from phalanx.checkpoint.remote_history import RETRY_S, brought_here
+from phalanx.checkpoint.remote_history import RETRY_S, download
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, Tree
 from phalanx.checkpoint.whole import STATE
@@ -81,10 +81,10 @@ def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint
     """
     place = place_of(path)
     if isinstance(place, Path):
-        return _look_into(place, verify)
+        return _inspect_path(place, verify)
     try:
-        with brought_here(place, RETRY_S) as (here, shown, others):
-            found = _look_into(here, verify)
+        with download(place, RETRY_S) as (here, shown, others):
+            found = _inspect_path(here, verify)
             damage = tuple(text.replace(str(here), shown) for text in found.damage)
             return replace(found, path=shown, others=others, damage=damage)
     except CheckpointError as error:
@@ -92,7 +92,7 @@ def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint
         raise CheckpointError(text if text.startswith("inspect") else f"inspect: {text}") from error
 
 
-def _look_into(path: Path, verify: bool) -> CheckpointContents:
+def _inspect_path(path: Path, verify: bool) -> CheckpointContents:
     others: tuple[str, ...] = ()
     if path.is_dir() and not is_checkpoint(path) and not (path / METADATA).exists():
         entries = History(path, None).entries()

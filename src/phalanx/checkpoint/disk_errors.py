@@ -10,7 +10,7 @@ def describe_disk_error(error: BaseException) -> tuple[str, str]:
     disk = _disk_error(error)
     if disk is None:
         return "", ""
-    return disk.strerror or str(disk), _ADVICE.get(disk.errno or 0, "Mend that, or save to another folder.")
+    return disk.strerror or str(disk), _ADVICE.get(disk.errno or 0, "Fix that, or save to another folder.")
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
@@ -24,9 +24,9 @@ _ADVICE = {
     errno.ENOENT: "Create the folder first.",
     errno.ENOTDIR: "Save to a path whose folders are folders.",
     errno.EISDIR: "Give the checkpoint a file name.",
-    errno.ELOOP: "Mend the symbolic links, or save to another path.",
+    errno.ELOOP: "Fix the symbolic links, or save to another path.",
     errno.ENAMETOOLONG: "Give the checkpoint a shorter file name.",
-    errno.EPIPE: "What read the pipe has ended; start it again, or save to a file.",
+    errno.EPIPE: "The reader of the pipe has ended; start it again, or save to a file.",
     **dict.fromkeys((errno.ENOTBLK, errno.ENXIO), "Give the checkpoint a file name."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room, or save to another disk."),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Save to a folder that this user may write to."),

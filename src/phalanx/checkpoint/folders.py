@@ -40,10 +40,10 @@ def _try_folder(folder: Path, *, only_try: bool) -> str:
             folder = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(one))
         os.makedirs(folder, exist_ok=True)
     except FileExistsError:
-        return "is a file. Give a folder."
+        return "is a file. Pass a folder."
     except OSError as error:
-        return f"can't be made: {error.strerror or error}. Give a folder that this user can make."
-    return "" if may_write(folder) else "can't be written into. Give a folder that this user may write to."
+        return f"can't be created: {error.strerror or error}. Pass a folder that this user can create."
+    return "" if may_write(folder) else "can't be written to. Pass a folder that this user may write to."
 
 
 def _try_address(address: str) -> str:
@@ -55,5 +55,5 @@ def _try_address(address: str) -> str:
     except ModuleNotFoundError:
         raise
     except Exception as error:
-        return f"can't be written to: {type(error).__name__}: {error}. Make the bucket, or look at its permissions."
+        return f"can't be written to: {type(error).__name__}: {error}. Create the bucket, or check its permissions."
     return ""

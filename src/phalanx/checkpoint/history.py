@@ -35,7 +35,7 @@ from phalanx.errors import CheckpointError
 
 LATEST = "latest"
 _NAME = re.compile(r"(\d{8,})-step-(\d+)")
-_ENDING_S, _LOOK_S = 0.5, 0.01  # how long the kernel may take to end a writer
+_ENDING_S, _POLL_S = 0.5, 0.01  # how long the kernel may take to end a writer
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 
@@ -54,8 +54,8 @@ def explain_renamed(path: Path, manifest: Manifest) -> str | None:
     if named is None or int(named[2]) == manifest.step:
         return None
     return (
-        f"{path} has the name of step {int(named[2])}, and it is the checkpoint of step {manifest.step}: somebody has "
-        "renamed it. Give it its name again, or one without a step"
+        f"{path} is named for step {int(named[2])}, but is the checkpoint of step {manifest.step}: it was renamed. "
+        "Restore its name, or choose one without a step"
     )
 
 
@@ -65,7 +65,7 @@ class Draft:
     Without `fd`, another rank owns the folder, and this rank writes its part into it.
     """
 
-    look_at_most_s = 0.1  # the longest pause between two checks for other ranks' reports
+    max_poll_s = 0.1  # the longest pause between two checks for other ranks' reports
 
     def __init__(self, history: History, path: Path, fd: int = -1) -> None:
         self.path, self.name = path, path.name
@@ -74,13 +74,13 @@ class Draft:
     def send(self) -> None:
         """Do nothing: the files are already in their folder."""
 
-    def tell(self, name: str, content: str) -> None:
+    def report(self, name: str, content: str) -> None:
         """Write a small file for rank 0, atomically."""
         draft = self.path / f"{name}.draft"
         draft.write_text(content)
         os.rename(draft, self.path / name)
 
-    def hear(self, name: str) -> str:
+    def read_report(self, name: str) -> str:
         """Return the file that another rank has written for rank 0."""
         return (self.path / name).read_text()
 
@@ -88,7 +88,7 @@ class Draft:
         """Return the names that no rank has written yet."""
         return [name for name in names if not os.path.exists(self.path / name)]
 
-    def forget(self, names: Collection[str]) -> None:
+    def remove_reports(self, names: Collection[str]) -> None:
         """Remove the files that ranks have written for rank 0."""
         for name in names:
             (self.path / name).unlink()
@@ -220,7 +220,7 @@ class History:
                 removed.append(entry.path)
                 shutil.rmtree(hidden, ignore_errors=True)
         # A lost rank's process may have ended only after this save began.
-        Deadline.after(_ENDING_S).wait_until(lambda: not self.remove_abandoned(), _LOOK_S)
+        Deadline.after(_ENDING_S).wait_until(lambda: not self.remove_abandoned(), _POLL_S)
         return removed
 
     def metrics_of(self, entry: CheckpointEntry) -> Mapping[str, float]:

@@ -20,7 +20,7 @@ from phalanx.checkpoint.optimizer_fit import OptimizerNotes
 from phalanx.checkpoint.optimizer_gap import describe_gap
 from phalanx.checkpoint.parts import HALF_LOADED, describe_misfits, load_part
 from phalanx.checkpoint.peers import Peers
-from phalanx.checkpoint.remote_history import RETRY_S, brought_here
+from phalanx.checkpoint.remote_history import RETRY_S, download
 from phalanx.checkpoint.restore import find_latest, read_moved
 from phalanx.errors import CheckpointError
 
@@ -80,7 +80,7 @@ def _load_from_address(
     address: str, map_location: str | torch.device, into: Mapping[str, Stateful] | None, verify: bool
 ) -> dict[str, Any]:
     try:
-        with brought_here(address, RETRY_S) as (path, shown, _):
+        with download(address, RETRY_S) as (path, shown, _):
             try:
                 return _load_from_here(path, map_location, into, verify)
             except CheckpointError as error:
@@ -126,12 +126,12 @@ def _read_file(path: Path, map_location: str | torch.device, verify: bool) -> di
                 size = path.stat().st_size
                 raise CheckpointError(
                     f"load_checkpoint: {path} is cut off after {size} bytes: its table of contents, which comes last, "
-                    "is missing. Copy it again or take an older checkpoint; save_checkpoint leaves no such file."
+                    "is missing. Copy it again or load an older checkpoint; save_checkpoint leaves no such file."
                 )
             if verify and (damage := find_damage(file)):
                 raise CheckpointError(
                     f"load_checkpoint: {path} is damaged: {damage}. Bits have changed since it was written, on the "
-                    "disk or on the way: copy it again or take an older checkpoint. verify=False reads it all the same."
+                    "disk or in transit: copy it again or load an older checkpoint. verify=False reads it anyway."
                 )
             file.seek(0)
             state: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=True)
@@ -149,7 +149,7 @@ def _read_file(path: Path, map_location: str | torch.device, verify: bool) -> di
 def _require_stateful(into: object) -> None:
     if not isinstance(into, Mapping):
         raise TypeError(
-            "load_checkpoint: into takes a dict of what shall go on from the checkpoint, such as "
+            "load_checkpoint: into must be a dict of the objects to restore by name, such as "
             f"{{'model': model, 'optimizer': optimizer}}, got a {type(into).__name__}"
         )
     if wrong := [name for name, part in into.items() if not hasattr(part, "load_state_dict")]:
@@ -166,8 +166,8 @@ def _load_into(path: Path, state: object, notes: OptimizerNotes, into: Mapping[s
     if missing := [name for name in into if name not in state]:
         raise CheckpointError(
             f"load_checkpoint: {path} has no state for {', '.join(map(repr, missing))}; it has "
-            f"{', '.join(map(repr, state)) or 'nothing'}. Nothing was loaded. Leave out of `into` what shall start "
-            "afresh, or take the checkpoint that has it."
+            f"{', '.join(map(repr, state)) or 'nothing'}. Nothing was loaded. Leave out of `into` the objects "
+            "that should start from scratch, or load a checkpoint that has their states."
         )
     stages = {
         name: owner.fit_optimizer_state(part, state[name], None)
@@ -195,7 +195,7 @@ def _describe_foreign(path: Path, begins: bytes) -> str:
 def _explain(path: Path, error: Exception) -> str:
     if isinstance(error, zipfile.BadZipFile):
         return (
-            f"load_checkpoint: {path} is damaged: its table of contents: {error}. Copy it again or take an older one."
+            f"load_checkpoint: {path} is damaged: its table of contents: {error}. Copy it again or load an older one."
         )
     if isinstance(error, pickle.UnpicklingError):
         reason = _first_line(error)

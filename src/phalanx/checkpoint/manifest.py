@@ -70,7 +70,7 @@ class Manifest:
         try:
             content: dict[str, Any] = json.loads(text)
             if content.get("title") != _TITLE:
-                raise ValueError("it is no manifest of a checkpoint")
+                raise ValueError("it is not the manifest of a checkpoint")
             if content.get("version") != VERSION:
                 raise ValueError(f"it is of version {content.get('version')}, and this Phalanx reads {VERSION}")
             names = ("kind", "step", "world_size", "created", "torch")

@@ -243,7 +243,7 @@ def _is_lazy(tensor: Tensor) -> bool:
     return isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
 
 
-HALF_LOADED = "Some parts may have changed. Build them again before training goes on."
+HALF_LOADED = "Some parts may have changed. Create them again before training continues."
 """The advice in an error when a part has raised while it was loaded."""
 
 

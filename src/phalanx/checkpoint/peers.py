@@ -50,7 +50,7 @@ class Peers:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         if self.rank < 0:
-            raise ValueError(f"{what}: this rank is not in the process group that was given; only its members call it")
+            raise ValueError(f"{what}: this rank is not a member of the process group; only members call it")
         self.world_size = dist.get_world_size(group) if group is not None else 1
 
     @classmethod
@@ -70,7 +70,7 @@ class Peers:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        self._told(lambda: dist.all_gather_object(values, value, group=self.group))
+        self._call(lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
     def gather(self, value: T) -> list[T]:
@@ -78,7 +78,7 @@ class Peers:
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_first else None
-        self._told(lambda: dist.gather_object(value, values, group=self.group, group_dst=0))
+        self._call(lambda: dist.gather_object(value, values, group=self.group, group_dst=0))
         return values or []
 
     def broadcast(self, value: T, *, src: int = 0) -> T:
@@ -86,10 +86,10 @@ class Peers:
         if self.world_size == 1:
             return value
         values = [value if self.rank == src else None]
-        self._told(lambda: dist.broadcast_object_list(values, group=self.group, group_src=src))
+        self._call(lambda: dist.broadcast_object_list(values, group=self.group, group_src=src))
         return values[0]  # type: ignore[return-value]
 
-    def see_one_file(self, file: BinaryIO | Path | None) -> bool:
+    def is_same_file(self, file: BinaryIO | Path | None) -> bool:
         """Return whether all ranks are on one machine and pass the same file (open, or as a path)."""
         identities = self.all_gather(_identity(file))
         return all(identity == identities[0] != () for identity in identities)
@@ -100,10 +100,10 @@ class Peers:
             return
         # reshape does not suffice: the stride of a single element may be anything, and a view as bytes requires 1.
         content = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        carried = content.to(self.device)
-        self._told(lambda: dist.broadcast(carried, group=self.group, group_src=src))
-        if carried is not content:
-            content.copy_(carried)
+        on_device = content.to(self.device)
+        self._call(lambda: dist.broadcast(on_device, group=self.group, group_src=src))
+        if on_device is not content:
+            content.copy_(on_device)
 
     def agree_with_first(self, problem: str | None, cause: Exception | None = None) -> None:
         """Raise if rank 0 has a problem; the problems of other ranks do not count.
@@ -121,10 +121,10 @@ class Peers:
         Raises:
             CheckpointError: the problem of the first such rank; on every rank.
         """
-        told = [(rank, text) for rank, text in enumerate(self.all_gather(problem)) if text is not None]
-        if told:
-            also = f" Other ranks have a problem, too: {len(told) - 1}." if len(told) > 1 else ""
-            raise CheckpointError(told[0][1] + also) from cause
+        problems = [(rank, text) for rank, text in enumerate(self.all_gather(problem)) if text is not None]
+        if problems:
+            also = f" Other ranks have a problem, too: {len(problems) - 1}." if len(problems) > 1 else ""
+            raise CheckpointError(problems[0][1] + also) from cause
 
     @property
     def device(self) -> torch.device:
@@ -134,7 +134,7 @@ class Peers:
         cpu = torch.device("cpu")
         return cpu if cpu in devices or not devices else torch.device(devices[0].type)
 
-    def _told(self, call: Callable[[], None]) -> None:
+    def _call(self, call: Callable[[], None]) -> None:
         try:
             call()
         except PhalanxError as error:

@@ -42,7 +42,7 @@ class RandomState:
         """
         ranks = state_dict.get("ranks") if isinstance(state_dict, Mapping) else None
         if not isinstance(ranks, list) or not ranks:
-            raise CheckpointError("RandomState.load_state_dict: this is not what RandomState.state_dict gave.")
+            raise CheckpointError("RandomState.load_state_dict: this is not a state of RandomState.state_dict.")
         rank = Peers(self.process_group).rank
         if rank < len(ranks):
             set_local_state(ranks[rank])

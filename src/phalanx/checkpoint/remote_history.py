@@ -45,7 +45,7 @@ RETRY_S = 120.0  # a manager may set another limit
 class RemoteDraft:
     """`RemoteDraft` is this rank's part of a checkpoint in progress: files in a local folder, put to an address."""
 
-    look_at_most_s = 2.0  # the longest pause between two checks for other ranks' reports
+    max_poll_s = 2.0  # the longest pause between two checks for other ranks' reports
 
     def __init__(self, remote: RemoteFolder, name: str, *, is_first: bool) -> None:
         self.name = name
@@ -65,12 +65,12 @@ class RemoteDraft:
                 self._sent.add(file.name)
                 file.unlink()
 
-    def tell(self, name: str, content: str) -> None:
+    def report(self, name: str, content: str) -> None:
         """Put a small object for rank 0, at the end of this rank's part."""
         self._remote.put_bytes(content.encode(), f"{self.name}/{name}")
         self._clear()
 
-    def hear(self, name: str) -> str:
+    def read_report(self, name: str) -> str:
         """Return the object that another rank has put for rank 0."""
         return self._remote.get_bytes(f"{self.name}/{name}").decode()
 
@@ -79,7 +79,7 @@ class RemoteDraft:
         there = self._remote.list(self.name)
         return [name for name in names if f"{self.name}/{name}" not in there]
 
-    def forget(self, names: Collection[str]) -> None:
+    def remove_reports(self, names: Collection[str]) -> None:
         """Remove the objects that ranks have put for rank 0."""
         self._remote.remove([f"{self.name}/{name}" for name in names])
 
@@ -195,8 +195,8 @@ class RemoteHistory:
 
     def _has_ended(self, folder: str) -> bool:
         """Return whether the writing process ran on this host and has ended."""
-        told = json.loads(self._remote.get_bytes(f"{folder}/{_WRITING}"))
-        return told["host"] == host_identity() and ProcessId(**told["process"]).has_ended()
+        writer = json.loads(self._remote.get_bytes(f"{folder}/{_WRITING}"))
+        return writer["host"] == host_identity() and ProcessId(**writer["process"]).has_ended()
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class DownloadError(CheckpointError):
 
 
 @contextlib.contextmanager
-def brought_here(address: str, retry_s: float) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
+def download(address: str, retry_s: float) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
     """Download a checkpoint; yield its local path, its own address, and the names of the folder's older checkpoints.
 
     The address is that of a checkpoint, of a folder of checkpoints (the latest is used), or of a single object.

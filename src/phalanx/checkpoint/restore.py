@@ -24,7 +24,7 @@ from phalanx.checkpoint.peers import Peers
 from phalanx.checkpoint.remote_history import DownloadError, RemoteHistory
 from phalanx.checkpoint.structure import METADATA, STRUCTURE, decode_structure
 from phalanx.checkpoint.tree import Node, build, find, is_dtensor, strides_of_tensors, tensor_names
-from phalanx.checkpoint.whole import STATE, hand_on
+from phalanx.checkpoint.whole import STATE, share_file
 from phalanx.errors import CheckpointError
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes most of a second to import: only when needed
@@ -77,9 +77,9 @@ def restore(
                 raise VanishedError(f"{peers.what}: {path} was removed while it was read.") from None
             left = names[number + 1 :]
             if not fallback or not left:
-                hint = f" fallback=True takes the one before, {left[0]}." if left else " There is none before it."
+                hint = f" fallback=True loads the previous one, {left[0]}." if left else " There is no previous one."
                 raise DamagedError(f"{error}{hint}") from None
-            warnings.warn(f"{error} Taking the one before, {left[0]}.", stacklevel=3)
+            warnings.warn(f"{error} Loading the previous one, {left[0]}.", stacklevel=3)
             continue
         return _load(peers, path, manifest, state, stateful, list(parts), map_location, strict)
     return None
@@ -110,9 +110,9 @@ def _load(
     stages = fit_stages(stateful, state)
     report = describe_misfits(stateful, state, stages, OptimizerNotes(manifest.orders, manifest.classes))
     report.missing += [name for name in wanted if name not in state and name not in stateful]
-    told = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
+    mismatches = "" if not report else f"{peers.what} on rank {peers.rank}: {path} does not fit:\n{report}\n"
     advice = "Nothing was loaded. Build the parts as they were saved, or load what fits with strict=False."
-    peers.agree(told + advice if told and strict else None)
+    peers.agree(mismatches + advice if mismatches and strict else None)
     problem, cause, gaps = None, None, list[str]()
     try:
         own = {**state, **{name: fitting for name, (fitting, _) in stages.items()}}
@@ -180,7 +180,7 @@ def read_state(peers: Peers, path: Path, parts: Mapping[str, Any]) -> tuple[Mani
 
 
 def _read_whole(peers: Peers, path: Path, manifest: Manifest) -> dict[str, Any]:
-    problem, file = hand_on(peers, path / STATE, manifest.files[STATE])
+    problem, file = share_file(peers, path / STATE, manifest.files[STATE])
     if problem is not None:
         raise DamagedError(f"{peers.what}: {problem}.")
     assert file is not None
@@ -193,13 +193,13 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
     from phalanx.checkpoint.sharded_metadata import decode_metadata
     from phalanx.checkpoint.sharded_read import LoadedPieces, read_tensors
 
-    seers = [rank for rank, sees in enumerate(peers.all_gather(os.path.isdir(path))) if sees]
+    readers = [rank for rank, sees in enumerate(peers.all_gather(os.path.isdir(path))) if sees]
     problem: str | None = None
     head: tuple[bytes, bytes] | None = None
     files = sorted(manifest.files)
-    if peers.rank in seers:  # these ranks share the work of verifying the checksums
-        mine = seers.index(peers.rank)
-        damaged = (find_damaged_file(path, name, manifest.files[name]) for name in files[mine :: len(seers)])
+    if peers.rank in readers:  # these ranks share the work of verifying the checksums
+        mine = readers.index(peers.rank)
+        damaged = (find_damaged_file(path, name, manifest.files[name]) for name in files[mine :: len(readers)])
         problem = next(filter(None, damaged), None)
     _refuse_damage(peers, problem)
     if peers.is_first:
@@ -218,7 +218,7 @@ def _read_sharded(peers: Peers, path: Path, manifest: Manifest, parts: Mapping[s
     names = [name for name in tensor_names(structure) if name not in aliases]
     shards = {name: shard for name, shard in _shards(pieces, structure, parts).items() if name not in aliases}
     found, problem = read_tensors(
-        peers, pieces, names, shards, seers, on_one_machine=peers.see_one_file(path / METADATA)
+        peers, pieces, names, shards, readers, on_one_machine=peers.is_same_file(path / METADATA)
     )
     _refuse_damage(peers, problem and f"{path}: {problem}")
     for name, strides in strides_of_tensors(structure).items():
@@ -236,9 +236,9 @@ def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _refuse_damage(peers: Peers, problem: str | None) -> None:
-    told = [text for text in peers.all_gather(problem) if text]
-    if told:
-        raise DamagedError(f"{peers.what}: {told[0]}.")
+    mismatches = [text for text in peers.all_gather(problem) if text]
+    if mismatches:
+        raise DamagedError(f"{peers.what}: {mismatches[0]}.")
 
 
 def _shards(pieces: LoadedPieces, structure: Node, parts: Mapping[str, Any]) -> dict[str, DTensor]:

@@ -103,7 +103,7 @@ def _explain(path: Path | str, state: Mapping[str, Any], error: Exception) -> st
         advice = advice or "Save the numbers, strings and tensors in them instead."
     elif isinstance(error, NotDurableError):
         fact = error.strerror or str(error)
-        kept, advice = "The new checkpoint is in place, but a power cut may take it back.", "Look at the disk."
+        kept, advice = "The new checkpoint is in place, but a power cut may remove it.", "Check the disk."
     elif (disk := describe_disk_error(error))[0]:
         fact, advice = disk
     else:

@@ -83,7 +83,7 @@ def sharded_work(
     problem, cause, structure = None, None, b""
     pieces = sharded_files.SavedPieces()
     try:
-        pieces = sharded_files.take_pieces(plan, tree, memory)
+        pieces = sharded_files.collect_pieces(plan, tree, memory)
         if peers.is_first or not plan.is_uniform:
             structure = encode_structure(tree)
     except Exception as error:
@@ -98,7 +98,7 @@ def sharded_work(
         parts[peers.rank] = sharded_files.write_part(draft.path, plan, pieces)
         draft.send()
         if not peers.is_first:
-            draft.tell(sharded_files.part_name(peers.rank), parts[peers.rank].encode())
+            draft.report(sharded_files.part_name(peers.rank), parts[peers.rank].encode())
 
     if not peers.is_first:
         return SaveWork(step, write, discard=draft.discard)
@@ -106,12 +106,12 @@ def sharded_work(
 
     def write_metadata_and_commit() -> Path | str:
         for rank, name in others.items():
-            parts[rank] = sharded_files.RankShard.decode(draft.hear(name))
+            parts[rank] = sharded_files.RankShard.decode(draft.read_report(name))
         ordered = [parts[rank] for rank in sorted(parts)]
         files = sharded_files.write_metadata(draft.path, plan, ordered, aliases, structure)
         draft.send()
-        draft.forget(tuple(others.values()))
+        draft.remove_reports(tuple(others.values()))
         return commit(files)
 
     names = tuple(others.values())
-    return SaveWork(step, write, write_metadata_and_commit, names, draft.missing, draft.look_at_most_s, draft.discard)
+    return SaveWork(step, write, write_metadata_and_commit, names, draft.missing, draft.max_poll_s, draft.discard)

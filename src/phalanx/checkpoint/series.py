@@ -167,7 +167,7 @@ class CheckpointManager:
             torch.cuda.synchronize()
         self._saving, self._saving_group = saving, peers.group
         saving.start()
-        return self._settle(peers, is_reported=False)
+        return self._wait_for_save(peers, is_reported=False)
 
     def async_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
         """Begin to write a checkpoint of the current state, and return when training may continue. All ranks call it.
@@ -198,7 +198,7 @@ class CheckpointManager:
             CheckpointError: the last save failed; on every rank.
         """
         peers = self._peers("CheckpointManager.wait")
-        path = self._settle(peers)
+        path = self._wait_for_save(peers)
         self._failed.raise_last(peers)
         return path
 
@@ -235,9 +235,9 @@ class CheckpointManager:
         """Abort the current save, without the other ranks; complete files stay. A rank may call it alone."""
         saving, self._saving, self._saving_group = self._saving, None, None
         if saving is not None:
-            saving.give_up()
+            saving.abort()
             if saving.error:
-                get_logger(__name__).warning("the checkpoint of step %d was given up: %s", saving.step, saving.error)
+                get_logger(__name__).warning("the checkpoint of step %d was aborted: %s", saving.step, saving.error)
 
     def _peers(self, what: str) -> Peers:
         return Peers(self.process_group, what=what)
@@ -256,10 +256,10 @@ class CheckpointManager:
         if not isinstance(parts, Mapping):
             raise TypeError(f"{peers.what}: parts must be a dict of what to save by name, got a {type(parts).__name__}")
         if wrong := [name for name in parts if not isinstance(name, str)]:
-            raise TypeError(f"{peers.what}: parts are saved by name, and {wrong[0]!r} is no string")
+            raise TypeError(f"{peers.what}: parts are saved by name, and {wrong[0]!r} is not a string")
         step = operator.index(step)  # NumPy's integers have an index, too
         measured = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
-        self._settle(peers)
+        self._wait_for_save(peers)
         collected = collect(peers, parts, sharded=self.sharded)
         kind = collected.kind
         notes = note_optimizers(parts)
@@ -318,7 +318,7 @@ class CheckpointManager:
             raise
         return draft
 
-    def _settle(self, peers: Peers, *, is_reported: bool = True) -> Path | str | None:
+    def _wait_for_save(self, peers: Peers, *, is_reported: bool = True) -> Path | str | None:
         """Wait for the current save on all ranks; return its place, or count the failure."""
         if self._saving is not None and self._saving_group is not peers.group:
             self.give_up()  # the save's group has ended, and perhaps a rank with it: do not wait for its part
@@ -332,7 +332,7 @@ class CheckpointManager:
             name = peers.broadcast(str(saving.path).rpartition("/")[2])
             self._newest = saving.step, self._history.shown(name)
             return self._newest[1]
-        saving.give_up()
+        saving.abort()
         failure.__cause__ = saving.error
         if not isinstance(failure, UnwrittenError):
             raise failure
@@ -402,7 +402,7 @@ class CheckpointManager:
         if best:
             require_best(self._history, peers.what)
         if self._saving is not None:
-            self._settle(peers)
+            self._wait_for_save(peers)
         for attempt in range(_ATTEMPTS):
             names = choose(peers, self._history, self.folder, step, best=best)
             try:
@@ -448,7 +448,10 @@ def require_best(history: History | RemoteHistory, what: str) -> Best:
         ValueError: the manager, whose method is `what`, has no `keep_best`.
     """
     if history.best is None:
-        raise ValueError(f"{what}: which one is the best? Make the manager with keep_best=('accuracy', 'max', 3), say")
+        raise ValueError(
+            f"{what}: the manager has no metric for the best; create it with keep_best, for example "
+            "keep_best=('accuracy', 'max', 3)"
+        )
     return history.best
 
 
@@ -480,8 +483,8 @@ def choose(peers: Peers, history: History | RemoteHistory, place: object, step: 
     except Exception as error:
         fact = (error.strerror or str(error)) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         problem, cause = f"{peers.what} on rank {peers.rank}: {place}: {fact}.", error
-    told = peers.all_gather((problem, [entry.path.name for entry in chosen]))
-    problem, names = told[0]
+    gathered = peers.all_gather((problem, [entry.path.name for entry in chosen]))
+    problem, names = gathered[0]
     if problem is not None:
         raise CheckpointError(problem) from cause
     if best and not names and (steps := peers.broadcast([entry.step for entry in mine])):
@@ -490,7 +493,7 @@ def choose(peers: Peers, history: History | RemoteHistory, place: object, step: 
             f"{require_best(history, peers.what).metric!r}; there are those of steps "
             f"{', '.join(map(str, sorted(set(steps))))}."
         )
-    elsewhere = [rank for rank, (_, theirs) in enumerate(told) if theirs]
+    elsewhere = [rank for rank, (_, theirs) in enumerate(gathered) if theirs]
     if not names and elsewhere:
         raise CheckpointError(
             f"{peers.what}: rank {elsewhere[0]} sees checkpoints in {place}, and rank 0, which reads them, "
@@ -531,20 +534,20 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
     state: dict[str, Any] = {}
     without_values = ""
     pinned: set[str] = set()
-    wants = sharded
-    if wants is None:
-        wants = any(hasattr(part, "shard_state_dict") and peers.world_size > 1 for part in parts.values())
+    is_sharded = sharded
+    if is_sharded is None:
+        is_sharded = any(hasattr(part, "shard_state_dict") and peers.world_size > 1 for part in parts.values())
     try:
         pinned = buffer_names(parts)
-        state = states_of(parts, peers, sharded=wants)
+        state = states_of(parts, peers, sharded=is_sharded)
         leaves = Tree.of(state).leaves
-        has_shards = any(is_dtensor(leaf) for leaf in leaves.values())
-        if has_shards and sharded is False and peers.world_size > 1:
+        has_dtensor = any(is_dtensor(leaf) for leaf in leaves.values())
+        if has_dtensor and sharded is False and peers.world_size > 1:
             problem = (
                 f"{peers.what}: the state holds tensors that are sharded over ranks (DTensor), of which rank 0 "
                 "writes its own shard only. Leave out sharded=False."
             )
-        wants = wants or (has_shards and sharded is None)
+        is_sharded = is_sharded or (has_dtensor and sharded is None)
         without_values = next((name for name, leaf in leaves.items() if _has_no_values(leaf, name, pinned, peers)), "")
     except NestingError as error:
         problem, cause = (
@@ -553,14 +556,14 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
         )
     except Exception as error:
         problem, cause = f"{peers.what} on rank {peers.rank}: {type(error).__name__}: {error}", error
-    told = peers.all_gather((problem, wants, describe_optimizers(parts), without_values))
-    first = next((text for text, *_ in told if text is not None), None)
+    gathered = peers.all_gather((problem, is_sharded, describe_optimizers(parts), without_values))
+    first = next((text for text, *_ in gathered if text is not None), None)
     if first is not None:
         raise CheckpointError(first) from cause
-    if apart := explain_optimizers_apart(peers.what, [optimizers for *_, optimizers, _ in told]):
+    if apart := explain_optimizers_apart(peers.what, [optimizers for *_, optimizers, _ in gathered]):
         raise CheckpointError(apart)
-    kind: Kind = "sharded" if any(wants for _, wants, *_ in told) else "whole"
-    if kind == "sharded" and (empty := [(rank, name) for rank, (*_, name) in enumerate(told) if name]):
+    kind: Kind = "sharded" if any(is_sharded for _, is_sharded, *_ in gathered) else "whole"
+    if kind == "sharded" and (empty := [(rank, name) for rank, (*_, name) in enumerate(gathered) if name]):
         rank, name = empty[0]
         raise CheckpointError(
             f"{peers.what}: {name!r} is on the meta device on rank {rank}, and has no values to write. Nothing was "
@@ -569,9 +572,9 @@ def collect(peers: Peers, parts: Mapping[str, Any], *, sharded: bool | None) -> 
     differing = [name for name, part in parts.items() if getattr(part, "ranks_differ", False)]
     if kind == "sharded" and differing and peers.world_size > 1:
         raise CheckpointError(
-            f"{peers.what}: with {differing[0]!r} ranks train apart, and in a sharded checkpoint each part of the "
-            "model would be of some other rank. Save with sharded=False on a CheckpointManager of each rank's own "
-            "(process_group of one rank, a folder each), or after finish() without it."
+            f"{peers.what}: with {differing[0]!r} ranks train separate models, and a sharded checkpoint would mix "
+            "them. Save with sharded=False and a CheckpointManager for each rank (a process_group of one rank, and a "
+            "folder of its own); or call finish() first, and leave it out of the parts."
         )
     return CollectedState(state, kind, pinned)
 
@@ -602,7 +605,9 @@ class FailedSaves:
     def report(self, error: CheckpointError) -> None:
         """Log at once, on the thread of a save, that it failed and what happens next."""
         is_allowed = isinstance(error, UnwrittenError) and self._count < self.allowed
-        _logger.warning("%s %s", error, self._outlook(self._count + 1) if is_allowed else "The next call raises this.")
+        _logger.warning(
+            "%s %s", error, self._describe_outlook(self._count + 1) if is_allowed else "The next call raises this."
+        )
 
     def add(self, peers: Peers, error: UnwrittenError, *, is_reported: bool) -> None:
         """Count a failed save. All ranks call it.
@@ -617,7 +622,7 @@ class FailedSaves:
             raise CheckpointError(f"{error}{more}") from error.__cause__
         self._last = str(error)
         if peers.is_first and not is_reported:
-            _logger.warning("%s %s", error, self._outlook(self._count))
+            _logger.warning("%s %s", error, self._describe_outlook(self._count))
 
     def raise_last(self, peers: Peers) -> None:
         """Raise if the last save failed. All ranks call it.
@@ -629,7 +634,7 @@ class FailedSaves:
         if last is not None:
             raise CheckpointError(last)
 
-    def _outlook(self, count: int) -> str:
+    def _describe_outlook(self, count: int) -> str:
         so_far = "" if count == 1 else f", after {count - 1} that failed before it"
         return (
             f"Training continues, and the next save is attempted as usual{so_far}; {self.allowed} in a row may fail "

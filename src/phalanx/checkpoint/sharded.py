@@ -69,15 +69,17 @@ def plan_save(tree: Tree, pinned: Collection[str], peers: Peers, before: Plan | 
     if all(peers.all_gather(before is not None and before.signature == signature)):
         assert before is not None
         return before
-    told = peers.gather((_local_plan(tree), frozenset(pinned), tuple(tree.leaves)))
+    gathered = peers.gather((_local_plan(tree), frozenset(pinned), tuple(tree.leaves)))
     answer: tuple[list[SavePlan], bool] | str = ""
     metadata = None
     if peers.is_first:
         try:
-            plans, metadata = _global_plan([plan for plan, _, _ in told], set().union(*(names for _, names, _ in told)))
-            answer = (plans, all(names == told[0][2] for _, _, names in told))
+            plans, metadata = _global_plan(
+                [plan for plan, _, _ in gathered], set().union(*(names for _, names, _ in gathered))
+            )
+            answer = (plans, all(names == gathered[0][2] for _, _, names in gathered))
         except Exception as error:  # pieces overlap, or do not cover the whole
-            answer = f"{peers.what}: what ranks hold of the state does not fit together: {error}. Nothing was saved."
+            answer = f"{peers.what}: the ranks' parts of the state do not fit together: {error}. Nothing was saved."
     answer = peers.broadcast(answer)
     if isinstance(answer, str):
         raise CheckpointError(answer)
@@ -125,15 +127,15 @@ def _slice_items(name: str, leaf: SlicedTensor) -> Iterator[WriteItem]:
 
 def _global_plan(plans: Sequence[SavePlan], pinned: Collection[str]) -> tuple[list[SavePlan], Metadata]:
     """Assign each piece to one rank: pinned ones and objects to the first with them, others to the least loaded."""
-    taken: set[MetadataIndex] = set()
+    assigned: set[MetadataIndex] = set()
     chosen = []
     for plan in plans:
         items = []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO or item.index.fqn in pinned:
-                if item.index in taken:
+                if item.index in assigned:
                     continue
-                taken.add(item.index)
+                assigned.add(item.index)
             items.append(item)
         chosen.append(dataclasses.replace(plan, items=items))
     planned, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(chosen)
@@ -154,7 +156,7 @@ class SavedPieces:
     objects: dict[MetadataIndex, bytes] = field(default_factory=dict)
 
 
-def take_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> SavedPieces:
+def collect_pieces(plan: Plan, tree: Tree, memory: SnapshotMemory | None) -> SavedPieces:
     """Return the pieces that this rank writes, copied into `memory`; without `memory` the state's own tensors."""
     pieces = SavedPieces()
     for item in plan.mine.items:
@@ -180,7 +182,7 @@ def encode(value: object) -> bytes:
 
 
 class _Planner(DefaultSavePlanner):
-    """`_Planner` gives torch's writer the pieces taken earlier, however the state has changed since."""
+    """`_Planner` gives torch's writer the pieces assigned earlier, however the state has changed since."""
 
     def __init__(self, pieces: SavedPieces) -> None:
         super().__init__()

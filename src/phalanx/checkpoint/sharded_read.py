@@ -74,23 +74,23 @@ def read_tensors(
     pieces: LoadedPieces,
     names: Sequence[str],
     shards: Mapping[str, DTensor],
-    seers: Sequence[int],
+    readers: Sequence[int],
     *,
     on_one_machine: bool,
 ) -> tuple[dict[str, Tensor], str | None]:
     """Return the named tensors, whole or filled into `shards`, and the problems of reading them. All ranks call it.
 
-    `shards` are tensors to fill, of which this rank has a part. `seers` are the ranks that see the folder;
+    `shards` are tensors to fill, of which this rank has a part. `readers` are the ranks that see the folder;
     `on_one_machine`: all ranks do, on one machine with one page cache.
     """
-    alone = set(names) if on_one_machine else set(shards) if peers.rank in seers else set()
+    alone = set(names) if on_one_machine else set(shards) if peers.rank in readers else set()
     by_all = set.intersection(*peers.all_gather(alone))
-    handed_on = [(name, chunk) for name in names if name not in by_all for chunk in pieces.chunks(name)]
+    to_broadcast = [(name, chunk) for name in names if name not in by_all for chunk in pieces.chunks(name)]
     found: dict[str, Tensor] = {}
     problem: str | None = None
     turn = 0
     own: Tensor | None = None
-    my_turn = seers.index(peers.rank) if peers.rank in seers else len(handed_on)
+    my_turn = readers.index(peers.rank) if peers.rank in readers else len(to_broadcast)
 
     def read(name: str, chunk: ChunkStorageMetadata) -> Tensor | None:
         nonlocal problem
@@ -117,9 +117,11 @@ def read_tensors(
             if name in by_all:
                 piece = read(name, chunk) if is_piece or _overlap(chunk, where) is not None else None
             else:
-                if turn % len(seers) == 0 and turn + my_turn < len(handed_on):  # all readers now read their next piece
-                    own = read(*handed_on[turn + my_turn])
-                reader = seers[turn % len(seers)]
+                if turn % len(readers) == 0 and turn + my_turn < len(
+                    to_broadcast
+                ):  # all readers now read their next piece
+                    own = read(*to_broadcast[turn + my_turn])
+                reader = readers[turn % len(readers)]
                 if peers.rank == reader:
                     piece, own = own, None
                 piece = torch.empty(chunk.sizes, dtype=dtype) if piece is None else piece

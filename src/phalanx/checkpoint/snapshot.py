@@ -40,7 +40,7 @@ class SnapshotMemory:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._at = 0
 
-    def take(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         """Return a piece of the memory, as bytes in its own storage."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -62,7 +62,7 @@ def copy_contiguous(tensors: Iterable[Tensor], memory: SnapshotMemory) -> list[T
     copies = []
     for source, is_plain in zip(sources, plain, strict=True):
         if is_plain:
-            copies.append(memory.take(source.nbytes).view(source.dtype).view(source.shape).copy_(source))
+            copies.append(memory.allocate(source.nbytes).view(source.dtype).view(source.shape).copy_(source))
         else:
             copies.append(source.cpu().clone())
     return copies
@@ -78,7 +78,7 @@ def copy_tree(state: Any, memory: SnapshotMemory) -> Any:
     memory.begin(sum(storage.nbytes() for storage in storages.values()), len(storages))
     copies = {}
     for key, storage in storages.items():
-        copy = memory.take(storage.nbytes())
+        copy = memory.allocate(storage.nbytes())
         if storage.nbytes():
             copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         copies[key] = copy.untyped_storage()

@@ -23,19 +23,19 @@ class DiskStream:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._handed_over = 0
+        self._submitted = 0
         self.nbytes = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._file.write(view)
         self.nbytes += len(view)
-        if (pending := self.nbytes - self._handed_over) >= _WRITEBACK_BYTES:
+        if (pending := self.nbytes - self._submitted) >= _WRITEBACK_BYTES:
             with contextlib.suppress(ImportError):  # without the core, writeback begins at the end
                 from phalanx import _core
 
-                _core.start_writeback(self._file.fileno(), self._handed_over, pending)
-            self._handed_over += pending
+                _core.start_writeback(self._file.fileno(), self._submitted, pending)
+            self._submitted += pending
         return len(view)
 
     def tell(self) -> int:
@@ -74,8 +74,8 @@ class ChecksummedStream(DiskStream):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if self._record_bytes and (told := _told_checksum(view, self._record_bytes)) is not None:
-            self._crc.extend(told, self._record_bytes)
+        if self._record_bytes and (appended := _appended_checksum(view, self._record_bytes)) is not None:
+            self._crc.extend(appended, self._record_bytes)
             self._record_bytes = 0
         self._read_record_again()
         super().write(view)
@@ -94,7 +94,7 @@ class ChecksummedStream(DiskStream):
             self._record_bytes = 0
 
 
-def _told_checksum(footer: memoryview, record_bytes: int) -> int | None:
+def _appended_checksum(footer: memoryview, record_bytes: int) -> int | None:
     """Return the CRC-32 of the preceding record from a zip's data descriptor; None if `footer` is not one."""
     if len(footer) not in _FOOTER_BYTES or footer[:4] != _FOOTER:
         return None

@@ -50,12 +50,12 @@ class Tree:
         """
         tree = cls()
         try:
-            tree.structure = tree._take_apart(state, (), {})
+            tree.structure = tree._split(state, (), {})
         except RecursionError:
             raise NestingError(describe_nesting(state)) from None
         return tree
 
-    def _take_apart(self, value: Any, path: Path, seen: dict[tuple[Any, ...], str]) -> Node:
+    def _split(self, value: Any, path: Path, seen: dict[tuple[Any, ...], str]) -> Node:
         kind = type(value).__name__
         if is_tensor(value):
             name = self._add(value, path)
@@ -63,10 +63,10 @@ class Tree:
                 self.aliases[name] = seen[memory]
             return ("tensor", name, _form(value))
         if type(value) in _DICTS.values():
-            items = [(key, self._take_apart(item, (*path, str(key)), seen)) for key, item in value.items()]
+            items = [(key, self._split(item, (*path, str(key)), seen)) for key, item in value.items()]
             return (kind, items, dict(vars(value)) if kind == "OrderedDict" else {})
         if type(value) in _SEQUENCES.values() and _is_branch(value):
-            return (kind, [self._take_apart(item, (*path, i), seen) for i, item in enumerate(value)])
+            return (kind, [self._split(item, (*path, i), seen) for i, item in enumerate(value)])
         self._add(value, path)
         return ("value", value)
 
@@ -164,12 +164,12 @@ def is_dtensor(value: object) -> bool:
 def _is_branch(value: list[Any] | tuple[Any, ...]) -> bool:
     if isinstance(value, list) and any(type(item) in _DICTS.values() for item in value):
         return True
-    return any(_holds_tensor(item) for item in value)
+    return any(_has_tensor(item) for item in value)
 
 
-def _holds_tensor(value: Any) -> bool:
+def _has_tensor(value: Any) -> bool:
     if type(value) in _DICTS.values():
-        return any(_holds_tensor(item) for item in value.values())
+        return any(_has_tensor(item) for item in value.values())
     if type(value) in _SEQUENCES.values():
         return _is_branch(value)
     return is_tensor(value)

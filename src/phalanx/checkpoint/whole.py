@@ -58,7 +58,7 @@ def write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]
     return {STATE: FileRecord(stream.nbytes, stream.crc32)}
 
 
-def hand_on(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, BinaryIO | None]:
+def share_file(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, BinaryIO | None]:
     """Return the problem of the file at `path`, or else the open file, a copy on other ranks. All ranks call it.
 
     Cost: if all ranks are on one machine and see the same file, each verifies the checksum of a share, and nothing is
@@ -66,14 +66,14 @@ def hand_on(peers: Peers, path: Path, record: FileRecord) -> tuple[str | None, B
     MiB.
     """
     own, problem = _open(path, record)
-    is_one, problem = peers.see_one_file(own), peers.broadcast(problem)
+    is_same, problem = peers.is_same_file(own), peers.broadcast(problem)
     if problem is None:
-        if not (is_one or peers.is_first):
+        if not (is_same or peers.is_first):
             if own is not None:
                 own.close()  # on this rank the name leads to another file than on rank 0
             own = os.fdopen(memfd.create("phalanx-checkpoint"), "w+b")
         assert own is not None
-        problem = (_compare_together if is_one else _pass)(peers, path, record, own)
+        problem = (_compare_together if is_same else _broadcast_file)(peers, path, record, own)
         if problem is None:
             own.seek(0)
             return None, own
@@ -102,11 +102,11 @@ def _compare_together(peers: Peers, path: Path, record: FileRecord, file: Binary
         crc = crc32_of_range(file, begin, nbytes)
     except OSError as error:
         problem = f"{path} could not be read: {error.strerror or error}"
-    told = peers.all_gather((problem, crc, nbytes))
-    if problem := next((problem for problem, _, _ in told if problem), None):
+    gathered = peers.all_gather((problem, crc, nbytes))
+    if problem := next((problem for problem, _, _ in gathered if problem), None):
         return problem
     whole = Crc32()
-    for _, share, length in told:
+    for _, share, length in gathered:
         whole.extend(share, length)
     return None if whole.value == record.crc32 else _describe_changed(path)
 
@@ -115,7 +115,7 @@ def _describe_changed(path: Path) -> str:
     return f"{path} does not match its checksum: bits have changed since it was written"
 
 
-def _pass(peers: Peers, path: Path, record: FileRecord, file: BinaryIO) -> str | None:
+def _broadcast_file(peers: Peers, path: Path, record: FileRecord, file: BinaryIO) -> str | None:
     """Read the file and broadcast it, or receive and write it; return its problem, or None."""
     chunk = torch.empty(min(_CHUNK_BYTES, max(record.nbytes, 1)), dtype=torch.uint8)
     crc, problem = 0, None

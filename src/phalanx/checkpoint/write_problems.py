@@ -37,7 +37,7 @@ def explain_unseen(peers: Peers, folder: Path) -> str:
             "to a folder into which the user of every rank may write."
         )
     return (
-        f"{peers.what}: rank {peers.rank} on {host} does not see what rank 0 has made in {folder.parent}: the hosts do "
+        f"{peers.what}: rank {peers.rank} on {host} does not see the files of rank 0 in {folder.parent}: the hosts do "
         "not share this folder. Nothing was written. Save to a folder on a disk that all hosts mount, or, if rank 0 "
         "holds the whole state, with sharded=False."
     )
@@ -59,12 +59,12 @@ def explain_unwritten(
     newest: Path | str | None = None,
 ) -> str:
     """Return a message on the failed operation, its place and reason, and the newest complete checkpoint `newest`."""
-    kept = "The checkpoints that were there before are unchanged, and so is what is in training."
+    kept = "Earlier checkpoints are unchanged, and so are the objects in training."
     if newest is not None:
         kept += f" The newest is {str(newest).rpartition('/')[2]}."
     fact, advice = describe_disk_error(error)
     if isinstance(error, NotDurableError):
-        kept, advice = "The new checkpoint is in place, but a power cut may take it back.", "Look at the disk."
+        kept, advice = "The new checkpoint is in place, but a power cut may remove it.", "Check the disk."
     elif not fact:
         fact = (
             str(error) if isinstance(error, (AbandonedError, UnreadableError)) else f"{type(error).__name__}: {error}"
@@ -75,14 +75,14 @@ def explain_unwritten(
     return text.rstrip()
 
 
-def explain_optimizers_apart(what: str, told: Sequence[Mapping[str, Any]]) -> str:
+def explain_optimizers_apart(what: str, optimizers_by_rank: Sequence[Mapping[str, Any]]) -> str:
     """Return why optimizers that differ between ranks cannot be saved as one; "" if they are equal.
 
-    `told` has the result of `describe_optimizers` by rank.
+    `optimizers_by_rank` has the result of `describe_optimizers` by rank.
     """
-    for rank, theirs in enumerate(told):
-        for name in told[0]:
-            if theirs.get(name) != told[0][name]:
+    for rank, theirs in enumerate(optimizers_by_rank):
+        for name in optimizers_by_rank[0]:
+            if theirs.get(name) != optimizers_by_rank[0][name]:
                 return (
                     f"{what}: {name!r} updates other parameters on rank {rank} than on rank 0, whose state alone would "
                     "be saved (the stages of a pipeline, say). Nothing was written. Save the model here, and the "

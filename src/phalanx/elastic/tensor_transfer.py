@@ -1,4 +1,4 @@
-"""Transfer tensors from one rank to those that lack them: through memory on a host, in messages between hosts.
+"""TransferPlan tensors from one rank to those that lack them: through memory on a host, in messages between hosts.
 
     round 1    source ──read by──▶ receivers of its host        source ──messages──▶ first receiver of another host
     round 2                                                     that one ──read by──▶ the other receivers of its host
@@ -55,8 +55,8 @@ class TransferPeer:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """A `Transfer` is how one receiver gets the bytes in a round: by reading `holder`'s memory, or in messages."""
+class TransferPlan:
+    """A `TransferPlan` is how one receiver gets the bytes in a round: by reading `holder`'s memory, or in messages."""
 
     receiver: int
     holder: int
@@ -66,23 +66,23 @@ class Transfer:
 def plan_round(
     peers: Mapping[int, TransferPeer], source: int, holders: Collection[int], needing: Collection[int],
     refused: Collection[int],
-) -> list[Transfer]:  # fmt: skip
+) -> list[TransferPlan]:  # fmt: skip
     """Return which ranks receive the bytes in this round, and from whom; empty if no rank needs them.
 
     The ranks in `refused` could not read another process's memory.
     """
-    moves: list[Transfer] = []
+    moves: list[TransferPlan] = []
     awaited: set[int] = set()
     for receiver in sorted(needing):
         mine = peers[receiver]
         near = [h for h in sorted(holders) if mine.can_read(peers[h])] if receiver not in refused else []
         if near:
-            moves.append(Transfer(receiver, near[0], reads=True))
+            moves.append(TransferPlan(receiver, near[0], reads=True))
             continue
         if receiver not in refused and any(mine.can_read(peers[other]) for other in awaited):
             continue  # the first rank of that host is already a receiver
         awaited.add(receiver)
-        moves.append(Transfer(receiver, source, reads=False))
+        moves.append(TransferPlan(receiver, source, reads=False))
     return moves
 
 
