@@ -209,8 +209,8 @@ class _AgentView:
         return {
             "agent.num_pending_requests": str(agent.functions.num_waiting),
             "agent.thread_pool_size": str(agent.options.num_worker_threads),
-            "agent.num_idle_threads": str(agent.options.num_worker_threads - agent.room.num_inside),
-            "agent.server_active_calls": str(agent.room.num_inside),
+            "agent.num_idle_threads": str(agent.options.num_worker_threads - agent.call_limit.num_running),
+            "agent.server_active_calls": str(agent.call_limit.num_running),
             "agent.server_active_async_calls": "0",
             "agent.client_active_calls": str(agent.num_in_flight),
         }

@@ -82,5 +82,5 @@ def test_hosts_with_two_servers_each_are_lost_and_their_shards_go_on_elsewhere()
 
 
 def test_servers_of_another_host_are_not_met_without_the_jobs_key():
-    with pytest.raises(RankFailed, match=r"AuthenticationError: .*there is no key for them to know each other by"):
+    with pytest.raises(RankFailed, match=r"AuthenticationError: .*there is no key to authenticate them"):
         on_hosts([2, 2], _train, joining=True, key="")

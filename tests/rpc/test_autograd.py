@@ -89,7 +89,7 @@ def clamp_hook(x: torch.Tensor) -> torch.Tensor:
 def fail_to_answer(fails: bool) -> None:
     """From here on, what others order of this worker over a line."""
     if not fails:
-        line.ServedLine.send = _send  # type: ignore[method-assign]
+        line.CalleeLine.send = _send  # type: ignore[method-assign]
         return
 
     def send_or_fail(self, kind, *args):
@@ -97,10 +97,10 @@ def fail_to_answer(fails: bool) -> None:
             raise MemoryError("no room for an answer")
         _send(self, kind, *args)
 
-    line.ServedLine.send = send_or_fail  # type: ignore[method-assign]
+    line.CalleeLine.send = send_or_fail  # type: ignore[method-assign]
 
 
-_send = line.ServedLine.send
+_send = line.CalleeLine.send
 
 
 def num_hooked() -> int:

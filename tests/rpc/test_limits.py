@@ -419,14 +419,14 @@ def _drops_later():
     assert rref.to_here() == 2
     assert rpc.rpc_sync("w1", _num_owned) == 1
     agent = current.agent()
-    tell, refused = agent.tell, threading.Event()
+    tell, refused = agent.notify, threading.Event()
 
     def refuse(*args):
-        agent.tell = tell
+        agent.notify = tell
         refused.set()
         raise PhalanxError("no descriptor")
 
-    agent.tell = refuse
+    agent.notify = refuse
     del rref
     assert refused.wait(30)
     until(lambda: rpc.rpc_sync("w1", _num_owned) == 0)

@@ -82,7 +82,7 @@ def _check_loss():
     with pytest.raises(PeerLostError, match=r"rpc_sync\(nothing\) to worker 'w1'.*the worker is lost"):
         rpc.rpc_sync("w1", nothing)
     for use in (theirs.to_here, theirs.rpc_sync().add, lambda: rpc.rpc_sync("w2", _use_kept)):
-        with pytest.raises(PeerLostError, match=r"RRef of worker 'w1'.*the owner is lost.*The object is gone with it"):
+        with pytest.raises(PeerLostError, match=r"RRef of worker 'w1'.*the owner is lost.*The object is lost with it"):
             use()
     assert agent.references.count()["num_forks"] == 0, "what it held was let go"
     assert mine.local_value().value == 1
@@ -233,7 +233,7 @@ def _crowd(rank, folder):
     with worker(rank, 2, folder, max_calls_in_flight=10, max_bytes_in_flight=1 << 20):
         if rank == 0:
             calls = [rpc.rpc_async("w1", wait_event, ("crowd",)) for _ in range(10)]
-            with pytest.raises(DeadlineError, match=r"10 calls .* are under way.*this one was not sent"):
+            with pytest.raises(DeadlineError, match=r"10 calls .* are in flight.*this one was not sent"):
                 rpc.rpc_async("w1", nothing, timeout=0.05)
             more = threading.Thread(target=lambda: calls.append(rpc.rpc_async("w1", same, (1,))), name="phalanx-more")
             more.start()

@@ -25,7 +25,7 @@ OTHERS = [
 ]
 
 
-def send(**fields) -> orders.Said:
+def send(**fields) -> orders.PassMessage:
     data, buffers = orders.write(None, 1 << 50, PASS, **fields)
     return orders.read(Frame(ORDER, 0, data, b"", [bytearray(memoryview(one).cast("B")) for one in buffers]))
 

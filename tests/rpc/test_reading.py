@@ -225,10 +225,10 @@ def _time_runs_out_for_who_reads():
     lines = current.agent().peer(current.agent().membership.find("w1")).connection.lines
     with pytest.raises(DeadlineError, match=r"rpc_sync\(wait_event_and_refer\)"):
         rpc.rpc_sync("w1", wait_event_and_refer, ("never",), timeout=0.05)
-    until(lambda: len(lines._left) == 1)
+    until(lambda: len(lines._transferred) == 1)
     assert rpc.rpc_sync("w1", same, (1,)) == 1
     rpc.rpc_sync("w1", set_event, ("never",))
-    until(lambda: not lines._left)
+    until(lambda: not lines._transferred)
     until(lambda: not rpc.rpc_sync("w1", num_references))
     assert not current.agent().num_in_flight
 

@@ -72,7 +72,7 @@ def test_wrong_options_are_told():
 def _shut_down_alone(rank: int, folder: str) -> None:
     join(rank, 2, folder)
     if rank == 0:
-        with pytest.raises(DeadlineError, match=r"not all workers have come within 0.1 s"):
+        with pytest.raises(DeadlineError, match=r"not all workers have called it within 0.1 s"):
             rpc.shutdown(timeout=0.1)
         Path(folder, "told").touch()
         with pytest.raises(ClosedError):

@@ -96,7 +96,7 @@ class LocalOptimizer:
     def step(self, context_id: int) -> None:
         """Take one step. The parameters' `.grad` is restored at the end."""
         gradients: list[Tensor | None] = [None] * len(self._params)
-        found = worker().contexts.find_begun(context_id)
+        found = worker().contexts.find_open(context_id)
         if found is not None:
             with found.lock:
                 gradients = [found.gradients.get(one) for one in self._params]

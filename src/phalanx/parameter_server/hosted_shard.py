@@ -365,7 +365,7 @@ class HostedShard:
         """Connect to these workers: otherwise the end of a worker that has not connected would go unnoticed."""
         for one in members:
             if self._agent.peer(one).connection is None:
-                self._agent.tell(one, "watch", None)
+                self._agent.notify(one, "watch", None)
 
     def _why_lost(self, worker: str) -> str:
         membership = self._agent.membership

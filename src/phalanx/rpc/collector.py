@@ -1,7 +1,7 @@
-"""Keep Python's garbage collector out of code that must not be entered again by its thread.
+"""Disable Python's garbage collector in code that is not reentrant.
 
-A collection runs finalizers of the user's wherever this thread allocates something. One that calls by rpc would find
-its own thread in the midst of sending or reading, and wait for it.
+A collection runs the user's finalizers wherever this thread allocates. A finalizer that calls by rpc would wait for its
+own thread, which is sending or reading.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This module holds the agent of this process, if the process is a worker."""
+"""The agent of this process, if the process is a worker."""
 
 from __future__ import annotations
 

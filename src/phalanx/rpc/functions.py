@@ -1,4 +1,4 @@
-"""These decorators mark functions that other workers call: what may be done with a call of them."""
+"""Decorators of functions that other workers call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def async_execution(fn: F) -> F:
-    """Mark a function that returns a `torch.futures.Future`, whose value, once it is set, is the result of the call.
+    """Mark a function that returns a `torch.futures.Future`: the future's value is the result of the call.
 
     The thread that ran the function serves other calls until then. This works on functions, on static and class methods
     (outermost is then `@staticmethod`, `@classmethod`), and on methods called through a reference.

@@ -43,14 +43,14 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Call `func` on the worker `to`, and return what it returned there.
+    """Call `func` on the worker `to`, and return the result.
 
     Arguments and result are pickled; tensors are copied once. Any thread may call.
 
     Raises:
-        Exception: what `func` raised, with the traceback from there.
+        Exception: `func` raised it; its cause has the traceback on the worker.
         DeadlineError: `timeout` seconds have passed (0: never; not given: the default of `init_rpc`).
-        PeerLostError: the worker is lost, and whether `func` ran is not known.
+        PeerLostError: the worker is lost; `func` may have run, or not.
     """
     return _call("rpc_sync", to, func, args, kwargs, timeout).wait()
 
@@ -66,7 +66,7 @@ def rpc_async(
 
     Tensors among the arguments must not change until the call is done.
 
-    It waits while too many calls of this worker to `to` are under way (`RpcBackendOptions`).
+    It waits while too many calls of this worker to `to` are in flight (`RpcBackendOptions`).
     """
     future: Future[Any] = _call("rpc_async", to, func, args, kwargs, timeout)
     futures = getattr(_thread, "futures", None)
@@ -82,7 +82,7 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Call `func` on the worker `to`, where the result stays, and return a reference to it at once.
+    """Call `func` on the worker `to`, keep the result there, and return a reference to it at once.
 
     If the call fails, the first use of the reference raises the error.
     """
@@ -93,20 +93,20 @@ def remote(
     rref_id = references.new_id()
     work = (func, tuple(args or ()), dict(kwargs or {}))
 
-    def send(work: Any, take: Callable[[Any], Any] | None = None) -> tuple[RRef[Any], Answer[Any]]:
+    def send(work: Any, read: Callable[[Any], Any] | None = None) -> tuple[RRef[Any], Answer[Any]]:
         if member.uid == agent.me.uid:
-            owned = references.make(rref_id, rref_id, member.uid)  # the call itself holds it
+            owned = references.make(rref_id, rref_id, member.uid)  # the call itself has a reference
             rref: RRef[Any] = RRef._make(agent, member, rref_id, None, owned)
             ids = rref_id, rref_id
             try:
-                done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=ids, on_answer=take)
+                done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=ids, on_answer=read)
             except BaseException:
                 _drop(agent, rref_id)
                 raise
             done.on_done(lambda _: _drop(agent, rref_id))
             return rref, done
         ids = rref_id, references.new_id()
-        done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=ids, on_answer=take)
+        done = agent.invoke(member, "remote", name, work, timeout, kind=wire.REMOTE, rref=ids, on_answer=read)
         return RRef._make(agent, member, rref_id, ids[1], None, done), done
 
     if not _profiler_enabled():
@@ -144,15 +144,15 @@ def _call(
         return agent.invoke(member, what, name, work, timeout, is_awaited=what == "rpc_sync")
     key = _event_name(what, func, name, agent.me, member)
     with record_function(key) as event:
-        work, take = _profiled(key, work)
-        return _ended(event, agent.invoke(member, what, name, work, timeout, on_answer=take))
+        work, read = _profiled(key, work)
+        return _ended(event, agent.invoke(member, what, name, work, timeout, on_answer=read))
 
 
 def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
-    """Return a future that is done once the event is in the profile. C++'s own would take an error for a result."""
+    """Return a future that is done once the event is in the profile. C++'s own would mistake an error for a result."""
     made: Answer[Any] = Answer()
 
-    def settle(_: object) -> None:
+    def resolve(_: object) -> None:
         try:
             value = future.value()
         except BaseException:
@@ -160,14 +160,14 @@ def _ended(event: Any, future: Answer[Any]) -> Future[Any]:
         else:
             made.set_result(value)
 
-    event._call_end_callbacks_on_future(future).add_done_callback(settle)
+    event._call_end_callbacks_on_future(future).add_done_callback(resolve)
     return made
 
 
 def _profiled(key: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any] | None]:
-    """Return the call, and its answer's reader, with the callee's events if this thread's profile gathers them."""
-    gathers = profiler.gatherer()
-    return (work, None) if gathers is None else gathers.wrap(key, work)
+    """Return the call, and the function that reads its answer; with this thread's profile, for the callee's events."""
+    profile = profiler.current_profile()
+    return (work, None) if profile is None else profile.wrap(key, work)
 
 
 def _check(func: Callable[..., Any]) -> str:
@@ -181,7 +181,7 @@ def find_worker(agent: Agent, to: To) -> WorkerAddress:
 
     Raises:
         ValueError: there is none, or `to` cannot name a worker.
-        PeerLostError: there was one.
+        PeerLostError: it is lost.
     """
     if not isinstance(to, str | int | WorkerInfo):
         raise ValueError(f"Cannot get WorkerInfo from name {to}: a worker is named by its name, rank or WorkerInfo")
@@ -200,7 +200,7 @@ def find_worker(agent: Agent, to: To) -> WorkerAddress:
 
 @contextmanager
 def wait_all() -> Iterator[None]:
-    """Wait at the end for all calls that this thread makes by `rpc_async` while this is entered."""
+    """Wait at the end of the block for all calls that this thread makes in it by `rpc_async`."""
     _thread.futures = []
     try:
         yield

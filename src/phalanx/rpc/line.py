@@ -1,10 +1,10 @@
-"""A line is a socket between a thread that waits for answers and a thread that gives them: one call at a time.
+"""A line is a socket between a thread that calls and a thread that runs its calls, one at a time.
 
     caller's thread                      callee's thread
     send a call        -- REQUEST -->    read it, run the function
     read the answer    <-- REPLY ---     send the answer
 
-Neither end has another reader. Large tensors go as they do over the connection to which the line belongs.
+Neither end has another reader. Large tensors are sent in segments of the line's connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from phalanx._base.ipc.wakeup import Wakeup
 from phalanx._base.log import get_logger
 from phalanx.rpc.agent import interrupts
-from phalanx.rpc.agent.ready import Spin
+from phalanx.rpc.agent.ready import SpinWait
 from phalanx.rpc.unix_connection import MOST_PARTS, FrameReader, UnixConnection, after
 from phalanx.rpc.wire import LINE, Frame
 
@@ -30,7 +30,7 @@ _MOST_LINES = 16  # of one caller to one callee
 
 
 class LineEnd:
-    """`LineEnd` is one end of a line, of one thread. Another thread may `break_off`."""
+    """A `LineEnd` is one end of a line, of one thread. Another thread may call `shut_down`."""
 
     def __init__(self, connection: UnixConnection, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -38,7 +38,7 @@ class LineEnd:
         self.fd = sock.fileno()
         self._socket = sock
         self._frames = FrameReader(sock, _READ_BYTES)
-        self._spin = Spin()
+        self._spin = SpinWait()
         connection.line_ends.add(self)
 
     @property
@@ -46,7 +46,7 @@ class LineEnd:
         return self.connection.peer
 
     def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
-        """Send a frame. If the other end is gone, reading shows it."""
+        """Send a frame. If the other end is closed, `read` reports it."""
         parts = self.connection.lay_out(kind, call, data, extras, buffers)
         with contextlib.suppress(OSError):
             while parts:
@@ -63,20 +63,20 @@ class LineEnd:
         poll.poll()
 
     def wait(self, bell: int = -1, most_ms: int = -1) -> int:
-        """Return 1 if there is something to read, plus 2 if `bell` has rung; 0 if neither, after a while."""
+        """Return 1 if the line can be read, plus 2 if `bell` has rung; 0 if neither, after a while."""
         return self._spin.wait(self.fd, bell, most_ms)
 
     def read(self) -> list[Frame] | None:
-        """Return the frames that have come, of which there is at most one; None at the end."""
+        """Return the received frame, or none, in a list; None at the line's end."""
         try:
-            return self._frames.read(self.connection.take_buffers)
+            return self._frames.read(self.connection.read_buffers)
         except Exception as error:  # the frame is malformed
-            _logger.error("rpc: the connection to %s is given up: %s", self.peer, error)
-            self.connection.break_off()
+            _logger.error("rpc: the connection to %s is closed: %s", self.peer, error)
+            self.connection.shut_down()
             return None
 
-    def break_off(self) -> None:
-        """Make both ends see the end."""
+    def shut_down(self) -> None:
+        """Make both ends detect the end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -90,8 +90,8 @@ class LineEnd:
         self._socket.close()
 
 
-class ServedLine(LineEnd):
-    """`ServedLine` is the callee's end: `serve(line, frame)` carries out a call, and answers now or later."""
+class CalleeLine(LineEnd):
+    """A `CalleeLine` is the callee's end: `serve(line, frame)` runs a call, and answers now or later."""
 
     def __init__(self, connection: UnixConnection, sock: socket.socket, serve: Callable[[Any, Frame], None]) -> None:
         super().__init__(connection, sock)
@@ -100,7 +100,7 @@ class ServedLine(LineEnd):
         self.thread = threading.Thread(target=self._run, name="phalanx-rpc-line", daemon=True)
         try:
             self.thread.start()
-        except RuntimeError:  # there can be no more threads
+        except RuntimeError:  # no more threads can be started
             self.close()
             raise
 
@@ -112,7 +112,7 @@ class ServedLine(LineEnd):
                 if frames is None:
                     return
                 while frames:
-                    self._serve(self, frames.pop())  # nothing here keeps the tensors of a call
+                    self._serve(self, frames.pop())  # keeps no reference to the call's tensors
         finally:
             self.close()
 
@@ -124,16 +124,16 @@ class ServedLine(LineEnd):
     put = send
 
     def flush(self) -> None:
-        """Do nothing: a line never holds frames back."""
+        """Do nothing: a line queues no frames."""
 
 
-class Line(LineEnd):
-    """`Line` is the caller's end. `bell` wakes the thread that waits, also where it waits for the callee to read."""
+class CallerLine(LineEnd):
+    """A `CallerLine` is the caller's end. `bell` wakes the thread that waits to read, or to write more."""
 
-    def __init__(self, connection: UnixConnection, sock: socket.socket, lines: Lines) -> None:
+    def __init__(self, connection: UnixConnection, sock: socket.socket, lines: LinePool) -> None:
         self.lines = lines
         self.bell = Wakeup()
-        self.has_failed = False  # the call that is under way
+        self.has_failed = False  # the call in flight
         super().__init__(connection, sock)
 
     def _wait_writable(self) -> None:
@@ -143,7 +143,7 @@ class Line(LineEnd):
         if self.bell.fileno() in dict(poll.poll()):
             self.bell.drain()
             if self.has_failed:  # the callee never gets the rest
-                self.break_off()
+                self.shut_down()
 
     def close(self) -> None:
         super().close()
@@ -154,18 +154,23 @@ class Line(LineEnd):
         self.bell.close()
 
 
-class Lines:
-    """`Lines` are those over which this worker calls another one. A thread takes one for a call, and puts it back."""
+class LinePool:
+    """A `LinePool` has the lines over which this worker calls another one.
+
+    opening ──► idle ◄──► acquired by a thread for a call ──► transferred to the reader: the thread stopped waiting
+                  ▲                                                │
+                  ╰──────────────── the answer ────────────────────╯
+    """
 
     def __init__(self, connection: UnixConnection) -> None:
         self._connection = connection
-        self._idle: list[Line] = []
+        self._idle: list[CallerLine] = []
         self._numbers = itertools.count()
         self._opening: dict[int, socket.socket] = {}
-        self._left: set[Line] = set()
+        self._transferred: set[CallerLine] = set()
 
-    def take(self) -> Line | None:
-        """Return an idle line; if there is none, None: then one is opened for later calls."""
+    def acquire(self) -> CallerLine | None:
+        """Return an idle line; if there is none, return None and open one for later calls."""
         try:
             return self._idle.pop()
         except IndexError:
@@ -185,22 +190,22 @@ class Lines:
                 self.opened(number, False)
 
     def opened(self, number: int, is_open: bool) -> None:
-        """Use a line from now on, because the callee has opened its end, or forget it."""
+        """Use a line from now on, because the callee has opened its end, or close it."""
         ours = self._opening.pop(number, None)
         if ours is None:
             return
         line = None
         if is_open and not self._connection.closed:
             with contextlib.suppress(OSError):
-                line = Line(self._connection, ours, self)
+                line = CallerLine(self._connection, ours, self)
         if line is None:
             ours.close()
         else:
-            self.put_back(line)
+            self.release(line)
 
-    def put_back(self, line: Line, *, is_over: bool = False) -> None:
-        """Put back a line whose call was answered, or at whose other end nobody is any more: `is_over`."""
-        self._left.discard(line)
+    def release(self, line: CallerLine, *, is_over: bool = False) -> None:
+        """Release a line whose call was answered; close it if its other end is closed (`is_over`)."""
+        self._transferred.discard(line)
         if is_over:
             line.close()
             return
@@ -209,37 +214,37 @@ class Lines:
         if self._connection.closed:
             self.close()
 
-    def leave(self, line: Line) -> bool:
-        """Leave to the reader a line for whose answer nobody waits; return False if it was closed instead."""
+    def transfer(self, line: CallerLine) -> bool:
+        """Transfer a line to the reader, because no thread waits for its answer; return False if it was closed."""
         if self._connection.closed:
             line.close()
             return False
-        self._left.add(line)
+        self._transferred.add(line)
         return True
 
     def abandon(self) -> None:
-        """Close this process's descriptors in a fork; those of lines that are open are known to the connection."""
+        """Close this process's descriptors in a fork; the connection closes those of open lines."""
         for sock in self._opening.values():
             sock.close()
 
     def close(self) -> None:
-        """Close the lines that no thread uses: those put them back. The reader calls it, or nobody reads any more."""
+        """Close the lines that no thread has acquired. The reader calls it, or no thread reads any more."""
         while self._idle:
             with contextlib.suppress(IndexError):
                 self._idle.pop().close()
-        while self._left:
-            self._left.pop().close()
+        while self._transferred:
+            self._transferred.pop().close()
         while self._opening:
             with contextlib.suppress(KeyError):
                 self._opening.popitem()[1].close()
 
 
-def open_line(connection: UnixConnection, number: int, serve: Callable[[Any, Frame], None]) -> ServedLine | None:
-    """Open the callee's end of a line, and say so; return None if there is no descriptor or thread for it."""
+def open_line(connection: UnixConnection, number: int, serve: Callable[[Any, Frame], None]) -> CalleeLine | None:
+    """Open the callee's end of a line and answer the request; return None without a descriptor or thread for it."""
     made = None
-    sock = connection.take_line(number)
+    sock = connection.receive_line(number)
     if sock is not None:
         with contextlib.suppress(RuntimeError):
-            made = ServedLine(connection, sock, serve)
+            made = CalleeLine(connection, sock, serve)
     connection.send(LINE, number, b"open" if made is not None else b"")
     return made

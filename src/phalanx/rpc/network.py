@@ -84,7 +84,7 @@ class NetworkConnection:
     put = send
 
     def flush(self) -> None:
-        """Do nothing: this connection never holds frames back."""
+        """Do nothing: this connection queues no frames itself."""
 
 
 class Network:
@@ -96,7 +96,7 @@ class Network:
 
     def __init__(self, address: str, key: Key, me: WorkerAddress, arrive: Arrive, lost: Lost, welcome: Welcome) -> None:
         self._key = key
-        self.me = me  # the address as the worker introduces itself
+        self.me = me  # the address that the hello has
         self._arrive = arrive
         self._lost = lost
         self._welcome = welcome
@@ -110,7 +110,7 @@ class Network:
         self._router.zap_domain = b"phalanx"
         self._router.router_mandatory = True
         protect(self._router, _PIECE_BYTES)
-        with listen(Address(address, 0), BACKLOG) as listener:  # ZeroMQ takes the descriptor where `bind` returns
+        with listen(Address(address, 0), BACKLOG) as listener:  # ZeroMQ owns the descriptor once `bind` has returned
             self.address = str(Address(address, listener.getsockname()[1]))
             self._guard = ConnectionGuard(
                 self._router,
@@ -134,9 +134,9 @@ class Network:
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         made = self._context.socket(kind)
         made.linger = int(_LINGER_S * 1000)
-        made.sndhwm = made.rcvhwm = 0  # calls under way are bounded, and so is what is sent
+        made.sndhwm = made.rcvhwm = 0  # calls in flight are bounded, and so are the frames
         made.ipv6 = True
-        made.handshake_ivl = int(CONNECT_S * 1000)  # it concerns a socket that connects
+        made.handshake_ivl = int(CONNECT_S * 1000)  # for a socket that connects
         made.heartbeat_ivl = made.heartbeat_timeout = int(RPC_SILENT_S * 500)
         return made
 

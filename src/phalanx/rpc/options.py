@@ -1,4 +1,4 @@
-"""These are the options of `init_rpc` beside the name: PyTorch's options by PyTorch's names."""
+"""`RpcBackendOptions` are the options of `init_rpc`, by PyTorch's names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ MOST_BYTES = 4 << 30
 
 
 def seconds_of(timeout: float, default_s: float) -> float:
-    """Return after how many seconds a call with this timeout fails; 0 is never, as is more than a clock can count.
+    """Return after how many seconds a call with this timeout fails. 0 is never, and so is more than a clock can count.
+
+    A negative timeout is the default.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is not a number.
+        TypeError: `timeout` has the wrong type.
+        ValueError: `timeout` is NaN.
     """
     if type(timeout) is not float and not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout is a number of seconds (0: never), got a {type(timeout).__name__}")
@@ -37,7 +39,7 @@ def seconds_of(timeout: float, default_s: float) -> float:
 
 
 class BackendType(enum.Enum):
-    """`BackendType` is PyTorch's name for the choice of a transport; there is one."""
+    """A `BackendType` is PyTorch's choice of a transport; all members mean the same one."""
 
     TENSORPIPE = "TENSORPIPE"
     PHALANX = "PHALANX"
@@ -47,11 +49,11 @@ class RpcBackendOptions:
     """`RpcBackendOptions` are the options of a worker.
 
     Arguments:
-        num_worker_threads: how many calls of others are carried out at the same time.
-        rpc_timeout: seconds after which a call fails that does not say it otherwise; 0 is never.
-        init_method: where the workers meet, as for `init_process_group`.
-        device_maps, devices: of GPUs; tensors on them are not carried yet.
-        max_calls_in_flight, max_bytes_in_flight: of one worker to another. A caller of one more waits.
+        num_worker_threads: how many calls of other workers run at the same time.
+        rpc_timeout: seconds after which a call without a timeout of its own fails; 0 is never.
+        init_method: where the workers join, as for `init_process_group`.
+        device_maps, devices: of GPUs; tensors on them cannot be sent yet.
+        max_calls_in_flight, max_bytes_in_flight: of one worker to another. The next call waits.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Profile also what calls run on other workers, each of which tells its events with its answer.
+"""Profile also the functions that calls run on other workers: each answer has the events of its call.
 
     caller    |- rpc_sync#f(a -> b) -----------------------|       events of its own
     callee         |- f: aten::mul |- rpc_sync#g(b -> c) -|        rpc_sync#f(a -> b)#remote_op: aten::mul, ...
 
-It is `torch.autograd.profiler_legacy.profile`, whose events Python can make: those of `torch.profiler` it cannot.
+It is `torch.autograd.profiler_legacy.profile`, because Python can make its events, and not those of `torch.profiler`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from phalanx._base.torch_names import find
 from phalanx.rpc import current
-from phalanx.rpc.profiled import Profiled, RemoteEvent
+from phalanx.rpc.agent.incoming_call import ProfiledResult, RemoteEvent
 
 _profiler_enabled: Any = find(
     "torch.autograd._profiler_enabled", loses="a profile does not show calls of phalanx.rpc", instead=bool
@@ -30,7 +30,7 @@ _end: Any = find("torch.autograd._disable_profiler_legacy", loses=_LOSES)
 _Future: Any = find("torch._C.Future", loses=_LOSES)
 
 _REMOTE = "#remote_op: "  # PyTorch gives them this prefix
-_THREADS = 1 << 20  # more than a process has: those of each worker are numbered apart
+_THREADS = 1 << 20  # more than a process has: each worker's threads have separate numbers
 _thread = threading.local()
 _FIELDS = ("id", "name", "thread", "fwd_thread", "input_shapes", "stack", "scope", "cpu_memory_usage", "sequence_nr")
 _PLAIN: dict[str, Any] = {**dict.fromkeys(_FIELDS, 0), "input_shapes": [], "stack": [], "sequence_nr": -1}
@@ -57,13 +57,13 @@ class profile(legacy.profile):
         super().__enter__()  # type: ignore[no-untyped-call]
         if self.enabled:
             self._began = time.perf_counter()
-            _thread.gathers = self
+            _thread.profile = self
         return self
 
     def __exit__(self, *error: Any) -> Literal[False]:
         if not self.enabled:
             return False
-        _thread.gathers = None
+        _thread.profile = None
         self._has_ended = True
         node_id = _node_id()
         self._own = _parse(_end())
@@ -78,21 +78,21 @@ class profile(legacy.profile):
     def wrap(self, name: str, work: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
         sent_us = self._now_us()
 
-        def take(answer: Any) -> Any:
-            if not isinstance(answer, Profiled):
+        def read(answer: Any) -> Any:
+            if not isinstance(answer, ProfiledResult):
                 return answer
             begin_us = sent_us + max(0.0, self._now_us() - sent_us - answer.duration_us) / 2
             self._gathered += [_move(event, name, begin_us) for event in answer.events]
-            if self._has_ended:  # an asynchronous function reports it later: then the call's own event is missing
+            if self._has_ended:  # an async function answers later: the call's own event is missing
                 self._gathered.append(RemoteEvent(_node_id(), sent_us, self._now_us(), True, {**_PLAIN, "name": name}))
             return answer.result
 
-        return (run_profiled, (self._options, *work), {}), take
+        return (run_profiled, (self._options, *work), {}), read
 
     def _now_us(self) -> float:
         return (time.perf_counter() - self._began) * 1e6
 
-    def told(self, result: Any) -> Profiled:
+    def with_events(self, result: Any) -> ProfiledResult:
         own = [
             RemoteEvent(
                 event.node_id,
@@ -103,28 +103,28 @@ class profile(legacy.profile):
             )
             for event in self._own
         ]
-        return Profiled(result, self._now_us(), [*own, *self._gathered])
+        return ProfiledResult(result, self._now_us(), [*own, *self._gathered])
 
 
 def _node_id() -> int:
     return current.agent().me.info.id if current.is_set() else -1
 
 
-def gatherer() -> profile | None:
-    """Return the profile of this thread that gathers what calls run; None if there is none."""
-    found: profile | None = getattr(_thread, "gathers", None)
+def current_profile() -> profile | None:
+    """Return this thread's profile, which gathers the events of calls; None if there is none."""
+    found: profile | None = getattr(_thread, "profile", None)
     return found
 
 
 def run_profiled(options: Mapping[str, Any], function: Any, args: Any, kwargs: Any) -> Any:
     """Call the function at the callee, and return its result with the events of the call."""
-    if _profiler_enabled():  # the user has enabled it, and wants these events
+    if _profiler_enabled():  # the user profiles here
         return function(*args, **kwargs)
-    with profile(**options) as taken:
+    with profile(**options) as recorded:
         result = function(*args, **kwargs)
     if isinstance(result, _Future):  # the result of a function with @async_execution
-        return result.then(lambda done: taken.told(done.value()))
-    return taken.told(result)
+        return result.then(lambda done: recorded.with_events(done.value()))
+    return recorded.with_events(result)
 
 
 run_profiled._calls_function = True  # type: ignore[attr-defined]

@@ -1,15 +1,19 @@
-"""`References` knows a worker's references: those to objects of its own, and who holds them.
+"""`References` are a worker's references: to its own objects, and to those of others.
 
     owner                                        user                          third worker
-    Owned: the object, and its forks   <------   a fork: one RRef object
-                                                 hands it on: holds its own  -->  a fork of its own
+    OwnedObject: its object and forks  <------   a fork: one RRef object
+                                                 sends it, and keeps its own -->  a fork of its own
                                        <------------------------------------      "add my fork"
                                        ------------------------------------->     "it is added"
                                                  may drop its own       <------   "I have mine"
     the last fork is dropped: so is the object
 
 A fork is the RRef object of one worker. An object lives as long as it has forks, or its owner itself has an RRef to it.
-No lock is held while code of the user may run. A worker that is lost drops all forks that it held.
+No lock is acquired while the user's code may run. The forks of a lost worker are dropped.
+
+    an OwnedObject    forks of others    next
+    expected          some or none       made; or failed: the worker that should make it is lost
+    made              some or none       dropped, with its last fork
 """
 
 from __future__ import annotations
@@ -24,28 +28,28 @@ from torch.futures import Future
 RRefId = tuple[int, int]  # the uid of the worker that made it, and its number there
 
 
-class Owned:
-    """`Owned` is an object of this worker to which there are references. `future` has it, or why there is none."""
+class OwnedObject:
+    """An `OwnedObject` is an object of this worker with references to it. `future` has the object, or its error."""
 
     __slots__ = ("forks", "future", "id", "is_made")
 
     def __init__(self, rref_id: RRefId) -> None:
         self.id = rref_id
         self.future: Future[Any] = Future()
-        self.forks: dict[RRefId, int] = {}  # by fork of another worker: the worker that holds it
-        self.is_made = False  # otherwise another worker told us of it before we made it
+        self.forks: dict[RRefId, int] = {}  # by fork: the worker that has it
+        self.is_made = False  # otherwise it is expected: another worker has referred to it first
 
 
 class References:
-    """`References` has the tables of one worker."""
+    """`References` are the tables of one worker."""
 
     def __init__(self, uid: int) -> None:
         self._uid = uid
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._owned: dict[RRefId, Owned] = {}
-        # by child fork: what must live, and the worker that it was sent to
-        self._handed_on: dict[RRefId, tuple[Any, int]] = {}
+        self._owned: dict[RRefId, OwnedObject] = {}
+        # by the fork that was sent: the reference to keep meanwhile, and the worker that gets it
+        self._kept_forks: dict[RRefId, tuple[Any, int]] = {}
         self.dropped: deque[tuple[int, RRefId, RRefId]] = deque()  # (owner, object, fork), by finalizers
         self._lost: set[int] = set()
 
@@ -53,83 +57,86 @@ class References:
         """Return a number that no other worker uses."""
         return self._uid, next(self._numbers)
 
-    def make(self, rref_id: RRefId, fork: RRefId | None = None, holder: int = 0) -> Owned:
-        """Make the object with this number; with `fork`, `holder` has a reference."""
+    def make(self, rref_id: RRefId, fork: RRefId | None = None, holder: int = 0) -> OwnedObject:
+        """Create the object with this number; `fork` is a reference of the worker `holder`."""
         with self._lock:
-            owned = self._owned.get(rref_id) or Owned(rref_id)
+            owned = self._owned.get(rref_id) or OwnedObject(rref_id)
             owned.is_made = True
             if fork is not None and holder not in self._lost:
                 owned.forks[fork] = holder
                 self._owned[rref_id] = owned
             return owned
 
-    def find(self, rref_id: RRefId) -> Owned | None:
-        """Return the object with this number, while other workers hold it."""
+    def find(self, rref_id: RRefId) -> OwnedObject | None:
+        """Return the object with this number, while other workers refer to it."""
         with self._lock:
             return self._owned.get(rref_id)
 
-    def find_or_expect(self, rref_id: RRefId) -> Owned | None:
-        """Return the object with this number; if the request to make it has not arrived yet, it will be there.
+    def find_or_expect(self, rref_id: RRefId) -> OwnedObject | None:
+        """Return the object with this number; expect it if the call that makes it has not been received yet.
 
-        The worker that made it may have answered a call of ours with the reference, on another connection.
+        The worker that made the call may have sent the reference on another connection.
         """
         with self._lock:
             owned = self._owned.get(rref_id)
             if owned is None and rref_id[0] != self._uid and rref_id[0] not in self._lost:
-                owned = self._owned[rref_id] = Owned(rref_id)
+                owned = self._owned[rref_id] = OwnedObject(rref_id)
             return owned
 
-    def add_fork(self, owned: Owned, fork: RRefId, holder: int) -> None:
-        """Note that `holder` has one more reference to an object."""
+    def add_fork(self, owned: OwnedObject, fork: RRefId, holder: int) -> None:
+        """Add a reference of the worker `holder` to an object."""
         with self._lock:
             if holder not in self._lost:
                 owned.forks[fork] = holder
                 self._owned[owned.id] = owned
 
     def announce_fork(self, rref_id: RRefId, fork: RRefId, holder: int) -> bool:
-        """Note that `holder` was handed a reference; return whether there is, or will be, such an object.
+        """Add a reference that `holder` got from another worker; return whether the object is made or expected.
 
-        The worker that made it may have handed it on before its request to make it has arrived here.
+        The worker that made the reference may have sent it before its call that makes the object was received here.
         """
         with self._lock:
             owned = self._owned.get(rref_id)
             if owned is None:
                 if rref_id[0] == self._uid or rref_id[0] in self._lost:
                     return False
-                owned = self._owned[rref_id] = Owned(rref_id)
+                owned = self._owned[rref_id] = OwnedObject(rref_id)
             if holder not in self._lost:
                 owned.forks[fork] = holder
             return True
 
-    def drop_fork(self, rref_id: RRefId, fork: RRefId) -> Owned | None:
-        """Drop a reference that is gone; return the object if that was the last one: release it outside all locks."""
+    def drop_fork(self, rref_id: RRefId, fork: RRefId) -> OwnedObject | None:
+        """Drop a reference; return the object if that was the last one, to be released outside all locks."""
         with self._lock:
             owned = self._owned.get(rref_id)
             if owned is None:
                 return None
             owned.forks.pop(fork, None)
-            # The request that makes the object may still be on its way: it must find the future that others wait for.
+            # The call that makes the object may still be in flight: it must find the future that others wait for.
             return self._owned.pop(rref_id) if not owned.forks and owned.is_made else None
 
-    def hand_on(self, fork: RRefId, what: Any, to: int) -> None:
-        """Keep `what` until the worker `to` has its own fork."""
+    def keep_fork(self, fork: RRefId, reference: Any, to: int) -> None:
+        """Keep a reference until the worker `to` has its own fork."""
         with self._lock:
             if to not in self._lost:
-                self._handed_on[fork] = what, to
+                self._kept_forks[fork] = reference, to
 
-    def has_arrived(self, fork: RRefId) -> Any:
-        """Note that a reference has arrived; return what was kept for it, to be released outside all locks."""
+    def release_fork(self, fork: RRefId) -> Any:
+        """Return the reference that was kept until this fork arrived, to be released outside all locks."""
         with self._lock:
-            return self._handed_on.pop(fork, None)
+            return self._kept_forks.pop(fork, None)
 
-    def lose(self, uid: int) -> tuple[list[Any], list[Owned]]:
-        """Forget a lost worker; return what it held, to be released, and the objects that it will never make."""
+    def lose(self, uid: int) -> tuple[list[Any], list[OwnedObject]]:
+        """Drop the references of a lost worker.
+
+        Return the objects to be released outside all locks, and the expected objects that it will never make.
+        """
         freed: list[Any] = []
-        orphans: list[Owned] = []
+        orphans: list[OwnedObject] = []
         with self._lock:
             self._lost.add(uid)
-            for fork in [fork for fork, (_, to) in self._handed_on.items() if to == uid]:
-                freed.append(self._handed_on.pop(fork))
+            for fork in [fork for fork, (_, to) in self._kept_forks.items() if to == uid]:
+                freed.append(self._kept_forks.pop(fork))
             for owned in list(self._owned.values()):
                 for fork in [fork for fork, holder in owned.forks.items() if holder == uid]:
                     del owned.forks[fork]
@@ -146,12 +153,12 @@ class References:
             return {
                 "num_owner_rrefs": len(self._owned),
                 "num_forks": sum(len(owned.forks) for owned in self._owned.values()),
-                "num_pending_children": len(self._handed_on),
+                "num_pending_children": len(self._kept_forks),
             }
 
-    def clear(self) -> list[Owned]:
+    def clear(self) -> list[OwnedObject]:
         """Release everything, because the worker ends."""
         with self._lock:
             owned, self._owned = list(self._owned.values()), {}
-            self._handed_on = {}
+            self._kept_forks = {}
             return owned

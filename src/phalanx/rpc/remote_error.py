@@ -25,11 +25,11 @@ class RemoteError(PhalanxError):
 
 
 class MissingFunctionError(PhalanxError, AttributeError):
-    """The worker that is called does not have what the call names."""
+    """The called worker does not have the function or class that the call names."""
 
 
 class RemoteTraceback(Exception):
-    """`RemoteTraceback` says where another worker raised an exception, as the cause of the one raised here."""
+    """A `RemoteTraceback` is the traceback on another worker, as the cause of the exception raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -42,7 +42,7 @@ def _rebuild_error(message: str, kind: str) -> RemoteError:
 def pack(error: BaseException, where: str) -> bytes:
     """Return `error`, raised at the worker `where`, as bytes.
 
-    Never raises, whatever the user's class does as it is printed, formatted or pickled: the caller waits for an answer.
+    Never raises, even if printing, formatting or pickling the error raises: the caller waits for an answer.
     """
     message, kind = message_of(error), class_of(error)
     whole = bare = None
@@ -62,7 +62,7 @@ def _format(error: BaseException, kind: str, message: str) -> str:
 def _dumps(obj: Any) -> bytes | None:
     try:
         return pickle.dumps(obj, 5)
-    except BaseException:  # a lock in it, a class inside a function: whatever pickle's hooks of the user raise
+    except BaseException:  # a lock in it, a class inside a function, or an error of the user's hooks
         return None
 
 
@@ -80,7 +80,7 @@ def unpack(data: bytes) -> Exception:
     return error
 
 
-# All exceptions have the attribute so, whatever a class of the user's makes of it.
+# The attribute of all exceptions, even if the user's class overrides it.
 _get_cause: Callable[[BaseException], BaseException | None] = BaseException.__dict__["__cause__"].__get__
 _set_cause: Callable[[BaseException, BaseException], None] = BaseException.__dict__["__cause__"].__set__
 
@@ -116,10 +116,10 @@ def _rebuild(whole: bytes | None, bare: bytes | None) -> Exception | None:
 
 
 def set_error(future: Future[Any], make: Callable[[], BaseException]) -> None:
-    """Set the error of `future`: it raises what `make` returns, made anew each time.
+    """Set the error of `future`: it raises the exception that `make` returns, a new one each time.
 
-    An exception that a Future holds would never be freed once it was raised: it holds the frames that it passed
-    through, one of them the Future, which Python's garbage collector cannot look into.
+    An exception in a Future would never be freed once it was raised: it refers to the frames that it passed through,
+    one of them refers to the Future, and Python's garbage collector does not see the references of a Future.
     """
 
     def fail(_: object) -> None:
@@ -130,7 +130,7 @@ def set_error(future: Future[Any], make: Callable[[], BaseException]) -> None:
 
 
 def error_of(done: Any) -> BaseException:
-    """Return the error that a failed future raises, made anew."""
+    """Return a new copy of the error that a failed future raises."""
     try:
         done.value()
     except BaseException as error:

@@ -19,20 +19,21 @@ T = TypeVar("T", bound=nn.Module)
 class RemoteModule(nn.Module):
     """`RemoteModule` makes and keeps `module_cls(*args, **kwargs)` on another worker; `forward` runs there.
 
-    Inside of `phalanx.rpc.autograd.context` a backward goes through it. It may be a part of a module of this process,
-    which trains its own parameters, under DDP too: the other worker's are no part of that, and are trained by
-    `phalanx.optim.DistributedOptimizer(..., remote_parameters())`. It may be passed to other workers by calls.
+    In a `phalanx.rpc.autograd.context` a backward goes through it. It may be part of a module of this process, also
+    under DDP: that trains the parameters of this process, and
+    `phalanx.optim.DistributedOptimizer(..., remote_parameters())` those of the other worker. Calls may send it to other
+    workers.
 
     Arguments:
         remote_device: "worker", "worker/cuda:0", "rank:1" or "rank:1/cpu"; without a device it is the processor.
-        module_cls: what makes the module.
+        module_cls: a function or class that makes the module.
 
-    Cost: a call for each forward, with copies of its arguments and results. A module on a GPU gets its tensors moved
-    there, and returns them through the host.
+    Cost: a call for each forward, with copies of its arguments and results. For a module on a GPU, tensors are copied
+    there, and results to the host.
 
     Raises:
-        ValueError: `remote_device` is no such text.
-        Exception: at the first use, what the worker raised as it made the module.
+        ValueError: `remote_device` is invalid.
+        Exception: at the first use, if making the module raised it.
     """
 
     module_rref: RRef[nn.Module]
@@ -51,7 +52,7 @@ class RemoteModule(nn.Module):
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
-        """Return a RemoteModule for a module that exists already, of which `module_rref` is a reference."""
+        """Return a RemoteModule for an existing module, from a reference to it."""
         made = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(made)
         made.on, made.device = _parse(remote_device)
@@ -78,7 +79,7 @@ class RemoteModule(nn.Module):
         return self.module_rref
 
     def train(self: T, mode: bool = True) -> T:
-        """Put the module into training mode on its worker, and this one here."""
+        """Set the training mode of the module on its worker, and of this one."""
         rref = self.__dict__.get("module_rref")
         if rref is not None:
             rpc_sync(rref.owner(), _set_mode, (rref, mode))

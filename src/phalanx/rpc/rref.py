@@ -1,6 +1,6 @@
-"""An `RRef` is a reference to an object that lives on one worker; any worker can hold it.
+"""An `RRef` is a reference to an object on one worker; any worker can have one.
 
-What the workers tell each other when one is made, handed on and dropped is drawn in `references`.
+`references` draws the messages that create, send and drop one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from phalanx.errors import ClosedError, DeadlineError, PeerLostError, PhalanxErr
 from phalanx.rpc import current, wire
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.options import UNSET_RPC_TIMEOUT, seconds_of
-from phalanx.rpc.references import Owned, RRefId
+from phalanx.rpc.references import OwnedObject, RRefId
 from phalanx.rpc.remote_error import set_error
-from phalanx.rpc.serialization import Payload, arriving, register
+from phalanx.rpc.serialization import Payload, register, unpickling
 from phalanx.rpc.worker_info import WorkerAddress, WorkerInfo
 
 T = TypeVar("T")
@@ -36,9 +36,9 @@ class RRef(Generic[T]):
     _owner: WorkerAddress
     _id: RRefId
     _fork: RRefId | None
-    _owned: Owned | None
+    _owned: OwnedObject | None
     _confirmed: Future[Any] | None
-    _stand_in: ClassVar[Callable[[RRef[Any], str, float], Any]]  # `rref_proxy` sets it
+    _make_proxy: ClassVar[Callable[[RRef[Any], str, float], Any]]  # `rref_proxy` sets it
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None and not isinstance(value, torch.nn.Module):
@@ -54,7 +54,7 @@ class RRef(Generic[T]):
         owner: WorkerAddress,
         rref_id: RRefId,
         fork: RRefId | None,
-        owned: Owned | None,
+        owned: OwnedObject | None,
         confirmed: Future[Any] | None = None,
     ) -> None:
         self._agent = agent
@@ -91,18 +91,18 @@ class RRef(Generic[T]):
         return self._owner.info.name
 
     def confirmed_by_owner(self) -> bool:
-        """Return whether the owner knows of this reference."""
+        """Return whether the owner has registered this reference."""
         self._check_open()
         if self._owned is not None or self._confirmed is None:
             return True
         return self._confirmed.done() and _succeeded(self._confirmed)
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Return the object: itself on its owner, else a copy, fetched now. It waits until the object is made.
+        """Wait until the object is made; return it on its owner, a copy of it elsewhere.
 
         Raises:
-            Exception: what the function raised that was to make it.
-        PeerLostError: the owner is gone, and the object with it.
+            Exception: the function that should make the object raised it.
+            PeerLostError: the owner is lost, and the object with it.
         """
         self._check_open()
         if self._owned is not None:
@@ -119,7 +119,7 @@ class RRef(Generic[T]):
         )
 
     def local_value(self) -> T:
-        """Return the object, on its owner. It waits until the object has been made.
+        """Wait until the object is made, and return it, on its owner.
 
         Raises:
             RuntimeError: this worker is not the owner.
@@ -135,16 +135,16 @@ class RRef(Generic[T]):
         return value
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a stand-in for the object: each method runs on the owner, and returns what it returned there."""
-        return type(self)._stand_in(self, "sync", timeout)
+        """Return a proxy for the object: each of its methods runs on the owner, and returns the result."""
+        return type(self)._make_proxy(self, "sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a stand-in for the object: each of its methods runs on the owner, and returns a Future."""
-        return type(self)._stand_in(self, "async", timeout)
+        """Return a proxy for the object: each of its methods runs on the owner, and returns a Future."""
+        return type(self)._make_proxy(self, "async", timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a stand-in for the object: each of its methods runs on the owner, and returns an RRef."""
-        return type(self)._stand_in(self, "remote", timeout)
+        """Return a proxy for the object: each of its methods runs on the owner, and returns an RRef."""
+        return type(self)._make_proxy(self, "remote", timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run `phalanx.rpc.autograd.backward` from the object, on its owner. It must be a tensor with one element.
@@ -163,7 +163,7 @@ class RRef(Generic[T]):
             _run_backward(self, dist_autograd_ctx_id, retain_graph)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """Return the class of the object; as a Future unless `blocking`. It is asked for until it is known."""
+        """Return the class of the object; as a Future unless `blocking`. A failed request is repeated."""
         self._check_open()
         if self._type is None or _has_failed(self._type):  # it may have timed out, while the object was made
             if self._owned is not None:
@@ -178,7 +178,7 @@ class RRef(Generic[T]):
         return self._type.wait() if blocking else self._type
 
     def _get_future(self) -> Future[Any]:
-        """Return a future that is done when the owner knows of this reference."""
+        """Return a future that is done when the owner has registered this reference."""
         if self._owned is not None:
             return self._owned.future
         if self._confirmed is None:
@@ -204,7 +204,7 @@ class RRef(Generic[T]):
             )
 
     def _raise_if_failed(self) -> None:
-        """Raise if the owner could not be told to make the object."""
+        """Raise if the call that makes the object has failed, or the owner is lost."""
         confirmed = self._confirmed
         if confirmed is not None and confirmed.done():
             try:
@@ -214,7 +214,7 @@ class RRef(Generic[T]):
         lost = self._agent.peer(self._owner).lost
         if lost:
             raise PeerLostError(
-                f"RRef of {self._owner}: the owner is lost: {lost} The object is gone with it.",
+                f"RRef of {self._owner}: the owner is lost: {lost} The object is lost with it.",
                 ranks=(self._owner.info.id,),
             )
 
@@ -272,7 +272,7 @@ def _succeeded(future: Future[Any]) -> bool:
 
 
 def _wait(future: Future[Any], timeout_s: float = 0.0, what: str = "") -> Any:
-    """Return the value; a future that has no time-out of its own gets one."""
+    """Wait for the value of a future that has no time-out of its own; return it."""
     if timeout_s and not future.done():
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
@@ -286,12 +286,12 @@ def _check_type(value: Any, type_hint: Any) -> None:
         raise TypeError(f"RRef: type_hint is {type_hint.__name__}, and the value is a {type(value).__name__}")
 
 
-# -- handing over ------------------------------------------------------------------------------------------------------
+# -- sending -----------------------------------------------------------------------------------------------------------
 
 
 def _reduce_rref(rref: RRef[Any], payload: Payload) -> Any:
     agent, to = rref._agent, payload.to
-    if agent.closed:  # the process may be a worker again: it is not the one that had the reference
+    if agent.closed:  # the process may be another worker by now
         raise ClosedError(
             f"RRef of {rref._owner}: this worker was shut down since, and released all its references. (Cannot call "
             "fork an UserRRef after deletion.)"
@@ -300,20 +300,20 @@ def _reduce_rref(rref: RRef[Any], payload: Payload) -> Any:
     fork: RRefId | None = None
     payload.kept.append(rref)
     goes_home = rref._owner.uid == to.uid
-    if not goes_home or to.uid == me or payload.is_answer:  # else it is kept until the answer comes, and that will do
+    if not goes_home or to.uid == me or payload.is_answer:  # otherwise it is kept until the answer, which is enough
         fork = agent.references.new_id()
         if rref._owned is not None:
             agent.references.add_fork(rref._owned, fork, to.uid)
             payload.undo.append(lambda: agent.references.drop_fork(rref._id, fork))
         else:
-            agent.references.hand_on(fork, rref, to.uid)
-            payload.undo.append(lambda: agent.references.has_arrived(fork))
+            agent.references.keep_fork(fork, rref, to.uid)
+            payload.undo.append(lambda: agent.references.release_fork(fork))
     payload.forks.append((rref._owner.uid, rref._owner.info.name, rref._id, fork, me))
-    return _arrived_rref, (len(payload.forks) - 1,)
+    return _receive_rref, (len(payload.forks) - 1,)
 
 
-def _arrived_rref(number: int) -> RRef[Any]:
-    rref: RRef[Any] = arriving().forks[number]
+def _receive_rref(number: int) -> RRef[Any]:
+    rref: RRef[Any] = unpickling().forks[number]
     return rref
 
 
@@ -321,52 +321,52 @@ register(RRef, _reduce_rref)
 
 
 def serve_references(agent: Agent) -> None:
-    """Let this worker take and give references."""
+    """Let this worker send and receive references."""
 
     def make(owner_uid: int, owner_name: str, rref_id: RRefId, fork: RRefId | None, parent: int) -> RRef[Any]:
         if owner_uid == agent.me.uid:
             owned = agent.references.find_or_expect(rref_id)
             if owned is None:
                 if fork is not None:
-                    _tell_parent(parent, fork)
+                    _notify_parent(parent, fork)
                 raise PhalanxError(
                     f"RRef: {agent.me} owns no object {rref_id} (any more): the worker that sent the reference is lost."
                 )
-            # the reference went to ourselves: it was counted only on the way
+            # this worker sent the reference to itself: it was counted only in flight
             if fork is not None and parent == owner_uid:
                 agent.references.drop_fork(rref_id, fork)
             elif fork is not None:
-                _tell_parent(parent, fork)
+                _notify_parent(parent, fork)
             return RRef._make(agent, agent.me, rref_id, None, owned)
         owner = agent.membership.by_uid(owner_uid) or agent.membership.find(owner_name)
         if owner is None or owner.uid != owner_uid:
             if fork is not None:
-                _tell_parent(parent, fork)
-            raise PeerLostError(f"RRef: its owner, worker {owner_name!r}, is lost, and the object is gone with it.")
+                _notify_parent(parent, fork)
+            raise PeerLostError(f"RRef: its owner, worker {owner_name!r}, is lost, and the object with it.")
         assert fork is not None
         confirmed: Future[Any] | None = None
         if parent != owner_uid:
-            told = agent.control(owner, "announce_fork", (rref_id, fork), 0.0)
-            told.on_done(lambda _: _tell_parent(parent, fork))
-            confirmed = told
+            message = agent.control(owner, "announce_fork", (rref_id, fork), 0.0)
+            message.on_done(lambda _: _notify_parent(parent, fork))
+            confirmed = message
         return RRef._make(agent, owner, rref_id, fork, None, confirmed)
 
-    def _tell_parent(parent: int, fork: RRefId) -> None:
+    def _notify_parent(parent: int, fork: RRefId) -> None:
         member = agent.membership.by_uid(parent)
         if member is not None and not agent.closed:
-            agent.tell(member, "fork_arrived", fork)
+            agent.notify(member, "fork_arrived", fork)
 
-    def announce_fork(holder: WorkerAddress, told: tuple[RRefId, RRefId]) -> None:
-        if not agent.references.announce_fork(*told, holder.uid):
+    def announce_fork(holder: WorkerAddress, message: tuple[RRefId, RRefId]) -> None:
+        if not agent.references.announce_fork(*message, holder.uid):
             raise PhalanxError(
-                f"RRef: {agent.me} owns no object {told[0]} (any more): the worker that sent the reference is lost."
+                f"RRef: {agent.me} owns no object {message[0]} (any more): the worker that sent the reference is lost."
             )
 
-    def drop_forks(holder: WorkerAddress, told: list[tuple[RRefId, RRefId]]) -> None:
-        agent.release_later([one for one in (agent.references.drop_fork(*pair) for pair in told) if one is not None])
+    def drop_forks(holder: WorkerAddress, message: list[tuple[RRefId, RRefId]]) -> None:
+        agent.release_later([one for one in (agent.references.drop_fork(*pair) for pair in message) if one is not None])
 
     def fork_arrived(holder: WorkerAddress, fork: RRefId) -> None:
-        agent.references.has_arrived(fork)
+        agent.references.release_fork(fork)
 
     def lost(member: WorkerAddress) -> None:
         freed, orphans = agent.references.lose(member.uid)

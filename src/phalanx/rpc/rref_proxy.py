@@ -1,4 +1,4 @@
-"""An `RRefProxy` stands in for a remote object: its methods run where the object is."""
+"""An `RRefProxy` is a proxy for a remote object: its methods run on the owner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOW: dict[str, Callable[..., Any]] = {"sync": invoke.rpc_sync, "async": invoke.
 
 
 class RRefProxy:
-    """`RRef.rpc_sync()`, `rpc_async()` and `remote()` return it."""
+    """An `RRefProxy` is the result of `RRef.rpc_sync()`, `rpc_async()` and `remote()`."""
 
     def __init__(self, rref: RRef[Any], how: str, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         self.rref = rref
@@ -38,8 +38,8 @@ class RRefProxy:
         return self._how(self.rref.owner(), call_method, (self.rref, name, args, kwargs), timeout=self.rpc_timeout)
 
 
-def _stand_in(rref: RRef[Any], how: str, timeout: float) -> RRefProxy:
+def _make_proxy(rref: RRef[Any], how: str, timeout: float) -> RRefProxy:
     return RRefProxy(rref, how, timeout)
 
 
-RRef._stand_in = staticmethod(_stand_in)
+RRef._make_proxy = staticmethod(_make_proxy)

@@ -1,18 +1,18 @@
-"""A segment is a memfd in which large tensors go from one process of a host to another.
+"""A segment is a memfd through which one process of a host sends large tensors to another.
 
     sender                                      receiver
     lend a segment, copy the tensor into it
     its descriptor, the first time   ------->   map it
-    a frame with the segment's number  ------>  the tensor lies in it: no copy
+    a frame with the segment's number  ------>  the tensor is in it: no copy
                                                 the tensor dies
     free again, for the next tensor  <-------   RELEASE
 
-A segment belongs to the process that made it, and is with one receiver at a time. So many bytes are kept for later as
-`MOST_FREE_BYTES` says; the others go back to the system, as soon as all receivers that map them have heard of it
-(FORGET). One that a receiver had when it was lost is not used again.
+A segment belongs to the process that made it, and is lent to one receiver at a time. The process keeps
+`MOST_FREE_BYTES` of free segments; further ones are freed as soon as all receivers have unmapped them (FORGET). A
+segment that is lent to a lost receiver is not used again.
 
-Where a receiver forks, what it has received becomes its own before: else the child would see the next tensor in the
-segment, and parent and child what the other one writes. The sender has the segment back by that (MISSED).
+Before a receiver forks, it copies its received tensors to memory of its own: otherwise the child would see the next
+tensor in the segment, and parent and child each other's writes. That returns the segments to the sender (MISSED).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from phalanx._comm.symmetric_memory.memfd import memory
 FROM_BYTES = 1 << 16  # below this the socket is as fast
 MOST_FREE_BYTES = 1 << 29
 _PAGES = 1 << 16
-_STEPS = 3  # a segment is at most 1/8 larger than what lies in it
+_STEPS = 3  # a segment is at most 1/8 larger than its tensor
 
 
 def capacity(nbytes: int) -> int:
-    """Return the size of the segment for so many bytes: of few different sizes, so that segments are used again."""
+    """Return the size of a segment for `nbytes`: one of few sizes, so that segments can be reused."""
     step = max(_PAGES, 1 << max(0, nbytes.bit_length() - 1 - _STEPS))
     return -(-nbytes // step) * step
 
 
 class Segment:
-    """`Segment` is memory that this process has made."""
+    """A `Segment` is shared memory of this process."""
 
     def __init__(self, number: int, nbytes: int) -> None:
         with memory("phalanx-rpc", nbytes) as fd:
@@ -51,16 +51,16 @@ class Segment:
         self.number = number
         self.nbytes = nbytes
         self.bytes = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-        self.known_to: set[int] = set()  # the connections through which its descriptor has gone
+        self.known_to: set[int] = set()  # the connections over which its descriptor was sent
 
     def close(self) -> None:
-        """Close it; a process that still maps it may go on."""
+        """Close it; a process that still maps it may use it."""
         os.close(self.fd)
         self.fd = -1
 
 
 class Lender:
-    """`Lender` has the segments of this process, and knows which worker has each."""
+    """A `Lender` has the segments of this process, and the receiver of each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,12 +71,12 @@ class Lender:
         self._forget: dict[int, Callable[[list[int]], None]] = {}
 
     def join(self, connection: int, forget: Callable[[list[int]], None]) -> None:
-        """Add the process behind `connection`; until it is lost, `forget` tells it which segments are withdrawn."""
+        """Add the process behind `connection`; until it is lost, `forget` notifies it of segments to unmap."""
         with self._lock:
             self._forget[connection] = forget
 
     def lend(self, nbytes: int, connection: int) -> Segment:
-        """Return a segment that has room for `nbytes`, for the process behind `connection`.
+        """Lend the process behind `connection` a segment of at least `nbytes`.
 
         Raises:
             PhalanxError: no memory can be shared.
@@ -93,10 +93,10 @@ class Lender:
             self._lent[segment.number] = segment, connection
             return segment
 
-    def take_back(self, number: int, *, arrived: bool = True) -> None:
-        """Take back a segment that is free again; if there are too many, close some, and tell those that map them.
+    def reclaim(self, number: int, *, arrived: bool = True) -> None:
+        """Reclaim a segment that is free again; if there are too many, close some and notify their receivers.
 
-        `arrived` says whether its descriptor has arrived; else it is sent again the next time.
+        `arrived` says whether its descriptor was received; otherwise it is sent again the next time.
         """
         dropped: list[Segment] = []
         with self._lock:
@@ -115,10 +115,10 @@ class Lender:
                     del self._free[size]
             for one in dropped:
                 one.close()
-        self._tell(dropped)
+        self._notify_receivers(dropped)
 
-    def _tell(self, dropped: Iterable[Segment]) -> None:
-        """Tell every receiver that has mapped these segments to unmap them: else their memory would stay in use."""
+    def _notify_receivers(self, dropped: Iterable[Segment]) -> None:
+        """Notify all receivers of these segments to unmap them: their memory would stay in use otherwise."""
         numbers: dict[int, list[int]] = {}
         for segment in dropped:
             for connection in segment.known_to:
@@ -129,7 +129,7 @@ class Lender:
                 forget(gone)
 
     def lost(self, connection: int) -> None:
-        """Never reuse the segments that the process behind `connection` has: it is gone or may still read them."""
+        """Never reuse the segments lent to the process behind `connection`: it may still read them."""
         with self._lock:
             self._forget.pop(connection, None)
             numbers = [number for number, (_, who) in self._lent.items() if who == connection]
@@ -139,7 +139,7 @@ class Lender:
             for free in self._free.values():
                 for segment in free:
                     segment.known_to.discard(connection)
-        self._tell(dropped)
+        self._notify_receivers(dropped)
 
     @property
     def num_bytes(self) -> int:
@@ -157,9 +157,9 @@ class Lender:
 
 
 class Borrower:
-    """`Borrower` has the segments of the process at the other end of a connection, mapped.
+    """A `Borrower` maps the segments of the process at the other end of a connection.
 
-    `released` gets a segment's number when what lay in it has died: anywhere, so it must neither wait nor lock.
+    `released` is called with a segment's number when its tensor has died, in any thread: it must neither wait nor lock.
     """
 
     def __init__(self, released: Callable[[int], None]) -> None:
@@ -167,7 +167,7 @@ class Borrower:
         self._alive: dict[int, Any] = {}
         self._released = released
 
-    def knows(self, number: int) -> bool:
+    def has(self, number: int) -> bool:
         return number in self._maps
 
     def add(self, number: int, fd: int) -> None:
@@ -178,7 +178,7 @@ class Borrower:
             os.close(fd)
 
     def view(self, number: int, nbytes: int) -> Any:
-        """Return the first bytes of a segment, which stay valid until nobody holds them any more."""
+        """Return the first bytes of a segment, which stay valid as long as the array lives."""
         array = numpy.frombuffer(self._maps[number], dtype=numpy.uint8, count=nbytes)
         released, alive = self._released, self._alive
 
@@ -190,9 +190,9 @@ class Borrower:
         return array
 
     def make_private(self) -> list[int]:
-        """Put memory of this process's own under all that lies in segments, and return their numbers.
+        """Replace the segments of all living tensors by memory of this process, and return their numbers.
 
-        Cost: a copy of what is alive, once.
+        Cost: a copy of the living tensors.
 
         Raises:
             OSError: there is no memory for it.
@@ -208,11 +208,11 @@ class Borrower:
         return freed
 
     def forget(self, number: int) -> None:
-        """Unmap a segment that will not come again."""
+        """Unmap a segment that will not be lent again."""
         self._maps.pop(number, None)
 
     def forget_all(self) -> None:
-        """Unmap all segments, of which some tensors may still hold their own."""
+        """Unmap all segments; living tensors keep theirs mapped."""
         self._maps.clear()
 
 
@@ -220,7 +220,7 @@ _FIXED_AND_MAY_MOVE = 3  # of mremap(2)
 
 
 def _make_private(address: int, nbytes: int) -> None:
-    """Put a private copy of some pages in their place, in one step for all who read them."""
+    """Replace some pages by a private copy, in one step for all threads that read them."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     pages, wrong = ctypes.c_size_t(nbytes), ctypes.c_void_p(-1).value

@@ -1,9 +1,8 @@
-"""Pickle objects by protocol 5, and keep the memory of the tensors in them out of band, as it lies.
+"""Pickle objects by protocol 5, with the memory of their tensors out of band.
 
-A dense tensor on the CPU is not copied into the pickle: its memory is a buffer of its own, which the transport sends
-from where it lies; so are the parts of a sparse one. All others (compressed, quantized, subclasses) are pickled as
-PyTorch pickles them; their parts are dense tensors again. Other files register here the types that they hand over
-themselves (references).
+A dense tensor on the CPU is not copied into the pickle: its memory is a buffer that the transport sends without a copy;
+so are the parts of a sparse one. All others (compressed, quantized, subclasses) are pickled as PyTorch pickles them;
+their parts are dense tensors again. Other files `register` the types that they pickle themselves (references).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+FunctionCall = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 _NBYTES = struct.Struct("<H")  # the size of a function's name
 _NO_NAME = _NBYTES.pack(0)
 _DTYPES = (
@@ -29,7 +28,7 @@ _DTYPES = (
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-# All others go by name, as integers of their size: PyTorch copies few of them, and pickles none.
+# The others are sent by name, as integers of their size: PyTorch copies few of them, and pickles none.
 _BY_NAME = {
     name: dtype
     for name, dtype in vars(torch).items()
@@ -43,52 +42,52 @@ _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))
 _MOST_GAPS = 4  # a tensor with gaps may span so many times the memory of its elements
 _CPU = torch.device("cpu")
 _NAMES_A_GLOBAL = pickle.STACK_GLOBAL  # without this byte a pickle of protocol 5 has no class and no function
-_KNOWN = frozenset(("collections", "numpy", "phalanx", "torch"))  # unpickling their classes waits for nothing
+_KNOWN = frozenset(("collections", "numpy", "phalanx", "torch"))  # unpickling their classes never waits
 _MOST_NAMES, _MOST_NAME_BYTES = 4096, 4096
 
 
 class Payload:
-    """`Payload` is an object on its way out: the pickle, the memory beside it, and the tensors whose memory that is.
+    """A `Payload` is an object to send: the pickle, the memory beside it, and the tensors with that memory.
 
-    `to` names the worker that it goes to, and `forks` what was handed to it beside the object.
+    `to` is the worker that gets it, and `forks` are the references in it.
     """
 
     __slots__ = ("buffers", "data", "forks", "is_answer", "kept", "sparse", "tensors", "to", "undo")
 
     def __init__(self, to: Any = None, is_answer: bool = False) -> None:
         self.to = to
-        self.is_answer = is_answer  # nobody is told whether an answer has arrived
+        self.is_answer = is_answer  # the arrival of an answer is not confirmed
         self.data: bytes = b""
         self.buffers: list[Any] = []  # memory: anything with the buffer protocol
         self.tensors: list[Tensor] = []
         self.sparse: list[Tensor] = []
         self.forks: list[Any] = []
-        self.kept: list[Any] = []  # must live until the answer has come
+        self.kept: list[Any] = []  # must live until the answer
         self.undo: list[Callable[[], Any]] = []  # calls to make if the payload is not sent after all
 
     @property
     def nbytes(self) -> int:
-        """Return how much memory the payload holds until it is answered."""
+        """Return how much memory the payload uses until it is answered."""
         return len(self.data) + sum(memoryview(b).nbytes for b in self.buffers)
 
     def revoke(self) -> None:
-        """Take back what was handed over, because the payload is not sent."""
+        """Undo the registration of the references in the payload, because it is not sent."""
         while self.undo:
             self.undo.pop()()
 
 
 class _Current(threading.local):
-    """`_Current` is what this thread pickles, or unpickles."""
+    """`_Current` has the payload that this thread pickles, or the tensors that it unpickles."""
 
     payload: Payload | None = None
-    arrived: Arrived | None = None
+    arrived: ReceivedTensors | None = None
 
 
-class Arrived:
-    """`Arrived` is an object that has come in, with the tensors that were in it, in the order of `Payload.tensors`.
+class ReceivedTensors:
+    """`ReceivedTensors` are the tensors in a received object, in the order of `Payload.tensors`.
 
-    `requires_grad` tells which of them required it where they came from. They do so here as well, as leaves, but
-    `without_grad`: then whoever asked for that attaches them to a graph.
+    `requires_grad` says which of them required grad on the sender. They do so here as well, as leaves, unless
+    `without_grad`: then the caller attaches them to a graph.
     """
 
     __slots__ = ("forks", "requires_grad", "sparse", "sparse_requires_grad", "tensors", "without_grad")
@@ -102,7 +101,7 @@ class Arrived:
         self.without_grad = without_grad
 
     def that_require_grad(self) -> list[Tensor]:
-        """Return the tensors that required grad where they came from, first the dense and then the sparse ones."""
+        """Return the tensors that required grad on the sender, first the dense and then the sparse ones."""
         found = [one for one, requires in zip(self.tensors, self.requires_grad, strict=True) if requires]
         found += [one for one, requires in zip(self.sparse, self.sparse_requires_grad, strict=True) if requires]
         return found
@@ -116,8 +115,8 @@ class _Names:
         self._functions: dict[bytes, FunctionType] = {}
 
     def of(self, function: FunctionType) -> bytes | None:
-        """Return the pickled name of a function; None if it is in no module, or another one has its name by now."""
-        if not _is_there(function):
+        """Return the pickled name of a function; None if no module has it under its name."""
+        if not _is_importable(function):
             return None
         name = self._names.get(function)
         if name is None:
@@ -131,17 +130,17 @@ class _Names:
 
     def find(self, name: bytes) -> FunctionType:
         function = self._functions.get(name)
-        if function is None or not _is_there(function):
+        if function is None or not _is_importable(function):
             function = pickle.loads(memoryview(name)[_NBYTES.size :])
             assert function is not None
             if len(self._functions) >= _MOST_NAMES:
                 self._functions.clear()
-            if type(function) is FunctionType and _is_there(function):
+            if type(function) is FunctionType and _is_importable(function):
                 self._functions[name] = function
         return function
 
 
-def _is_there(function: FunctionType) -> bool:
+def _is_importable(function: FunctionType) -> bool:
     """Return whether the function's module has it, under its name."""
     module = sys.modules.get(function.__module__)
     return module is not None and module.__dict__.get(function.__qualname__) is function
@@ -158,16 +157,16 @@ def register(kind: type, reduce: Callable[[Any, Payload], Any]) -> None:
     def reducer(obj: Any) -> Any:
         payload = _current.payload
         if payload is None:  # this is an ordinary pickle, not one of ours
-            raise pickle.PicklingError(f"{kind.__name__} can only be handed over by rpc")
+            raise pickle.PicklingError(f"{kind.__name__} can only be sent by rpc")
         return reduce(obj, payload)
 
     _table[kind] = reducer
 
 
 def serialize(obj: Any, to: Any = None, *, is_answer: bool = False) -> Payload:
-    """Pickle `obj` for the worker `to`. Tensors are referred to, not copied: they must stay as they are until sent."""
+    """Pickle `obj` for the worker `to`. Tensors are not copied: they must stay unchanged until they are sent."""
     payload = Payload(to, is_answer)
-    if obj is None:  # many calls answer with None
+    if obj is None:  # the result of many calls
         return payload
     payload.data = pickle.dumps(obj, 5) if type(obj) in _PLAIN else _dump(obj, payload)
     return payload
@@ -195,13 +194,13 @@ def deserialize(
     *,
     without_grad: bool = False,
     no_user_code: bool = False,
-) -> tuple[Any, Arrived]:
+) -> tuple[Any, ReceivedTensors]:
     """Return the object, and the tensors in it.
 
     Raises:
-        UserCodeError: there must be `no_user_code`, and a class or function in it may be the user's.
+        UserCodeError: `no_user_code` is set, and a class or function in the pickle may be the user's.
     """
-    arrived = Arrived(forks, without_grad)
+    arrived = ReceivedTensors(forks, without_grad)
     if not data:
         return None, arrived
     before, _current.arrived = _current.arrived, arrived
@@ -214,11 +213,11 @@ def deserialize(
 
 
 class UserCodeError(Exception):
-    """Unpickling would run code of the user's."""
+    """Unpickling would run the user's code."""
 
 
 class _Cautious(pickle.Unpickler):
-    """`_Cautious` makes nothing but what libraries that are known, and are imported already, make."""
+    """A `_Cautious` unpickler uses only classes and functions of known libraries that are imported already."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in _KNOWN and module in sys.modules:
@@ -226,7 +225,7 @@ class _Cautious(pickle.Unpickler):
         raise UserCodeError
 
 
-def serialize_call(work: Call, to: Any) -> Payload:
+def serialize_call(work: FunctionCall, to: Any) -> Payload:
     """Pickle a function and its arguments. The name of a module's function is pickled only once."""
     function, args, kwargs = work
     payload = Payload(to)
@@ -244,19 +243,19 @@ def serialize_call(work: Call, to: Any) -> Payload:
 
 def deserialize_call(
     data: bytes, buffers: Sequence[Any], forks: Sequence[Any], *, without_grad: bool
-) -> tuple[Call, Arrived]:
+) -> tuple[FunctionCall, ReceivedTensors]:
     """Return the function and its arguments, and the tensors in them."""
     end = _NBYTES.unpack_from(data)[0] + _NBYTES.size
     if end == _NBYTES.size:
         return deserialize(memoryview(data)[end:], buffers, forks, without_grad=without_grad)
     function = names.find(data[:end])
     if end == len(data):
-        return (function, (), {}), Arrived(forks, without_grad)
+        return (function, (), {}), ReceivedTensors(forks, without_grad)
     (args, kwargs), arrived = deserialize(memoryview(data)[end:], buffers, forks, without_grad=without_grad)
     return (function, args, kwargs), arrived
 
 
-def arriving() -> Arrived:
+def unpickling() -> ReceivedTensors:
     """Return what this thread is unpickling."""
     arrived = _current.arrived
     if arrived is None:
@@ -268,7 +267,7 @@ _seen: tuple[int, dict[type, Any]] = (-1, {})
 
 
 def _dispatch_table() -> dict[type, Any]:
-    """Return copyreg's table and ours in one, with what others have registered with copyreg since the last call."""
+    """Return copyreg's table and ours in one, with the types registered with copyreg since the last call."""
     global _seen
     version = len(copyreg.dispatch_table) + len(_table) * 65536
     if _seen[0] != version:
@@ -310,7 +309,7 @@ def _lay_out(plain: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...] | Non
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return the elements in a row as they lie, and the strides if unusual; copy only what has holes."""
+    """Return the elements in one dimension, in memory order, and unusual strides; copy only tensors with gaps."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
@@ -322,7 +321,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 def _is_gapped(tensor: Tensor) -> bool:
-    """Return whether no element is there twice, and the gaps between them are small enough to be made again."""
+    """Return whether no element appears twice, and the gaps between them are small enough to be made again."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -335,7 +334,7 @@ def _is_gapped(tensor: Tensor) -> bool:
 def _tensor(
     code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None, requires_grad: bool, memory: Any
 ) -> Tensor:
-    return _take(_rebuild(code, shape, stride, memory), requires_grad)
+    return _receive_tensor(_rebuild(code, shape, stride, memory), requires_grad)
 
 
 def _tensor_by_name(
@@ -349,9 +348,9 @@ def _tensor_by_name(
 ) -> Tensor:
     dtype = _BY_NAME.get(name)
     if dtype is None:
-        raise TypeError(f"a tensor of torch.{name} has come by rpc, which torch {torch.__version__} does not have")
+        raise TypeError(f"rpc: received a tensor of torch.{name}, which torch {torch.__version__} does not have")
     tensor = _rebuild(code, shape, stride, memory).view(dtype)
-    return _take(tensor.conj() if is_conj else tensor, requires_grad)
+    return _receive_tensor(tensor.conj() if is_conj else tensor, requires_grad)
 
 
 def _rebuild(code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None, memory: Any) -> Tensor:
@@ -368,8 +367,8 @@ def _rebuild(code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None, 
     return tensor
 
 
-def _take(tensor: Tensor, requires_grad: bool) -> Tensor:
-    arrived = arriving()
+def _receive_tensor(tensor: Tensor, requires_grad: bool) -> Tensor:
+    arrived = unpickling()
     if requires_grad:
         if arrived.without_grad:
             tensor = tensor.detach()  # a view could not be attached to a graph
@@ -384,7 +383,7 @@ def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesce
     tensor = torch.sparse_coo_tensor(
         indices, values, shape, device=_CPU, check_invariants=False, is_coalesced=is_coalesced
     )
-    arrived = arriving()
+    arrived = unpickling()
     if requires_grad and not arrived.without_grad:
         tensor.requires_grad_()
     arrived.sparse.append(tensor)
@@ -393,7 +392,7 @@ def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesce
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Return how many elements lie from the first to the last one."""
+    """Return the number of places from the first element to the last one."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 

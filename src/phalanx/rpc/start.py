@@ -1,4 +1,4 @@
-"""Make this process a worker, and end that again: `init_rpc` and `shutdown`."""
+"""Make this process a worker (`init_rpc`), and stop being one (`shutdown`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _JOIN_S = 300.0
 _logger = get_logger(__name__)
 _starting = threading.Lock()
 
-# Code that adds to a worker (distributed autograd) is told of each agent here before anybody can call it.
+# Functions that extend each new agent, before other workers can call it.
 on_start: list[Callable[[Agent], None]] = []
 
 
@@ -59,19 +59,19 @@ def init_rpc(
     """Make this process the worker `name`, which can call the others and be called by them.
 
     With `world_size` (given, or known from the launcher) all workers start together, and this returns when all have
-    come. Without it, workers join and leave as they like; each gives its own `rank`.
+    joined. Without it, workers join and leave at any time; each gives its own `rank`.
 
-    They meet at `rpc_backend_options.init_method`; by default under `phalanx run` in the job's own store, else at
+    They join at `rpc_backend_options.init_method`; by default under `phalanx run` in the job's own store, else at
     MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError, TypeError: the name, rank or options are not valid.
         MismatchError: another worker has the name or rank.
-        DeadlineError: some worker did not come within the timeout of a call (at least 300 s).
+        DeadlineError: some worker did not join within the timeout of a call (at least 300 s).
     """
     if not isinstance(name, str):
         raise TypeError(f"init_rpc: a worker's name is a str, got {type(name).__name__}")
-    WorkerInfo(name, rank)  # looks at the name
+    WorkerInfo(name, rank)  # checks the name
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
@@ -85,7 +85,7 @@ def init_rpc(
     with _starting:
         if current.is_set():
             raise RuntimeError("RPC is already initialized")
-        number, size = find_place(rank, world_size)
+        number, size = find_rank(rank, world_size)
         if number < 0 or (size is not None and number >= size):
             from_environment = options.init_method.startswith("env://")
             missing = (
@@ -120,7 +120,7 @@ def start_agent(
     agent.start(membership)
     try:
         membership.join(agent.me, deadline, lambda: _open_network(agent, store))
-        agent.connections.meet_containers()
+        agent.connections.accept_containers()
     except BaseException:
         agent.close("it could not join")
         raise
@@ -131,21 +131,21 @@ def _open_network(agent: Agent, store: Any) -> WorkerAddress:
     """Accept workers of other hosts.
 
     Raises:
-        AuthenticationError: the job has no key; nobody is let in without one.
+        AuthenticationError: the job has no key, and workers without one are rejected.
     """
     key = job_key()
     if key is None:
         raise AuthenticationError(
-            f"init_rpc of {agent.me}: workers of the job are on several hosts, and there is no key for them to know "
-            "each other by: a call runs code.\nMake one with `phalanx key` and copy it to all hosts, or start the "
+            f"init_rpc of {agent.me}: workers of the job are on several hosts, and there is no key to "
+            "authenticate them: a call runs code.\nMake one with `phalanx key` and copy it to all hosts, or start the "
             "script with `phalanx run`. `phalanx docs security` prints where that is explained."
         )
     address = network_address(store)
     if is_public(address) and not may_be_public():
         raise PhalanxError(
             f"init_rpc of {agent.me}: {address} is a public address, to which everybody on the internet can send.\n"
-            "Let the hosts meet in a private network; or set PHALANX_ALLOW_PUBLIC_ADDRESS=1 where a firewall lets only "
-            "these hosts in: strangers are refused, but see the port."
+            "Use a private network between the hosts; or set PHALANX_ALLOW_PUBLIC_ADDRESS=1 if a firewall accepts only "
+            "these hosts: strangers are rejected, but see the port."
         )
     agent.open_network(address, key)
     return agent.me
@@ -154,15 +154,20 @@ def _open_network(agent: Agent, store: Any) -> WorkerAddress:
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     """Stop being a worker.
 
-    With `graceful`, first wait until all calls in progress have ended on all workers; if the number of workers is
-    fixed, until all workers have called this, too. Else the others see this one leave at once. `timeout` (seconds; 0:
-    no limit) is for the wait.
+    With `graceful`, first wait until all calls in flight have ended on all workers; if the number of workers is fixed,
+    until all workers have called this, too. Otherwise this worker leaves at once. `timeout` limits the wait, in
+    seconds; 0 is no limit.
 
     Raises:
-        DeadlineError: some worker did not come in time.
+        TypeError, ValueError: `timeout` is not a number of seconds; nothing was done.
+        DeadlineError: some worker did not call this in time.
         PeerLostError: a worker is lost. In both cases this worker is shut down all the same.
     """
     agent = current.agent()
+    if not isinstance(timeout, int | float):
+        raise TypeError(f"shutdown: timeout is a number of seconds (0: no limit), got a {type(timeout).__name__}")
+    if not timeout >= 0:
+        raise ValueError(f"shutdown: timeout is a number of seconds (0: no limit), got {timeout}")
     try:
         if graceful:
             deadline = Deadline.after(timeout or None)
@@ -170,22 +175,22 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
                 agent.termination.finish(deadline)
             else:
                 agent.termination.wait_idle(deadline)
-                _leave_quietly(agent)
+                _leave_store(agent)
     finally:
         try:
             if not graceful:
-                _leave_quietly(agent)
+                _leave_store(agent)
         finally:
             agent.close("it was shut down.")
             current.set_agent(None)
             interrupts.uninstall()
 
 
-def _leave_quietly(agent: Agent) -> None:
+def _leave_store(agent: Agent) -> None:
     try:
         agent.membership.leave(agent.me)
-    except RuntimeError as error:  # the job's store is gone: no other worker looks for us there
-        _logger.debug("rpc: %s could not take its name out of the store: %s", agent.me, error)
+    except RuntimeError as error:  # the job's store has ended: no other worker looks us up there
+        _logger.debug("rpc: %s could not remove its name from the store: %s", agent.me, error)
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
@@ -206,12 +211,12 @@ def is_available() -> bool:
 
 
 def get_rpc_timeout() -> float:
-    """Return after how many seconds a call of this worker fails that sets no time-out of its own; 0 is never."""
+    """Return after how many seconds a call without a timeout of its own fails; 0 is never."""
     return current.agent().default_timeout_s
 
 
 def _close_in_child() -> None:
-    """Close the sockets in a fork of a worker, which must not keep them open, nor answer in the worker's name."""
+    """Close the sockets in a fork of a worker: it must neither keep them open nor answer for the worker."""
     if current.is_set():
         agent = current.agent()
         current.set_agent(None)
@@ -221,14 +226,14 @@ def _close_in_child() -> None:
 
 
 def _prepare_fork() -> None:
-    """Let a fork have tensors of its own, as it has of all else."""
+    """Copy received tensors to memory of this process, so that a fork has its own."""
     if current.is_set():
         try:
             current.agent().connections.prepare_fork()
         except OSError as error:
             _logger.warning(
                 "rpc: this worker forks, and has no memory for copies of the large tensors that it has received (%s): "
-                "the child shares them, and may see others in their place.",
+                "the child shares their memory, which later tensors may overwrite.",
                 error.strerror,
             )
 
@@ -238,9 +243,8 @@ os.register_at_fork(before=_prepare_fork, after_in_child=_close_in_child)
 
 # Make `torch.futures.collect_all` and `wait_all` work over calls.
 #
-# PyTorch's functions wait in C++, where we cannot see it: their callbacks would run in whatever thread reads an answer,
-# which may hold a lock that they want. They also take an error that was set from Python for a result, and wait for all
-# the others.
+# PyTorch's functions wait in C++: their callbacks would run in the thread that reads an answer, which may own a lock
+# that they need. They also mistake an error that was set from Python for a result, and wait for all other futures.
 
 
 def has_calls(futures: Sequence[Any]) -> bool:
@@ -249,7 +253,7 @@ def has_calls(futures: Sequence[Any]) -> bool:
 
 
 def collect_all(futures: Sequence[Any]) -> Future[Any]:
-    """Return a future of all futures, done when they are, or when the first one fails, with its error."""
+    """Return a future that is done when all futures are; if one fails, it fails at once with the same error."""
     return _Collection(futures).future
 
 
@@ -261,11 +265,11 @@ class _Collection:
         self._lock = threading.Lock()  # it guards the count; callbacks run without it
         for one in self._futures:
             if isinstance(one, Answer):
-                one.on_done(self._hear)
+                one.on_done(self._on_done)
             else:
-                one.add_done_callback(self._hear)
+                one.add_done_callback(self._on_done)
 
-    def _hear(self, done: Any) -> None:
+    def _on_done(self, done: Any) -> None:
         try:
             done.value()
         except BaseException:
@@ -276,7 +280,7 @@ class _Collection:
                 self.future.set_result(self._futures)
 
     def _count_down(self, to: int | None = None) -> bool:
-        """Count one future, or all with `to=0`; return whether the count has reached its end by that."""
+        """Count one future, or all with `to=0`; return whether this call has completed the count."""
         with self._lock:
             before = self._left
             self._left = max(0, before - 1 if to is None else to)
@@ -288,14 +292,14 @@ _make_store: Any = find(
     loses="phalanx.rpc.init_rpc does not work without world_size",
 )
 
-_kept: list[Any] = []  # torch's handlers must not be ended: some keep the store
+_kept: list[Any] = []  # torch's handlers must live: some own the store
 _starts: dict[str, int] = {}
 
 
-def find_place(rank: int, world_size: int | None) -> tuple[int, int | None]:
-    """Return rank and world size: as given, else as the launcher says; the rank is -1 if nobody knows it.
+def find_rank(rank: int, world_size: int | None) -> tuple[int, int | None]:
+    """Return rank and world size: the arguments, else the launcher's; the rank is -1 if there is neither.
 
-    `world_size` stays None for a worker that joins a job of no fixed size: then its rank has to be given.
+    `world_size` stays None for a worker that joins a job of no fixed size: then its rank is an argument.
     """
     if rank >= 0:
         return rank, world_size
@@ -308,12 +312,12 @@ def find_place(rank: int, world_size: int | None) -> tuple[int, int | None]:
 
 
 def open_store(init_method: str, rank: int, world_size: int | None, timeout: timedelta) -> Any:
-    """Return the job's store; in a job of fixed size, each start of rpc in this process has keys of its own."""
+    """Return the job's store; in a job of fixed size, each start of rpc in this process has separate keys."""
     handler = _addresses(init_method, rank, world_size, timeout)
     store, _, _ = next(handler)
     _kept.append(handler)
     store.set_timeout(timeout)
-    if world_size is None:  # a worker that comes again, in this process or another, comes to the same workers
+    if world_size is None:  # a worker that joins again joins the same workers
         return PrefixStore("phalanx-rpc", store)
     number = _starts[init_method] = _starts.get(init_method, -1) + 1
     return PrefixStore(f"phalanx-rpc-{number}", store)
@@ -332,14 +336,14 @@ def _addresses(init_method: str, rank: int, world_size: int | None, timeout: tim
 
 
 def is_on_network(store: Any) -> bool:
-    """Return whether workers of other hosts may meet in the store."""
+    """Return whether workers of other hosts can reach the store."""
     return bool(getattr(base_of(store), "host", ""))
 
 
 def network_address(store: Any) -> str:
-    """Return the address at which other hosts reach this one: the agents' tried one, or that on the store's way."""
-    if told := own_address():
-        return told
+    """Return the address at which other hosts reach this one: the agent's, or the one on the route to the store."""
+    if address := own_address():
+        return address
     host = getattr(base_of(store), "host", "")
     return local_address(host) if host else "127.0.0.1"
 

@@ -1,12 +1,12 @@
-"""Bring all workers together at the end, when no call is under way anywhere any more.
+"""Wait at the end until no call is in flight between any workers.
 
-Each worker comes when it is idle: none of its calls waits for an answer, and it runs none of others. But a call that
-another one makes may make it busy again. So they come again and again, each time telling how many calls it has made so
-far, until two rounds in a row have seen the same numbers (Mattern's counters): then nothing has happened in between,
-and nothing is under way.
+Each worker joins a round when it is idle: none of its calls waits for an answer, and it runs no call of another worker.
+A call of another worker may make it busy again. So there are several rounds, in which each worker reports how many
+calls it has made so far, until two rounds in a row have the same numbers (Mattern's counters): then nothing has
+happened in between, and nothing is in flight.
 
     worker 1   idle, "12 calls"  --->                    --->
-    worker 2   idle, "3 calls"   --->  worker 0 (leads)  --->  "15 again: the end", or "come again"
+    worker 2   idle, "3 calls"   --->  worker 0 (leads)  --->  "15 again: the end", or another round
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.futures import Future
 from phalanx._base.deadline import Deadline
 from phalanx.errors import DeadlineError, PeerLostError
 from phalanx.rpc.agent.agent import Agent
-from phalanx.rpc.agent.state import State
+from phalanx.rpc.agent.state import AgentState
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.worker_info import WorkerAddress
 
@@ -29,16 +29,16 @@ _PAUSE_S = 0.002
 
 
 class Termination:
-    """`Termination` is this worker's part in these rounds."""
+    """`Termination` is this worker's part in the rounds."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self._came: dict[str, dict[int, tuple[Any, Future[Any]]]] = {}
+        self._arrived: dict[str, dict[int, tuple[Any, Future[Any]]]] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._turns: dict[str, int] = {}
         self._lost: dict[int, str] = {}
-        agent.controls["come"] = self._hear
+        agent.controls["gather"] = self._on_arrival
         agent.controls["watch"] = lambda member, argument: None
         agent.on_lost.append(self._lose)
 
@@ -58,80 +58,80 @@ class Termination:
         """Return the values of all workers, or of `ranks`, by rank, once all have called this with the same `key`.
 
         Raises:
-            PeerLostError, DeadlineError: some worker will not come, or has not in time.
+            PeerLostError, DeadlineError: some worker is lost, or has not called this in time.
         """
         agent = self._agent
         members = agent.membership.members()
         ranks = ranks or [one.info.id for one in members]
         leader = next(one for one in members if one.info.id == ranks[0])
-        future = agent.control(leader, "come", (key, value, tuple(ranks)), 0.0)
+        future = agent.control(leader, "gather", (key, value, tuple(ranks)), 0.0)
         done = threading.Event()
         future.on_done(lambda _: done.set())
         if leader.uid == agent.me.uid:
             self._watch([one for one in members if one.info.id in ranks])
         if not done.wait(None if deadline.timeout_s > 1e8 else deadline.left_s):
             raise DeadlineError(
-                f"shutdown of {agent.me}: not all workers have come within {deadline.timeout_s:.1f} s. "
+                f"shutdown of {agent.me}: not all workers have called it within {deadline.timeout_s:.1f} s. "
                 "All of them must call shutdown; read the log of a missing one, or give it more time (timeout=)."
             )
         values: list[Any] = future.wait()
         return values
 
     def _watch(self, members: Sequence[WorkerAddress]) -> None:
-        """Connect to all of them: otherwise their ends would go unnoticed, and they would be waited for."""
+        """Connect to these workers, so that this worker detects their ends."""
         for one in members:
             if self._agent.peer(one).connection is None:
-                self._agent.tell(one, "watch", None)
+                self._agent.notify(one, "watch", None)
 
-    def _hear(self, member: WorkerAddress, told: tuple[str, Any, tuple[int, ...]]) -> Future[Any]:
-        key, value, ranks = told
+    def _on_arrival(self, member: WorkerAddress, message: tuple[str, Any, tuple[int, ...]]) -> Future[Any]:
+        key, value, ranks = message
         answer: Future[Any] = Future()
         with self._lock:
-            came = self._came.setdefault(key, {})
-            came[member.info.id] = value, answer
+            arrived = self._arrived.setdefault(key, {})
+            arrived[member.info.id] = value, answer
             self._ranks[key] = ranks
         self._end(key)
         return answer
 
     def _end(self, key: str) -> None:
-        """Answer all workers when all have come that ever will."""
+        """Answer all workers when all living ones have called `gather`."""
         with self._lock:
-            came = self._came.get(key)
-            if came is None:
+            arrived = self._arrived.get(key)
+            if arrived is None:
                 return
             ranks = self._ranks[key]
-            lost = {rank: why for rank, why in self._lost.items() if rank in ranks and rank not in came}
-            if len(came) + len(lost) < len(ranks):
+            lost = {rank: why for rank, why in self._lost.items() if rank in ranks and rank not in arrived}
+            if len(arrived) + len(lost) < len(ranks):
                 return
-            del self._came[key], self._ranks[key]
-        for _, answer in came.values():
+            del self._arrived[key], self._ranks[key]
+        for _, answer in arrived.values():
             if lost:
                 rank, why = next(iter(lost.items()))
-                text = f"shutdown: the worker of rank {rank} is lost, and will not come: {why}"
+                text = f"shutdown: the worker of rank {rank} is lost, and will not call it: {why}"
                 set_error(answer, partial(PeerLostError, text, ranks=(rank,)))
             else:
-                answer.set_result([came[rank][0] for rank in ranks])
+                answer.set_result([arrived[rank][0] for rank in ranks])
 
     def _lose(self, member: WorkerAddress) -> None:
         with self._lock:
             self._lost[member.info.id] = self._agent.peer(member).lost
-            keys = list(self._came)
+            keys = list(self._arrived)
         for key in keys:
             self._end(key)
 
     def wait_idle(self, deadline: Deadline) -> None:
-        """Wait until no call of ours is under way, and we run none."""
+        """Wait until no call of this worker is in flight, and it runs none."""
         agent = self._agent
         if not deadline.wait_until(
-            lambda: not (agent.num_in_flight or agent.room.num_inside or agent.functions.num_waiting), _PAUSE_S
+            lambda: not (agent.num_in_flight or agent.call_limit.num_running or agent.functions.num_waiting), _PAUSE_S
         ):
             raise DeadlineError(
                 f"shutdown of {agent.me}: {agent.num_in_flight} of its calls are not answered, and it still runs "
-                f"{agent.room.num_inside} of others, after {deadline.timeout_s:.1f} s."
+                f"{agent.call_limit.num_running} of others, after {deadline.timeout_s:.1f} s."
             )
 
     def finish(self, deadline: Deadline) -> None:
-        """Wait until nothing is under way anywhere, and all workers know."""
+        """Wait until no call is in flight between any workers, and all workers know it."""
         agent = self._agent
         before: list[int] = []
         number = 0
@@ -141,9 +141,9 @@ class Termination:
             try:
                 counts = self.gather(f"end-{number}", agent.num_calls, deadline)
             except PeerLostError:
-                agent.become(State.LEAVING)  # the others have heard the same
+                agent.become(AgentState.LEAVING)  # the other workers have got the same answer
                 raise
             if counts == before:
-                agent.become(State.LEAVING)
+                agent.become(AgentState.LEAVING)
                 return
             before = counts

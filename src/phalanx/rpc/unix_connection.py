@@ -1,9 +1,8 @@
 """Two Unix sockets connect two workers of one host: one for frames, one for descriptors, of segments and of lines.
 
-A sender puts its frame into the queue and writes what the socket takes. If another thread is writing, it leaves the
-frame to that thread, so that frames that come at the same time go in one system call. What the socket does not take is
-written as soon as the socket takes more (`change` makes the reader poll for that). No thread blocks. Only the reader
-reads.
+A sender queues its frame and writes as much as the socket accepts. If another thread is writing, that thread writes the
+frame, so that one system call sends the frames of several threads. The rest is written as soon as the socket accepts
+more (`change` makes the reader poll for that). No thread blocks. Only the reader reads.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from phalanx.rpc.segments import FROM_BYTES, Borrower, Lender
 from phalanx.rpc.wire import BUFFER, HEAD, Frame
 
 _READ_BYTES = 1 << 18
-MOST_PARTS = 512  # the most parts of one system call; Linux takes 1024
+MOST_PARTS = 512  # the most parts of one system call; the limit of Linux is 1024
 _DESCRIPTOR_S = 30.0  # a descriptor must arrive within this time; it is sent before the frame that needs it
 _NUMBER = struct.Struct("<Q")
 _LINE = 1 << 63  # in the number of a descriptor that is a line's
@@ -39,7 +38,7 @@ _numbers = itertools.count(1)
 
 
 class FrameReader:
-    """`FrameReader` cuts into frames what a socket receives."""
+    """A `FrameReader` reads frames from a socket."""
 
     def __init__(self, sock: socket.socket, nbytes: int) -> None:
         self._socket = sock
@@ -48,10 +47,10 @@ class FrameReader:
         self._view = memoryview(self._received)
         self._have = 0
 
-    def read(self, take_buffers: Callable[[Any, memoryview, int], Any]) -> list[Frame] | None:
-        """Return the frames that have come; None when the other end is gone.
+    def read(self, read_buffers: Callable[[Any, memoryview, int], Any]) -> list[Frame] | None:
+        """Return the received frames; None when the other end is closed.
 
-        `take_buffers(table, received, at)` makes buffers of a frame's table, and of what has been received from `at`.
+        `read_buffers(table, received, at)` makes the buffers of a frame from its table and the bytes from `at`.
         """
         if not self._received:  # it was released
             return None
@@ -82,7 +81,7 @@ class FrameReader:
                 frame.extras = bytes(view[begin:end])
             if num_buffers:
                 table = BUFFER.iter_unpack(view[at + HEAD.size :][: BUFFER.size * num_buffers])
-                frame.buffers = take_buffers(table, view, end)
+                frame.buffers = read_buffers(table, view, end)
             at += nbytes
             frames.append(frame)
         self._have = have - at
@@ -104,10 +103,10 @@ class FrameReader:
 
 
 class UnixConnection:
-    """`UnixConnection` is one end. `peer` is what the agent says is at the other one.
+    """A `UnixConnection` is one end of a connection; `peer` is the worker at the other end.
 
-    `change(connection)` is called when the reader must wait for other events: for `is_full`, it writes what is left as
-    soon as it can. `has_release(connection)` is called when a segment died.
+    `change(connection)` is called when `is_full` has changed: the reader must poll for writing as well, or no longer.
+    `has_release(connection)` is called when a tensor in a segment has died.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class UnixConnection:
         self.number = next(_numbers)
         self.peer: Any = None
         self.lines: Any = None  # the Lines of this connection, if we make calls over it
-        self.line_ends: set[Any] = set()  # the ends of all lines, of either side, that are to be closed with this
+        self.line_ends: set[Any] = set()  # the ends of all lines, of either side, which are closed with this
         self.closed = False
         self.is_full = False
         self._fd_socket = fd_sock
@@ -133,7 +132,7 @@ class UnixConnection:
         self._changing = threading.Lock()
         self._has_release = has_release
         self._queue: deque[list[Any]] = deque()
-        self._rest: list[Any] = []  # what the socket has not taken
+        self._rest: list[Any] = []  # the parts that the socket has not accepted
         self._writing = threading.Lock()
         self._taking = threading.Lock()
         self._frames = FrameReader(sock, _READ_BYTES)
@@ -146,7 +145,7 @@ class UnixConnection:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def send(self, kind: int, call: int, data: Any, extras: Any = b"", buffers: Sequence[Any] = ()) -> None:
-        """Send a frame, or leave it to a thread that is just sending. Small buffers are read when they are written."""
+        """Send a frame, or let a thread that is writing send it. Small buffers are read when they are written."""
         self.put(kind, call, data, extras, buffers)
         self.flush()
 
@@ -174,7 +173,7 @@ class UnixConnection:
             parts = [wire.head(kind, call, data, extras, table), data]
         except BaseException:
             for _, segment in table:
-                self._lender.take_back(segment)
+                self._lender.reclaim(segment)
             raise
         if extras:
             parts.append(extras)
@@ -188,10 +187,10 @@ class UnixConnection:
             return 0
         if self.number not in segment.known_to:
             if not self._send_fd(segment.number, segment.fd):
-                self._lender.take_back(segment.number)
+                self._lender.reclaim(segment.number)
                 return 0
             segment.known_to.add(self.number)
-        if view.readonly:  # an array of numpy's; torch would warn of it
+        if view.readonly:  # an array of numpy, of which torch would warn
             segment.bytes.numpy()[: view.nbytes] = numpy.frombuffer(view, dtype=numpy.uint8)
         else:
             segment.bytes[: view.nbytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
@@ -200,12 +199,12 @@ class UnixConnection:
     def _send_fd(self, number: int, fd: int) -> bool:
         try:
             socket.send_fds(self._fd_socket, [_NUMBER.pack(number)], [fd])
-        except OSError:  # the receiver has many to take in, or is gone
+        except OSError:  # the receiver has a full buffer, or has ended
             return False
         return True
 
     def offer_line(self, number: int, end: socket.socket) -> bool:
-        """Send one end of a line, and ask for the line to be opened; return False if that is not possible now."""
+        """Send one end of a line, and request that it be opened; return False if that is not possible now."""
         if not self._send_fd(_LINE | number, end.fileno()):
             return False
         self.send(wire.LINE, number, b"")
@@ -213,7 +212,7 @@ class UnixConnection:
 
     @without_collector
     def flush(self) -> None:
-        """Write what is in the queue, as far as the socket takes it."""
+        """Write the queued frames, as far as the socket accepts them."""
         while (self._queue or self.releases) and self._writing.acquire(blocking=False):
             try:
                 if self.closed:
@@ -222,7 +221,7 @@ class UnixConnection:
                     return
                 if self.releases:
                     self._queue.append(self._release_frame())
-                if self._rest:  # `resume` goes on
+                if self._rest:  # `resume` writes the rest
                     return
                 self._write()
             finally:
@@ -230,15 +229,15 @@ class UnixConnection:
 
     @without_collector
     def resume(self) -> None:
-        """Write what is left, because the socket can be written again."""
+        """Write the rest, because the socket can be written again."""
         with self._writing:
             self._write()
             if not self._rest:
-                self._be(full=False)
+                self._set_full(full=False)
         self.flush()
 
     @without_collector
-    def _be(self, *, full: bool) -> None:
+    def _set_full(self, *, full: bool) -> None:
         with self._changing:
             self.is_full = full
             if not self.closed:
@@ -265,41 +264,41 @@ class UnixConnection:
                     sent = self.socket.sendmsg(parts[:MOST_PARTS])
             except BlockingIOError:
                 sent = 0
-            except OSError:  # the other end is gone: the thread that reads notices it
+            except OSError:  # the other end is closed: the reader detects it
                 self._rest = []
                 self._queue.clear()
                 return
             self._rest = after(parts, sent)
             if self._rest and (sent == 0 or len(parts) <= MOST_PARTS):
-                self._be(full=True)
+                self._set_full(full=True)
                 return
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
     @without_collector
     def read(self) -> list[Frame] | None:
-        """Return the frames that have come; None when the other end is gone. The reader calls it."""
+        """Return the received frames; None when the other end is closed. The reader calls it."""
         if self._is_broken:
             return None
         try:
-            frames = self._frames.read(self.take_buffers)
+            frames = self._frames.read(self.read_buffers)
         except BaseException:
-            self._is_broken = True  # what follows would be read from the middle of a frame
+            self._is_broken = True  # the next read would begin in the middle of a frame
             raise
         if frames is None:
             return None
-        return [one for one in frames if one.kind not in _OF_SEGMENTS or self._take_note(one)]
+        return [one for one in frames if one.kind not in _OF_SEGMENTS or self._handle_segment_frame(one)]
 
-    def _take_note(self, frame: Frame) -> bool:
-        """Take what the other end says of segments; return False: nobody else has to know."""
+    def _handle_segment_frame(self, frame: Frame) -> bool:
+        """Handle a frame about segments; return False, because the agent does not get it."""
         if frame.kind == wire.FORGET:
             for (number,) in _NUMBER.iter_unpack(frame.data):
                 self._borrower.forget(number)
         else:
-            self._take_back(frame.data, arrived=frame.kind == wire.RELEASE)
+            self._reclaim(frame.data, arrived=frame.kind == wire.RELEASE)
         return False
 
-    def take_buffers(self, table: Any, received: memoryview, at: int) -> Any:
+    def read_buffers(self, table: Any, received: memoryview, at: int) -> Any:
         """Return the buffers of a frame; any thread that reads a line of this connection calls it, too."""
         found: list[Any] = []
         missed = array.array("Q")
@@ -316,17 +315,17 @@ class UnixConnection:
         if not missed:
             return found
         self.send(wire.MISSED, 0, missed.tobytes())
-        return Missed()
+        return MissingBuffers()
 
     @without_collector
     def _view(self, segment: int, nbytes: int) -> Any:
         with self._taking:
-            if not self._borrower.knows(segment):
+            if not self._borrower.has(segment):
                 self._receive_fds(segment)
-            return self._borrower.view(segment, nbytes) if self._borrower.knows(segment) else None
+            return self._borrower.view(segment, nbytes) if self._borrower.has(segment) else None
 
-    def take_line(self, number: int) -> socket.socket | None:
-        """Return this end of the line with this number; None if the kernel had no room for its descriptor."""
+    def receive_line(self, number: int) -> socket.socket | None:
+        """Return this end of the line with this number; None if the kernel has dropped its descriptor."""
         with self._taking:
             if number not in self._line_fds:
                 self._receive_fds(_LINE | number)
@@ -334,7 +333,7 @@ class UnixConnection:
         return None if fd is None else socket.socket(fileno=fd)
 
     def _receive_fds(self, until: int) -> None:
-        """Receive descriptors until that with number `until` has come: they precede the frames that need them."""
+        """Receive descriptors up to the one with number `until`: they precede the frames that need them."""
         number = 0
         while number != until:
             poll = select.poll()
@@ -342,9 +341,9 @@ class UnixConnection:
             poll.poll(_DESCRIPTOR_S * 1000)
             data, fds, _, _ = socket.recv_fds(self._fd_socket, _NUMBER.size, 1)
             if not data:
-                raise PhalanxError("rpc: no descriptor came for the memory of a tensor: the sender is gone.")
+                raise PhalanxError("rpc: no descriptor was received for the memory of a tensor: the sender has ended.")
             (number,) = _NUMBER.unpack(data)
-            if not fds:  # the kernel has dropped the descriptor: there was no room for it
+            if not fds:  # the kernel has dropped the descriptor: this process has too many
                 continue
             if number & _LINE:
                 self._line_fds[number ^ _LINE] = fds[0]
@@ -352,18 +351,18 @@ class UnixConnection:
                 with contextlib.suppress(OSError):  # it cannot be mapped
                     self._borrower.add(number, fds[0])
 
-    def _take_back(self, data: bytes, *, arrived: bool) -> None:
+    def _reclaim(self, data: bytes, *, arrived: bool) -> None:
         for (number,) in _NUMBER.iter_unpack(data):
-            self._lender.take_back(number, arrived=arrived)
+            self._lender.reclaim(number, arrived=arrived)
 
     def prepare_fork(self) -> None:
-        """Make what has arrived this process's own, before it forks."""
+        """Copy the received tensors to memory of this process, before it forks."""
         numbers = self._borrower.make_private()
         if numbers:
             self.send(wire.MISSED, 0, array.array("Q", numbers).tobytes())
 
     def _forget(self, numbers: list[int]) -> None:
-        """Tell the other end that these segments will not come again."""
+        """Notify the other end to unmap these segments."""
         self.send(wire.FORGET, 0, array.array("Q", numbers).tobytes())
 
     def _released(self, number: int) -> None:
@@ -371,26 +370,26 @@ class UnixConnection:
         self._has_release(self)
 
     def abandon(self) -> None:
-        """Close this process's descriptors in a fork, without a word to the other end."""
+        """Close this process's descriptors in a fork, without notifying the other end."""
         self.closed = True
         for end in [*self.line_ends, *([] if self.lines is None else [self.lines])]:
             end.abandon()
         self.socket.close()
         self._fd_socket.close()
 
-    def break_off(self) -> None:
-        """Make both ends notice the end of this connection."""
+    def shut_down(self) -> None:
+        """Make both ends detect the end of this connection."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the sockets. Memory that was handed over stays as it is."""
+        """Close the sockets. Received tensors stay valid."""
         if self.closed:
             return
         self.closed = True
-        self.break_off()
+        self.shut_down()
         for end in list(self.line_ends):
-            end.break_off()
+            end.shut_down()
         self.socket.close()
         self._lender.lost(self.number)
         self._frames.release()
@@ -408,7 +407,7 @@ class UnixConnection:
             self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        """Close what lines need to read their last answers, once they have."""
+        """Close the descriptors and segments once no line needs them for its last answer."""
         if not self.line_ends:
             self._fd_socket.close()
             self._borrower.forget_all()
@@ -416,18 +415,18 @@ class UnixConnection:
                 os.close(self._line_fds.popitem()[1])
 
 
-class Missed:
-    """`Missed` replaces tensors whose memory could not be mapped; the reader of the call or answer gets the error."""
+class MissingBuffers:
+    """`MissingBuffers` replace tensors whose memory could not be mapped: unpickling them raises the error."""
 
     def __iter__(self) -> Any:
         raise PhalanxError(
-            "the memory of a tensor could not be taken in: this process may not have more open files, or memory "
+            "the memory of a tensor could not be mapped: this process may not have more open files, or memory "
             "(ulimit -n, -v). Nothing else is lost; try again when there are."
         )
 
 
 def after(parts: list[Any], sent: int) -> list[Any]:
-    """Return what is left of the parts of frames when `sent` bytes are gone."""
+    """Return the rest of the parts of frames after their first `sent` bytes."""
     for at, part in enumerate(parts):
         nbytes = len(part)
         if sent < nbytes:

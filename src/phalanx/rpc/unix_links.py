@@ -1,6 +1,6 @@
-"""A worker listens here, at a `LocalListener`, for the others of its host.
+"""A worker listens at a `LocalListener` for the other workers of its host.
 
-A worker that connects says who it is (`WorkerAddress`), and hands over its end of a second socket, for descriptors.
+A worker that connects sends its `WorkerAddress`, and its end of a second socket, for descriptors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Welcome = Callable[[WorkerAddress, socket.socket, socket.socket], None]
 
 
 class Listener:
-    """`Listener` is the listening side. It calls `welcome(member, socket, descriptor socket)` for each worker."""
+    """A `Listener` calls `welcome(member, socket, descriptor socket)` for each worker that connects."""
 
     def __init__(self, welcome: Welcome, reader: Any) -> None:
         self._welcome = welcome
@@ -54,7 +54,7 @@ class Listener:
         self._reader.watch(self._listener.sockets[0].fileno(), self)
 
     def open_to_containers(self) -> None:
-        """Listen in the abstract namespace as well, for workers that do not see this process in their /proc."""
+        """Listen in the abstract namespace as well, for workers without this process in their /proc."""
         if opened := self._listener.open_to_containers():
             self._reader.watch(opened.fileno(), self)
 
@@ -85,7 +85,7 @@ class Listener:
             self._reader.watch(self._paused.pop().fileno(), self)
 
     def dismiss(self, visitor: _Visitor, member: WorkerAddress | None = None, fd: int = -1) -> None:
-        """Forget a visitor that has said who it is, or that is not one of ours."""
+        """Remove a visitor: the worker `member`, or a process to reject."""
         self._pending.pop(visitor.socket.fileno(), None)
         self._reader.forget(visitor.socket.fileno())
         if member is None:
@@ -111,14 +111,14 @@ class Listener:
 
 
 class _Visitor:
-    """`_Visitor` is a process of this user that has yet to say who it is."""
+    """A `_Visitor` is a process of this user that has connected, and has sent no hello yet."""
 
     def __init__(self, sock: socket.socket, listener: Listener) -> None:
         self.socket = sock
         self._listener = listener
 
     def ready(self, events: int) -> None:
-        """Read its hello, which comes in one piece from a worker of ours."""
+        """Read its hello, which a worker sends in one piece."""
         fds: list[int] = []
         member = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
@@ -139,7 +139,7 @@ def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[s
     """Return a connection to a worker of this host: for frames, and for descriptors.
 
     Raises:
-        PeerLostError: the worker is gone.
+        PeerLostError: the worker is lost.
         PhalanxError: another user listens there; or this process may not have more open files.
     """
     try:
@@ -156,7 +156,7 @@ def connect(to: WorkerAddress, me: WorkerAddress, deadline: Deadline) -> tuple[s
 
 
 def _check_room(number: int) -> None:
-    """Raise OSError unless so many descriptors are free: a half-made connection looks lost to the other end."""
+    """Raise OSError unless `number` descriptors are free: an incomplete connection looks lost to the other end."""
     with contextlib.ExitStack() as stack:
         for _ in range(number):
             stack.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
@@ -164,7 +164,7 @@ def _check_room(number: int) -> None:
 
 def _no_descriptor(to: WorkerAddress, error: OSError) -> PhalanxError:
     return PhalanxError(
-        f"{to} cannot be connected to: {error.strerror} (ulimit -n says how many this process may have). "
+        f"{to} cannot be connected to: {error.strerror} (ulimit -n is the most that this process may have). "
         "Nothing was sent."
     )
 
@@ -190,4 +190,4 @@ def _enter(to: WorkerAddress, me: WorkerAddress, deadline: Deadline, theirs: soc
                 raise PeerLostError(f"{to} cannot be reached: {error.strerror}", ranks=(to.info.id,)) from None
             raise
         return sock
-    raise PeerLostError(f"{to} cannot be reached: {str(problem) or 'it takes no connection'}", ranks=(to.info.id,))
+    raise PeerLostError(f"{to} cannot be reached: {str(problem) or 'it accepts no connection'}", ranks=(to.info.id,))

@@ -4,9 +4,9 @@
     for each buffer: bytes (u64), segment (u64)
     the pickled object · the extras, pickled · each buffer whose segment is 0
 
-A buffer is the memory of a tensor. One that is large lies in memory that both processes map (`segments`), and the frame
-has the segment's number; a small one follows the pickle. `extras` tell what is not the call itself: references that are
-handed on, the context of a distributed backward. All numbers are little-endian.
+A buffer is the memory of a tensor. A large one is in memory that both processes map (`segments`), and the frame has the
+segment's number; a small one follows the pickle. `extras` are the references in the call, and the context of a
+distributed backward. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ BUFFER = struct.Struct("<QQ")
 
 
 class Kind(enum.IntEnum):
-    """`Kind` says what a frame is."""
+    """A `Kind` is the purpose of a frame."""
 
     REQUEST = 1  # call a function of the user
-    REMOTE = 2  # the same, and keep the result: the answer says that it is kept
-    CONTROL = 3  # a message among the workers themselves; a call of 0 has no answer
+    REMOTE = 2  # the same, and keep the result; the answer confirms it
+    CONTROL = 3  # a message between agents; a call of 0 has no answer
     REPLY = 4
     ERROR = 5
     RELEASE = 6  # these segments are free again
-    FORGET = 7  # these segments will not come again
-    FETCH = 8  # ask for the object of a reference
-    ORDER = 9  # as CONTROL, in bytes: the first one is an Order
-    MISSED = 10  # the descriptors of these segments never arrived
-    LINE = 11  # open the line with this number; the answer, of the same kind, says with its data that it is open
+    FORGET = 7  # unmap these segments
+    FETCH = 8  # request the object of a reference
+    ORDER = 9  # as CONTROL, in bytes: the first is an Order
+    MISSED = 10  # these segments are free again, and their descriptors are needed again
+    LINE = 11  # open the line with this number; the answer, of the same kind, has data if it is open
 
 
 class Order(enum.IntEnum):
-    """`Order` is a message among workers that is sent so often that it is not pickled."""
+    """An `Order` is a message between agents that is too frequent to be pickled."""
 
-    GRADIENTS = 1  # the gradients of a message's tensors in a backward pass, and what is to be done with them
+    GRADIENTS = 1  # a `PassMessage` of a backward pass
     STEP = 2  # a step of an optimizer
 
 
@@ -48,7 +48,7 @@ REQUEST, REMOTE, CONTROL, REPLY, ERROR, RELEASE, FORGET, FETCH, ORDER, MISSED, L
 
 
 class Frame:
-    """`Frame` is a frame that has arrived."""
+    """A `Frame` is a received frame."""
 
     __slots__ = ("buffers", "call", "data", "extras", "kind")
 
@@ -72,5 +72,5 @@ def head(kind: int, call: int, data: Any, extras: Any, buffers: Sequence[tuple[i
 
 
 def view_bytes(buffer: Any) -> memoryview:
-    """Return the memory of a buffer as bytes in a row. It may have any shape, also one with a zero in it."""
+    """Return the memory of a contiguous buffer of any shape as bytes."""
     return pickle.PickleBuffer(buffer).raw()

@@ -1,4 +1,4 @@
-"""`WorkerInfo` and `WorkerAddress` say who a worker is, to the user and to the other workers."""
+"""A `WorkerInfo` names a worker for the user; a `WorkerAddress` is how other workers reach it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z0-9_:.-]{1,127}")
 
 
 class WorkerNameError(ValueError, RuntimeError):
-    """This name cannot be a worker's. (PyTorch raises a RuntimeError.)"""
+    """This name is not valid for a worker. (PyTorch raises a RuntimeError.)"""
 
 
 class UnknownWorkerError(ValueError, RuntimeError):
@@ -24,7 +24,7 @@ class UnknownWorkerError(ValueError, RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """`WorkerInfo` is a worker's name and its number."""
+    """A `WorkerInfo` is a worker's name and its number."""
 
     name: str
     id: int
@@ -42,7 +42,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """`WorkerAddress` is how the others find a worker. `uid` tells it from another of its name, before or after.
+    """A `WorkerAddress` is how other workers find a worker. An earlier or later worker of its name has another `uid`.
 
     Workers with the same `host` can share memory. `local` is where it listens for those, `network` for the others.
     """
@@ -79,9 +79,9 @@ class WorkerAddress:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WorkerAddress:
-        told: dict[str, Any] = json.loads(text)
-        process = ProcessId(*told.pop("process"))
-        return cls(WorkerInfo(told.pop("name"), told.pop("id")), process=process, **told)
+        fields: dict[str, Any] = json.loads(text)
+        process = ProcessId(*fields.pop("process"))
+        return cls(WorkerInfo(fields.pop("name"), fields.pop("id")), process=process, **fields)
 
     def __str__(self) -> str:
         return f"worker {self.info.name!r} (rank {self.info.id}, pid {self.process.pid} on {self.hostname})"

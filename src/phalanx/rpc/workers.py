@@ -1,4 +1,4 @@
-"""`Workers` knows which workers there are: all from the start in a job of fixed size, else those in the job's store."""
+"""`Workers` are the members: all from the start in a job of fixed size, else those in the job's store."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from phalanx._comm.control.address import Address
 from phalanx.errors import DeadlineError, MismatchError, PhalanxError
 from phalanx.rpc.worker_info import WorkerAddress, WorkerInfo
 
-_NOBODY = "-"  # stands under the name of a worker that has left
+_NOBODY = "-"  # the entry of a worker that has left
 _PROBE_S = 1.0
-_WAIT_S = 5.0  # the longest wait in the store at a time, so that Ctrl-C is heard in between
+_WAIT_S = 5.0  # the longest wait in the store at a time, so that Ctrl-C is handled in between
 
 
 class Workers:
-    """`Workers` has the job's workers, by name, number and uid. `world_size` is None if workers join and leave."""
+    """`Workers` are the job's workers, by name, number and uid. `world_size` is None if workers join and leave."""
 
     def __init__(self, store: Any, world_size: int | None) -> None:
         self._store = store
@@ -42,7 +42,7 @@ class Workers:
 
         Raises:
             MismatchError: another worker has the name or the number.
-            DeadlineError: some worker never came.
+            DeadlineError: some worker has not joined in time.
         """
         if self.world_size is None:
             self._join_others(me)
@@ -85,7 +85,7 @@ class Workers:
                 self._store.wait([key], timedelta(seconds=min(max(deadline.left_s, 0.001), _WAIT_S)))
                 return WorkerAddress.from_json(self._store.get(key))
             except RuntimeError as error:
-                if not deadline.passed and "timeout" in str(error).lower():  # every store words it like this
+                if not deadline.passed and "timeout" in str(error).lower():  # the word of every store
                     continue
                 if not deadline.passed:
                     raise PhalanxError(f"init_rpc on rank {me.info.id}: the job's store failed: {error}") from error
@@ -98,7 +98,7 @@ class Workers:
                 ) from None
 
     def _join_others(self, me: WorkerAddress) -> None:
-        """Enter the name into the store; another worker with the name or the number must be gone."""
+        """Enter the name into the store; raise if a living worker has the name or the number."""
         key, mine = f"name/{me.info.name}", me.to_json()
         while True:
             before = self._store.get(key).decode() if self._store.check([key]) else ""
@@ -118,7 +118,7 @@ class Workers:
             self.learn(member)
 
     def _read(self) -> list[WorkerAddress]:
-        """Return all workers that are entered in the store now."""
+        """Return all workers in the store."""
         found = []
         for slot in range(1, self._store.add("slots", 0) + 1):
             key = f"name/{self._store.get(f'slot/{slot}').decode()}"
@@ -131,7 +131,7 @@ class Workers:
         return None if member is not None and member.uid in self._gone else member
 
     def learn(self, member: WorkerAddress) -> None:
-        """Add a worker, which may have introduced itself, unless it was lost while its entry in the store was read."""
+        """Add a worker from the store or from its own hello, unless it was lost meanwhile."""
         with self._lock:
             if member.uid in self._gone:
                 return
@@ -139,12 +139,12 @@ class Workers:
             self._by_name[member.info.name] = member
 
     def forget(self, member: WorkerAddress) -> None:
-        """Forget a worker that is lost or has left: if workers join and leave, one of the same name may come."""
+        """Remove a worker that is lost or has left: if workers join and leave, another may join with its name."""
         with self._lock:
             self._gone.add(member.uid)
             if not self.is_static:
                 known = self._by_name.get(member.info.name)
-                if known is not None and known.uid == member.uid:  # it may have been read from the store again
+                if known is not None and known.uid == member.uid:  # a later worker may have the name
                     del self._by_name[member.info.name]
                 self._by_uid.pop(member.uid, None)
                 self._lost[member.info.name] = member
@@ -166,7 +166,7 @@ class Workers:
         return self._by_uid.get(uid)
 
     def host_of(self, name: str) -> str:
-        """Return what distinguishes a worker's host from others, also for a lost worker; empty for an unknown one."""
+        """Return the identity of a worker's host, also for a lost worker; empty for an unknown one."""
         member = self.find(name) or self.find_lost(name)
         return "" if member is None else member.host
 
@@ -176,7 +176,7 @@ class Workers:
         return next((one for one in self._lost.values() if name in (one.info.name, one.info.id)), None)
 
     def find(self, to: str | int | WorkerInfo) -> WorkerAddress | None:
-        """Return the worker of this name or number; if workers join and leave, ask the store for an unknown one."""
+        """Return the worker of this name or number; if workers join and leave, look up an unknown one in the store."""
         name = to.name if isinstance(to, WorkerInfo) else to
         if isinstance(name, str):
             member = self._by_name.get(name)
@@ -197,7 +197,7 @@ class Workers:
 
 
 def _is_gone(other: WorkerAddress, me: WorkerAddress) -> bool:
-    """Return whether a worker that is entered in the store has ended without leaving."""
+    """Return whether a worker in the store has ended without leaving."""
     if other.host == me.host:
         return other.process.has_ended()
     with contextlib.suppress(OSError, ValueError):

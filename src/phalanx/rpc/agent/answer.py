@@ -1,4 +1,4 @@
-"""An `Answer` is what a call returns, a future that the reader sets; of a call over a line, it is a `LineAnswer`."""
+"""An `Answer` is the future of a call, which the reader sets; a call over a line has a `LineAnswer`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx._base.torch_names import find
 from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.reader import this_thread
 from phalanx.rpc.agent.ready import wait_ready
-from phalanx.rpc.line import Line
+from phalanx.rpc.line import CallerLine
 from phalanx.rpc.remote_error import set_error
 from phalanx.rpc.wire import Frame
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Answer(Future[T]):
-    """`Answer` is the future of a call."""
+    """An `Answer` is the future of a call."""
 
     def wait(self) -> T:
         return wait_interruptibly(self)  # type: ignore[no-any-return]
@@ -34,20 +34,20 @@ class Answer(Future[T]):
         set_error(self, make)
 
     def on_done(self, callback: Callable[[Any], Any]) -> None:
-        """Add a callback of ours, which may run in the reader: it must not wait."""
+        """Add a callback of rpc's own, which may run in the reader: it must not wait."""
         _Future.add_done_callback(self, callback)
 
     def then(self, callback: Any) -> Any:
         """Call torch's `then`; the callback does not run in the reader."""
         _check(callback)
-        passed_on: Future[Any] = Future()
-        self.add_done_callback(passed_on.set_result)
-        return passed_on.then(lambda done: callback(done.value()))
+        forwarded: Future[Any] = Future()
+        self.add_done_callback(forwarded.set_result)
+        return forwarded.then(lambda done: callback(done.value()))
 
     def add_done_callback(self, callback: Any) -> None:
         """Call torch's `add_done_callback`; the callback does not run in the reader."""
         _check(callback)
-        _Future.add_done_callback(self, partial(_run_or_leave, callback))
+        _Future.add_done_callback(self, partial(_run_or_defer, callback))
 
 
 def _check(callback: Any) -> None:
@@ -55,8 +55,8 @@ def _check(callback: Any) -> None:
         raise TypeError(f"incompatible function arguments: a callback is callable, got {type(callback).__name__}")
 
 
-def _run_or_leave(callback: Callable[[Any], Any], done: Any) -> None:
-    """Run a callback of the user's; in the reader, leave it to another thread, behind those before it."""
+def _run_or_defer(callback: Callable[[Any], Any], done: Any) -> None:
+    """Run a callback of the user; in the reader, queue it for another thread, after the earlier ones."""
     callbacks = this_thread.callbacks
     if callbacks is None:
         callback(done)
@@ -78,58 +78,64 @@ def wait_interruptibly(future: Any) -> Any:
     return _Future.wait(future)
 
 
-_LOOK_MS = 1000  # a signal may come just before a thread sleeps
-_failing = threading.RLock()  # while it is held, the line of a call that fails is not closed
+_POLL_MS = 1000  # a signal may arrive just before a thread sleeps
+_failing = threading.RLock()  # its owner may use the line of a failing call, which is not closed meanwhile
 
 
 class Caller(Protocol):
-    """`Caller` is the worker whose call an answer is for."""
+    """A `Caller` is the worker that waits for an answer."""
 
     def receive(self, connection: Any, frame: Frame, call: Any) -> tuple[Any, Callable[[], BaseException] | None]:
-        """Return the result that is in the answer's frame, or what makes the error in it."""
+        """Return the result in an answer, or the function that makes its error."""
 
-    def leave(self, line: Line, call: Any) -> None:
-        """Have the reader read the line, because nobody waits for the answer any more."""
+    def abandon_answer(self, line: CallerLine, call: Any) -> None:
+        """Let the reader read an answer for which no thread waits any more."""
 
 
 class LineAnswer:
-    """`LineAnswer` is the answer of a call over a line. The thread that waits for it reads the line itself.
+    """A `LineAnswer` is the answer of a call over a line. The thread that waits for it reads the line itself.
 
-    Another thread may call `fail`, which has taken the call before: then that is the end, unless the answer is there.
+    pending    `_line`: the thread reads          ──► resolved, failing, abandoned
+    failing    `_make_error` as well: another     ──► resolved: the answer is there all the same, and is dropped or used
+               thread has claimed the call            abandoned: the reader reads the answer, if it arrives
+    resolved   no `_line`, but a result or error
+    abandoned  no `_line`: the call failed, or its thread was interrupted
+
+    Whoever has claimed the call (`Call.claim`) completes it.
     """
 
-    __slots__ = ("_call", "_callback", "_caller", "_line", "_make", "_result")
+    __slots__ = ("_call", "_callback", "_caller", "_line", "_make_error", "_result")
 
-    def __init__(self, line: Line, caller: Caller, call: Any) -> None:
-        self._line: Line | None = line
+    def __init__(self, line: CallerLine, caller: Caller, call: Any) -> None:
+        self._line: CallerLine | None = line
         self._caller = caller
         self._call = call
         self._result: Any = None
-        self._make: Callable[[], BaseException] | None = None  # it makes the error
+        self._make_error: Callable[[], BaseException] | None = None
         self._callback: Callable[[Any], Any] | None = None
 
     def wait(self) -> Any:
-        """Return the result, or raise the error, when it is there."""
+        """Wait for the answer; return the result, or raise the error."""
         interrupts.defer()
         try:
             self.read_until(_never)
         except BaseException:
-            self._leave()
+            self._abandon()
             raise
         finally:
             interrupts.allow()
         return self.value()
 
     def value(self) -> Any:
-        """Return the result, or raise the error, which is there."""
-        if self._make is not None:
-            raise self._make()
+        """Return the result, or raise the error, of a call that is complete."""
+        if self._make_error is not None:
+            raise self._make_error()
         return self._result
 
     def on_done(self, callback: Callable[[Any], Any]) -> None:
-        """Set the callback of ours, which may run in the reader: it must not wait. The call has just been made."""
+        """Set the callback, which may run in the reader and must not wait. Called once, just after the call."""
         self._callback = callback
-        if self._make is not None and self._callback is not None:
+        if self._make_error is not None and self._callback is not None:
             self._call_back()
 
     def _call_back(self) -> None:
@@ -139,30 +145,30 @@ class LineAnswer:
             callback(self)
 
     def fail(self, make: Callable[[], BaseException]) -> None:
-        """Set the error that `make` returns, unless the waiting thread finds the answer."""
+        """Set the error that `make` returns, unless the answer is there. The calling thread has claimed the call."""
         with _failing:
-            self._make = make
+            self._make_error = make
             if self._line is not None:
                 self._line.has_failed = True
             self.ring()
         self._call_back()
 
     def ring(self) -> None:
-        """Have the thread that reads the line ask again whether what it waits for has come."""
+        """Wake the thread that reads the line, so that it checks again whether it may stop."""
         with _failing:
             line = self._line
             if line is not None:
                 line.bell.ring()
 
-    def read_until(self, has_come: Callable[[], bool]) -> None:
-        """Read the line until the answer or an error is there, or `has_come`, which is asked again at each `ring`."""
-        while (line := self._line) is not None and not has_come():
-            ready = line.wait(line.bell.fileno(), _LOOK_MS)
+    def read_until(self, is_ready: Callable[[], bool]) -> None:
+        """Read the line until the call is complete or `is_ready()`, which is checked again at each `ring`."""
+        while (line := self._line) is not None and not is_ready():
+            ready = line.wait(line.bell.fileno(), _POLL_MS)
             interrupts.check()
             self._read(line, ready)
 
-    def _read(self, line: Line, ready: int) -> None:
-        """Read what has come over the line (1); if nothing has, see whether the call has failed. 2: the bell rang."""
+    def _read(self, line: CallerLine, ready: int) -> None:
+        """Read the line if `ready` has bit 1, else check whether the call has failed; bit 2 says that the bell rang."""
         if ready & 2:
             line.bell.drain()
         if ready & 1:
@@ -171,60 +177,60 @@ class LineAnswer:
                 self._end(line)
             elif frames:
                 self._finish(line, frames[0])
-        elif self._make is not None:
-            self._give_up(line)
+        elif self._make_error is not None:
+            self._stop_waiting(line)
 
     @property
-    def can_come(self) -> bool:
-        """Return whether there is more to read."""
+    def is_pending(self) -> bool:
+        """Return whether the answer is still to be read."""
         return self._line is not None
 
-    def _finish(self, line: Line, frame: Frame) -> None:
+    def _finish(self, line: CallerLine, frame: Frame) -> None:
         call = self._call
-        is_ours = call.take() or self._await_failure(line)
+        is_ours = call.claim() or self._await_failure(line)
         self._line = self._call = None
-        line.lines.put_back(line)
-        self._result, self._make = self._caller.receive(line, frame, call)
+        line.lines.release(line)
+        self._result, self._make_error = self._caller.receive(line, frame, call)
         if is_ours and self._callback is not None:
             self._call_back()
 
-    def _await_failure(self, line: Line) -> bool:
-        """Wait until the thread that has taken the call has made it fail; return False."""
-        while self._make is None:
+    def _await_failure(self, line: CallerLine) -> bool:
+        """Wait until the thread that has claimed the call has set its error; return False."""
+        while self._make_error is None:
             line.bell.drain()
-            if self._make is None:
-                wait_ready(line.bell.fileno(), -1, 0, _LOOK_MS)
+            if self._make_error is None:
+                wait_ready(line.bell.fileno(), -1, 0, _POLL_MS)
         with _failing:
             return False
 
-    def _end(self, line: Line) -> None:
-        """Fail with the loss of the callee, which the reader notices as well, or because not all could be sent."""
-        if self._make is None:
-            line.connection.break_off()
+    def _end(self, line: CallerLine) -> None:
+        """Fail, because the callee is lost, as the reader detects, too, or because not all could be sent."""
+        if self._make_error is None:
+            line.connection.shut_down()
         self._await_failure(line)
         with _failing:
             self._line = self._call = None
         line.close()
 
-    def _give_up(self, line: Line) -> None:
-        """Fail: the call has taken too long, or this worker ends."""
+    def _stop_waiting(self, line: CallerLine) -> None:
+        """Fail: the call has timed out, or this worker ends."""
         self._await_failure(line)
-        self._leave()
+        self._abandon()
 
-    def _leave(self) -> None:
+    def _abandon(self) -> None:
         with _failing:
             line, call, self._line, self._call = self._line, self._call, None, None
         if line is not None and call is not None:
-            self._caller.leave(line, call)
+            self._caller.abandon_answer(line, call)
 
     def close(self) -> None:
-        """Close the line, over which only a part of the call may have gone."""
+        """Close the line, because only a part of the call may have been sent."""
         line, self._line, self._call = self._line, None, None
         if line is not None:
             line.close()
 
     def __del__(self) -> None:
-        self._leave()
+        self._abandon()
 
 
 def _never() -> bool:
@@ -232,13 +238,13 @@ def _never() -> bool:
 
 
 def read_any(answers: Sequence[LineAnswer]) -> None:
-    """Wait until something comes over one of these lines, or `ring` is called of one; read what has come."""
+    """Wait until one of these lines can be read, or `ring` is called for one of them; read the lines."""
     poll = select.poll()
     lines = [(one, line) for one in answers if (line := one._line) is not None]
     for _, line in lines:
         for fd in (line.fd, line.bell.fileno()):
             poll.register(fd, select.POLLIN)
-    ready = dict(poll.poll(_LOOK_MS))
+    ready = dict(poll.poll(_POLL_MS))
     interrupts.check()
     for one, line in lines:
         one._read(line, (line.fd in ready) + 2 * (line.bell.fileno() in ready))

@@ -1,4 +1,4 @@
-"""Track the calls that wait for an answer: their futures, their timeouts, and how many there may be."""
+"""Track the calls that wait for an answer: their futures, their timeouts, and their number."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.answer import Answer, LineAnswer
 from phalanx.rpc.worker_info import WorkerAddress
 
-_BIG_BYTES = 1 << 16  # calls of so many bytes count towards the bytes under way
+_BIG_BYTES = 1 << 16  # calls of so many bytes count towards the bytes in flight
 
 
 class Call:
-    """A `Call` was sent, or is about to be. `kept` lives until it is answered."""
+    """A `Call` is a call of this worker, from before it is sent. `kept` lives until the answer."""
 
     __slots__ = (
         "deadline", "future", "kept", "line_answer", "name", "nbytes", "number", "on_answer", "peer", "read",
@@ -37,8 +37,8 @@ class Call:
         self.kept = kept
         self.nbytes = 0
         self.number = 0
-        self.on_answer: Any = None  # it makes the result of what has arrived, before the future has it
-        self.read: Callable[[Any], Any] | None = None  # it makes the result of the answer's frame, which is no pickle
+        self.on_answer: Any = None  # converts the answer to the result of the future
+        self.read: Callable[[Any], Any] | None = None  # reads the answer from its frame, which has no pickle
 
     def fail(self, make: Callable[[], BaseException]) -> None:
         """Set an error, which `make` returns, instead of an answer."""
@@ -46,14 +46,14 @@ class Call:
 
     @property
     def answer(self) -> Answer[Any] | LineAnswer:
-        """Return what the caller waits for."""
+        """Return the future, or the line's answer, for which the caller waits."""
         found = self.line_answer or self.future
         assert found is not None
         return found
 
-    def take(self) -> bool:
-        """Take the call from those under way; return False if another thread has."""
-        return self.peer.take(self.number) is not None
+    def claim(self) -> bool:
+        """Claim the right to complete the call; return False if another thread has it."""
+        return self.peer.remove(self.number) is not None
 
     @property
     def described(self) -> tuple[str, str, float]:
@@ -61,15 +61,21 @@ class Call:
 
 
 class Callee:
-    """`Callee` is a worker that this one calls: it has the calls that the worker has yet to answer."""
+    """`Callee` is a worker that this one calls, and the calls that it has yet to answer.
+
+    unconnected ── `connect` ──► connected ── its end ──► lost        `connection`; `lost` says why
+         ╰────────────────────── its end ──────────────────▲
+
+    A lost callee has no connection.
+    """
 
     def __init__(self, member: WorkerAddress, most_calls: int, most_bytes: int) -> None:
         self.member = member
         self.calls: dict[int, Call] = {}
         self.connection: Any = None
-        self.calls_us: Any = None  # the connection on which it calls us
+        self.calls_us: Any = None  # the connection on which it calls this worker
         self.connecting = threading.Lock()
-        self.lost = ""  # why it will not answer any more
+        self.lost = ""  # why it is lost
         self._most_calls = most_calls
         self._most_bytes = most_bytes
         self._nbytes = 0
@@ -78,14 +84,14 @@ class Callee:
         self._num_waiting = 0
 
     def is_lost(self) -> bool:
-        """Return whether the worker will not answer any more."""
+        """Return whether the worker is lost."""
         return bool(self.lost)
 
     def add(self, call: Call, nbytes: int, *, waits: bool) -> None:
-        """Count a call as under way. With `waits`, wait while too many are, as all calls of the user's do.
+        """Count a call as in flight. With `waits`, as for all calls of the user, wait while too many are in flight.
 
         Raises:
-            DeadlineError: there was no room for it in time; it was not sent.
+            DeadlineError: too many calls were in flight for too long; it was not sent.
         """
         call.number, call.peer = next(_numbers), self
         if call.timeout_s:
@@ -105,7 +111,7 @@ class Callee:
                     if left <= 0:
                         raise DeadlineError(
                             f"{call.what}({call.name}) to {self.member}: {len(self.calls)} calls with {self._nbytes} "
-                            f"bytes of tensors are under way, and none was answered within {call.timeout_s:.1f} s; "
+                            f"bytes of tensors are in flight, and none was answered within {call.timeout_s:.1f} s; "
                             "this one was not sent."
                         )
                     self._room.wait(min(left, 1.0))
@@ -116,8 +122,8 @@ class Callee:
                 call.nbytes = nbytes
                 self._nbytes += nbytes
 
-    def take(self, number: int) -> Call | None:
-        """Return the call with this number, and forget it; None if it is not waiting, or not any more."""
+    def remove(self, number: int) -> Call | None:
+        """Remove the call with this number and return it; None if it is not waiting."""
         call = self.calls.pop(number, None)
         if call is not None and (call.nbytes or self._num_waiting):
             with self._lock:
@@ -125,20 +131,20 @@ class Callee:
                 self._room.notify_all()
         return call
 
-    def take_all(self) -> list[Call]:
-        """Return all calls, and forget them. A lost worker also frees its table, which has grown with them."""
-        taken = [call for number in list(self.calls) if (call := self.take(number)) is not None]
+    def remove_all(self) -> list[Call]:
+        """Remove all calls and return them. A lost worker also frees its table, which has grown with them."""
+        removed = [call for number in list(self.calls) if (call := self.remove(number)) is not None]
         if self.lost:
             old, self.calls = self.calls, {}
-            taken += old.values()  # a thread that adds a call now finds the worker lost, and takes the call back
-        return taken
+            removed += old.values()  # a thread that adds a call now finds the worker lost, and removes the call
+        return removed
 
     def expire(self, now: float) -> tuple[list[Call], float]:
         """Return the calls that have waited too long, and when the next one will have."""
         late, due = [], math.inf
         for number, call in list(self.calls.items()):
             if call.deadline <= now:
-                if self.take(number) is not None:
+                if self.remove(number) is not None:
                     late.append(call)
             elif call.deadline < due:
                 due = call.deadline
@@ -159,13 +165,13 @@ def describe_timeout(what: str, name: str, timeout_s: float, member: WorkerAddre
 
 
 def why_failed(peer: Callee, call: Call) -> Callable[[], BaseException]:
-    """Return what makes the error of a call to a worker that is lost, or that this worker, shut down, won't hear."""
+    """Return a function that makes the error of a call to a lost worker, or of this worker after its shutdown."""
     if not peer.lost:
         text = f"{call.what}({call.name}) to {peer.member}: this worker was shut down before the answer came."
         return partial(ClosedError, text)
     text = f"{call.what}({call.name}) to {peer.member}: the worker is lost: {peer.lost}"
     if call.number:
-        text += "\nWhether the function ran there is not known."
+        text += "\nThe function may have run there, or not."
     return partial(PeerLostError, text, ranks=(peer.member.info.id,))
 
 

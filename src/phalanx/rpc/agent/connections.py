@@ -1,11 +1,11 @@
-"""`Connections` knows the other workers, and has the connection to each.
+"""`Connections` are the connections of this worker to the others.
 
-    on this host     Unix sockets: the first caller connects to the listener (`unix_links`)
-    on another one   ZeroMQ, both connect (`network`)
-    this worker      what is sent arrives
+    on this host      Unix sockets: the first caller connects to the listener (`unix_links`)
+    on another host   ZeroMQ, both connect (`network`)
+    this worker       frames are queued for its own reader
 
-What comes in goes into the reader's queue, with its connection. The end of a worker is seen at its sockets, and at its
-process, too: a child of it may keep the sockets open.
+A received frame enters the reader's queue with its connection. A worker's end is detected at its sockets, and at its
+process, because a child of it may keep the sockets open.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from phalanx._comm.control.key import Key
 from phalanx._comm.symmetric_memory.watch import watch
 from phalanx.errors import PeerLostError, PhalanxError
 from phalanx.rpc.agent.calls import Callee
-from phalanx.rpc.agent.reader import Reader
+from phalanx.rpc.agent.reader import ConnectionReader
 from phalanx.rpc.collector import without_collector
-from phalanx.rpc.line import Lines
+from phalanx.rpc.line import LinePool
 from phalanx.rpc.network import Network
 from phalanx.rpc.options import RpcBackendOptions
 from phalanx.rpc.segments import Lender
@@ -43,7 +43,7 @@ _CONNECT_S = 30.0
 
 
 class Connections:
-    """`Connections` has the connections of one worker, `me`."""
+    """`Connections` are the connections of one worker, `me`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Connections:
         number: int,
         host: str,
         options: RpcBackendOptions,
-        reader: Reader,
+        reader: ConnectionReader,
         on_lost: Callable[[Callee], None],
     ) -> None:
         """Make the connections. The reader calls `on_lost`."""
@@ -64,11 +64,11 @@ class Connections:
         self.membership: Workers
         self.network: Network | None = None
         self.peers: dict[int, Callee] = {}
-        self._gone: dict[int, str] = {}  # by uid: why a worker is lost; nothing else is kept of it
+        self._gone: dict[int, str] = {}  # by uid: why a worker is lost
         self._closed = False
         self._open: set[UnixConnection] = set()
         self._releasing: deque[UnixConnection] = deque()
-        self._to_self = SelfConnection(self._from_self)
+        self._to_self = SelfConnection(self._deliver_to_self)
         self._watched: dict[int, WorkerAddress] = {}
 
     def start(self, membership: Workers) -> None:
@@ -89,12 +89,12 @@ class Connections:
         return peer
 
     def why_lost(self, uid: int) -> str:
-        """Return why the worker of this uid is lost; "" if it is not, or was never known."""
+        """Return why the worker of this uid is lost; "" for another worker."""
         return self._gone.get(uid, "")
 
     @without_collector
     def connect(self, peer: Callee, timeout_s: float = 0.0) -> Any:
-        """Return the connection to a worker; None if it is lost and there can be none."""
+        """Return the connection to a worker, opened if there is none; None if the worker is lost."""
         with peer.connecting:
             if not peer.lost and peer.connection is None:  # another thread may have been faster
                 self._connect(peer, Deadline.after(min(timeout_s or _CONNECT_S, _CONNECT_S)))
@@ -115,7 +115,7 @@ class Connections:
         else:
             self._watch(peer.member)
             connection = self._add(sock, fd_sock, peer.member)
-            connection.lines = Lines(connection)
+            connection.lines = LinePool(connection)
             peer.connection = connection
 
     # -- workers of this host ------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Connections:
         self._watch(member)
         self.peer(member).calls_us = self._add(sock, fd_sock, member)
 
-    def meet_containers(self) -> None:
+    def accept_containers(self) -> None:
         """Accept also workers that are on this host and do not see this process in their /proc."""
         if any(
             one.host == self.me.host and one.process.namespace != self.me.process.namespace
@@ -165,24 +165,24 @@ class Connections:
         self._reader.wake_by(0.0)
 
     def send_releases(self) -> None:
-        """Tell the other workers which of their segments are free again."""
+        """Notify the other workers of their segments that are free again."""
         while self._releasing:
             self._releasing.popleft().flush()
 
-    def _from_self(self, frame: Frame) -> None:
+    def _deliver_to_self(self, frame: Frame) -> None:
         self._reader.put((self._to_self, frame))
 
-    # -- the end of others ---------------------------------------------------------------------------------------------
+    # -- lost workers --------------------------------------------------------------------------------------------------
 
     def _watch(self, member: WorkerAddress) -> None:
-        """Watch the process of a worker of this host, whose end shows even if a child of it keeps its sockets open."""
+        """Watch the process of a worker of this host: a child of it may keep its sockets open after its end."""
         process = member.process
         if process.pid == self.me.process.pid:
             return
         if process.namespace and process.namespace == self.me.process.namespace and self.me.process.has_pidfds:
             try:
                 fd = watch.acquire(process).pidfd
-            except PhalanxError:  # no descriptor is free: the connection's end shows it, too
+            except PhalanxError:  # no descriptor is free: the end of the connection has to do
                 return
             if fd in self._watched:
                 watch.release(process)
@@ -198,7 +198,7 @@ class Connections:
         self.lose_after_reading(member, "its process has ended.")
 
     def lose_after_reading(self, member: WorkerAddress, why: str) -> None:
-        """Remove a worker that is gone, after its last answers. The reader calls it."""
+        """Remove a lost worker, after its last answers. The reader calls it."""
         connection = self.peer(member).connection
         if isinstance(connection, UnixConnection) and not connection.closed:
             poll = select.poll()
@@ -209,7 +209,7 @@ class Connections:
         self._reader.queue(partial(self.lose, member, why))
 
     def lose(self, member: WorkerAddress, why: str) -> None:
-        """Remove a worker that is gone. The reader fails its calls."""
+        """Remove a lost worker. The reader fails the calls to it."""
         peer = self.peer(member)
         if peer.lost or member.uid == self.me.uid:
             return
@@ -223,8 +223,8 @@ class Connections:
     # -- workers of other hosts ----------------------------------------------------------------------------------------
 
     def open_network(self, address: str, key: Key) -> None:
-        """Accept workers of other hosts that know the key; from now on `me` has the address for them."""
-        self.network = Network(address, key, self.me, self._arrive, self._lose_network_peer, self._hear_hello)
+        """Accept workers of other hosts that have the key; from now on `me` has the address for them."""
+        self.network = Network(address, key, self.me, self._arrive, self._lose_network_peer, self._on_hello)
         self.me = replace(self.me, network=self.network.address)
         self.network.me = self.me
 
@@ -234,8 +234,8 @@ class Connections:
     def _lose_network_peer(self, member: WorkerAddress, why: str) -> None:
         self._reader.put(partial(self.lose, member, why))
 
-    def _hear_hello(self, member: WorkerAddress) -> None:
-        """Connect to a worker of another host that has connected, so that its end is noticed."""
+    def _on_hello(self, member: WorkerAddress) -> None:
+        """Connect to a worker of another host that has connected, so that its end is detected."""
         self.membership.learn(member)
         peer = self.peer(member)
         if peer.connection is None and not peer.lost and self.network is not None:
@@ -244,7 +244,7 @@ class Connections:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def prepare_fork(self) -> None:
-        """Make the tensors that have arrived from workers of this host this process's own, before it forks."""
+        """Copy the tensors received from workers of this host into this process's own memory, before it forks."""
         for connection in list(self._open):
             connection.prepare_fork()
 
@@ -254,8 +254,8 @@ class Connections:
             connection.abandon()
         self.listener.abandon()
 
-    def stop_to_learn(self) -> None:
-        """Keep lost workers among the members from now on, since this worker leaves, too."""
+    def keep_members(self) -> None:
+        """Keep lost workers among the members from now on, because this worker leaves, too."""
         self._closed = True
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class Connections:
 
 
 class _ReadyConnection:
-    """`_ReadyConnection` is a connection for which the reader waits."""
+    """A `_ReadyConnection` is a connection that the reader polls."""
 
     def __init__(self, connections: Connections, connection: UnixConnection) -> None:
         self._connections = connections
@@ -283,7 +283,7 @@ class _ReadyConnection:
 
 
 class _EndedProcess:
-    """`_EndedProcess` is a process of this host for whose end the reader waits."""
+    """An `_EndedProcess` is a process of this host whose end the reader polls."""
 
     def __init__(self, connections: Connections, member: WorkerAddress, fd: int) -> None:
         self._connections = connections
@@ -295,16 +295,16 @@ class _EndedProcess:
 
 
 def _read_frames(connection: UnixConnection) -> list[Frame] | None:
-    """Return the frames that have come; None at the connection's end."""
+    """Return the received frames; None at the connection's end."""
     try:
         return connection.read() if not connection.closed else None
     except Exception as error:  # the frames are malformed
-        _logger.error("rpc: the connection to %s is given up: %s", connection.peer, error)
+        _logger.error("rpc: the connection to %s is closed: %s", connection.peer, error)
         return None
 
 
 class SelfConnection:
-    """`SelfConnection` delivers what is sent to this worker itself; `peer` is None."""
+    """A `SelfConnection` delivers frames to this worker itself; `peer` is None."""
 
     peer = None
     lines = None
@@ -320,4 +320,4 @@ class SelfConnection:
     put = send
 
     def flush(self) -> None:
-        """Do nothing: this connection never holds frames back."""
+        """Do nothing: this connection queues no frames."""

@@ -1,11 +1,11 @@
-"""Put Ctrl-C off while the main thread sends or reads, where it would lose a message, or leave a lock behind.
+"""Defer Ctrl-C while the main thread sends or reads, where it would lose a message or leave a lock acquired.
 
     main thread    send | wait in C .. Ctrl-C .. | KeyboardInterrupt
     main thread    send | read .. Ctrl-C .. | make the result | KeyboardInterrupt
 
-Python raises KeyboardInterrupt between any two steps of the main thread. While a worker is open its handler of SIGINT,
-if it is Python's own, waits until that thread can be left. Handlers of the user's own are left as they are: while there
-is one that may raise at any time (a time-out by SIGALRM), the main thread leaves sending and reading to the reader.
+Python raises KeyboardInterrupt between any two steps of the main thread. While a worker is open, its handler of SIGINT
+defers the exception until the main thread may be interrupted, if the handler before was Python's own. The user's
+handlers stay: while one may raise at any time (a time-out by SIGALRM), the reader sends and reads for the main thread.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from types import FrameType
 from typing import Any
 
 _main = threading.main_thread().ident
-# As numbers, and from `_signal`: each call looks, and `signal` makes an enum of each. One of SIGTERM mostly ends all.
+# As numbers, and from `_signal`: each call looks them up, and `signal` makes an enum of each. SIGTERM mostly ends all.
 _ALARM, _INTERRUPT, _USER_1, _USER_2 = map(int, (signal.SIGALRM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
 _handler_of: Callable[[int], Any] = _signal.getsignal
 
 
 class _Deferral:
-    """`_Deferral` belongs to the main thread. `depth` is how many nested uninterruptible parts the thread is in."""
+    """The `_Deferral` of the main thread. `depth` is the number of nested parts that must not be interrupted."""
 
     __slots__ = ("depth", "is_pending")
 
@@ -46,7 +46,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def install() -> None:
-    """Put Ctrl-C off from now on in the parts that ask for it."""
+    """From now on, defer Ctrl-C between `defer` and `allow`."""
     with contextlib.suppress(ValueError):  # it is raised in any thread but the main one
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _handle)
@@ -60,7 +60,7 @@ def uninstall() -> None:
 
 
 def may_raise() -> bool:
-    """Return whether a handler of the user's may raise in this thread at any moment, which cannot be put off."""
+    """Return whether a handler of the user may raise in this thread at any moment, which cannot be deferred."""
     if get_ident() != _main:
         return False
     if callable(_handler_of(_ALARM)) or callable(_handler_of(_USER_1)) or callable(_handler_of(_USER_2)):
@@ -70,7 +70,7 @@ def may_raise() -> bool:
 
 
 def reset() -> None:
-    """Reset the state in a fork: its only thread is its main one, which is in none of its parent's parts."""
+    """Reset the state in a fork: its only thread is its main thread, in no deferring part."""
     global _main, _state
     _main, _state = get_ident(), _Deferral()
 
@@ -82,7 +82,7 @@ def defer() -> None:
 
 
 def allow(*, may_raise: bool = True) -> None:
-    """End such a part. Raises KeyboardInterrupt if that was put off, and `may_raise`; else the next `check` does."""
+    """End such a part. Raise a deferred KeyboardInterrupt if `may_raise`; otherwise the next `check` does."""
     if get_ident() == _main and _state.depth:  # the depth is 0 in a fork that leaves a part that its parent was in
         _state.depth -= 1
         if _state.is_pending and may_raise and not _state.depth:
@@ -91,7 +91,7 @@ def allow(*, may_raise: bool = True) -> None:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if that was put off: this place may be interrupted."""
+    """Raise a deferred KeyboardInterrupt: this place may be interrupted."""
     if _state.is_pending and get_ident() == _main:
         _state.is_pending = False
         raise KeyboardInterrupt

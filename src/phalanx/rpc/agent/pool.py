@@ -21,14 +21,14 @@ from phalanx._base.deadline import Deadline, join_all
 STUCK_S = 1e-3
 
 
-class Pool:
-    """A `Pool` has at most `most` threads. A thread that finds no more work calls `idle`, which must not wait."""
+class ThreadPool:
+    """A `ThreadPool` has at most `most` threads. A thread without work calls `idle`, which must not wait."""
 
     def __init__(self, name: str, most: float = math.inf, idle: Callable[[], None] = lambda: None) -> None:
         self._name = name
         self._most = most
         self._idle = idle
-        self._lock = threading.RLock()  # a finalizer may run where it is held
+        self._lock = threading.RLock()  # its owner may run a finalizer, which may acquire it again
         self._work: deque[Callable[[], None]] = deque()
         self._parked: list[threading.Lock] = []
         self._threads: list[threading.Thread] = []
@@ -42,7 +42,7 @@ class Pool:
         return len(self._work)
 
     def put(self, work: Callable[[], None]) -> None:
-        """Have a thread do the work, which must not raise. This never waits."""
+        """Queue work for a thread; it must not raise. This never waits."""
         self._work.append(work)
         if len(self._threads) == len(self._parked):
             with self._lock:
@@ -50,7 +50,7 @@ class Pool:
                     self._wake()
 
     def _wake(self) -> None:
-        """Wake a thread, or start one; the caller holds the lock."""
+        """Wake a thread, or start one; the caller owns the lock."""
         if self._parked:
             self._parked.pop().release()
         elif len(self._threads) < self._most and not self._closed:
@@ -59,7 +59,7 @@ class Pool:
             thread.start()
 
     def relieve(self) -> bool:
-        """Wake more threads if no work has begun since the last time; return whether some waits. Call it every ms."""
+        """Wake more threads if no work has begun since the last call; return whether work waits. Call it every ms."""
         if not self._work:
             return False
         with self._lock:
@@ -112,26 +112,26 @@ class Pool:
         join_all([one for one in self._threads if one is not threading.current_thread()], timeout_s)
 
 
-class Room:
-    """A `Room` admits at most `most` functions at once."""
+class CallLimit:
+    """A `CallLimit` lets at most `most` functions run at once."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._changed = threading.Condition(threading.Lock())
-        self.num_inside = 0
+        self.num_running = 0
         self._closed = False
 
     def enter(self) -> bool:
-        """Wait until there is room, and enter; return False if the room is closed."""
+        """Wait until another function may run, and count it; return False if the limit is closed."""
         with self._changed:
-            while self.num_inside >= self._most and not self._closed:
+            while self.num_running >= self._most and not self._closed:
                 self._changed.wait()
-            self.num_inside += 1
+            self.num_running += 1
             return not self._closed
 
     def leave(self) -> None:
         with self._changed:
-            self.num_inside -= 1
+            self.num_running -= 1
             self._changed.notify()
 
     def close(self) -> None:

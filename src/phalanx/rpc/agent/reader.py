@@ -4,9 +4,9 @@
     thread             ............................ | run the function, answer ..
 
 The reader runs the tasks that other threads queue, in order, between two reads. It also keeps the time: it calls `tick`
-when that is due, and `relieve` every millisecond while work waits for threads that are stuck.
+when it is due, and `relieve` every millisecond while work waits for threads that are stuck.
 
-A finalizer of the user's may run in any thread and wait for a call. In the reader it keeps reading meanwhile.
+A finalizer of the user may run in any thread and wait for a call. In the reader such a wait reads on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx._base.ipc.wakeup import Wakeup
 from phalanx._base.log import get_logger
 from phalanx.errors import message_of
 from phalanx.rpc.agent.pool import STUCK_S
-from phalanx.rpc.agent.ready import Spin
+from phalanx.rpc.agent.ready import SpinWait
 from phalanx.rpc.wire import Frame
 
 _logger = get_logger(__name__)
@@ -42,7 +42,7 @@ class Readable(Protocol):
 
 
 class _ThisThread(threading.local):
-    """`_ThisThread` is set only in the reader: the callbacks for other threads, and the function that reads more."""
+    """`_ThisThread` is set only in the reader: the callbacks for other threads, and the function that reads on."""
 
     callbacks: deque[Task] | None = None
     read_more: Callable[[], None] | None = None
@@ -51,12 +51,16 @@ class _ThisThread(threading.local):
 this_thread = _ThisThread()
 
 
-class Reader:
-    """`Reader` is the reader of one agent.
+class ConnectionReader:
+    """A `ConnectionReader` is the reader of one agent.
 
-    It gives each frame to `handle(connection, frame)`, and the callbacks of the answers that this sets to `run`.
-    `relieve` returns whether it is to be called again in a millisecond; `tick(now)` returns when it is to be called
-    next. None of them may raise, or wait.
+    None of the functions may raise, or wait.
+
+    Arguments:
+        handle: called with the connection and each frame.
+        run: runs the callbacks of the answers in another thread.
+        relieve: returns whether to call it again in a millisecond.
+        tick: called with the time; returns when to call it next.
     """
 
     def __init__(
@@ -75,9 +79,9 @@ class Reader:
         self._incoming: deque[tuple[Any, Frame] | Task] = deque()
         self._wakeup = Wakeup()
         self._due = math.inf  # the reader ticks by then
-        self._wanted: deque[float] = deque()  # by other threads: when it must tick
+        self._wanted: deque[float] = deque()  # earlier ticks that other threads need
         self._relieve_at = math.inf
-        self._spin = Spin()
+        self._spin = SpinWait()
         self._closed = False
         self._has_ended = False
         self._thread = threading.Thread(target=self._read_all, name="phalanx-rpc-reader", daemon=True)
@@ -86,10 +90,10 @@ class Reader:
     def start(self) -> None:
         self._thread.start()
 
-    # -- what it waits for ---------------------------------------------------------------------------------------------
+    # -- descriptors ---------------------------------------------------------------------------------------------------
 
     def watch(self, fd: int, readable: Readable, events: int = select.EPOLLIN) -> None:
-        """Call `readable.ready(events)` when `fd` is."""
+        """Call `readable.ready(events)` when `fd` is ready."""
         self._readable[fd] = readable
         self._poll.register(fd, events)
 
@@ -105,7 +109,7 @@ class Reader:
                 self._poll.unregister(fd)
 
     def put(self, item: tuple[Any, Frame] | Task) -> None:
-        """Queue a frame with its connection, or a task. It takes no lock, since finalizers may call it."""
+        """Queue a frame with its connection, or a task. Locks nothing, because finalizers may call it."""
         self._incoming.append(item)
         self._wakeup.ring()
         if self._has_ended:
@@ -117,11 +121,11 @@ class Reader:
 
     @property
     def due(self) -> float:
-        """Return when it will tick."""
+        """Return the time of the next tick."""
         return self._due
 
     def wake_by(self, due: float) -> None:
-        """Have it tick by `due`. It takes no lock, since finalizers may call it."""
+        """Let the reader tick by `due`. Locks nothing, because finalizers may call it."""
         if due < self._due:
             self._wanted.append(due)
             self._wakeup.ring()
@@ -137,7 +141,7 @@ class Reader:
             self._read_more()
 
     def _read_more(self) -> None:
-        """Handle what has come; if nothing has, wait for what comes next."""
+        """Handle the queued items; if there are none, wait for the next ones."""
         if self._incoming:
             self._handle_all()
             return
@@ -145,7 +149,7 @@ class Reader:
         while self._wanted:
             self._due = min(self._due, self._wanted.popleft())
         if now >= self._due:
-            self._due = math.inf  # this comes first: whoever wants an earlier tick from here on says so
+            self._due = math.inf  # before the tick: another thread may need an earlier one from now on
             self._incoming.append(self._tick_now)
             return
         if now >= self._relieve_at:
@@ -185,7 +189,7 @@ class Reader:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the thread; from here on whoever puts an item in handles it, as this thread does with what is left."""
+        """Stop the thread, and handle the queued items; later ones are handled by the thread that queues them."""
         self._closed = True
         self._wakeup.ring()
         if self._thread is not threading.current_thread():
@@ -200,12 +204,12 @@ class Reader:
 
 
 def _in_order(callbacks: deque[Task]) -> Task:
-    """Return a task that runs these callbacks one after the other, and take them out."""
-    taken = list(callbacks)
+    """Return a task that runs these callbacks one after the other, and clear them."""
+    queued = list(callbacks)
     callbacks.clear()
 
     def run() -> None:
-        for one in taken:
+        for one in queued:
             try:
                 one()
             except BaseException as error:  # torch also reports the error and continues

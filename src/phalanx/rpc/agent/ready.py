@@ -1,7 +1,7 @@
-"""Wait until a socket can be read, and spin before, as long as that comes soon.
+"""Wait until a socket can be read; spin first, as long as that succeeds.
 
-The core looks for some microseconds before it sleeps: what comes at once costs no change of threads. Without the core
-(no compiler at installation) the kernel's poll sleeps at once, and calls work, only slower.
+The core polls for some microseconds before it sleeps: an answer that arrives meanwhile costs no change of threads.
+Without the core (no compiler at installation) the kernel's poll sleeps at once: calls are slower.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MOST_MISSES = 8
 _spinning = threading.Lock()  # one thread of a process spins at a time
 
 
-class Spin:
-    """`Spin` is how one thread waits: it spins before it sleeps while things come soon, and otherwise now and then."""
+class SpinWait:
+    """A `SpinWait` is one thread's waiting: it spins before it sleeps, but only now and then after several misses."""
 
     def __init__(self) -> None:
         self._has_spun = False
-        self._misses = 0  # how often spinning has been in vain
+        self._misses = 0  # waits since spinning last succeeded
 
     def wait(self, fd: int, bell: int = -1, most_ms: int = -1) -> int:
         """Return 1 if `fd` can be read, plus 2 if `bell` can; 0 if neither, after spinning, some time or a signal."""

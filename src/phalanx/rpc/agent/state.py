@@ -1,4 +1,4 @@
-"""`State` lists the states of an agent, and `TRANSITIONS` what may follow each.
+"""`AgentState` lists the states of an agent, and `TRANSITIONS` what may follow each.
 
 STARTING   it joins; calls of others wait           ──► RUNNING, ENDING, CLOSED
 RUNNING    calls run                                ──► LEAVING, ENDING, CLOSED
@@ -14,8 +14,8 @@ import enum
 from collections.abc import Mapping
 
 
-class State(enum.Enum):
-    """`State` is the state of an agent."""
+class AgentState(enum.Enum):
+    """`AgentState` is the state of an agent."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -24,10 +24,10 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.STARTING: frozenset({State.RUNNING, State.ENDING, State.CLOSED}),
-    State.RUNNING: frozenset({State.LEAVING, State.ENDING, State.CLOSED}),
-    State.LEAVING: frozenset({State.ENDING, State.CLOSED}),
-    State.ENDING: frozenset({State.CLOSED}),
-    State.CLOSED: frozenset(),
+TRANSITIONS: Mapping[AgentState, frozenset[AgentState]] = {
+    AgentState.STARTING: frozenset({AgentState.RUNNING, AgentState.ENDING, AgentState.CLOSED}),
+    AgentState.RUNNING: frozenset({AgentState.LEAVING, AgentState.ENDING, AgentState.CLOSED}),
+    AgentState.LEAVING: frozenset({AgentState.ENDING, AgentState.CLOSED}),
+    AgentState.ENDING: frozenset({AgentState.CLOSED}),
+    AgentState.CLOSED: frozenset(),
 }

@@ -5,13 +5,12 @@
         rpc.autograd.backward(context_id, [loss(y)])
         gradients = rpc.autograd.get_gradients(context_id)  # of this worker's own tensors; no .grad is touched
 
-graph.py       where tensors leave and arrive, and what takes part
+graph.py       the joints between the local graphs of workers
 leaf_hooks.py  hooks of the nodes that would add to `.grad`
-hook.py        what is noted of each call
-contexts.py    what a worker keeps of a context
-passes.py      a backward pass on one worker: how it runs is drawn there
-orders.py      what is said of it, in bytes
-serve.py       what workers tell each other
+contexts.py    a context on one worker
+passes.py      a backward pass on one worker, with a drawing
+orders.py      the messages of a pass, in bytes
+serve.py       the messages between workers, and the note of each call
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ __all__ = ["BackwardError", "backward", "context", "get_gradients"]
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Record what this thread's calls, and theirs in turn, compute; yield the context's number for `backward`.
+    """Record the computations of this thread's calls, and of their calls; yield the context's number for `backward`.
 
-    At the end all workers release what they recorded, gradients as well.
+    At the end all workers release the records and the gradients.
 
     Raises:
         RuntimeError: this thread is in a context already.
@@ -57,17 +56,18 @@ def context() -> Iterator[int]:
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
-    """Run the backward pass from `roots` through all workers that took part, and gather gradients in the context.
+    """Run the backward pass from `roots` through all workers of the context, and gather gradients in the context.
 
-    It returns when the pass is over on all of them. Gradients are added to those that earlier passes left in the
-    context. Any worker that the context has come to can call it, and several at a time.
+    It returns when the pass has ended on all workers. Gradients are added to those of earlier passes in the context.
+    Any worker of the context can call it, also several at a time.
 
     Numerics: as in one process; where a tensor has several uses, the order in which gradients are added may differ.
 
     Raises:
-        RuntimeError: there is no such context here, or a root is none: not a scalar, or nothing to go back to.
-        BackwardError: some worker's part raised; its message says which one, and what.
-        PeerLostError: a worker that took part is lost. After these two the context's gradients are undefined.
+        TypeError: an argument has the wrong type.
+        RuntimeError: there is no such context here, or a root is not a scalar, or has no graph.
+        BackwardError: some worker's part raised; the message names the worker and the error.
+        PeerLostError: a worker of the pass is lost. After these two the context's gradients are undefined.
     """
     if not isinstance(context_id, int) or not isinstance(roots, list | tuple):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""A context is what a worker keeps of a forward and its backward, until the worker that opened it leaves it."""
+"""A context is a worker's record of a forward and its backward, until the worker that opened it closes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.errors import PhalanxError
-from phalanx.rpc.autograd.graph import MessageId, Send
+from phalanx.rpc.autograd.graph import MessageId, SentMessage
 from phalanx.rpc.worker_info import WorkerAddress
 
 _NUMBER_BITS = 48
@@ -22,36 +22,36 @@ _ONCE: Counter[int] = Counter()
 
 
 class Context:
-    """`Context` is one context on one worker. `origin` is the uid of the worker that opened it."""
+    """A `Context` is one context on one worker. `origin` is the uid of the worker that opened it."""
 
     def __init__(self, context_id: int, origin: int) -> None:
         self.id = context_id
         self.origin = origin
         self.has_ended = False  # a function of a call in it may still run, and call others
         self.lock = threading.Lock()
-        self.known: dict[int, WorkerAddress] = {}  # the workers that we told of it
-        self.sends: dict[MessageId, Send] = {}
+        self.known: dict[int, WorkerAddress] = {}  # the workers that got it from this one
+        self.sends: dict[MessageId, SentMessage] = {}
         self.received: dict[MessageId, Any] = {}
         self.passes: dict[tuple[int, int], Any] = {}
         self.gradients: dict[Tensor, Tensor] = {}
 
     def accumulate(self, found: Sequence[tuple[Tensor, Tensor]], *, is_shared: bool = False) -> None:
-        """Add gradients to those that are there. A gradient that nobody else has is kept as it is, without a copy.
+        """Add gradients to those of the context. The first gradient of a variable is kept without a copy if possible.
 
-        `is_shared`: memory of the gradients may be in use elsewhere, too, besides in `found`.
+        `is_shared`: memory of the gradients may be used outside of `found`.
         """
         counts = Counter(_memory(gradient) for _, gradient in found) if len(found) > 1 else _ONCE
         with self.lock:
             for variable, gradient in found:
                 before = self.gradients.get(variable)
                 if before is not None:
-                    # This is not done in place: callers that have asked for the gradients hold them.
+                    # This is not done in place: callers of `get_gradients` may have them.
                     gradient = gradient + before if before.is_sparse else before + gradient
                 elif is_shared or (counts and counts[_memory(gradient)] > 1) or not _is_plain(gradient, variable):
                     gradient = gradient.clone()
                 self.gradients[variable] = gradient
 
-    # PyTorch's contexts tell this of themselves.
+    # methods of PyTorch's contexts
 
     def _context_id(self) -> int:
         return self.id
@@ -67,9 +67,9 @@ class Context:
 
 
 class SendFunction:
-    """`SendFunction` stands for PyTorch's node of the tensors of a message that leave here."""
+    """A `SendFunction` imitates PyTorch's node of the tensors of a sent message."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: SentMessage) -> None:
         nodes: list[Any] = [stub.grad_fn for stub in send.stubs]
         self.next_functions = tuple(edge for node in nodes for edge in node.next_functions)
 
@@ -79,19 +79,19 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _is_plain(gradient: Tensor, variable: Tensor) -> bool:
-    """Return whether a gradient lies in memory as its variable does, or in a row."""
+    """Return whether a gradient is contiguous, or has the strides of its variable."""
     if gradient.is_sparse:
         return gradient._indices().is_contiguous() and gradient._values().is_contiguous()
     return gradient.is_contiguous() or (not variable.is_sparse and gradient.stride() == variable.stride())
 
 
 class Contexts:
-    """`Contexts` has all contexts that this worker knows of, and knows which one a thread is in."""
+    """`Contexts` are all contexts of this worker, and the current one of each thread."""
 
     def __init__(self, rank: int, uid: int) -> None:
         self._uid = uid
         self._first = rank << _NUMBER_BITS
-        start = int.from_bytes(os.urandom(5), "little")  # a worker that is started again begins at another number
+        start = int.from_bytes(os.urandom(5), "little")  # a worker that joins again begins at another number
         self._numbers = itertools.count(start)
         self._lock = threading.Lock()
         self._by_id: dict[int, Context] = {}
@@ -100,7 +100,7 @@ class Contexts:
 
     @property
     def max_id(self) -> int:
-        """Return the largest number that a context of this worker can have."""
+        """Return the largest number for a context of this worker."""
         return self._first + (1 << _NUMBER_BITS) - 1
 
     @property
@@ -113,9 +113,9 @@ class Contexts:
             self._by_id[context.id] = context
         return context
 
-    def enter(self, context: Context | None) -> Inside:
+    def enter(self, context: Context | None) -> ContextScope:
         """Enter a context in this thread, as a context manager."""
-        return Inside(self._thread, context)
+        return ContextScope(self._thread, context)
 
     def find(self, context_id: int) -> Context:
         """Return the context of that number.
@@ -126,13 +126,13 @@ class Contexts:
         context = self._by_id.get(context_id)
         if context is None:
             raise PhalanxError(
-                f"Could not find autograd context with id: {context_id}. Nothing of it has come to this worker, or it "
+                f"Could not find autograd context with id: {context_id}. No call of it has reached this worker, or it "
                 "has ended: use it inside of `with phalanx.rpc.autograd.context()`."
             )
         return context
 
-    def find_begun(self, context_id: int) -> Context | None:
-        """Return the context of that number; None if nothing of it has come to this worker.
+    def find_open(self, context_id: int) -> Context | None:
+        """Return the context of that number; None if no call of it has reached this worker.
 
         Raises:
             PhalanxError: it has ended.
@@ -143,8 +143,8 @@ class Contexts:
         """Return the context of that number, if there is one."""
         return self._by_id.get(context_id)
 
-    def meet(self, context_id: int, origin: int) -> Context | None:
-        """Return the context that a message belongs to; None if it has ended meanwhile."""
+    def find_or_open(self, context_id: int, origin: int) -> Context | None:
+        """Return the context of a message, opened if it is new here; None if it has ended meanwhile."""
         context = self._by_id.get(context_id)
         if context is not None:
             return context
@@ -154,7 +154,7 @@ class Contexts:
             return self._by_id.setdefault(context_id, Context(context_id, origin))
 
     def release(self, context_id: int) -> Context | None:
-        """Forget a context that has ended; return it, for the caller to release, or None if it had ended before."""
+        """Remove a context that has ended; return it, or None if it had ended before."""
         with self._lock:
             self._released[context_id] = None
             while len(self._released) > _MOST_RELEASED:
@@ -168,8 +168,8 @@ class Contexts:
         return list(self._by_id.values())
 
 
-class Inside:
-    """`Inside` puts this thread in a context while it is entered."""
+class ContextScope:
+    """A `ContextScope` puts this thread in a context while it is entered."""
 
     __slots__ = ("_before", "_context", "_thread")
 

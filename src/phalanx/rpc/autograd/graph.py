@@ -1,14 +1,14 @@
-"""Join the local graphs of autograd where tensors left for another worker, and where they arrived.
+"""Join the local graphs of autograd where tensors were sent to another worker, and where they were received.
 
     caller                                        callee
     x ─► SendRpc ┄┄┄┄┄┄┄┄┄ message ┄┄┄┄┄┄┄┄┄► RecvRpc ─► f
                                                           │
     y ◄─ RecvRpc ◄┄┄┄┄┄┄┄┄ message ┄┄┄┄┄┄┄┄┄ SendRpc ◄────┘
 
-A message is a call's arguments, or its result, with tensors that require grad. The receiver learns the ancestors of
-each of them: all messages, and which of their tensors, that it was computed from. So the worker that begins a backward
-knows all that take part, and no gradient goes where one process would have none: a tensor that was passed on and not
-used is no part of the graph, its hooks are not called, and no worker waits for it.
+A message is a call's arguments, or its result, with tensors that require grad. It has the ancestors of each of them:
+all messages, and which of their tensors, from which the tensor was computed. So the worker that begins a backward knows
+all workers of the pass, and no gradient is sent where one process would have none: a tensor that was sent and not used
+is not in the graph, its hooks are not called, and no worker waits for it.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ ALL = -1
 _FIRST, _LAST = 1 << 62, 0
 
 
-class Gradients(Protocol):
-    """`Gradients` is a backward pass, as `SendRpc` and `RecvRpc` see it."""
+class BackwardPass(Protocol):
+    """A `BackwardPass` is the part of a pass that `SendRpc` and `RecvRpc` use."""
 
     context_id: int
 
     def wait(self, message: MessageId) -> None:
-        """Wait until the gradients of a message's tensors have come."""
+        """Wait until the gradients of a message's tensors are received."""
 
-    def take(self, message: MessageId, number: int) -> Tensor | None:
-        """Return the gradient of one tensor of the message, or None."""
+    def pop_gradient(self, message: MessageId, number: int) -> Tensor | None:
+        """Remove and return the gradient of one tensor of the message; None if it has none."""
 
     def send(self, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
-        """Send the gradients of a message's tensors to where they came from."""
+        """Send the gradients of a message's tensors to its sender."""
 
     def gather(self, variable: Tensor, gradient: Tensor) -> None:
         """Add a leaf's gradient to the context while the engine runs."""
@@ -65,14 +65,14 @@ class Gradients(Protocol):
 class _Current(threading.local):
     """`_Current` is the pass that this thread runs."""
 
-    run: Gradients | None = None
+    run: BackwardPass | None = None
 
 
 current = _Current()
 
 
 class SendRpc(torch.autograd.Function):
-    """`SendRpc` is where a tensor leaves. Its output stands for it; in the backward, its gradient comes back."""
+    """A `SendRpc` is the node of a sent tensor. Its output is a stub; its backward returns the received gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -82,16 +82,16 @@ class SendRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Return the gradient that came back."""
-        return _current_pass().take(ctx.message, ctx.number)
+        """Return the received gradient."""
+        return _current_pass().pop_gradient(ctx.message, ctx.number)
 
 
 class RecvRpc(torch.autograd.Function):
-    """`RecvRpc` is where tensors arrive, as its outputs, in place. In the backward, gradients go to the sender."""
+    """A `RecvRpc` is the node of received tensors, in place. Its backward sends their gradients to the sender."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Any:
-        """Return the tensors themselves; the anchor makes the engine come here."""
+        """Return the tensors themselves; the anchor makes the engine run this node."""
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors)
         return tensors
@@ -105,7 +105,7 @@ class RecvRpc(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """`Gate` lets a message's SendRpcs of one pass go on when their gradients are here, and then the next gate.
+    """A `Gate` lets the SendRpcs of one message run when their gradients are received, and then the next gate.
 
      gate ─► gate ─► gate          each waits, with the lowest priority: when nothing else is left to run
        │       │       │
@@ -114,13 +114,13 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *after: Tensor) -> Tensor:
-        """Return one output for some SendRpcs' and the next gate's."""
+        """Return one output from those of some SendRpcs and of the next gate."""
         ctx.count = len(after)
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        """Wait until the message's gradients have come."""
+        """Wait until the message's gradients are received."""
         _current_pass().wait(ctx.message)
         return (gradient,) * ctx.count
 
@@ -129,21 +129,21 @@ def check_context(node: Any, context_id: int) -> None:
     """Check that a RecvRpc's context is the one whose gradients are computed."""
     if node.context_id != context_id:
         raise PhalanxError(
-            f"backward of context {context_id} has come to a tensor that arrived in context {node.context_id}: a graph "
-            "ends with its context. Call detach() on what one hands to the next."
+            f"backward of context {context_id} has reached a tensor that arrived in context {node.context_id}: a graph "
+            "ends with its context. Call detach() on tensors that you use in the next one."
         )
 
 
-def _current_pass() -> Gradients:
+def _current_pass() -> BackwardPass:
     if current.run is None:
         raise PhalanxError(
-            "backward() has come to a tensor that arrived from another worker: gradients cross workers with "
+            "backward() has reached a tensor that arrived from another worker: gradients cross workers with "
             "phalanx.rpc.autograd.backward(context_id, roots) only."
         )
     return current.run
 
 
-# RecvRpc hangs on this, so that the engine finds something to run it for.
+# An input of every RecvRpc, so that the engine runs it.
 _anchor = torch.zeros((), requires_grad=True)
 _anchor_edge = get_gradient_edge(_anchor)
 _LEAF: type = type(_anchor_edge.node)
@@ -152,7 +152,7 @@ _HOOKED = "_phalanx_hooked"
 
 
 def _noting(register: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what registers a hook of a node as `register` does, and notes that the node has had one."""
+    """Return a function that registers a hook of a node as `register` does, and marks the node."""
 
     def register_and_note(node: Any, hook: Callable[..., Any]) -> Any:
         handle = register(node, hook)
@@ -167,15 +167,15 @@ for _name in ("register_hook", "register_prehook"):
 
 
 @dataclass(frozen=True)
-class Reached:
-    """`Reached` says where a local graph ends: the leaves, and the tensors that came from others."""
+class GraphEnds:
+    """`GraphEnds` are the ends of a local graph: its leaves, and the tensors received from other workers."""
 
     leaves: list[Any]
     received: dict[Any, int]  # with which of a message's tensors: bit n for tensor n
 
     def has_hooks(self) -> bool:
-        """Return whether hooks of leaves need gradients in `.grad` until the pass ends, or nodes of tensors that have
-        arrived have hooks: these are called only where the nodes run.
+        """Return whether hooks of leaves need gradients in `.grad` until the pass ends, or nodes of received tensors
+        have hooks: these are called only if the nodes run.
         """
         return any(hasattr(node, _HOOKED) for node in self.received) or any(
             keeps_grad(node.variable) for node in self.leaves
@@ -197,24 +197,24 @@ class Reached:
 
 
 @dataclass(frozen=True)
-class Send:
-    """`Send` is a message of this worker's, or some of its tensors: `stubs` keep its graph."""
+class SentMessage:
+    """A `SentMessage` is a message of this worker, or some of its tensors: `stubs` keep its graph."""
 
     message: MessageId
-    to: int  # the uid of the worker that has it
+    to: int  # the uid of its receiver
     stubs: Sequence[Tensor]
-    reached: Reached
+    reached: GraphEnds
 
-    def part(self, mask: int) -> Send:
-        """Return the part of the message that has these tensors alone."""
+    def part(self, mask: int) -> SentMessage:
+        """Return the part of the message with these tensors alone."""
         stubs = [stub for number, stub in enumerate(self.stubs) if mask >> number & 1]
         if len(stubs) == len(self.stubs):
             return self
-        return Send(self.message, self.to, stubs, reach((stub.grad_fn, 0) for stub in stubs))
+        return SentMessage(self.message, self.to, stubs, reach((stub.grad_fn, 0) for stub in stubs))
 
 
-def reach(edges: Iterable[tuple[Any, int]]) -> Reached:
-    """Return what can be reached backwards from these outputs of nodes. Cost: one look at each node."""
+def reach(edges: Iterable[tuple[Any, int]]) -> GraphEnds:
+    """Return the ends of the graph behind these outputs of nodes. Cost: one visit of each node."""
     leaves: list[Any] = []
     received: dict[Any, int] = {}
     seen: set[Any] = set()
@@ -231,15 +231,15 @@ def reach(edges: Iterable[tuple[Any, int]]) -> Reached:
                 if kind is _LEAF:
                     leaves.append(node)
                     continue
-                # the first node of a thread has this number: no gate may come before it
+                # the first node of a thread has this number: no gate may run before it
                 if node._sequence_nr() == _LAST:
                     node._set_sequence_nr(1)
                 stack.append(node.next_functions)
-    return Reached(leaves, received)
+    return GraphEnds(leaves, received)
 
 
 def _ancestors_of_each(nodes: Sequence[Any], context_id: int) -> list[Ancestors]:
-    """Return the ancestors of each of these nodes. Cost: looks at each node behind them twice."""
+    """Return the ancestors of each of these nodes. Cost: two visits of each node behind them."""
     places: dict[tuple[Any, int], int] = {}  # by received tensor: its bit in the numbers below
     found: dict[Any, int] = {}
     stack = list(nodes)
@@ -261,16 +261,16 @@ def _ancestors_of_each(nodes: Sequence[Any], context_id: int) -> list[Ancestors]
         for (node, number), place in places.items():
             if bits >> place & 1:
                 received[node] = received.get(node, 0) | 1 << number
-        rows[bits] = Reached([], received).ancestors(context_id)
+        rows[bits] = GraphEnds([], received).ancestors(context_id)
     return [rows[found[node]] for node in nodes]
 
 
 def make_send(
     tensors: Sequence[Tensor], context_id: int, to: int, uid: int, number: int
-) -> tuple[Send, tuple[Ancestors, ...]] | None:
-    """Note that these tensors leave; return None if nothing is being recorded (no_grad).
+) -> tuple[SentMessage, tuple[Ancestors, ...]] | None:
+    """Record that these tensors are sent; return None if grad mode is off.
 
-    Otherwise it also returns each tensor's ancestors, or those of all, if they are the same.
+    Otherwise also return each tensor's ancestors, or those of all, if they are the same.
     """
     stubs: list[Tensor] = [SendRpc.apply(one) for one in tensors]  # type: ignore[no-untyped-call]
     nodes: list[Any] = [one.grad_fn for one in stubs]
@@ -286,11 +286,11 @@ def make_send(
     depth = max((message[0] for row in rows for message in row), default=0) + 1
     for at, node in enumerate(nodes):
         node.message, node.number = (depth, uid, number), at
-    return Send((depth, uid, number), to, stubs, reached), tuple(rows)
+    return SentMessage((depth, uid, number), to, stubs, reached), tuple(rows)
 
 
 def make_recv(tensors: Sequence[Tensor], context_id: int, message: MessageId, ancestors: Sequence[Ancestors]) -> Any:
-    """Attach tensors that have arrived to the graph; return the node. `ancestors` are as `make_send` returns them."""
+    """Attach received tensors to the graph; return the node. `ancestors` are as `make_send` returns them."""
     with torch.enable_grad():
         RecvRpc.apply(_anchor, *tensors)  # type: ignore[no-untyped-call]
     node: Any = tensors[0].grad_fn
@@ -302,8 +302,8 @@ def make_recv(tensors: Sequence[Tensor], context_id: int, message: MessageId, an
     return node
 
 
-def chain_gates(sends: Sequence[Send]) -> Tensor:
-    """Return one output that lets all of them run, one after another."""
+def chain_gates(sends: Sequence[SentMessage]) -> Tensor:
+    """Return one output that lets all sent messages run, one after another."""
     after: tuple[Tensor, ...] = ()
     with torch.enable_grad():
         for send in reversed(sends):
@@ -316,17 +316,17 @@ def chain_gates(sends: Sequence[Send]) -> Tensor:
 
 
 def run_engine(
-    run: Gradients,
+    run: BackwardPass,
     outputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
-    reached: Iterable[Reached],
+    reached: Iterable[GraphEnds],
     retain_graph: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Run autograd from `outputs` to where it ends, in this thread; return leaves' gradients that `run` did not take.
+    """Run autograd from `outputs` in this thread; return the leaves' gradients that `run` has not gathered.
 
-    No `.grad` is touched but while hooks for it run, and hooks of the nodes that would add to it are called as if they
-    did. But where hooks need gradients in `.grad` to the end (DistributedDataParallel's do, and combine them there),
-    they find them, and all is put back then. One such run goes on at a time.
+    `.grad` changes only while hooks for it run, and hooks of the nodes that would add to it are called as if they did.
+    If hooks need gradients in `.grad` until the pass ends (DistributedDataParallel's combine them there), the gradients
+    stay there until then, and `.grad` is restored. There is one such run at a time.
     """
     leaves: dict[Any, None] = {}
     has_received = False
@@ -341,13 +341,12 @@ def run_engine(
 
 
 def run_engine_from(
-    run: Gradients, send: Send, arrived: Sequence[Tensor | None], retain_graph: bool
+    run: BackwardPass, send: SentMessage, arrived: Sequence[Tensor | None], retain_graph: bool
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[MessageId, Sequence[Tensor | None]]]]:
     """Run the engine from one message alone; return the leaves' gradients, and by message those for other workers.
 
-    No gradient in `arrived` may be None.
-
-    The gradients are sent when the engine has run, not while it runs; but no joint of the graph runs in Python.
+    No gradient in `arrived` may be None. No node of ours runs in Python; the gradients are sent after the run, and not
+    during it.
     """
     leaves, received = send.reached.leaves, send.reached.received
     outputs: list[Any] = []
@@ -364,22 +363,22 @@ def run_engine_from(
         others += [GradientEdge(one, number) for number in range(one.count)]
     mine, found = _run(run, outputs, gradients, retain_graph, leaves, others)
     at = 0
-    going = []
+    outgoing = []
     for one in received:
-        going.append((one.message, found[at : at + one.count]))
+        outgoing.append((one.message, found[at : at + one.count]))
         at += one.count
-    return mine, going
+    return mine, outgoing
 
 
 def _run(
-    run: Gradients,
+    run: BackwardPass,
     outputs: list[Any],
     gradients: list[Tensor],
     retain_graph: bool,
     leaves: list[Any],
     others: list[Any],
 ) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Tensor | None]]:
-    """Run the engine as torch.autograd.grad does, after checks of what a user may give.
+    """Run the engine as torch.autograd.grad does after its checks of arguments.
 
     Return the leaves' gradients that are not gathered yet, and the gradients of `others`.
     """
@@ -416,7 +415,7 @@ def _run_through_grad(
             for one in variables:
                 one.grad = None
             torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
-            # These are copies: code that combines gradients may use their memory again.
+            # Copies, because code that combines gradients may reuse their memory.
             return [(one, one.grad.clone()) for one in variables if one.grad is not None]
         finally:
             for one, gradient in zip(variables, before, strict=True):

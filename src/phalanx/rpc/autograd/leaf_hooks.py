@@ -4,14 +4,14 @@
     node.register_prehook(before)  # before((gradient,)): may replace it
     node.register_hook(after)      # after((), (gradient,)): the context has it by then
 
-The engine does not run these nodes, since it only captures what comes to them; but it calls the hooks of the leaf
-itself (`Tensor.register_hook`) just before it captures. So for the time of a run one more of those is there, behind
-the user's own. It does what PyTorch's distributed engine does at this moment: it calls the hooks before, lets the
-gradient gather, and calls the hooks after. Both are also called with a gradient of None.
+The engine does not run these nodes: it captures their inputs. But it calls the hooks of the leaf itself
+(`Tensor.register_hook`) just before it captures. So each leaf has one more such hook during a run, after the user's
+own. It does the same as PyTorch's distributed engine: it calls the hooks before, gathers the gradient, and calls the
+hooks after. Both are also called with a gradient of None.
 
-Hooks that want the gradient in `.grad` (`register_post_accumulate_grad_hook`) find it there, and what they leave there
-gathers. That lasts as long as they run, so that no pass keeps another one from `.grad` while it waits for other
-workers. Hooks that need it until the pass ends, as DistributedDataParallel's do, say so: see `keeps_grad`.
+Hooks that need the gradient in `.grad` (`register_post_accumulate_grad_hook`) find it there, and the gradient that they
+leave there is gathered. `.grad` is set only while they run, so that no pass blocks another one while it waits for other
+workers. Hooks that need it until the pass ends, as DistributedDataParallel's do, have `keeps_grad`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _backward_number: Any = find(
 Hooks = Mapping[int, Callable[..., Any]]
 _KEY = "phalanx.rpc: hooks"
 _asking = threading.Lock()
-# Who has put gradients into `.grad` of tensors of this process holds this: hooks of a leaf, a pass, or a step of an
-# optimizer. A hook of one may do the other.
+# The owner has set `.grad` of tensors of this process: the hooks of a leaf, a pass, or a step of an optimizer. A hook
+# of one may do the other.
 grads_are_ours = threading.RLock()
 _hanging = threading.Lock()
 
@@ -49,15 +49,15 @@ class Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        ctx.heard(_backward_number())
+        ctx.on_run(_backward_number())
         return None
 
 
 def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
-    """Return the hooks before and after of an AccumulateGrad node, as they are and as they will be.
+    """Return the dictionaries of the hooks before and after an AccumulateGrad node, which change with the hooks.
 
-    PyTorch has no name for them: a hook that is registered is given the dictionary of all, and taken out again. It
-    costs 4 µs the first time for a node, and nothing later.
+    PyTorch has no name for them: the handle of a registered hook has the dictionary; the hook is then removed.
+    Cost: 4 µs the first time for a node, and nothing later.
     """
     found: tuple[Hooks, Hooks] | None = node.metadata.get(_KEY)
     if found is None:
@@ -80,7 +80,7 @@ def _ignore(*_: Any) -> None:
 
 
 class _Leaf:
-    """`_Leaf` is a leaf with hooks of its node or for its `.grad`, during one run."""
+    """A `_Leaf` is a leaf with hooks of its node or for its `.grad`, during one run."""
 
     def __init__(self, node: Any, hooks: tuple[Hooks, Hooks]) -> None:
         self.variable: Tensor = node.variable
@@ -90,9 +90,9 @@ class _Leaf:
 
 
 class LeafHooks:
-    """`LeafHooks` has the hooks of one run of the engine, for the leaves in `nodes`; without any it is idle.
+    """`LeafHooks` are the hooks of the leaves in `nodes`, in one run of the engine; it is false if there are none.
 
-    `gather` is called with a leaf and its gradient, and everything is called in the context manager `inside()`.
+    `gather` is called with a leaf and its gradient. It and the hooks are called in the context manager `inside()`.
     """
 
     def __init__(
@@ -126,26 +126,26 @@ class LeafHooks:
             one.remove()
 
     def begin(self, first: int) -> tuple[Tensor, GradientEdge]:
-        """Return one more root for the run, and an input for which the engine runs its node; `first` puts it first."""
+        """Return one more root for the run, and its input; `first` is the sequence number that makes it run first."""
         anchor = torch.zeros((), requires_grad=True)
         with torch.enable_grad():
             root: Tensor = Begin.apply(anchor)  # type: ignore[no-untyped-call]
         node: Any = root.grad_fn
-        node.heard = self._hear
+        node.on_run = self._set_number
         node._set_sequence_nr(first)
         return root, get_gradient_edge(anchor)
 
-    def _hear(self, number: int) -> None:
+    def _set_number(self, number: int) -> None:
         self._number = number
 
     def _listen(self, leaf: _Leaf) -> Callable[[Tensor], None]:
-        def hear(gradient: Tensor) -> None:
-            # Another run may come to the same leaf: in another thread, or inside of this one (a checkpoint's). A
-            # device's thread may come to it before the number is known; `rest` calls those hooks after the run.
+        def on_gradient(gradient: Tensor) -> None:
+            # Another run may reach the same leaf: in another thread, or inside this one (a checkpoint's). A device's
+            # thread may reach it before the number is known; `rest` calls those hooks after the run.
             if not leaf.is_done and _backward_number() == self._number:
                 self._run(leaf, gradient)
 
-        return hear
+        return on_gradient
 
     def _run(self, leaf: _Leaf, gradient: Tensor | None) -> None:
         leaf.is_done = True
@@ -162,7 +162,7 @@ class LeafHooks:
                 _check(hook, hook((), values), ())
 
     def rest(self, nodes: Sequence[Any], found: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """Return the leaves and gradients that are still to be gathered, after the run."""
+        """Return the leaves and gradients that are still to be gathered after the run."""
         left = []
         for node, gradient in zip(nodes, found, strict=False):
             leaf = self._leaves.get(node)
@@ -175,7 +175,7 @@ class LeafHooks:
 
 
 def _call_on_grad(leaf: _Leaf, gradient: Tensor) -> Tensor | None:
-    """Call the hooks that find the gradient in `.grad`; return what they leave there."""
+    """Call the hooks that need the gradient in `.grad`; return the gradient that they leave there."""
     variable = leaf.variable
     with grads_are_ours:
         before = variable.grad
@@ -189,7 +189,7 @@ def _call_on_grad(leaf: _Leaf, gradient: Tensor) -> Tensor | None:
 
 
 def _check(hook: Callable[..., Any], result: Any, before: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return what a hook makes of these values; what PyTorch refuses from a node's hook is refused here, too."""
+    """Return the values that a hook returns for these; raise for the results that PyTorch refuses, too."""
     if result is None:
         return before
     name = getattr(hook, "__name__", type(hook).__name__)

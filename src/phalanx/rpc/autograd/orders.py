@@ -1,11 +1,11 @@
-"""Write and read, in bytes, what workers tell each other of a backward pass: "take part", "here are gradients".
+"""Write and read the messages of a backward pass in bytes: "run your part", "gradients of your message".
 
     order (u8) · flags (u8) · tensors (u16) · messages of a plan (u32)
     context · the pass (uid, number) · the message whose gradients these are (3), all u64
     the plan's messages (3 u64 each) and which of their tensors (bits; -1: all); pickled if it needs more bits than 63
-    what the gradients are: formats and shapes, pickled once; or a pickle, where they are other than dense
+    formats and shapes of the gradients, pickled once; or a pickle of the gradients, unless all are dense
 
-The gradients' memory goes beside that, from where it lies.
+The gradients' memory is sent beside the message, without a copy.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _BEGIN, _RETAIN_GRAPH, _HAS_GRADIENTS, _IS_PICKLED, _IS_LARGE = 1, 2, 4, 8, 16
 NO_MESSAGE = (0, 0, 0)
 _DTYPES = {"f": torch.float32, "d": torch.float64}  # by the format of a buffer
 _MOST_KNOWN = 4096
-_MOST_COPIED = 1 << 14  # bytes; larger ones that lie otherwise than in a row are pickled as they lie
+_MOST_COPIED = 1 << 14  # bytes; larger gradients that are not contiguous are pickled
 
 Kinds = tuple[Any, ...]  # the format and the shape of each tensor, one after another; None, None for a missing one
 _as_bytes: dict[Kinds, bytes] = {}
 _as_kinds: dict[bytes, Kinds] = {}
 
 
-class Said(NamedTuple):
-    """`Said` is about a pass. `plan`: take part, with these messages. `gradients` are those of `message`, if any."""
+class PassMessage(NamedTuple):
+    """A `PassMessage` has `gradients` of the tensors of `message`, and a `plan` if the receiver is to run its part."""
 
     context_id: int
     pass_id: PassId
@@ -61,7 +61,7 @@ def write(
     plan: Plan | None = None,
     retain_graph: bool = False,
 ) -> tuple[bytes, Sequence[Any]]:
-    """Return the bytes of an order, and the memory that is sent beside them."""
+    """Return the bytes of a message, and the memory that is sent beside them."""
     flags, kinds = 0, b""
     buffers: list[Any] = []
     if gradients is not None:
@@ -88,7 +88,7 @@ def write(
 
 
 def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes | None:
-    """Return formats and shapes, and put the tensors' memory into `buffers`; return None if a tensor is not dense."""
+    """Return formats and shapes, and add the tensors' memory to `buffers`; return None if a tensor is not dense."""
     kinds: list[Any] = []
     for one in gradients:
         if one is None:
@@ -98,11 +98,11 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
             return None
         try:
             memory = memoryview(one.numpy())  # type: ignore[arg-type]
-        except (TypeError, RuntimeError):  # sparse, on a device, conjugate, of a dtype that numpy does not know
+        except (TypeError, RuntimeError):  # sparse, on a device, conjugate, or a dtype that numpy does not have
             return None
         if memory.format not in _DTYPES or not memory.nbytes:
             return None
-        if not memory.c_contiguous:  # a sum's gradient is one number, seen many times
+        if not memory.c_contiguous:  # a sum's gradient is one expanded number
             if memory.nbytes >= _MOST_COPIED and 0 not in one.stride():
                 return None
             memory = memoryview(one.contiguous().numpy())  # type: ignore[arg-type]
@@ -118,13 +118,13 @@ def _describe(gradients: Sequence[Tensor | None], buffers: list[Any]) -> bytes |
 
 
 def read_pass(frame: Frame) -> tuple[int, PassId]:
-    """Return the context and the pass of an order, even if its tensors cannot be read."""
+    """Return the context and the pass of a message, even if its tensors cannot be read."""
     _, _, _, context_id, uid, number, *_ = _HEAD.unpack_from(frame.data)
     return context_id, (uid, number)
 
 
-def read(frame: Frame) -> Said:
-    """Return an order that was read."""
+def read(frame: Frame) -> PassMessage:
+    """Return the message in a frame."""
     data = frame.data
     _, flags, length, context_id, uid, number, depth, sender, sent = _HEAD.unpack_from(data)
     at = _HEAD.size
@@ -142,7 +142,7 @@ def read(frame: Frame) -> Said:
             gradients = deserialize(data[at:], frame.buffers)[0]
         else:
             gradients = _make(bytes(data[at:]), frame.buffers)
-    return Said(context_id, (uid, number), (depth, sender, sent), gradients, plan, bool(flags & _RETAIN_GRAPH))
+    return PassMessage(context_id, (uid, number), (depth, sender, sent), gradients, plan, bool(flags & _RETAIN_GRAPH))
 
 
 def _make(written: bytes, buffers: Sequence[Any]) -> list[Tensor | None]:
@@ -152,7 +152,7 @@ def _make(written: bytes, buffers: Sequence[Any]) -> list[Tensor | None]:
             _as_kinds.clear()
         kinds = _as_kinds[written] = pickle.loads(written)
     made: list[Tensor | None] = []
-    memory = list(buffers)  # this raises if it has not come
+    memory = list(buffers)  # raises if it could not be mapped
     at = 0
     for number in range(0, len(kinds), 2):
         if kinds[number] is None:

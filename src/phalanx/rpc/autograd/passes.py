@@ -8,16 +8,15 @@
                                          RecvRpc ── gradients ─────────► engine from SendRpc
                                          its part is over                leaves: gradients gather
     SendRpc ◄──────────────────────────── gradients ───────────────────── RecvRpc
-    goes on; over when the engine is and all others say that their parts are
+    continues; ends when the engine has, and all other workers have answered
 
-BEGIN says: "of your messages, these". It goes to a worker with the first gradients; but before worker 0 waits for the
-gradients of a message, it goes to all workers that may take part in them, which have sent one that lies deeper. A part
-that is short, and of one message, sends what it has at its end, with the news of that.
+BEGIN has a worker's messages in the pass. It is sent with the first gradients; but before worker 0 waits for the
+gradients of a message, it sends BEGIN to all workers that may compute them, which have sent a deeper message. A short
+part of one message sends its gradients at its end, with its answer.
 
-Each worker runs the engine once: every node of its graph sees all its gradients before it runs, and runs once. A
-worker's messages are waited for inside of the engine, deepest first, by gates that have the lowest priority. All
-workers wait in one and the same order, so of all gradients under way the next one in that order is always on its way:
-no worker waits for another that waits for it.
+Each worker runs the engine once: every node of its graph gets all its gradients before it runs, and runs once. Gates
+with the lowest priority wait for a worker's messages inside the engine, deepest first. All workers wait in the same
+order, so the next gradients in that order are always being computed: no worker waits for another that waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,15 @@ from torch import Tensor
 from phalanx.errors import PhalanxError, message_of
 from phalanx.rpc.agent.answer import Answer, LineAnswer, read_any
 from phalanx.rpc.autograd.contexts import Context, Contexts
-from phalanx.rpc.autograd.graph import MessageId, Reached, Send, chain_gates, current, run_engine, run_engine_from
+from phalanx.rpc.autograd.graph import (
+    GraphEnds,
+    MessageId,
+    SentMessage,
+    chain_gates,
+    current,
+    run_engine,
+    run_engine_from,
+)
 from phalanx.rpc.autograd.orders import PassId, Plan
 from phalanx.rpc.worker_info import WorkerAddress
 
@@ -44,30 +51,30 @@ class BackwardError(PhalanxError):
 
 
 def nothing(message: MessageId) -> None:
-    """Do nothing: no other worker has to begin."""
+    """Do nothing: no other worker has to run a part."""
 
 
-Going = list[tuple[MessageId, Sequence[Tensor | None]]]  # gradients of messages of other workers
+OutgoingGradients = list[tuple[MessageId, Sequence[Tensor | None]]]  # gradients of messages of other workers
 
 
 class PassWorker(Protocol):
-    """`PassWorker` is what a pass needs of the worker that it is a part of."""
+    """A `PassWorker` is the worker of a pass."""
 
     me: WorkerAddress
     contexts: Contexts
 
     def send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
-        """Send the gradients to the worker that the message came from."""
+        """Send the gradients to the sender of the message."""
 
-    def end(self, run: Pass, asked: Any, error: BaseException | None, going: Going) -> None:
-        """End our part: tell the worker that began it, and send the gradients that are left to send."""
+    def end(self, run: Pass, asked: Any, error: BaseException | None, outgoing: OutgoingGradients) -> None:
+        """End this worker's part: send the remaining gradients, and answer the worker that began it."""
 
     def timed(self, part: Callable[[bool], None]) -> None:
         """Call `part(is_short)`, this worker's part of a pass; `is_short` predicts its duration from recent parts."""
 
 
 class Pass:
-    """`Pass` is the part of one worker. It locks nothing while the engine runs."""
+    """A `Pass` is the part of one worker. It owns no lock while the engine runs."""
 
     __slots__ = (
         "_arrived", "_asked", "_caller", "_changed", "_plan", "_retain_graph", "_worker",
@@ -80,8 +87,8 @@ class Pass:
         self.id = pass_id
         self._worker = worker
         self.error: BaseException | None = None
-        self.num_others = 0  # how many other parts are not over, in the pass of the caller of backward
-        # it begins the parts that a message's gradients may need
+        self.num_others = 0  # on the caller of backward: the other parts that have not ended
+        # a function that begins the parts that a message's gradients may need
         self.begin_others: Callable[[MessageId], None] = nothing
         # the parts that the caller of backward has begun, by worker
         self.begun: dict[int, Answer[Any] | LineAnswer] = {}
@@ -91,9 +98,9 @@ class Pass:
         self._arrived: dict[MessageId, list[Tensor | None]] = {}
         self._plan: Plan | None = None
         self._retain_graph = False
-        self._asked: list[Any] = []  # the workers that have begun it, and wait for its end
+        self._asked: list[Any] = []  # where to answer at the end of this part
 
-    # -- what comes from others ----------------------------------------------------------------------------------------
+    # -- messages of others --------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -111,7 +118,7 @@ class Pass:
         """
         with self._changed:
             self._asked.append(asked)
-            if len(self._asked) > 1:  # the caller has repeated it: Ctrl-C came before it knew that it had asked
+            if len(self._asked) > 1:  # the caller has repeated it: Ctrl-C interrupted its first message
                 return
             if gradients is not None:
                 self._arrived[message] = list(gradients)
@@ -131,14 +138,14 @@ class Pass:
             self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """Give up; the first error is kept."""
+        """Fail the part with an error, unless it has failed before."""
         with self._changed:
             if self.error is None:
                 self.error = error
             self._notify()
 
-    def other_is_over(self, done: Any) -> None:
-        """Note that the part of another worker has ended."""
+    def on_other_done(self, done: Any) -> None:
+        """Record the end of another worker's part."""
         failed: BaseException | None = None
         try:
             done.value()
@@ -151,27 +158,27 @@ class Pass:
             self._notify()
 
     def _notify(self) -> None:
-        """Wake who waits for a change: in the engine, or for what comes over a line. The caller holds the lock."""
+        """Wake the threads that wait for a change, in the engine or for a line. The caller owns the lock."""
         self._changed.notify_all()
         if self._caller and self._caller != get_ident():
             for one in self.lines():
                 one.ring()
 
     def lines(self) -> list[LineAnswer]:
-        """Return what is yet to come over lines."""
-        return [one for one in list(self.begun.values()) if isinstance(one, LineAnswer) and one.can_come]
+        """Return the pending answers over lines."""
+        return [one for one in list(self.begun.values()) if isinstance(one, LineAnswer) and one.is_pending]
 
-    def _wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait until `holds` does; the caller of backward reads the lines over which it has begun other parts."""
-        while self._caller == get_ident() and not holds() and (lines := self.lines()):
+    def _wait_until(self, is_true: Callable[[], bool]) -> None:
+        """Wait until `is_true()`; the caller of backward reads the lines over which it has begun other parts."""
+        while self._caller == get_ident() and not is_true() and (lines := self.lines()):
             if len(lines) == 1:
-                lines[0].read_until(holds)
+                lines[0].read_until(is_true)
             else:
                 read_any(lines)
         with self._changed:
-            self._changed.wait_for(holds)
+            self._changed.wait_for(is_true)
 
-    # -- what the joints of the graph ask; in the engine ---------------------------------------------------------------
+    # -- called by the nodes of the graph, in the engine ---------------------------------------------------------------
 
     def wait(self, message: MessageId) -> None:
         if message not in self._arrived and self.id[0] == self._worker.me.uid:
@@ -180,8 +187,8 @@ class Pass:
         if self.error is not None and message not in self._arrived:
             raise self.error
 
-    def take(self, message: MessageId, number: int) -> Tensor | None:
-        """Return the gradient of one tensor; the engine runs only once those of the first message are here."""
+    def pop_gradient(self, message: MessageId, number: int) -> Tensor | None:
+        """Remove and return the gradient of one tensor; those of the first message precede the engine's run."""
         with self._changed:
             arrived = self._arrived[message]
             gradient, arrived[number] = arrived[number], None
@@ -194,7 +201,7 @@ class Pass:
         self.send_gradients(self, message, gradients)
 
     def gather(self, variable: Tensor, gradient: Tensor) -> None:
-        """Add a leaf's gradient to the context while the engine runs, which may use it elsewhere."""
+        """Add a leaf's gradient to the context; the running engine may use it elsewhere."""
         self.context.accumulate([(variable, gradient)], is_shared=True)
 
     def inside(self) -> AbstractContextManager[Any]:
@@ -202,7 +209,7 @@ class Pass:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def run(self, roots: Sequence[Tensor], reached: Reached, plan: Plan, retain_graph: bool) -> None:
+    def run(self, roots: Sequence[Tensor], reached: GraphEnds, plan: Plan, retain_graph: bool) -> None:
         """Run the part of the caller of backward, this thread; `reached` is from the roots."""
         self._caller = get_ident()
         outputs = list(roots)
@@ -216,22 +223,22 @@ class Pass:
         self._run_engine(outputs, gradients, all_reached, retain_graph)
 
     def wait_others(self) -> None:
-        """Wait until all other parts are done, or an error has come."""
+        """Wait until all other parts have ended, or this one has failed."""
         self._wait_until(lambda: self.error is not None or not self.num_others)
 
     def wait_all_others(self) -> None:
-        """Wait until all other parts are done."""
+        """Wait until all other parts have ended."""
         self._wait_until(lambda: not self.num_others)
 
     def _run_part(self, is_short: bool) -> None:
         """Run the part of a worker that did not call backward."""
-        going: Going = []
+        outgoing: OutgoingGradients = []
         try:
             assert self._plan is not None
             sends = self._find(self._plan)
             if is_short and len(sends) == 1 and self._can_start_at(sends[0]):
                 arrived = self._arrived.pop(sends[0].message)
-                mine, going = run_engine_from(self, sends[0], arrived, self._retain_graph)
+                mine, outgoing = run_engine_from(self, sends[0], arrived, self._retain_graph)
                 self.context.accumulate(mine)
             else:
                 outputs = sends[0].stubs if len(sends) == 1 else [chain_gates(sends)]
@@ -240,13 +247,13 @@ class Pass:
         except BaseException as error:
             with self._changed:
                 self.error = self.error or error
-        self._finish(going)
+        self._finish(outgoing)
 
-    def _find(self, plan: Plan) -> list[Send]:
+    def _find(self, plan: Plan) -> list[SentMessage]:
         return [self.context.sends[message].part(mask) for message, mask in plan]
 
-    def _can_start_at(self, send: Send) -> bool:
-        """Return whether the engine can begin with the gradients that came: not with None, nor through `.grad`."""
+    def _can_start_at(self, send: SentMessage) -> bool:
+        """Return whether the engine can begin with the received gradients: not with None, nor through `.grad`."""
         arrived = self._arrived[send.message]
         nodes: list[Any] = [stub.grad_fn for stub in send.stubs]
         return all(arrived[node.number] is not None for node in nodes) and not send.reached.has_hooks()
@@ -259,7 +266,7 @@ class Pass:
             current.run = before
         self.context.accumulate(found)
 
-    def _finish(self, going: Going | None = None) -> None:
+    def _finish(self, outgoing: OutgoingGradients | None = None) -> None:
         self.context.passes.pop(self.id, None)
         self._arrived = {}
         with self._changed:
@@ -268,8 +275,8 @@ class Pass:
         if error is not None:
             error = self.explain(error)
         for one in asked:
-            self._worker.end(self, one, error, going or [])
-            going = []
+            self._worker.end(self, one, error, outgoing or [])
+            outgoing = []
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to raise where backward was called."""

@@ -1,4 +1,4 @@
-"""`AutogradWorker` is a worker's part in contexts and backward passes: it hears the others, and tells them."""
+"""An `AutogradWorker` exchanges the messages of contexts and backward passes with other workers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from phalanx.rpc.agent import interrupts
 from phalanx.rpc.agent.agent import Agent
 from phalanx.rpc.autograd import orders
 from phalanx.rpc.autograd.contexts import Context, Contexts
-from phalanx.rpc.autograd.graph import MessageId, Reached, make_recv, make_send
+from phalanx.rpc.autograd.graph import GraphEnds, MessageId, make_recv, make_send
 from phalanx.rpc.autograd.orders import PassId
-from phalanx.rpc.autograd.passes import Going, Pass, nothing
+from phalanx.rpc.autograd.passes import OutgoingGradients, Pass, nothing
 from phalanx.rpc.call_hook import set_call_hook
-from phalanx.rpc.serialization import Arrived, Payload
+from phalanx.rpc.serialization import Payload, ReceivedTensors
 from phalanx.rpc.wire import Frame, Order
 from phalanx.rpc.worker_info import WorkerAddress
 
@@ -38,11 +38,11 @@ class AutogradWorker:
         self.agent = agent
         self.me = agent.me
         self.contexts = Contexts(agent.me.info.id, agent.me.uid)
-        self._took_s = math.inf  # how long a part took lately
+        self._took_s = math.inf  # the recent duration of a part
         self._numbers = itertools.count()
-        agent.orders[Order.GRADIENTS] = self._hear
+        agent.orders[Order.GRADIENTS] = self._on_message
         agent.controls["autograd.abort"] = self._abort
-        agent.controls["autograd.release"] = self._hear_release
+        agent.controls["autograd.release"] = self._on_release
         agent.on_lost.append(self._lose)
         agent.on_close.append(self._close)
         set_call_hook(AutogradHook(self.contexts, agent.me))
@@ -50,7 +50,7 @@ class AutogradWorker:
     # -- contexts ------------------------------------------------------------------------------------------------------
 
     def release(self, context_id: int) -> None:
-        """Tell every worker that was told of a context that it has ended."""
+        """Release a context that has ended, and notify every worker that got it from this one."""
         context = self.contexts.release(context_id)
         if context is None:
             return
@@ -59,15 +59,15 @@ class AutogradWorker:
             one.fail(error)
         for member in list(context.known.values()):
             if not self.agent.closed:
-                self.agent.tell(member, "autograd.release", context_id)
+                self.agent.notify(member, "autograd.release", context_id)
 
-    def _hear_release(self, teller: WorkerAddress, context_id: int) -> None:
+    def _on_release(self, sender: WorkerAddress, context_id: int) -> None:
         self.release(context_id)
 
-    # -- one pass, of who begins it ------------------------------------------------------------------------------------
+    # -- a pass of this worker -----------------------------------------------------------------------------------------
 
-    def backward(self, context: Context, roots: Sequence[Tensor], reached: Reached, retain_graph: bool) -> None:
-        """Run the pass, with all that the roots `reached`. The first error is raised after all parts have ended."""
+    def backward(self, context: Context, roots: Sequence[Tensor], reached: GraphEnds, retain_graph: bool) -> None:
+        """Run the pass from `roots`; `reached` are the graph's ends. Raise the first error when all have ended."""
         run = self._pass(context, (self.me.uid, next(self._numbers)))
         plans: dict[int, list[tuple[MessageId, int]]] = {}
         for planned in sorted(reached.ancestors(context.id).items(), reverse=True):
@@ -81,11 +81,11 @@ class AutogradWorker:
         ) -> None:
             to = others[uid]
             data, buffers = orders.write(to, context.id, run.id, first, gradients, plans[uid], retain_graph)
-            # otherwise Ctrl-C could come just as a worker is told, and we would not know that it was
+            # otherwise Ctrl-C could interrupt this after the message was sent and before it was recorded
             interrupts.defer()
             try:
                 begun[uid] = self.agent.order(to, "backward", data, buffers, 0.0, read=partial(_read_end, run))
-                begun[uid].on_done(run.other_is_over)
+                begun[uid].on_done(run.on_other_done)
             finally:
                 interrupts.allow()
 
@@ -111,14 +111,14 @@ class AutogradWorker:
             run.wait_others()
             if run.error is not None:
                 for member in others.values():
-                    self.agent.tell(member, "autograd.abort", (context.id, run.id, message_of(run.error)))
+                    self.agent.notify(member, "autograd.abort", (context.id, run.id, message_of(run.error)))
                 run.wait_all_others()
                 raise run.error
         finally:
             context.passes.pop(run.id, None)
-            begun.clear()  # they hold the pass
+            begun.clear()  # they refer to the pass
             run.error = None
-            run.begin_others, run.send_gradients = nothing, self.send_gradients  # the originals hold the pass
+            run.begin_others, run.send_gradients = nothing, self.send_gradients  # the originals refer to the pass
 
     def _member(self, uid: int, context: Context) -> WorkerAddress:
         member = self.agent.membership.by_uid(uid)
@@ -134,7 +134,7 @@ class AutogradWorker:
             )
         return member
 
-    # -- one pass, of all others ---------------------------------------------------------------------------------------
+    # -- a pass of another worker --------------------------------------------------------------------------------------
 
     def _pass(self, context: Context, pass_id: PassId) -> Pass:
         found: Pass | None = context.passes.get(pass_id)
@@ -146,25 +146,25 @@ class AutogradWorker:
         took_s = min(time.perf_counter() - begin, 10 * _SHORT_S)
         self._took_s = took_s if self._took_s > took_s else self._took_s + _WEIGHT * (took_s - self._took_s)
 
-    def _hear(self, connection: Any, frame: Frame) -> None:
+    def _on_message(self, connection: Any, frame: Frame) -> None:
         try:
-            said = orders.read(frame)
+            message = orders.read(frame)
         except BaseException as error:
             if frame.call:  # the error is the answer
                 raise
             context_id, pass_id = orders.read_pass(frame)
             context = self.contexts.get(context_id)
-            if context is not None:  # otherwise the worker that waits for these gradients would wait for ever
+            if context is not None:  # otherwise the pass would wait for these gradients for ever
                 run = self._pass(context, pass_id)
                 run.fail(run.explain(error))
             return
-        if said.plan is not None:
-            run = self._pass(self.contexts.find(said.context_id), said.pass_id)
-            run.begin((connection, frame.call), said.plan, said.retain_graph, said.message, said.gradients)
-        elif said.gradients is not None:
-            context = self.contexts.get(said.context_id)
+        if message.plan is not None:
+            run = self._pass(self.contexts.find(message.context_id), message.pass_id)
+            run.begin((connection, frame.call), message.plan, message.retain_graph, message.message, message.gradients)
+        elif message.gradients is not None:
+            context = self.contexts.get(message.context_id)
             if context is not None:
-                self._pass(context, said.pass_id).put(said.message, said.gradients)
+                self._pass(context, message.pass_id).put(message.message, message.gradients)
 
     def send_gradients(self, run: Pass, message: MessageId, gradients: Sequence[Tensor | None]) -> None:
         uid = message[1]
@@ -173,10 +173,10 @@ class AutogradWorker:
         else:
             to = self._member(uid, run.context)
             data, buffers = orders.write(to, run.context_id, run.id, message, gradients)
-            self.agent.tell_order(to, data, buffers)
+            self.agent.send_order(to, data, buffers)
 
-    def end(self, run: Pass, asked: Any, error: BaseException | None, going: Going) -> None:
-        """End our part: tell the worker that began it, and send the gradients that are left to send."""
+    def end(self, run: Pass, asked: Any, error: BaseException | None, going: OutgoingGradients) -> None:
+        """End this worker's part: send the remaining gradients, and answer the worker that began it."""
         connection, number = asked
         data: bytes = b""
         buffers: Sequence[Any] = ()
@@ -190,16 +190,16 @@ class AutogradWorker:
             error = error or failed
         self.agent.answer_order(connection, number, data, buffers, error)
 
-    def _abort(self, teller: WorkerAddress, told: tuple[int, PassId, str]) -> None:
-        context = self.contexts.get(told[0])
-        if context is not None:  # it may come before the order to begin, which is sent over a line
-            run = self._pass(context, told[1])
-            run.fail(PhalanxError(f"backward of context {told[0]} was given up by {teller}: {told[2]}"))
+    def _abort(self, sender: WorkerAddress, message: tuple[int, PassId, str]) -> None:
+        context = self.contexts.get(message[0])
+        if context is not None:  # it may arrive before BEGIN, which is sent over a line
+            run = self._pass(context, message[1])
+            run.fail(PhalanxError(f"backward of context {message[0]} was aborted by {sender}: {message[2]}"))
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _lose(self, member: WorkerAddress) -> None:
-        """Forget the contexts of a worker that is lost, and the passes that it began."""
+        """Release the contexts of a lost worker, and fail the passes that it began."""
         for context in self.contexts.all():
             for run in list(context.passes.values()):
                 if run.id[0] == member.uid:
@@ -218,18 +218,18 @@ class AutogradWorker:
 
 
 def _read_end(run: Pass, frame: Frame) -> None:
-    """Note that the part of another worker is over; the answer may have its last gradients."""
+    """Read the answer at the end of another worker's part, which may have its last gradients."""
     if frame.data:
-        said = orders.read(frame)
-        if said.gradients is not None:
-            run.put(said.message, said.gradients)
+        message = orders.read(frame)
+        if message.gradients is not None:
+            run.put(message.message, message.gradients)
 
 
 _workers: dict[int, AutogradWorker] = {}
 
 
 def serve_autograd(agent: Agent) -> None:
-    """Let this worker take part in distributed autograd."""
+    """Add this worker's part in distributed autograd."""
     _workers[agent.me.uid] = AutogradWorker(agent)
 
 
@@ -237,15 +237,15 @@ def worker() -> AutogradWorker:
     """Return this process's autograd worker.
 
     Raises:
-        ClosedError: it is no worker.
+        ClosedError: this process is not a worker.
     """
     return _workers[current.agent().me.uid]
 
 
 class AutogradHook:
-    """`AutogradHook` notes (context, uid of the opening worker, the message's number or None, tensors' ancestors).
+    """The note of an `AutogradHook` is (context, uid of its origin, the message's number or None, tensors' ancestors).
 
-    A caller that records nothing (`no_grad`) notes None for the ancestors: its answer comes without a graph, too.
+    In `no_grad` the ancestors are None: then the answer has no graph, either.
     """
 
     def __init__(self, contexts: Contexts, me: WorkerAddress) -> None:
@@ -254,33 +254,35 @@ class AutogradHook:
         self._numbers = itertools.count()
 
     def on_request(self, to: WorkerAddress, payload: Payload) -> Any:
-        """Note a call that is about to be sent: its callee belongs to this thread's context from now on."""
+        """Return the note for a call: its callee is in this thread's context from now on."""
         context = self._contexts.current
         if context is None:
             return None
         if to.uid not in context.known and to.uid != self._uid:
             context.known[to.uid] = to
-        if context.has_ended:  # this comes after the entry: the end is told to all who are known by then
+        if context.has_ended:  # checked after the entry: the end is sent to all workers known by then
             return None
         if not torch.is_grad_enabled():
             return context.id, context.origin, None, None
         return self._note(context, to, payload)
 
-    def receive_request(self, note: Any, arrived: Arrived, caller: WorkerAddress) -> AbstractContextManager[Any]:
-        """Receive a call: its function runs inside the caller's context."""
-        context = self._contexts.meet(note[0], note[1])
+    def receive_request(
+        self, note: Any, arrived: ReceivedTensors, caller: WorkerAddress
+    ) -> AbstractContextManager[Any]:
+        """Return the scope of the caller's context, in which the function runs."""
+        context = self._contexts.find_or_open(note[0], note[1])
         _attach(context, note, arrived)
         return self._contexts.enter(context)
 
     def on_reply(self, to: WorkerAddress, payload: Payload, note: Any) -> Any:
-        """Note a result that is about to be sent. It has its graph, whatever the mode of the thread that sends it."""
-        context = None if note[3] is None else self._contexts.meet(note[0], note[1])
+        """Return the note for a result. It has its graph in any grad mode of the sending thread."""
+        context = None if note[3] is None else self._contexts.find_or_open(note[0], note[1])
         if context is None:
             return None
         with torch.inference_mode(False), torch.enable_grad():
             return self._note(context, to, payload)
 
-    def receive_reply(self, note: Any, arrived: Arrived, callee: WorkerAddress) -> None:
+    def receive_reply(self, note: Any, arrived: ReceivedTensors, callee: WorkerAddress) -> None:
         _attach(self._contexts.get(note[0]), note, arrived)
 
     def _note(self, context: Context, to: WorkerAddress, payload: Payload) -> Any:
@@ -293,11 +295,11 @@ class AutogradHook:
         return context.id, context.origin, send.message, ancestors
 
 
-def _attach(context: Context | None, note: Any, arrived: Arrived) -> None:
+def _attach(context: Context | None, note: Any, arrived: ReceivedTensors) -> None:
     context_id, _, message, ancestors = note
     tensors = arrived.that_require_grad()
     if message is not None and context is not None:
         context.received[message] = make_recv(tensors, context_id, message, ancestors)
-    else:  # they were sent where nothing was recorded: they are leaves, as outside a context
+    else:  # they were sent without a graph: they are leaves, as outside a context
         for one in tensors:
             one.requires_grad_()

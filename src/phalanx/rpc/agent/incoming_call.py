@@ -1,10 +1,11 @@
-"""A `Request` is a call of another worker, from the frame to the answer."""
+"""An `IncomingCall` is a call of another worker, from the frame to the answer."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from torch.futures import Future
@@ -12,10 +13,9 @@ from torch.futures import Future
 from phalanx._base.torch_names import find
 from phalanx.errors import message_of
 from phalanx.rpc import remote_error, serialization, wire
-from phalanx.rpc.agent.pool import Room
+from phalanx.rpc.agent.pool import CallLimit
 from phalanx.rpc.call_hook import call_hook
-from phalanx.rpc.profiled import Profiled
-from phalanx.rpc.references import Owned, References
+from phalanx.rpc.references import OwnedObject, References
 from phalanx.rpc.remote_error import MissingFunctionError, set_error
 from phalanx.rpc.serialization import deserialize_call
 from phalanx.rpc.wire import Frame
@@ -25,13 +25,13 @@ _Future: Any = find("torch._C.Future", loses="phalanx.rpc does not work")
 
 
 class Worker(Protocol):
-    """`Worker` is what a request needs of the worker that carries it out."""
+    """A `Worker` runs incoming calls."""
 
     me: WorkerAddress
     references: References
 
-    def take_forks(self, forks: Any) -> list[Any]:
-        """Return the references that came with a call."""
+    def receive_forks(self, forks: Any) -> list[Any]:
+        """Return the references received with a call."""
 
     def answer(
         self,
@@ -46,8 +46,8 @@ class Worker(Protocol):
         """Send the answer."""
 
 
-class Request:
-    """`Request` is one call. Whoever reads it makes it, in order of arrival, and registers the worker's objects."""
+class IncomingCall:
+    """An `IncomingCall` is created by the thread that reads it, in order of arrival, and registers its object."""
 
     __slots__ = (
         "_agent",
@@ -69,7 +69,7 @@ class Request:
         self._frame = frame
         self._note: Any = None
         self._forks: Any = None
-        self._owned: Owned | None = None
+        self._owned: OwnedObject | None = None
         self._error: BaseException | None = None
         self._work: Any = None
         self._unconfirmed: list[Future[Any]] = []
@@ -79,19 +79,19 @@ class Request:
                 rref_id, fork = rref
                 self._owned = agent.references.make(rref_id, fork, self._caller.uid)
 
-    def run(self, room: Room, more_follow: Callable[[], int]) -> None:
-        """Run the function once there is room, and answer; the answer may wait for `flush` if `more_follow`."""
+    def run(self, limit: CallLimit, more_follow: Callable[[], int]) -> None:
+        """Run the function once the limit admits it, and answer; the answer is queued if `more_follow`."""
         self._prepare()
         try:
-            if room.enter():
+            if limit.enter():
                 self._run(more_follow)
         finally:
-            room.leave()
+            limit.leave()
 
     def _prepare(self) -> None:
         frame = self._frame
         try:
-            forks = self._agent.take_forks(self._forks) if self._forks else []
+            forks = self._agent.receive_forks(self._forks) if self._forks else []
             self._unconfirmed = [rref._get_future() for rref in forks if not rref.is_owner()]
             self._work, arrived = deserialize_call(
                 frame.data, frame.buffers, forks, without_grad=self._note is not None
@@ -114,7 +114,7 @@ class Request:
             self._finish(error=error, later=bool(more_follow()))
             return
         self._work = None
-        if isinstance(result, _Later):
+        if isinstance(result, _AsyncResult):
             future: Future[Any] = result.future
             del result
             future.add_done_callback(self._finish_async)
@@ -122,8 +122,8 @@ class Request:
             self._finish(result, later=bool(more_follow()))
 
     def _call(self) -> Any:
-        for one in self._unconfirmed:  # the function may rely on the owners knowing of its references
-            with contextlib.suppress(Exception):  # whoever uses the reference gets the error
+        for one in self._unconfirmed:  # the function may need references that their owners have confirmed
+            with contextlib.suppress(Exception):  # the first use of the reference raises it
                 one.wait()
         function, args, kwargs = self._work[:3]
         hook = call_hook()
@@ -138,7 +138,7 @@ class Request:
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{getattr(function, '__qualname__', function)} returned {type(result).__name__}."
                 )
-            return _Later(cast("Future[Any]", result))
+            return _AsyncResult(cast("Future[Any]", result))
         return result
 
     def _finish_async(self, done: Future[Any]) -> None:
@@ -153,15 +153,15 @@ class Request:
         agent, owned = self._agent, self._owned
         if owned is None:
             agent.answer(self._connection, self._frame.call, result, error=error, note=self._note, later=later)
-        else:  # the answer says that it is there; a caller that wants it asks for it later
-            told = None
-            if isinstance(result, Profiled):  # the result stays here, and the caller is told what it took
-                told, result = Profiled(None, result.duration_us, result.events), result.result
-            agent.answer(self._connection, self._frame.call, told, later=later)
-            self._settle(owned.future, result, error)
+        else:  # the answer says that the object is made; RRef.to_here fetches it
+            message = None
+            if isinstance(result, ProfiledResult):  # the result stays here, and the answer has the events
+                message, result = ProfiledResult(None, result.duration_us, result.events), result.result
+            agent.answer(self._connection, self._frame.call, message, later=later)
+            self._resolve(owned.future, result, error)
 
-    def _settle(self, future: Future[Any], result: Any, error: BaseException | None) -> None:
-        """Continue once the object of a reference is there, or will never be."""
+    def _resolve(self, future: Future[Any], result: Any, error: BaseException | None) -> None:
+        """Set the object of a reference, or the error of the call that should have made it."""
         if error is None:
             future.set_result(result)
         else:
@@ -169,8 +169,28 @@ class Request:
             set_error(future, lambda: remote_error.unpack(data))
 
 
-class _Later:
-    """`_Later` is a result that a function declared as asynchronous will have."""
+@dataclass(frozen=True)
+class RemoteEvent:
+    """A `RemoteEvent` is an event on a worker, in microseconds of its profile; `fields` are of `FunctionEvent`."""
+
+    node_id: int
+    start_us: float
+    end_us: float
+    is_async: bool
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ProfiledResult:
+    """A `ProfiledResult` is the result of a call that took `duration_us`, with the events of the call."""
+
+    result: Any
+    duration_us: float
+    events: Sequence[RemoteEvent]
+
+
+class _AsyncResult:
+    """An `_AsyncResult` is the future of a function declared as asynchronous."""
 
     __slots__ = ("future",)
 
@@ -188,7 +208,7 @@ def _is_async(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _is_of_pickle(error: AttributeError) -> bool:
-    """Return whether pickle itself raised an error, or a module asked for a name; not code that rebuilds an object."""
+    """Return whether pickle itself raised the error, or a module without the name; not code that rebuilds an object."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

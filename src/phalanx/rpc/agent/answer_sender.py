@@ -1,4 +1,4 @@
-"""`Answering` answers what others ask: of the worker itself, and with the results of their requests."""
+"""An `AnswerSender` runs the controls and orders of other workers, and sends all answers to them."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ _logger = get_logger(__name__)
 Control = Callable[[WorkerAddress, Any], Any]
 
 
-class Answering:
-    """It answers on behalf of `agent`. `controls` are what workers ask of each other, by name.
+class AnswerSender:
+    """An `AnswerSender` answers for `agent`.
 
-    Each control gets the asker, and one argument. It runs in the reader: it must not wait. Its result is the answer; a
-    Future is answered when it is done. `orders` are those that come in bytes, by their first one: given the connection
-    and the frame, they answer themselves. One that wants no answer runs in the reader, too.
+    Arguments:
+        controls: functions that workers call for each other, by name. Each gets the caller and one argument. It runs in
+            the reader and must not wait. Its result is the answer; a Future is answered when it is done.
+        orders: handlers of messages in bytes, by the first byte. Each gets the connection and the frame, and answers
+            itself. A message without an answer is handled in the reader, too.
     """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.controls: dict[str, Control] = {}
         self.orders: dict[int, Callable[[Any, Frame], None]] = {}
-        self._dirty: deque[Any] = deque()  # connections with frames that were put aside
+        self._dirty: deque[Any] = deque()  # connections with queued frames
 
-    def take_control(self, connection: Any, frame: Frame) -> None:
-        """Carry out a control, and answer if an answer is wanted."""
+    def handle_control(self, connection: Any, frame: Frame) -> None:
+        """Run a control, and send its answer if the caller waits for one."""
         member = connection.peer or self._agent.me
         try:
             (name, argument), _ = deserialize(frame.data, frame.buffers)
@@ -58,8 +60,8 @@ class Answering:
         else:
             self.answer(connection, frame.call, result)
 
-    def take_order(self, connection: Any, frame: Frame) -> None:
-        """Carry out an order, which answers itself; one that raises is answered with the error."""
+    def handle_order(self, connection: Any, frame: Frame) -> None:
+        """Handle an order, which answers itself; if it raises, answer with the error."""
         try:
             self.orders[frame.data[0]](connection, frame)
         except BaseException as error:
@@ -67,11 +69,11 @@ class Answering:
                 self.answer(connection, frame.call, error=error)
             else:
                 _logger.error(
-                    "rpc: what %s says cannot be carried out: %s", connection.peer or self._agent.me, message_of(error)
+                    "rpc: a message of %s cannot be handled: %s", connection.peer or self._agent.me, message_of(error)
                 )
 
-    def take_fetch(self, connection: Any, frame: Frame) -> None:
-        """Answer with the object of a reference, once it is there."""
+    def handle_fetch(self, connection: Any, frame: Frame) -> None:
+        """Answer with the object of a reference, once the object is made."""
         rref_id = pickle.loads(frame.data)
         note = pickle.loads(frame.extras)[2] if frame.extras else None
         owned = self._agent.references.find_or_expect(rref_id)
@@ -99,7 +101,7 @@ class Answering:
         note: Any = None,
         later: bool = False,
     ) -> None:
-        """Answer a call. Never raises: what cannot be pickled is an error at the caller."""
+        """Answer a call. Never raises: a result that cannot be pickled is an error at the caller."""
         to = connection.peer or self._agent.me
         if error is None:
             payload = None
@@ -133,20 +135,20 @@ class Answering:
         else:
             try:
                 connection.send(wire.REPLY, number, data, b"", buffers)
-            except BaseException as problem:  # else who asked would wait for ever
+            except BaseException as problem:  # otherwise the caller would wait for ever
                 self.answer(connection, number, error=problem)
 
     def send_later(self, connection: Any) -> None:
-        """Have the reader send what was put into the queue of a connection."""
+        """Let the reader send the queued frames of a connection."""
         self._agent.reader.put(connection.flush)
 
     @property
     def has_more(self) -> bool:
-        """Return whether something was put aside."""
+        """Return whether answers are queued."""
         return bool(self._dirty)
 
     def flush(self) -> None:
-        """Send what was put aside."""
+        """Send the queued answers."""
         dirty = self._dirty
         while dirty:
             try:

@@ -1,4 +1,4 @@
-"""Give our calls the answers that come, in the reader or in the thread that waits."""
+"""An `AnswerReader` completes this worker's calls with received answers, in the reader or in the waiting thread."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 
-class Completing:
-    """`Completing` makes results of answers, and sets the futures of calls."""
+class AnswerReader:
+    """An `AnswerReader` unpickles answers, and sets the futures of calls."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
     def complete(self, connection: Any, frame: Frame, call: Call | None, *, may_wait: bool = False) -> None:
-        """Set the future of a call; the reader leaves it to a thread that `may_wait` if that runs user code."""
-        if call is None:  # it came too late; but references in it are ours now, and go
+        """Set the future of a call. If that runs the user's code, the reader queues it for a thread that `may_wait`."""
+        if call is None:  # the answer is too late; the references in it belong to this worker, and are released
             if frame.extras:
                 self._drop_forks(frame)
             return
@@ -52,10 +52,10 @@ class Completing:
     def receive(
         self, connection: Any, frame: Frame, call: Call, *, no_user_code: bool = False
     ) -> tuple[Any, Callable[[], BaseException] | None]:
-        """Return the result that is in an answer, or what makes the error.
+        """Return the result in an answer, or the function that makes its error.
 
         Raises:
-            UserCodeError: unpickling it runs code of the user's, and there must be `no_user_code`; nothing is done.
+            UserCodeError: unpickling would run the user's code, and `no_user_code` is set; nothing was done.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
@@ -80,44 +80,46 @@ class Completing:
         if not frame.extras:
             return deserialize(frame.data, frame.buffers, no_user_code=no_user_code)[0]
         forks, _, note = pickle.loads(frame.extras)
-        if forks and no_user_code:  # they can be taken only once
+        if forks and no_user_code:  # they can be received only once
             raise UserCodeError
         result, arrived = deserialize(
-            frame.data, frame.buffers, self.take_forks(forks), without_grad=note is not None, no_user_code=no_user_code
+            frame.data,
+            frame.buffers,
+            self.receive_forks(forks),
+            without_grad=note is not None,
+            no_user_code=no_user_code,
         )
         hook = call_hook()
         if note is not None and hook is not None:
             hook.receive_reply(note, arrived, callee)
         return result
 
-    def take_forks(self, forks: Any) -> list[Any]:
-        """Return the references that came with a call, as RRefs. Where one cannot be made, the others are let go of."""
-        taken: list[Any] = []
+    def receive_forks(self, forks: Any) -> list[Any]:
+        """Return the references received with a call, as RRefs. If one cannot be made, the others are released."""
+        made: list[Any] = []
         problem: BaseException | None = None
         for fork in forks or ():
             try:
-                taken.append(self._agent.make_rref(*fork))
+                made.append(self._agent.make_rref(*fork))
             except BaseException as error:
                 problem = problem or error
         if problem is not None:
-            taken.clear()  # the error holds this frame, and would keep them
+            made.clear()  # the error keeps this frame alive, and the frame would keep them
             raise problem
-        return taken
+        return made
 
     def _drop_forks(self, frame: Frame) -> None:
-        """Drop the references without raising: the thread of another call may have read the frame."""
+        """Release the references in an answer. Never raises: the thread of another call may have read the frame."""
         forks: Any = None
         try:
             forks = pickle.loads(frame.extras)[0]
         except BaseException as error:
-            _logger.error("rpc: the references in an answer that came too late cannot be read: %s", message_of(error))
+            _logger.error("rpc: the references in a late answer cannot be read: %s", message_of(error))
         for fork in forks or ():
             try:
                 self._agent.make_rref(*fork)
-            except Exception as error:  # its owner cannot be told, say: the others go all the same
-                _logger.error(
-                    "rpc: a reference in an answer that came too late cannot be let go of: %s", message_of(error)
-                )
+            except Exception as error:  # for example its owner cannot be notified: release the others all the same
+                _logger.error("rpc: a reference in a late answer cannot be released: %s", message_of(error))
 
 
 _LOSES = "an answer of phalanx.rpc that a thread inside a mode of torch reads is changed by the mode"
@@ -127,5 +129,5 @@ _find_transform: Any = find("torch._C._functorch.maybe_current_level", loses=_LO
 
 
 def is_in_mode() -> bool:
-    """Return whether this thread is in a dispatcher's or functions' mode, as a default device is, or in torch.func."""
+    """Return whether this thread is in a mode of torch (as a default device is) or in a transform of torch.func."""
     return bool(_num_function_modes() or _num_dispatch_modes() or _find_transform() is not None)
