@@ -228,6 +228,8 @@ def test_wrong_arguments_are_refused_at_the_door_on_every_rank():
 
         shared = nn.BatchNorm1d(2)
         wrong = {
+            "module": dict(module=lambda x: x),
+            "loss_fn": dict(module=layers, loss_fn=0.5),
             "loss_reduction": dict(module=layers, loss_reduction="max"),
             "few": dict(module=layers, micro_batches=1),
             "schedule": dict(module=layers, schedule="2f2b"),
@@ -257,6 +259,8 @@ def test_wrong_arguments_are_refused_at_the_door_on_every_rank():
     with pytest.raises(RuntimeError) as torchs:  # whose words differ by torch
         nn.Linear(2, 2)(torch.zeros(3, 5))
     expected = {
+        "module": "TypeError: Pipeline: module must be an nn.Module, got function",
+        "loss_fn": "TypeError: Pipeline: loss_fn must be a function, got float",
         "loss_reduction": "ValueError: Pipeline: loss_reduction must be one of 'mean', 'sum', got 'max'",
         "few": "ValueError: Pipeline: 1 micro-batch cannot keep 2 ranks at work",
         "schedule": "ValueError: schedule must be one of",

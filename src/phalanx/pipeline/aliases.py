@@ -19,7 +19,7 @@ from phalanx.pipeline.nested import tree_flatten
 
 @dataclass(frozen=True)
 class ValueAliases:
-    """`ValueAliases` holds a stage's pairs of overlapping values, and foreign values that it changes, by node name."""
+    """`ValueAliases` are a stage's pairs of overlapping values, and foreign values that it changes, by node name."""
 
     stage: int
     pairs: tuple[tuple[str, str], ...] = ()
@@ -70,8 +70,8 @@ def find_stale(seen: Sequence[ValueAliases], graph: fx.Graph, home: Mapping[fx.N
                 if home[nodes[other]] < stage.stage and any(place[user] > begins for user in nodes[other].users):
                     return (
                         f"stage {stage.stage} changes the value {name!r} of an earlier stage in place, and {other!r}, "
-                        "which lies in the same memory, is used after that: it came to its stage as a copy, and stays "
-                        "as it was. Let the layer make a new tensor (inplace=False), or cut elsewhere."
+                        "which has the same memory, is used after that: its stage has an unchanged copy of it. "
+                        "Let the layer make a new tensor (inplace=False), or cut elsewhere."
                     )
     return ""
 
@@ -94,9 +94,9 @@ class CopyCheck:
         """
         if mode in self._checked or torch.is_inference_mode_enabled():
             return
-        told: list[list[ValueAliases]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(told, list(seen), group=group)
-        stale = find_stale([one for theirs in told for one in theirs], self._graph, self._home)
+        records: list[list[ValueAliases]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(records, list(seen), group=group)
+        stale = find_stale([one for theirs in records for one in theirs], self._graph, self._home)
         if stale:
             raise ValueError(f"Pipeline: {stale}")
         self._checked.add(mode)

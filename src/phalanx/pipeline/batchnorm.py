@@ -104,7 +104,7 @@ class MiniBatchStatistics:
 
 
 class _Watch:
-    """A `_Watch` runs a layer on separate buffers, which then hold the statistics of the micro-batch."""
+    """A `_Watch` runs a layer on separate buffers, which then have the statistics of the micro-batch."""
 
     def __init__(self, seen: list[_Seen]) -> None:
         self._seen = seen

@@ -1,4 +1,4 @@
-"""Decide where a model is cut into stages: as the user says, or by the layers' costs."""
+"""Decide where a model is cut into stages: by the user's choice, or by the layers' costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx._base.partition.layers import LayerList
 from phalanx._base.partition.measure import LayerCost, measure_layers
 from phalanx._base.partition.parts import LayerRange
 from phalanx.errors import MismatchError
-from phalanx.pipeline.schedule import Schedule
+from phalanx.pipeline.schedule import PipelineSchedule
 
 Balance = Literal["auto", "time", "memory"] | Sequence[int] | Sequence[str]
 
@@ -34,7 +34,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class CutPlan:
-    """A `CutPlan` says how a model was cut, and is printed as a table."""
+    """A `CutPlan` is the cut of a model, and prints as a table."""
 
     rows: tuple[StageRow, ...]
     reason: str
@@ -47,10 +47,10 @@ class CutPlan:
     def __str__(self) -> str:
         lines = [f"{'stage':>5}  {'rank':>4}  {'layers':>6}  {'parameters':>10}  {'time':>9}  from .. to"]
         for row in self.rows:
-            took = "" if row.seconds is None else f"{row.seconds * 1e3:.3g} ms"
+            time = "" if row.seconds is None else f"{row.seconds * 1e3:.3g} ms"
             span = row.first if row.first == row.last else f"{row.first} .. {row.last}"
             lines.append(
-                f"{row.stage:>5}  {row.rank:>4}  {row.num_layers:>6}  {_bytes(row.parameter_bytes):>10}  {took:>9}  "
+                f"{row.stage:>5}  {row.rank:>4}  {row.num_layers:>6}  {_bytes(row.parameter_bytes):>10}  {time:>9}  "
                 f"{span}"
             )
         return "\n".join([*lines, f"balanced by {self.reason}"])
@@ -113,7 +113,7 @@ def measure(layers: LayerList, wanted: Balance, example: Any) -> list[LayerCost]
 def decide_counts(
     layers: LayerList,
     wanted: Balance,
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     costs: Sequence[LayerCost] | None,
     *,
     recompute: bool = False,
@@ -132,14 +132,14 @@ def decide_counts(
         )
     if not isinstance(wanted, str):
         if all(isinstance(item, int) for item in wanted):
-            return _by_numbers([int(item) for item in wanted], names, stages), "the numbers that were given"
-        return _by_names([str(item) for item in wanted], names, stages), "the names that were given"
+            return _by_numbers([int(item) for item in wanted], names, stages), "the given numbers of layers"
+        return _by_names([str(item) for item in wanted], names, stages), "the given names of modules"
     if costs is None:
         sizes = [float(size) for size in _parameter_bytes(layers)]
         return balance([size + 1e-3 * (max(sizes) or 1.0) for size in sizes], stages), "the size of parameters"
     if wanted == "memory":
-        held = [schedule.in_flight(stage) for stage in range(stages)]
-        table = [[float(2 * c.parameter_bytes + n * c.saved_bytes) for c in costs] for n in held]
+        in_flight = [schedule.in_flight(stage) for stage in range(stages)]
+        table = [[float(2 * c.parameter_bytes + n * c.saved_bytes) for c in costs] for n in in_flight]
         return balance(table, stages), "measured memory"
     return balance([c.seconds + recompute * c.forward_s for c in costs], stages), "measured time"
 
@@ -175,7 +175,11 @@ def _by_names(points: list[str], names: Sequence[str], stages: int) -> list[int]
 
 
 def describe_cut(
-    layers: LayerList, parts: Sequence[LayerRange], schedule: Schedule, reason: str, costs: Sequence[LayerCost] | None
+    layers: LayerList,
+    parts: Sequence[LayerRange],
+    schedule: PipelineSchedule,
+    reason: str,
+    costs: Sequence[LayerCost] | None,
 ) -> CutPlan:
     """Return the table of the cut."""
     sizes, rows, at = _parameter_bytes(layers), [], 0
@@ -234,7 +238,7 @@ class Cut(NamedTuple):
 def agree_on_cut(
     layers: LayerList,
     balance: Balance,
-    planned: Schedule,
+    planned: PipelineSchedule,
     example: Any,
     checkpoint: str,
     group: dist.ProcessGroup,
@@ -246,13 +250,13 @@ def agree_on_cut(
         MismatchError: ranks have different arguments.
         Any error of the first rank's decision, on every rank.
     """
-    asked = (layers.names, planned.name, planned.num_stages, planned.micro_batches, checkpoint)
-    heard: list[Any] = [None] * group.size()
-    dist.all_gather_object(heard, asked, group=group)
-    if wrong := [rank for rank, other in enumerate(heard) if other != heard[0]]:
+    mine = (layers.names, planned.name, planned.num_stages, planned.micro_batches, checkpoint)
+    arguments: list[Any] = [None] * group.size()
+    dist.all_gather_object(arguments, mine, group=group)
+    if wrong := [rank for rank, other in enumerate(arguments) if other != arguments[0]]:
         raise MismatchError(
             f"Pipeline: rank {wrong[0]} has another model or other arguments than rank 0: "
-            f"{_difference(heard[0], heard[wrong[0]])}"
+            f"{_difference(arguments[0], arguments[wrong[0]])}"
         )
     decided: list[Any] = [None]
     decides = group.rank() == 0 and (data_group is None or data_group.rank() == 0)

@@ -20,7 +20,7 @@ from phalanx.pipeline.failure import StageFailedError, StageLostError, describe_
 from phalanx.pipeline.micro_batch_random import MicroBatchRandom
 from phalanx.pipeline.nested import tree_map
 from phalanx.pipeline.progress import StepPhase, StepProgress
-from phalanx.pipeline.schedule import Action, Schedule
+from phalanx.pipeline.schedule import Action, PipelineSchedule
 from phalanx.pipeline.stage import Stage, flat_tensors
 from phalanx.pipeline.values import Forms
 from phalanx.pipeline.wire import AHEAD, Edge, StepPlan, Wire
@@ -35,7 +35,7 @@ class StepWork:
     grad: bool
     recompute: str
     statistics: MiniBatchStatistics
-    plan: Callable[[int], Schedule]
+    plan: Callable[[int], PipelineSchedule]
     """A function that returns the schedule for a number of micro-batches."""
     inputs: Sequence[dict[fx.Node, Any]] = ()
     rows: Sequence[int] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx._base.svg import FAINT, INK, PAPER, RULE, Drawing, colour
-from phalanx.pipeline.schedule import Action, Kind, Schedule
+from phalanx.pipeline.schedule import Action, Kind, PipelineSchedule
 from phalanx.pipeline.simulate import Timeline, ideal_efficiency, simulate, unit_seconds
 
 if TYPE_CHECKING:
@@ -18,15 +18,15 @@ _HUES = {"F": 0, "B": 2, "I": 2, "W": 3}
 _CHUNKS = 3  # number of stages of a rank with colours of their own; further stages repeat them
 
 
-def ideal(schedule: Schedule, backward: float = 2.0) -> Timeline:
+def ideal(schedule: PipelineSchedule, backward: float = 2.0) -> Timeline:
     """Return the schedule with equal stages and zero transfer time."""
     return simulate(schedule, unit_seconds(schedule, backward))
 
 
-def facts(schedule: Schedule, timeline: Timeline) -> list[str]:
+def facts(schedule: PipelineSchedule, timeline: Timeline) -> list[str]:
     """Describe a schedule's numbers, line by line."""
     per_rank = schedule.num_stages // schedule.num_ranks
-    held = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.num_stages))
+    in_flight = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.num_stages))
     bound = 1.0 - ideal_efficiency(schedule.num_ranks, schedule.micro_batches, per_rank)
     speed = schedule.num_ranks * (1.0 - timeline.bubble)
     ranks = "one rank" if schedule.num_ranks == 1 else f"{schedule.num_ranks} ranks"
@@ -35,12 +35,12 @@ def facts(schedule: Schedule, timeline: Timeline) -> list[str]:
         f"{schedule.name}: {schedule.num_stages} stages on {ranks}, {schedule.micro_batches} micro-batches",
         f"  bubble     {timeline.bubble:.1%} of the ranks' time; {formula} is {bound:.1%}",
         f"  speed      {speed:.2f} times one rank, if all stages take the same time",
-        f"  in flight  {held} micro-batches on stages 0 to {schedule.num_stages - 1}: what memory must hold",
+        f"  in flight  {in_flight} micro-batches on stages 0 to {schedule.num_stages - 1}: what memory must hold",
     ]
 
 
 def grid(
-    schedule: Schedule, timeline: Timeline, failed: Action | None = None, columns: int | None = _COLUMNS
+    schedule: PipelineSchedule, timeline: Timeline, failed: Action | None = None, columns: int | None = _COLUMNS
 ) -> list[list[tuple[str, str]]]:
     """Return for each rank the pieces of its line, as (text, kind); the kind of a wait is '.', of a failure '!'."""
     shortest = min((s.end - s.begin for spans in timeline.ranks for s in spans if s.end > s.begin), default=1.0)
@@ -73,14 +73,14 @@ def grid(
     return lines
 
 
-def _label(schedule: Schedule, action: Action) -> str:
+def _label(schedule: PipelineSchedule, action: Action) -> str:
     if schedule.num_stages > schedule.num_ranks:
         return str(action)
     return f"{action.kind}{action.micro_batch}"
 
 
 def plain(
-    schedule: Schedule, timeline: Timeline, failed: Action | None = None, *, columns: int | None = _COLUMNS
+    schedule: PipelineSchedule, timeline: Timeline, failed: Action | None = None, *, columns: int | None = _COLUMNS
 ) -> list[str]:
     """Return the grid in text: F forward, B backward (I of inputs, W of weights), dots where a rank waits."""
     return [
@@ -89,7 +89,7 @@ def plain(
     ]
 
 
-def show(schedule: Schedule, timeline: Timeline, console: Console) -> None:
+def show(schedule: PipelineSchedule, timeline: Timeline, console: Console) -> None:
     """Print the grid in colours, in pieces below each other if it is wider than the terminal."""
     from rich.text import Text
 
@@ -107,7 +107,7 @@ def show(schedule: Schedule, timeline: Timeline, console: Console) -> None:
             console.print(Text(name, no_wrap=True, overflow="crop") + row[begin : begin + width])
 
 
-def draw(schedule: Schedule, timeline: Timeline) -> str:
+def draw(schedule: PipelineSchedule, timeline: Timeline) -> str:
     """Return the grid as SVG."""
     row, left, right, top = 30.0, 70.0, 20.0, 62.0
     width = 1000.0
@@ -129,7 +129,9 @@ def draw(schedule: Schedule, timeline: Timeline) -> str:
     return str(page)
 
 
-def _cell(page: Drawing, schedule: Schedule, action: Action, x: float, y: float, width: float, height: float) -> None:
+def _cell(
+    page: Drawing, schedule: PipelineSchedule, action: Action, x: float, y: float, width: float, height: float
+) -> None:
     fill = colour(_hue(schedule, action), _LIGHTNESS[action.kind])
     page.rect(x, y, max(width - 0.8, 0.3), height, fill=fill, radius=min(2.0, width / 4), stroke=PAPER)
     text = str(action.micro_batch)
@@ -138,7 +140,7 @@ def _cell(page: Drawing, schedule: Schedule, action: Action, x: float, y: float,
         page.text(x + width / 2, y + height * 0.66, text, size=11, fill=ink)
 
 
-def _legend(page: Drawing, x: float, y: float, schedule: Schedule) -> None:
+def _legend(page: Drawing, x: float, y: float, schedule: PipelineSchedule) -> None:
     p, v = schedule.num_ranks, schedule.num_stages // schedule.num_ranks
     kinds: list[tuple[Kind, str]] = [("F", "forward")]
     kinds += (
@@ -157,7 +159,7 @@ def _legend(page: Drawing, x: float, y: float, schedule: Schedule) -> None:
         page.text(x, y, "numbers are micro-batches", size=12, anchor="start", fill=FAINT)
 
 
-def _hue(schedule: Schedule, action: Action) -> int:
+def _hue(schedule: PipelineSchedule, action: Action) -> int:
     return _HUES[action.kind] + 4 * (action.stage // schedule.num_ranks % _CHUNKS)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from phalanx.errors import PeerLostError, PhalanxError
 from phalanx.pipeline.explanation import ideal, plain
 from phalanx.pipeline.progress import StepProgress
-from phalanx.pipeline.schedule import Action, Schedule
+from phalanx.pipeline.schedule import Action, PipelineSchedule
 from phalanx.pipeline.stage import Stage
 
 _DOING = {"F": "forward", "B": "backward", "I": "backward (of its inputs)", "W": "backward (of its weights)"}
@@ -41,7 +41,7 @@ def describe_failure(step: StepProgress, stages: Mapping[int, Stage], rank: int)
     return f"Pipeline: stage {at.stage} (rank {rank}), micro-batch {at.micro_batch}, {doing}"
 
 
-def draw_failure(schedule: Schedule | None, at: Action | None) -> list[str]:
+def draw_failure(schedule: PipelineSchedule | None, at: Action | None) -> list[str]:
     """Draw the schedule with that cell marked; for a large one, the part around the cell."""
     if schedule is None or at is None:
         return []

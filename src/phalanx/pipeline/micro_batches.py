@@ -38,7 +38,7 @@ def cut(rows: int, micro_batches: int) -> list[int]:
     return [size + (i < more) for i in range(count)]
 
 
-def take(values: Any, begin: int, rows: int) -> Any:
+def slice_rows(values: Any, begin: int, rows: int) -> Any:
     """Return these rows of every tensor in `values`; scalars and non-tensors are the same for all micro-batches."""
     leaves, tree = tree_flatten(values)
     return tree_unflatten([v[begin : begin + rows] if isinstance(v, Tensor) and v.dim() else v for v in leaves], tree)
@@ -78,10 +78,10 @@ def _describe(value: Any) -> str:
     return "a tensor without dimensions" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def take_each(values: Mapping[_Key, Any], rows: Sequence[int]) -> list[dict[_Key, Any]]:
+def slice_each(values: Mapping[_Key, Any], rows: Sequence[int]) -> list[dict[_Key, Any]]:
     """Split every value into the parts of the micro-batches, of `rows` rows each."""
     begins = itertools.accumulate(rows, initial=0)
     return [
-        {key: take(value, begin, count) for key, value in values.items()}
+        {key: slice_rows(value, begin, count) for key, value in values.items()}
         for begin, count in zip(begins, rows, strict=False)
     ]

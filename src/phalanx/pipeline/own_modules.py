@@ -1,4 +1,4 @@
-"""Hold the layers on this rank, under their names in the whole model."""
+"""`OwnModules` are the layers on this rank, under their names in the whole model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx._base.partition.parts import LayerRange
 
 
 class OwnModules(nn.Module):
-    """`OwnModules` has the modules and tensors of some parts, at their places in the whole model, and nothing else."""
+    """`OwnModules` are the modules and tensors of some parts, at their places in the whole model, and nothing else."""
 
     def __init__(self, root: nn.Module, parts: Iterable[LayerRange], extra: Sequence[str] = ()) -> None:
         """Add the modules of `parts`; `extra` are parameters and buffers that no part uses, assigned to this rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -38,7 +38,7 @@ from phalanx.pipeline.outcome import StepOutcome
 from phalanx.pipeline.own_modules import OwnModules, unused_tensors
 from phalanx.pipeline.progress import StepPhase, StepProgress
 from phalanx.pipeline.replicas import Replicas
-from phalanx.pipeline.schedule import Schedule, ScheduleName, plan_schedule
+from phalanx.pipeline.schedule import PipelineSchedule, ScheduleName, plan_schedule
 from phalanx.pipeline.stage import Stage
 from phalanx.pipeline.stage_module import StageModule
 from phalanx.pipeline.tied import TiedGradients, find_ties, parameters_of
@@ -48,7 +48,7 @@ from phalanx.pipeline.wire import PipelineNumbers, StepPlan, Wire
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 
 # Names in torchgpipe, torch.distributed.pipelining and Megatron for arguments of a Pipeline.
-_ELSEWHERE = {
+_OTHER_NAMES = {
     "chunks": "micro_batches",
     "n_microbatches": "micro_batches",
     "num_microbatches": "micro_batches",
@@ -62,8 +62,8 @@ def names_our_arguments(make: _Make) -> _Make:
 
     @functools.wraps(make)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for word in kwargs.keys() & _ELSEWHERE.keys():
-            ours = _ELSEWHERE[word]
+        for word in kwargs.keys() & _OTHER_NAMES.keys():
+            ours = _OTHER_NAMES[word]
             raise TypeError(
                 f"Pipeline takes no argument {word!r}: it is called {ours} here, as in {ours}={kwargs[word]!r}"
             )
@@ -73,9 +73,22 @@ def names_our_arguments(make: _Make) -> _Make:
 
 
 def check_arguments(
-    micro_batches: int, ranks: int, schedule: str, checkpoint: str, reduction: str, outputs: str, balance: Any
+    module: Any,
+    functions: Mapping[str, Any],
+    micro_batches: int,
+    ranks: int,
+    schedule: str,
+    checkpoint: str,
+    reduction: str,
+    outputs: str,
+    balance: Any,
 ) -> None:
-    """Raise ValueError or TypeError if an argument is invalid."""
+    """Raise ValueError or TypeError if an argument is invalid. `functions` are by name; None is allowed."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Pipeline: module must be an nn.Module, got {type(module).__name__}")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"Pipeline: {name} must be a function, got {type(function).__name__}")
     check_balance(balance)
     for name, value, allowed in (
         ("checkpoint", checkpoint, _CHECKPOINTS),
@@ -88,7 +101,7 @@ def check_arguments(
         raise ValueError(
             f"Pipeline: {micro_batches} micro-batch{'es' * (micro_batches != 1)} cannot keep {ranks} ranks at work: "
             f"schedule {schedule!r} needs one for each rank, and the bubble is short with four for each. Raise "
-            "micro_batches, or take schedule 'gpipe', which takes any number."
+            "micro_batches, or use schedule 'gpipe', which accepts any number."
         )
 
 
@@ -182,9 +195,12 @@ class Pipeline(StageModule):
         init_fn: Callable[[str, Tensor], object] | None = None,
     ) -> None:
         group, data_group = find_groups(mesh, process_group)
-        super().__init__(module, group)
         planned = plan_schedule(schedule, group.size(), micro_batches, stages)
-        check_arguments(micro_batches, group.size(), schedule, checkpoint, loss_reduction, outputs, balance)
+        functions = {"loss_fn": loss_fn, "init_fn": init_fn}
+        check_arguments(
+            module, functions, micro_batches, group.size(), schedule, checkpoint, loss_reduction, outputs, balance
+        )
+        super().__init__(module, group)
         layers = list_layers(module, split_points(balance), given=given_arguments(module, example))
         self._rank, self._size = group.rank(), group.size()
         self._num_stages, self._schedule, self._micro_batches = planned.num_stages, schedule, micro_batches
@@ -196,15 +212,15 @@ class Pipeline(StageModule):
         parts = split(layers, counts)
         require_one_owner_of_buffers(layers, parts)
         self.plan: CutPlan = describe_cut(layers, parts, planned, reason, costs)
-        self._keep_own_stages(module, parts, planned, device, init_fn, data_group)
+        self._build_stages(module, parts, planned, device, init_fn, data_group)
 
     # -- building ------------------------------------------------------------------------------------------------
 
-    def _keep_own_stages(
+    def _build_stages(
         self,
         module: nn.Module,
         parts: Sequence[LayerRange],
-        planned: Schedule,
+        planned: PipelineSchedule,
         device: torch.device | str | None,
         init_fn: Callable[[str, Tensor], object] | None,
         data_group: dist.ProcessGroup | None,
@@ -217,7 +233,7 @@ class Pipeline(StageModule):
         without = materialize(own, torch.device(device or "cpu"), init_fn)
         if device is not None:
             own.to(device)
-        self._hold(own)
+        self._set_own(own)
         dist.all_gather_object(left, (without, PipelineNumbers.next), group=self._group)
         # names of all ranks, so that all refuse a step
         self._without_values = [name for names, _ in left for name in names]
@@ -265,7 +281,9 @@ class Pipeline(StageModule):
             PeerLostError, DeadlineError: a rank died, or did not answer.
         """
         self._require_usable()
-        loss = self._end(*self._try(args, kwargs, lambda: self._loss.for_target(target, self._result), grad=True))
+        loss = self._agree(
+            *self._run_actions(args, kwargs, lambda: self._loss.for_target(target, self._result), grad=True)
+        )
         with self._step_end.together():
             self._tied.add()
             if self._replicas is not None:
@@ -294,8 +312,8 @@ class Pipeline(StageModule):
             rows[micro_batch] = step.rows
             return self._result(results)
 
-        work, failure = self._try(args, kwargs, lambda: result_of, grad=False)
-        self._end(work, failure)
+        work, failure = self._run_actions(args, kwargs, lambda: result_of, grad=False)
+        self._agree(work, failure)
         with self._step_end.together():
             self._statistics.update()
         owner = (self._num_stages - 1) % self._size
@@ -314,7 +332,7 @@ class Pipeline(StageModule):
             raise error
         return result
 
-    def _try(
+    def _run_actions(
         self, args: Sequence[Any], kwargs: dict[str, Any], finish: Callable[[], Callable[..., Any]], *, grad: bool
     ) -> tuple[StepWork, Exception | None]:
         """Run this rank's actions of a step; return its work, and the error, if any, on which the ranks must agree."""
@@ -349,7 +367,7 @@ class Pipeline(StageModule):
             raise
         return work, None
 
-    def _end(self, work: StepWork, error: Exception | None) -> Tensor:
+    def _agree(self, work: StepWork, error: Exception | None) -> Tensor:
         """Return the loss of a step that all ranks completed; zero for an evaluation, which has none."""
         loss = None
         if error is None and work.grad and (self._num_stages - 1) % self._size == self._rank:
@@ -378,11 +396,11 @@ class Pipeline(StageModule):
             rows = batches.count_rows((args, kwargs), "the input")
             values = bind(self._layers, args, kwargs)
             work.rows = batches.cut(rows, self._micro_batches)
-            work.inputs = batches.take_each(values, work.rows)
+            work.inputs = batches.slice_each(values, work.rows)
         except Exception as error:  # the others wait for these inputs
             raise self._executor.refuse(error) from error.__cause__
 
-    def _plan(self, micro_batches: int, grad: bool) -> Schedule:
+    def _plan(self, micro_batches: int, grad: bool) -> PipelineSchedule:
         return plan_schedule(self._schedule, self._size, micro_batches, self._num_stages, training=grad)
 
     def _rank_of(self, stage: int) -> int:
@@ -399,8 +417,8 @@ class Pipeline(StageModule):
             )
         if self._without_values:
             raise RuntimeError(
-                f"Pipeline: the model was built on the meta device, and no values were given to "
-                f"{', '.join(self._without_values)}. Load a state_dict, or give init_fn=."
+                f"Pipeline: the model was built on the meta device, and there are no values for "
+                f"{', '.join(self._without_values)}. Load a state_dict, or pass init_fn=."
             )
         self._layers.constants.warn_of_changes(self._layers.root)
 
@@ -463,7 +481,7 @@ class Loss:
         self._mean = mean
 
     def for_target(self, target: Any, result: Callable[[dict[fx.Node, Any]], Any]) -> Callable[..., Tensor]:
-        """Return a function that computes a micro-batch's loss; micro-batches come in order, some of them twice."""
+        """Return a function that computes a micro-batch's loss; it is called in order, for some micro-batches twice."""
         begins = {0: 0}
 
         def loss_of(micro_batch: int, step: StepPlan, results: dict[fx.Node, Any]) -> Tensor:
@@ -476,7 +494,7 @@ class Loss:
                     rows = batches.count_rows(target, "the target")
                     if rows != step.all_rows:
                         raise ValueError(f"the target has {rows} rows, the input {step.all_rows}")
-                part = batches.take(target, begins[micro_batch], step.rows)
+                part = batches.slice_rows(target, begins[micro_batch], step.rows)
                 loss = self._loss_fn(output, part) if target is not None else self._loss_fn(output)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

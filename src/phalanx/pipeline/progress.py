@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Set
 from enum import Enum
 
 from phalanx.errors import summary_of
-from phalanx.pipeline.schedule import Action, Schedule
+from phalanx.pipeline.schedule import Action, PipelineSchedule
 
 
 class StepPhase(Enum):
@@ -71,7 +71,7 @@ class StepProgress:
         self._clear()
 
     def _clear(self) -> None:
-        self.schedule: Schedule | None = None
+        self.schedule: PipelineSchedule | None = None
         self.at: Action | None = None
         """The action in progress, or in progress when the step failed."""
         self.turn = 0.0

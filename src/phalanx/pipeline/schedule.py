@@ -1,4 +1,4 @@
-"""A `Schedule` orders the stages' work on micro-batches; it is run, drawn and simulated.
+"""A `PipelineSchedule` orders the stages' work on micro-batches; it is run, drawn and simulated.
 
 p ranks, v stages on each, m micro-batches; stage k is on rank k mod p. F forward, B backward; the backward of
 zero_bubble is cut in two: I, the gradient of the input, for which the previous stage waits, and W, that of the weights.
@@ -37,8 +37,8 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """A `Schedule` orders the work of every rank. `orders[rank]` is its list of actions."""
+class PipelineSchedule:
+    """A `PipelineSchedule` orders the work of every rank. `orders[rank]` is its list of actions."""
 
     name: str
     num_stages: int
@@ -59,7 +59,7 @@ class Schedule:
         return range(rank, self.num_stages, self.num_ranks)
 
     def in_flight(self, stage: int) -> int:
-        """Return the most micro-batches that a stage holds between forward and the end of backward."""
+        """Return the most micro-batches that a stage has between forward and the end of backward."""
         return self._in_flight[stage]
 
     @property
@@ -89,17 +89,17 @@ class Schedule:
         return {stage: micro_batch for order in self.orders for kind, stage, micro_batch in order if kind == "B"}
 
     def _most_in_flight(self, stage: int) -> int:
-        held = most = 0
+        count = most = 0
         for action in self.orders[self.rank_of(stage)]:
             if action.stage == stage:
-                held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-                most = max(most, held)
+                count += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+                most = max(most, count)
         return most
 
 
 def plan_schedule(
     name: str, num_ranks: int, micro_batches: int, num_stages: int | None = None, *, training: bool = True
-) -> Schedule:
+) -> PipelineSchedule:
     """Return the schedule of that name. `num_stages` is by default one per rank, two for interleaved.
 
     Without `training` it is only the forward half.
@@ -128,13 +128,13 @@ def plan_schedule(
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(name: str, num_ranks: int, micro_batches: int, num_stages: int, training: bool) -> Schedule:
+def _plan(name: str, num_ranks: int, micro_batches: int, num_stages: int, training: bool) -> PipelineSchedule:
     orders = tuple(
         tuple(_order(name, rank, num_ranks, num_stages, micro_batches) if training
               else _forwards(rank, num_ranks, num_stages // num_ranks, micro_batches))
         for rank in range(num_ranks)
     )  # fmt: skip
-    return Schedule(name, num_stages, micro_batches, orders)
+    return PipelineSchedule(name, num_stages, micro_batches, orders)
 
 
 def _order(name: str, rank: int, p: int, num_stages: int, m: int) -> list[Action]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.pipeline.schedule import Action, Schedule
+from phalanx.pipeline.schedule import Action, PipelineSchedule
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Timeline:
         return 1.0 - sum(map(self.busy, range(len(self.ranks)))) / total if total else 0.0
 
 
-def depends_on(action: Action, schedule: Schedule) -> Sequence[Action]:
+def depends_on(action: Action, schedule: PipelineSchedule) -> Sequence[Action]:
     """Return the actions that must end before an action can begin, besides earlier ones of its rank."""
     kind, stage, i = action
     split = schedule.name == "zero_bubble"
@@ -62,7 +62,7 @@ def depends_on(action: Action, schedule: Schedule) -> Sequence[Action]:
     return [Action("I" if split else "B", stage + 1, i)]
 
 
-def simulate(schedule: Schedule, seconds: Callable[[Action], float], *, transfer_s: float = 0.0) -> Timeline:
+def simulate(schedule: PipelineSchedule, seconds: Callable[[Action], float], *, transfer_s: float = 0.0) -> Timeline:
     """Return the times if every action takes `seconds(action)` and every value between ranks `transfer_s`.
 
     Raises:
@@ -95,7 +95,7 @@ def simulate(schedule: Schedule, seconds: Callable[[Action], float], *, transfer
     return Timeline(tuple(map(tuple, ranks)))
 
 
-def unit_seconds(schedule: Schedule, backward: float = 2.0) -> Callable[[Action], float]:
+def unit_seconds(schedule: PipelineSchedule, backward: float = 2.0) -> Callable[[Action], float]:
     """Return the seconds of an action for equal stages, whose backward takes `backward` times as long as their forward.
 
     The forward takes one second for all stages of a rank together.

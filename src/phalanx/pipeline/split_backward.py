@@ -107,14 +107,14 @@ def _accumulate(
     Autograd returns the same tensor for two parameters that are added (a weight and its change), or one of `others`,
     which another stage reads: later additions to one of them must not change the other.
     """
-    taken = {_address_of(tensor) for tensor in others if tensor is not None}
+    addresses = {_address_of(tensor) for tensor in others if tensor is not None}
     for parameter, was, grad in zip(parameters, before, found, strict=True):
         if was is None and grad is not None:
             if grad.is_sparse:
-                grad = grad.clone() if _address_of(grad) in taken else grad
-            elif _address_of(grad) in taken or grad.stride() != parameter.stride():
+                grad = grad.clone() if _address_of(grad) in addresses else grad
+            elif _address_of(grad) in addresses or grad.stride() != parameter.stride():
                 grad = torch.empty_like(parameter).copy_(grad)
-            taken.add(_address_of(grad))
+            addresses.add(_address_of(grad))
         parameter.grad = add_gradients(was, grad)
 
 

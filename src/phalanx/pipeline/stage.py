@@ -106,11 +106,11 @@ class Stage:
         `finish` computes the loss of the last stage, and is recomputed with the stage. Values to send are made in
         `making()`. `training` says whether there will be a backward; `in_training` is the mode of the modules.
         """
-        held = PendingMicroBatch(inputs, leaves, finish=finish, recompute=recompute)
+        pending = PendingMicroBatch(inputs, leaves, finish=finish, recompute=recompute)
         self._mode = (training, in_training)
         if recompute:
-            held.random_state = self._random_state.get()
-            held.buffers, held.mode = self._buffers.values(self._mode), self._mode
+            pending.random_state = self._random_state.get()
+            pending.buffers, pending.mode = self._buffers.values(self._mode), self._mode
         with torch.set_grad_enabled(training and not recompute):
             results = self._run(inputs, making)
             made = finish(results) if finish is not None else None
@@ -122,31 +122,31 @@ class Stage:
             needs = [training and (t.requires_grad or (some and t.is_floating_point())) for t in tensors]
             sends[target] = (values, needs)
             if training:
-                held.needs[target] = needs
-                held.outputs[target] = [t for t, needed in zip(tensors, needs, strict=True) if needed]
+                pending.needs[target] = needs
+                pending.outputs[target] = [t for t, needed in zip(tensors, needs, strict=True) if needed]
         if training:
-            held.loss = made if isinstance(made, Tensor) else None
+            pending.loss = made if isinstance(made, Tensor) else None
             if not recompute:  # autograd keeps the needed ones
-                held.inputs = {}
-            self.in_flight[micro_batch] = held
+                pending.inputs = {}
+            self.in_flight[micro_batch] = pending
         return sends, made
 
     def recompute(self, micro_batch: int) -> None:
         """Run forward again with gradients, if it was run without."""
-        held = self.in_flight[micro_batch]
-        if not held.recompute:
+        pending = self.in_flight[micro_batch]
+        if not pending.recompute:
             return
-        held.recompute, held.recomputed = False, True
-        assert held.random_state is not None
+        pending.recompute, pending.recomputed = False, True
+        assert pending.random_state is not None
         before = self._random_state.get()
-        self._random_state.set(held.random_state)
-        with torch.enable_grad(), self._buffers.as_they_were(held.buffers, held.mode):
-            results = self._run(held.inputs, nullcontext)
-            held.loss = held.finish(results) if held.finish is not None else None
+        self._random_state.set(pending.random_state)
+        with torch.enable_grad(), self._buffers.as_they_were(pending.buffers, pending.mode):
+            results = self._run(pending.inputs, nullcontext)
+            pending.loss = pending.finish(results) if pending.finish is not None else None
         self._random_state.set(before)
         for target, nodes in self.part.sends.items():
             tensors = [t for t in tree_flatten([results[node] for node in nodes])[0] if isinstance(t, Tensor)]
-            held.outputs[target] = [t for t, needed in zip(tensors, held.needs[target], strict=True) if needed]
+            pending.outputs[target] = [t for t, needed in zip(tensors, pending.needs[target], strict=True) if needed]
 
     def prepare_backward(self, micro_batch: int, *, later_weights: bool = False, is_last: bool = True) -> None:
         """Find the parts of the backward that may run after its gradients are sent. Called before the gradients arrive.
@@ -155,15 +155,15 @@ class Stage:
         other micro-batch follows. A convolution's gradients cost more in two calls than in one: the stages before,
         which have work until then, gain nothing if the others are early.
         """
-        held = self.in_flight[micro_batch]
+        pending = self.in_flight[micro_batch]
         if self._weights is None:
             return
-        roots = _roots(held)
-        if not any(held.leaves.values()):
+        roots = _roots(pending)
+        if not any(pending.leaves.values()):
             room = 0.0  # no stage waits
         else:
-            room = float("inf") if later_weights else self._room(roots, recomputed=held.recomputed)
-        held.weights = self._weights.find(roots, room, convolutions=later_weights or is_last)
+            room = float("inf") if later_weights else self._room(roots, recomputed=pending.recomputed)
+        pending.weights = self._weights.find(roots, room, convolutions=later_weights or is_last)
 
     def _room(self, roots: Sequence[Tensor], *, recomputed: bool) -> float:
         """Return how many bytes of a micro-batch may be kept until its gradients are sent, in memory used anyway.
@@ -182,34 +182,34 @@ class Stage:
 
         Call `backward_weights` afterwards; with `later_weights` at any later time.
         """
-        held = self.in_flight[micro_batch]
+        pending = self.in_flight[micro_batch]
         roots: list[Tensor] = []
         root_grads: list[Tensor | None] = []
-        if held.loss is not None and held.loss.requires_grad:
-            roots, root_grads = [held.loss], [None]
-        for target, tensors in held.outputs.items():
+        if pending.loss is not None and pending.loss.requires_grad:
+            roots, root_grads = [pending.loss], [None]
+        for target, tensors in pending.outputs.items():
             for tensor, grad in zip(tensors, grads[target], strict=True):
                 if grad is not None and tensor.requires_grad:
                     roots.append(tensor)
                     root_grads.append(grad)
-        leaves = [leaf for source in held.leaves.values() for leaf in source]
-        if isinstance(held.weights, WeightGradients):
-            held.weights.backward(roots, root_grads)
+        leaves = [leaf for source in pending.leaves.values() for leaf in source]
+        if isinstance(pending.weights, WeightGradients):
+            pending.weights.backward(roots, root_grads)
         elif later_weights:
-            held.weights = backward_input(roots, root_grads, leaves, self.parameters)
+            pending.weights = backward_input(roots, root_grads, leaves, self.parameters)
         elif roots:
             torch.autograd.backward(roots, root_grads)
-        held.outputs, held.loss, held.finish = {}, None, None
-        made = {source: [leaf.grad for leaf in tensors] for source, tensors in held.leaves.items()}
+        pending.outputs, pending.loss, pending.finish = {}, None, None
+        made = {source: [leaf.grad for leaf in tensors] for source, tensors in pending.leaves.items()}
         for leaf in leaves:
             leaf.grad = None
         return made
 
     def backward_weights(self, micro_batch: int) -> None:
         """Add the parameters' missing gradients."""
-        held = self.in_flight.pop(micro_batch)
-        if held.weights is not None:
-            held.weights.run()
+        pending = self.in_flight.pop(micro_batch)
+        if pending.weights is not None:
+            pending.weights.run()
 
     def _run(
         self, inputs: dict[fx.Node, Any], making: Callable[[], AbstractContextManager[None]]
@@ -253,10 +253,10 @@ class Stage:
 _TOLERATED = 1.05
 
 
-def _roots(held: PendingMicroBatch) -> list[Tensor]:
+def _roots(pending: PendingMicroBatch) -> list[Tensor]:
     """Return the tensors at which a backward may begin."""
-    tensors = [tensor for tensors in held.outputs.values() for tensor in tensors if tensor.requires_grad]
-    return [held.loss, *tensors] if held.loss is not None and held.loss.requires_grad else tensors
+    tensors = [tensor for tensors in pending.outputs.values() for tensor in tensors if tensor.requires_grad]
+    return [pending.loss, *tensors] if pending.loss is not None and pending.loss.requires_grad else tensors
 
 
 def makers_of(root: nn.Module, nodes: Sequence[fx.Node], values: Sequence[fx.Node]) -> set[fx.Node]:

@@ -59,7 +59,7 @@ class StageModule(nn.Module):
         # module.
         object.__setattr__(self, "_no_parameter", nn.Parameter(torch.empty(0)))
 
-    def _hold(self, own: OwnModules) -> None:
+    def _set_own(self, own: OwnModules) -> None:
         object.__setattr__(self, "_own", own)  # not a child, whose names would begin with "_own"
         for name, parameter in self.named_parameters():
             register(name, parameter, self)
@@ -178,9 +178,9 @@ class StageModule(nn.Module):
             own = gather_entries(own, self._group, rank0_only=rank0_only)
         whole = {"state": _nested(own), "param_groups": describe_groups(groups)}
         if self._data_group is not None and hasattr(optimizer, "consolidate_state_dict") and not rank0_only:
-            told = [whole if is_first else None]
-            dist.broadcast_object_list(told, group=self._data_group, group_src=0)
-            whole = cast("dict[str, Any]", told[0])
+            shared = [whole if is_first else None]
+            dist.broadcast_object_list(shared, group=self._data_group, group_src=0)
+            whole = cast("dict[str, Any]", shared[0])
         return whole
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
