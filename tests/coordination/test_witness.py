@@ -21,8 +21,7 @@ from phalanx._job.hosts.succession.successor import WitnessCheck
 from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, TermPromised, TermRefused
 from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.hosts.succession.witness.etcd_register import EtcdRegister
-from phalanx._job.hosts.succession.witness.register import CoordinatorRegister, open_register
-from phalanx._job.hosts.succession.witness.witness import WITNESS, Witness
+from phalanx._job.hosts.succession.witness.witness import WITNESS, CoordinatorRegister, Witness, open_register
 from phalanx.errors import AuthenticationError, CoordinationError
 
 KEY = Key(bytes(32))
@@ -70,9 +69,9 @@ def test_it_has_no_vote_in_a_job_of_which_it_knows_nothing(address: str) -> None
     other = Witness(address, KEY, "another job")
     other.begin()
     witness = Witness(address, KEY, "job")
-    with pytest.raises(CoordinationError, match="it knows nothing of this job"):
+    with pytest.raises(CoordinationError, match="it does not know this job"):
         witness.solicit((2, 1))
-    with pytest.raises(CoordinationError, match="it knows nothing of this job"):
+    with pytest.raises(CoordinationError, match="it does not know this job"):
         witness.propose(make_config((1, 0), 1))
     witness.close()
     other.close()
@@ -81,7 +80,7 @@ def test_it_has_no_vote_in_a_job_of_which_it_knows_nothing(address: str) -> None
 def test_what_somebody_else_has_written_there_is_told(address: str) -> None:
     witness = Witness(address, KEY, "job")
     witness._open().write("phalanx/witness/job", b"", b"{}")
-    with pytest.raises(CoordinationError, match="is none that Phalanx has written"):
+    with pytest.raises(CoordinationError, match="Phalanx has not written its value"):
         witness.solicit((2, 1))
     witness.close()
 
@@ -143,7 +142,7 @@ def test_a_coordinator_that_may_have_voted_and_forgot_it_is_not_asked_to_begin_a
         witness.close()
     with Service(f"127.0.0.1:{port}", KEY):
         witness.begin()
-        with pytest.raises(CoordinationError, match="it knows nothing of this job"):
+        with pytest.raises(CoordinationError, match="it does not know this job"):
             witness.propose(make_config((1, 0), 1))
         witness.close()
 

@@ -28,7 +28,7 @@ from phalanx._job.hosts.join_job import FollowedJob
 from phalanx._job.hosts.leader import LeaderLink
 from phalanx._job.hosts.node_plan import HostFacts, plan_nodes
 from phalanx._job.hosts.peer_hosts import PeerHosts
-from phalanx._job.hosts.reach_answers import ReachAnswers
+from phalanx._job.hosts.reach import ReachAnswers
 
 _NONE = cast(Any, None)
 _AGENT = {

@@ -30,8 +30,7 @@ from phalanx._job.hosts.generation_message import generation_from_json
 from phalanx._job.hosts.job_membership import JobMembership
 from phalanx._job.hosts.job_spec import name_own_address
 from phalanx._job.hosts.node_plan import HostFacts, describe_nnodes
-from phalanx._job.hosts.reach import check_own
-from phalanx._job.hosts.reach_answers import ReachAnswers
+from phalanx._job.hosts.reach import ReachAnswers, check_own
 from phalanx._job.hosts.succession.host_succession import HostSuccession
 from phalanx._job.hosts.succession.moved_job import JobMovedError, join_as_follower
 from phalanx.errors import LaunchError, PhalanxError
@@ -244,7 +243,7 @@ class FollowedJob:
             self._host.display.say(_AS_A_SPARE if message.body.get("spare") else _TOO_LATE)
         if message.kind == "host lost":
             show_host_lost(message, self._host.display)
-        self._reach_answers.hear(message)
+        self._reach_answers.process(message)
         return message if message.kind in ("start", "end") else None
 
     def _begin(self, body: dict[str, Any]) -> tuple[Attempt, FollowerLink]:

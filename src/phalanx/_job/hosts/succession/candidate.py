@@ -1,8 +1,8 @@
-"""A `Candidate` wants to coordinate in a new term, since the member that did is lost. It is pure data.
+"""A `Candidate` asks for votes to coordinate in a new term, since the primary is lost. It is pure data.
 
-soliciting ── promised by those who decide ──► proposing ── accepted by those ──► it is the primary
-    │                                              │
-    └── not a standby in the newest config ──► out └── refused: a later term ──► out, or again
+soliciting ── a majority has promised ──► proposing ── a majority has accepted ──► it is the primary
+    │                                         │
+    └── no standby in the newest config: out  └── refused because of a later term: out, or a new candidate
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, TermRefus
 
 @dataclass(frozen=True)
 class Candidate:
-    """`Candidate`: member `term[1]` wants to be the primary of `term`; `known` is the newest config it has received."""
+    """Member `term[1]` is a candidate for `term`; `known` is the newest config that it has received."""
 
     term: Term
     known: Config
@@ -27,12 +27,12 @@ class Candidate:
 
     @property
     def electors(self) -> frozenset[int]:
-        """Return the members whose votes it asks for."""
+        """Return the members whose votes the candidate needs."""
         return self.known.voters
 
     @property
     def is_eligible(self) -> bool:
-        """Return whether the candidate has all granted changes, as far as it knows."""
+        """Return whether the candidate has all granted changes: it is the primary or a standby of the newest config."""
         return self.term[1] == self.known.primary or self.term[1] in self.known.standbys
 
     def on_reply(self, reply: Reply) -> Candidate:
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def elected(self) -> Primary | None:
-        """Return the primary that it becomes once the electors have accepted its first config; None until then."""
+        """Return the primary that the candidate becomes, once a majority has accepted its first config."""
         if self.proposed is None or not self.proposed.is_decided_by(self.accepted_by):
             return None
         return Primary(self.proposed)

@@ -11,13 +11,13 @@ Stamp = tuple[Term, int]  # the term and the version of a config: the higher one
 
 @dataclass(frozen=True)
 class Electorate:
-    """An `Electorate` decides by a majority of its members; if half of them agree, the half with `casting` decides."""
+    """An `Electorate` decides by a majority of its voters; in a tie, `casting` has the casting vote."""
 
     voters: frozenset[int]
     casting: int
 
     def fewest_with(self, member: int) -> int:
-        """Return how many have to agree if `member` does; if it is not `casting`, that one does not."""
+        """Return how many voters must agree, of which `member` is one; another `casting` voter does not agree."""
         return (len(self.voters) + (1 if member == self.casting else 2)) // 2
 
     def is_decided_by(self, members: Collection[int]) -> bool:
@@ -32,8 +32,8 @@ class Electorate:
 class Config:
     """A `Config` is one state of the succession.
 
-    Each of `electorates` has to agree on whatever is decided about it: one, or while members are exchanged several.
-    `standbys` have all that the primary has granted, and take over in this order. `addresses` is where members listen.
+    Each of `electorates` must agree to a decision: there is one, or several while voters are exchanged. `standbys` have
+    all changes that the primary has granted, and take over in this order. `addresses` is where members listen.
     """
 
     term: Term
@@ -58,12 +58,12 @@ class Config:
 
     @property
     def is_joint(self) -> bool:
-        """Return whether members are being exchanged: the next config has the last of the electorates alone."""
+        """Return whether voters are being exchanged: the next config has only the last electorate."""
         return len(self.electorates) > 1
 
     @property
     def newest_voters(self) -> frozenset[int]:
-        """Return the members of the last of its electorates."""
+        """Return the voters of the last electorate."""
         return self.electorates[-1].voters
 
     def is_decided_by(self, members: Collection[int]) -> bool:
@@ -71,7 +71,7 @@ class Config:
         return all(each.is_decided_by(members) for each in self.electorates)
 
     def with_voters(self, voters: Collection[int], standbys: tuple[int, ...]) -> Config:
-        """Return the next config on the way to these voters and standbys."""
+        """Return the joint config by which the voters change to these."""
         electorate = Electorate(frozenset(voters), self.primary)
         electorates = self.electorates if electorate in self.electorates else (*self.electorates, electorate)
         return replace(self, version=self.version + 1, standbys=standbys, electorates=electorates)
@@ -80,7 +80,7 @@ class Config:
         return replace(self, version=self.version + 1, electorates=self.electorates[-1:])
 
     def begin_term(self, term: Term) -> Config:
-        """Return the first config of a member that takes over, still without followers."""
+        """Return the first config of the member that is elected for `term`, without standbys."""
         electorate = Electorate(self.newest_voters, term[1])
         return replace(
             self, term=term, version=0, primary=term[1], standbys=(), electorates=(*self.electorates, electorate)

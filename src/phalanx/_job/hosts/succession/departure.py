@@ -1,6 +1,6 @@
-"""`Departure` lets the leading host of an elastic job leave it on SIGTERM, so that another host leads.
+"""`Departure` is how the leader of an elastic job leaves it on SIGTERM, so that another host leads.
 
-SIGTERM ──2 s──┬─ all other hosts get it, too ──► the job ends
+SIGTERM ──2 s──┬─ all other hosts receive SIGTERM, too ──► the job ends
                └─ they do not ──► the ranks of this host finish their step and end ──► another host is elected
 """
 
@@ -26,7 +26,7 @@ _SEND_S = 2.0
 
 
 class Departure:
-    """`Departure` follows one attempt; its stages are stays, asked, then leaves and left, or ends (the job does).
+    """`Departure` belongs to one attempt; its stages are stays, asked, then leaves and left, or ends (of the job).
 
     Arguments:
         release_host: lets another host leave, and returns whether the others continue without it.
@@ -46,12 +46,12 @@ class Departure:
         self._display = display
         self._release_host = release_host
         self._stage = "stays"
-        self._signalled: set[int] = set()  # the members at which a SIGTERM has come as well
+        self._signalled: set[int] = set()  # the members that have received SIGTERM as well
         self.due: float | None = None
 
     @property
     def has_left(self) -> bool:
-        """Return whether this host is in the job no more, and another one is to lead."""
+        """Return whether this host has left the job, which another host now leads."""
         return self._stage == "left"
 
     @property
@@ -60,7 +60,7 @@ class Departure:
         return self._stage in ("leaves", "left")
 
     def request(self, attempt: Attempt) -> bool:
-        """Process a SIGTERM that has come at this host; return whether it may leave: otherwise the job ends."""
+        """Process a SIGTERM at this host; return False if this host cannot leave, so that the job ends."""
         may_be_led = self._guard.is_begun and self._guard.can_continue_with(len(self._peers.present))
         is_possible = attempt.state.phase == "running" and self._elastic.active and may_be_led
         if self._stage != "stays" or not is_possible:
@@ -90,7 +90,7 @@ class Departure:
     def _decide(self, attempt: Attempt) -> None:
         """Leave, if enough hosts stay of which one can lead; otherwise end the job."""
         signalled = [node for node in self._peers.present if node.facts.member in self._signalled]
-        is_led_on = self._guard.has_standbys  # a standby may have had to start anew, after a loss
+        is_led_on = self._guard.has_standbys  # a standby may be restarting after a loss
         if (
             is_led_on
             and self._guard.can_continue_with(len(self._peers.present) - len(signalled))
@@ -105,8 +105,8 @@ class Departure:
                 for rank in attempt.place.ranks:
                     attempt.links.send(rank, LEAVE)
                 self._display.say(
-                    "phalanx run: the ranks of this host finish their step and end; the others go on, and one of their "
-                    "hosts leads them (SIGTERM again: stop the job)"
+                    "phalanx run: the ranks of this host finish their step and end; the others continue, and one of "
+                    "their hosts leads the job (SIGTERM again: stop the job)"
                 )
                 return
         self._stage = "ends"

@@ -1,4 +1,4 @@
-"""An election results in an `ElectedLeader`, which all hosts receive, and in an `Handover` on the elected host."""
+"""An election has two results: an `ElectedLeader`, which all hosts receive, and a `Handover` on the elected host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx._job.hosts.succession.witness.witness import Witness
 
 @dataclass(frozen=True)
 class ElectedLeader:
-    """An `ElectedLeader` is the leader that the hosts have agreed on, and the place of its coordinator."""
+    """An `ElectedLeader` is the leader that a majority has elected, with the address of its coordinator."""
 
     member: int
     address: str
@@ -37,7 +37,7 @@ class ElectedLeader:
 
 @dataclass(frozen=True)
 class Handover:
-    """An `Handover` is an elected host's coordinator service and its part in the succession, with pending messages.
+    """A `Handover` is what an elected host receives from the lost leader: a copy of its coordinator, which now serves.
 
     leader_state: the former leader's decisions, as written by `LeaderState`.
     unread: messages to the former leader, with their senders.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostState:
-    """The ranks of a host: those that live, those that are being forked, and those that have ended well."""
+    """A `HostState` has a host's ranks: those that run, those that are being forked, and those that have ended well."""
 
     ranks: tuple[ElasticRank, ...]
     forking: tuple[int, ...]
@@ -42,15 +42,15 @@ class HostState:
         }
 
     def on_own_clock(self, convert: Callable[[float], float]) -> HostState:
-        """Return this with the times of that host's clock as `convert` gives them."""
+        """Return the state with all times converted from that host's clock."""
         return replace(self, exits=tuple(replace(exit, at=convert(exit.at)) for exit in self.exits))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> HostState:
-        """Read what `to_json` wrote.
+        """Return the state that `to_json` has written.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: the data is invalid.
         """
         exits = (Exit(int(rank), int(pid), 0, float(at)) for rank, pid, at in fields["exits"])
         return cls(

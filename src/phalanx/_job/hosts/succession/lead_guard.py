@@ -1,6 +1,6 @@
-"""`LeadGuard` prevents two leaders: a majority agrees before the leader continues without a host.
+"""`LeadGuard` prevents two leaders: a majority must agree before the leader continues without a host.
 
-Without standbys no host could take over, and no vote is needed.
+No vote is needed if no host could take over.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from phalanx._job.hosts.succession.witness.calls import WitnessCalls
 from phalanx._job.hosts.succession.witness.witness import Witness
 from phalanx.errors import LaunchError, PhalanxError
 
-_FEWEST_S = 3.0  # the least time to agree, however short the hosts' timeout is
+_LEAST_S = 3.0  # the least time for a vote, however short the hosts' timeout is
 
 
 class LeadGuard:
-    """`LeadGuard` holds the leader's succession, once there is one, and lost hosts that are not agreed on.
+    """`LeadGuard` has the leader's proposer, and the lost hosts whose removal is not agreed on yet.
 
     Arguments:
-        followers: this host's coordinator's; None: the job ends with its first host.
+        followers: those of this host's coordinator; None: the job ends with its leader.
         witness: the job's witness, if it has one.
         proposer: that of an elected host.
     """
@@ -42,7 +42,7 @@ class LeadGuard:
     ) -> None:
         self._channel = channel
         self._followers = followers
-        self._limit_s = max(_FEWEST_S, 2 * host_timeout_s)
+        self._limit_s = max(_LEAST_S, 2 * host_timeout_s)
         self._witness = witness
         self._proposer = proposer
         self._lost: dict[int, tuple[str, float]] = {}  # why, and since when
@@ -63,7 +63,7 @@ class LeadGuard:
         return self._proposer is not None
 
     def begin(self, num_hosts: int) -> None:
-        """Begin with the succession of an elastic job, once its hosts are enough for that."""
+        """Begin to let hosts of an elastic job vote, once there are enough."""
         num_voters = num_hosts + (self._witness is not None)
         if self._proposer is None and self._followers is not None and num_voters >= FEWEST_VOTERS:
             calls = None if self._witness is None else WitnessCalls(self._witness, is_new=True)
@@ -78,7 +78,7 @@ class LeadGuard:
         self._channel.put_key(KEY, b"")
 
     def set_voters(self, voters: Sequence[int]) -> None:
-        """Let the hosts of a generation vote, after they were notified of it. They would lead in this order."""
+        """Let the hosts of a generation vote, after they were notified of it; they would lead in this order."""
         self.begin(len(voters))
         if self._proposer is not None:
             members = [member for member in voters if member not in self._lost]
@@ -86,9 +86,9 @@ class LeadGuard:
             self._proposer.set_voters(members if own in members else [own, *members])
 
     def update_voters(self, voters: Sequence[int], is_alone: bool) -> None:
-        """Have these hosts vote from now on, if another one may take over: ranks have finished, or a host is lost.
+        """Let these hosts vote from now on, after ranks have finished or a host was removed.
 
-        If this host `is_alone` with ranks that have not finished, none may: those that are left could be no majority.
+        If this host `is_alone` with ranks that have not finished, no other host may take over.
         """
         if self._proposer is not None and is_alone:
             self._proposer.release()
@@ -101,16 +101,16 @@ class LeadGuard:
         return self._proposer is not None and self._proposer.has_standbys
 
     def can_continue_with(self, num_others: int) -> bool:
-        """Return whether one of `num_others` other hosts could lead them."""
+        """Return whether `num_others` other hosts could elect a leader of their own."""
         return 1 + num_others + (self._witness is not None) >= FEWEST_VOTERS and num_others > 0
 
     def hand_over(self) -> None:
-        """Grant nothing any more that the standbys don't have, to the end: another host is to lead."""
+        """Delay all answers that the standbys do not have, even after `close`: another host will lead."""
         if self._proposer is not None:
             self._proposer.hand_over()
 
     def defer(self, member: int, why: str, voters: Sequence[int]) -> bool:
-        """Ask the voters whether to continue without a host; False if there are none."""
+        """Ask the voters whether to continue without a host; return False if no vote is needed."""
         if self._proposer is None or self._proposer.has_left(member):
             return False
         if member not in self._lost:
@@ -119,7 +119,7 @@ class LeadGuard:
         return True
 
     def pop_agreed(self) -> list[tuple[int, str]]:
-        """Return the hosts whose removal was agreed on since the last call.
+        """Return the hosts whose removal was agreed on since the last call, with the reasons of their loss.
 
         Raises:
             LaunchError: a majority has not agreed in time, or has agreed on another leader.
@@ -133,9 +133,9 @@ class LeadGuard:
         if proposer.is_deposed or any(time.monotonic() > limit for limit in self._limits):
             why = "have agreed on another leader" if proposer.is_deposed else "may have agreed on another leader"
             raise LaunchError(
-                f"phalanx run: this host leads the job, and does not go on: it hears {proposer.describe_lack()}, and "
+                f"phalanx run: this host leads the job, and stops: it reaches {proposer.describe_lack()}, and "
                 f"the others {why}. Its ranks are stopped, so that no two halves train. Read the output of the other "
-                "hosts; if none of them goes on, start again from the last checkpoint."
+                "hosts; if none of them continues, start again from the last checkpoint."
             )
         return agreed
 
@@ -146,13 +146,13 @@ class LeadGuard:
 
     @property
     def due(self) -> float | None:
-        """Return when to look again although nothing has come."""
+        """Return when to call `receive` although no descriptor is ready."""
         times = [*self._limits, None if self._proposer is None else self._proposer.due]
         return min((at for at in times if at is not None), default=None)
 
     @property
     def _limits(self) -> list[float]:
-        """Return until when a majority has to agree, to each thing that it is asked about."""
+        """Return the time by which a majority must agree, for each pending vote."""
         candidate_since = None if self._proposer is None else self._proposer.candidate_since
         return [
             *(at + self._limit_s for _, at in self._lost.values()),
@@ -160,7 +160,7 @@ class LeadGuard:
         ]
 
     def pop_standbys(self) -> tuple[int, ...] | None:
-        """Return who takes over if this host is lost, if that has changed since the last call."""
+        """Return the standbys in the order in which they would lead, if that has changed since the last call."""
         return None if self._proposer is None else self._proposer.pop_standbys()
 
     @property
@@ -169,7 +169,7 @@ class LeadGuard:
         return () if self._proposer is None else self._proposer.polling_places
 
     def receive(self) -> list[str]:
-        """Repeat unanswered messages, and remove standbys that delay the others; return lines for the user."""
+        """Repeat unanswered messages, and remove standbys that delay answers; return lines for the user."""
         return [] if self._proposer is None else self._proposer.receive()
 
     def process(self, message: ControlMessage) -> None:
@@ -186,12 +186,12 @@ class LeadGuard:
             self._proposer.process(message.member, message.body)
 
     def close(self) -> None:
-        """Hold nothing back any more."""
+        """Stop the votes, and delay no answers any more."""
         if self._proposer is not None:
             self._proposer.close()
 
     def forget(self) -> None:
-        """Have the witness forget the job, which is over on all hosts; after `close`."""
+        """Delete the job's vote at the witness, after `close`: the job has ended on all hosts."""
         if self._proposer is not None and self._witness is not None:
             with contextlib.suppress(PhalanxError, OSError):  # it keeps some hundred bytes
                 self._witness.forget()

@@ -1,4 +1,4 @@
-"""`LeaderState` holds the leader's decisions, stored in the job's store for a host that takes over."""
+"""`LeaderState` is the leader's decisions, which the job's store has for a host that takes over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = "launch/leader"
 
 @dataclass(frozen=True)
 class LeaderState:
-    """The hosts, their slots, and the generation that was begun last (None: the first one)."""
+    """A `LeaderState` has the hosts, their slots, and the newest generation (None: the first one)."""
 
     attempt: int
     run_id: str
@@ -34,7 +34,7 @@ class LeaderState:
     num_replaced: int
     max_replacements: int | None
     losses: tuple[LostRank, ...]
-    pids: dict[int, int]  # the processes that there were, by slot
+    pids: dict[int, int]  # by slot: the process
     exits: tuple[Exit, ...]  # of the ranks that have ended well
 
     @classmethod
@@ -47,7 +47,7 @@ class LeaderState:
         begun: BeginGeneration | None,
         exits: Iterable[Exit],
     ) -> LeaderState:
-        """Return a leader's decisions, without hosts whose ranks are starting."""
+        """Return the decisions of a leader, without hosts that are not accepted yet."""
         trained = {peers.own.facts.member, *(host.member for host in elastic.slot_plan.hosts)}
         return cls(
             attempt, plan.run_id, plan.run, plan.begun,
@@ -77,10 +77,10 @@ class LeaderState:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LeaderState:
-        """Read what `to_bytes` wrote.
+        """Return the state that `to_bytes` has written.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: the data is invalid.
         """
         fields = json.loads(data)
         most = fields["max_replacements"]
@@ -100,7 +100,7 @@ class LeaderState:
         )
 
     def on_own_clock(self, convert: Callable[[float], float]) -> LeaderState:
-        """Return this with the times of another host's clock as `convert` gives them."""
+        """Return the state with all times converted from another host's clock."""
         losses = tuple(replace(loss, at=convert(loss.at)) for loss in self.losses)
         exits = tuple(replace(exit, at=convert(exit.at)) for exit in self.exits)
         return replace(self, job_begun=convert(self.job_begun), losses=losses, exits=exits)

@@ -10,7 +10,7 @@ from phalanx._job.hosts.succession.voter import ConfigAccepted, Reply, TermPromi
 
 
 def config_to_json(config: Config) -> dict[str, Any]:
-    """Return it as plain data."""
+    """Return a config as plain data."""
     return {
         "term": list(config.term),
         "version": config.version,
@@ -25,7 +25,7 @@ def config_from_json(fields: Mapping[str, Any]) -> Config:
     """Read what `config_to_json` wrote.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the data is invalid.
     """
     electorates = [Electorate(frozenset(map(int, voters)), int(casting)) for voters, casting in fields["electorates"]]
     if not electorates:
@@ -44,14 +44,14 @@ def term_from_json(fields: Any) -> Term:
     """Read a term.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: the data is invalid.
     """
     count, member = fields
     return int(count), int(member)
 
 
 def reply_to_json(reply: Reply) -> dict[str, Any]:
-    """Return it as plain data."""
+    """Return a reply as plain data."""
     body: dict[str, Any] = {"voter": reply.voter, "term": list(reply.term)}
     if isinstance(reply, ConfigAccepted):
         return {**body, "reply": "accepted", "version": reply.version}
@@ -65,7 +65,7 @@ def reply_from_json(fields: Mapping[str, Any]) -> Reply:
     """Read what `reply_to_json` wrote.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the data is invalid.
     """
     voter, term = int(fields["voter"]), term_from_json(fields["term"])
     if fields["reply"] == "accepted":

@@ -1,6 +1,6 @@
-"""The `Primary` coordinates: it changes who votes and who follows, as far as the voters agree. It is pure data.
+"""The `Primary` coordinates: it changes the voters and standbys, if the voters accept. It is pure data.
 
-final ── change ──► joint: both the old voters and the new ones decide ── finish ──► final
+final ── change ──► joint: the old voters and the new ones must both agree ── finish ──► final
 """
 
 from __future__ import annotations

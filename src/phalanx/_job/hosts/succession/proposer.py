@@ -1,14 +1,14 @@
-"""`Succession` names the successors, and asks a majority before the leader continues without a host.
+"""`Proposer` proposes configs for the leader: who votes, and who would take over.
 
-    hosts of the generation ──► standbys are asked to follow the journal ──► a config that all hosts vote on
-    a host is lost ──► a config without it ──agreed on──► the others continue
+    hosts of the generation ──► standbys follow the journal ──► a config that all hosts vote on
+    a host is lost ──► a config without it ──accepted──► the others continue
 
-`phalanx._job.hosts.succession` decides on what and when the hosts agree; this module sends the messages, repeats them
-until they are answered, and manages the standbys. Nothing here waits.
+`Primary` and `Candidate` are the protocol. This module sends their messages, repeats them until they are answered, and
+appoints the standbys. Nothing here waits.
 
-The leader changes nothing before a majority has answered to the current config: an isolated leader whose messages still
-arrive would otherwise remove the possible successors. If an unelected standby has asked for votes in a later term, the
-leader is elected again, in a still later one.
+The leader proposes no change before a majority has answered to the current config: an isolated leader, whose messages
+still arrive, would otherwise remove the possible successors. If a standby has asked for votes in a later term, and was
+not elected, the leader is elected again, in a still later term.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from phalanx._job.hosts.succession.witness.witness import WITNESS
 
 FEWEST_VOTERS = 3  # of two voters, neither is a majority without the first host
 _MOST_STANDBYS = 2
-_NOTHING: Stamp = ((0, -1), -1)  # it comes before every config
-_ASK_AGAIN_S = 5.0  # after which a host that delayed the others may be a standby again
+_NOTHING: Stamp = ((0, -1), -1)  # before every config
+_RESTORE_S = 5.0  # after which a host that delayed answers may be a standby again
 _AGAIN_S = 0.3  # after which a proposal is repeated to those that have not answered
-_LONGEST_PAUSE_S = 0.3  # before it asks for votes once more: another host that does so is to have its turn
-_NO_STANDBY: frozenset[bytes] = frozenset([b"nobody"])  # no standby has this ticket: everything is held back
+_LONGEST_PAUSE_S = 0.3  # before it asks for votes again: another candidate has its turn
+_NO_STANDBY: frozenset[bytes] = frozenset([b"nobody"])  # no standby has this ticket: all answers are delayed
 
 
 class Proposer:
-    """`Succession` is the leader's part in the succession.
+    """`Proposer` is the leader's side of the protocol.
 
     Arguments:
         followers: those of this host's coordinator.
-        witness: has a vote as a host has; `close` ends it.
-        primary, voter: those of a host that was elected; without them this host is the first, alone until `set_voters`.
+        witness: one more voter, which `close` closes.
+        primary, voter: those of an elected host; by default this host leads first, alone until `set_voters`.
     """
 
     def __init__(
@@ -69,12 +69,14 @@ class Proposer:
         self._stalled: Mailbox[bytes] = Mailbox()
         self._proposed_at = 0.0
         self._accepted: dict[int, Stamp] = {}  # by host: the newest config that it is known to have accepted
-        self._present: set[int] | None = None  # who has answered since a change was wanted; None: none is
+        self._present: set[int] | None = (
+            None  # the voters that have answered since a change was requested; None: no change is
+        )
         self._candidate: Candidate | None = None  # while this leader is elected once more
         self.candidate_since: float | None = None
-        self._candidacy_at = 0.0  # when it asks for votes in the next term
+        self._candidacy_at = 0.0  # when this leader asks for votes in the next term
         self._announced: tuple[int, ...] = ()  # the standbys that were returned last
-        self._restore_standby_at: float | None = None  # when a standby that was late is asked again
+        self._restore_standby_at: float | None = None  # when a late standby is appointed again
         self.due: float | None = None
         self._is_handed_over = self._is_released = False
         followers.leader = channel.member
@@ -87,13 +89,13 @@ class Proposer:
 
     @property
     def is_deposed(self) -> bool:
-        """Return whether another host has been elected, or has been proposed to those that elect."""
+        """Return whether another host was elected, or may have been: it was proposed to voters."""
         return self._candidate is not None and not self._candidate.is_eligible
 
     def pop_standbys(self) -> tuple[int, ...] | None:
-        """Return the successors of this host, in order, if they have changed since the last call.
+        """Return the standbys, in the order in which they would lead; None if that has not changed since the last call.
 
-        A change counts only when every host knows it: other hosts would not know the candidates.
+        A change counts once every host has accepted it: others would not know the candidates.
         """
         config = self._primary.committed
         if not config.standbys and not config.is_joint:
@@ -105,13 +107,13 @@ class Proposer:
 
     @property
     def has_standbys(self) -> bool:
-        """Return whether another host takes over if this one is lost, and all hosts know which."""
+        """Return whether another host takes over if this one is lost, and all hosts know the candidates."""
         config, is_elected = self._primary.committed, self._candidate is None
         return is_elected and not config.is_joint and bool(config.standbys) and not self._find_behind(config)
 
     @property
     def polling_places(self) -> tuple[str, ...]:
-        """Return the addresses at which the standbys publish whether they were elected."""
+        """Return the addresses at which the standbys publish the result of an election."""
         return tuple(address for _, address in self._primary.committed.addresses)
 
     def has_left(self, member: int) -> bool:
@@ -131,7 +133,7 @@ class Proposer:
         return f"{hosts}, and {'the' if WITNESS in agreed else 'not the'} witness: of these, {needed} are needed"
 
     def set_voters(self, members: Collection[int]) -> None:
-        """Let these hosts vote, and some of them be standbys; this host is among them."""
+        """Let these hosts, of which this is one, vote, and appoint some of them as standbys."""
         is_witnessed = self._witness is not None and len(members) > 1
         self._wanted_voters = (*members, *((WITNESS,) if is_witnessed else ()))
         for member in set(self._tickets) - set(members):
@@ -150,7 +152,7 @@ class Proposer:
         return min((len(self._wanted_voters) - 1) // 2, _MOST_STANDBYS)
 
     def on_standby(self, member: int, ticket: str, address: str) -> None:
-        """Hear that a host has the whole state, and where it answers if it takes over."""
+        """Record that a standby has the whole state, and the address of its polling place."""
         if self._tickets.get(member) == bytes.fromhex(ticket):
             self._addresses[member] = address
             self._advance()
@@ -177,7 +179,7 @@ class Proposer:
             self._primary = self._primary.on_reply(reply)
 
     def receive(self) -> list[str]:
-        """Remove standbys that delay the others, and repeat unanswered messages; return lines for the user."""
+        """Remove standbys that delay answers, and repeat unanswered messages; return lines for the user."""
         notices = []
         for reply in () if self._witness is None else self._witness.receive():
             if isinstance(reply, str):
@@ -187,7 +189,7 @@ class Proposer:
         for ticket in self._stalled.receive_all():
             for member in [member for member, known in self._tickets.items() if known == ticket]:
                 self._forget(member)
-                self._restore_standby_at = time.monotonic() + _ASK_AGAIN_S
+                self._restore_standby_at = time.monotonic() + _RESTORE_S
         if self._restore_standby_at is not None and time.monotonic() >= self._restore_standby_at:
             self._restore_standby_at = None
             self.set_voters([member for member in self._wanted_voters if member != WITNESS])
@@ -220,7 +222,7 @@ class Proposer:
         self.due = self._proposed_at + _AGAIN_S if asked else self._restore_standby_at
 
     def _find_unanswered(self) -> list[int]:
-        """Return the voters that have not answered the current proposal."""
+        """Return the voters that have not answered the current request."""
         others = sorted(self._primary.newest.voters - {self._channel.member})
         if self._candidate is not None:
             replied = self._candidate.promised_by if self._candidate.proposed is None else self._candidate.accepted_by
@@ -243,7 +245,7 @@ class Proposer:
     # The leader is elected once more.
 
     def _become_candidate(self, refused_by: Term, now: float) -> None:
-        """Ask for votes in a term that is later than `refused_by`."""
+        """Ask for votes in a term after `refused_by`."""
         self.candidate_since = self.candidate_since or now
         known = self._voter.newest
         assert known is not None  # it has accepted its own proposal
@@ -262,7 +264,7 @@ class Proposer:
             self._proposed_at = 0.0
         elif candidate.elected is not None:
             self._primary, self._candidate, self.candidate_since = candidate.elected, None, None
-            self._tickets, self._addresses = {}, {}  # they follow the leader of an earlier term
+            self._tickets, self._addresses = {}, {}  # they follow a leader of an earlier term
             self._announced, self._restore_standby_at = (), now
 
     def _find_behind(self, config: Config) -> list[int]:
@@ -271,7 +273,7 @@ class Proposer:
         return [member for member in sorted(others) if self._accepted.get(member, _NOTHING) < config.stamp]
 
     def _propose(self) -> bool:
-        """Propose the wanted config, unless it is in force; return whether it was."""
+        """Propose the next config on the way to the requested voters; return False if nothing is proposed."""
         primary, committed = self._primary, self._primary.committed
         if committed.is_joint:
             changed = primary.finish()
@@ -294,7 +296,7 @@ class Proposer:
         return True
 
     def _is_answered(self, committed: Config) -> bool:
-        """Return whether a majority has answered since a change was wanted; ask them if that is now."""
+        """Return whether a majority has answered since a change was requested; request answers for a new change."""
         if self._present is None:
             self._present, self._proposed_at = {self._channel.member}, 0.0
         if not committed.is_decided_by(self._present):
@@ -303,16 +305,16 @@ class Proposer:
         return True
 
     def release(self) -> None:
-        """Stop asking for votes, and send all pending answers: the others have finished, so no other host will lead."""
+        """Stop the votes, and delay no answers any more: the others have finished, and no other host will lead."""
         self._is_released = True
         self._advance()
 
     def hand_over(self) -> None:
-        """Keep holding back unreplicated answers even after `close`: a standby is to take over."""
+        """Keep delaying unreplicated answers even after `close`: a standby will take over."""
         self._is_handed_over = True
 
     def close(self) -> None:
-        """Let go of the descriptors, and hold nothing back any more."""
+        """Close the descriptors, and delay no answers any more."""
         if not self._is_handed_over:
             self._followers.required = frozenset()
         self._followers.on_stalled = lambda ticket: None

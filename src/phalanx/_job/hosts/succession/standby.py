@@ -1,9 +1,9 @@
-"""A `Standby` has all acknowledged changes of a coordinator on another host, and can replace it.
+"""A `Standby` has a copy of a coordinator on another host, with all granted changes, and can replace it.
 
-    the coordinator ──the whole state, then what changes──► thread ──► copy
-                  ◄──────────FOLLOWED: all up to here─────────┘
+    the coordinator ──the whole state, then its changes──► thread ──► copy
+                  ◄────────FOLLOWED: the last batch here─────┘
 
-After an interruption the complete state is sent again; until it has arrived, the old copy stays.
+After an interruption the whole state is sent again; until it has arrived, the standby keeps the old copy.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Standby:
     """A `Standby` is a thread that follows the coordinator at `endpoint` until `stop`.
 
     Arguments:
-        ticket: tells the coordinator which standby this is.
-        on_whole: called once, in the thread, when the complete state has arrived.
+        ticket: identifies this standby at the coordinator.
+        on_whole: called once, in the thread, when the whole state has arrived.
     """
 
     def __init__(self, endpoint: str, key: Key | None, ticket: bytes, on_whole: Callable[[], object]) -> None:
@@ -44,7 +44,7 @@ class Standby:
         self._dealer.connect(endpoint)
         self._wakeup = Wakeup()
         self._copy: ReplicatedCoordinator | None = None
-        self._next_copy: ReplicatedCoordinator | None = None  # the copy that the state under way is read into
+        self._next_copy: ReplicatedCoordinator | None = None  # the copy that is being received
         self._expected = 1  # number of the next message; 0: a part is missing
         self._asked_at = 0.0
         self._was_connected = False

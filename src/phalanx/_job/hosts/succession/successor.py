@@ -1,15 +1,15 @@
 """`Successor` is an agent's part in the succession: its vote, its copy of the state, and the election.
 
-    while there is a leader     vote on its proposals; a standby follows its journal, and opens its polling place
-    when it is lost             every standby stands, and every other agent votes at their polling places:
+    while there is a leader     vote on its proposals; a standby follows its journal, and opens a polling place
+    when the leader is lost     each standby becomes a candidate, and all other agents vote at the polling places:
 
-    voter ── that it is there ──────▶ polling place of a standby (a coordinator of its own)
-          ── reads ask/0, ask/1, … ── once those are there who decide
+    voter ── its number ────────────▶ polling place of a standby (a coordinator of its own)
+          ── reads ask/0, ask/1, … ── once a majority is present
           ── its replies ───────────▶ replies             │
                                                           └─ elected: its copy becomes the job's coordinator
 
-A polling place is not one of the job's coordinators: its messages concern only the election. A standby that alone has
-lost the leader asks for no votes, and continues when the leader answers again.
+A polling place serves only elections. A standby that alone has lost the leader asks for no votes, and continues when
+the leader answers again.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from phalanx._job.hosts.succession.voter import Voter
 from phalanx._job.hosts.succession.witness.witness import WITNESS, Witness
 from phalanx.errors import DeadlineError, PhalanxError
 
-_FEWEST_S = 3.0  # that an election may take, however short the hosts' timeout is
+_LEAST_S = 3.0  # the least time for an election, however short the hosts' timeout is
 _TURN_S = 1.0  # after which the next standby becomes a candidate, too
 _TRY_S, _PAUSE_S, _POLL_S = 2.0, 0.1, 0.25
 _REDIRECT_S = 5.0
-_PRESENT = "present"  # the queue of a polling place with the members that have come there
+_PRESENT = "present"  # the queue of a polling place with the members that are present
 _OBSERVE_S = 5.0  # a waiting host is notified of the loss earlier than hosts that poll the leader
 
 
@@ -105,14 +105,14 @@ class Successor:
         config = config_from_json(body["config"]) if body["kind"] == "propose" else None
         term = term_from_json(body["term"]) if config is None else config.term
         if term[1] != leader:
-            raise ValueError("it is another host's")
+            raise ValueError("the term belongs to another host")
         with self._lock:
             self._voter, reply = self._voter.solicit(term) if config is None else self._voter.propose(config)
         self._channel.survives = self.may_elect
         self._channel.put_datagram(leader, **reply_to_json(reply))
 
     def note_standbys(self, body: Mapping[str, Any]) -> None:
-        """Store where a host without a vote (waiting, or starting its ranks) learns the result of an election.
+        """Store the polling places, where a host without a vote (waiting, or starting its ranks) reads the result.
 
         Raises:
             KeyError, TypeError: the message is invalid.
@@ -120,7 +120,7 @@ class Successor:
         self._polling_places = tuple(map(str, body["addresses"]))
 
     def stand_by(self, endpoint: str, body: Mapping[str, Any]) -> None:
-        """Follow the leader's coordinator at `endpoint`, and open the polling place.
+        """Become a standby: follow the coordinator at `endpoint`, and open a polling place.
 
         Raises:
             OSError, CoordinationError: a socket cannot be created.
@@ -148,12 +148,12 @@ class Successor:
 
     @property
     def may_elect(self) -> bool:
-        """Return whether the hosts could agree on another leader, as far as this host knows."""
+        """Return whether the hosts could elect another leader, with this host's vote."""
         config = self._voter.newest
         return config is not None and self._channel.member in config.voters and bool(config.addresses)
 
     def describe_lack(self) -> str:
-        """Return why the hosts have not elected a leader, in words."""
+        """Describe why no other host was elected."""
         config = self._voter.newest
         if config is None:
             return "no other host was elected"
@@ -176,7 +176,7 @@ class Successor:
             return False
         self.is_electing, self._has_promised, self._present = True, False, frozenset()
         self._over = over = threading.Event()
-        end = time.monotonic() + max(_FEWEST_S, 2 * self._host_timeout_s)
+        end = time.monotonic() + max(_LEAST_S, 2 * self._host_timeout_s)
         order = [member for member, _ in config.addresses]
         member = self._channel.member
         for place, (standby, address) in enumerate(config.addresses):
@@ -191,12 +191,12 @@ class Successor:
         return self._standby is not None and self._place is not None and self._standby_term == config.term
 
     def observe_election(self, limit_s: float | None = None) -> bool:
-        """Begin to watch the election of other hosts; return False if this host does not know where.
+        """Begin to observe the election of other hosts; return False if this host knows no polling place.
 
-        The watch lasts for `limit_s`, by default slightly longer than an election.
+        This takes `limit_s`, by default slightly longer than an election.
         """
         places = self._polling_places
-        if not places and self._voter.newest is not None:  # it had a vote, until the others continued without it
+        if not places and self._voter.newest is not None:  # it had a vote until the others removed it
             places = tuple(
                 address for member, address in self._voter.newest.addresses if member != self._channel.member
             )
@@ -204,7 +204,7 @@ class Successor:
             return False
         self.is_electing = True
         self._over = over = threading.Event()
-        usual_s = max(_FEWEST_S, 2 * self._host_timeout_s) + _OBSERVE_S
+        usual_s = max(_LEAST_S, 2 * self._host_timeout_s) + _OBSERVE_S
         end = time.monotonic() + (usual_s if limit_s is None else limit_s)
         for address in places:
             self._start(self._vote_for, address, over, False)
@@ -212,7 +212,7 @@ class Successor:
         return True
 
     def cancel_election(self) -> bool:
-        """Cancel the election, since the leader answers again; False if this host has promised anything."""
+        """Cancel the election because the leader answers again; return False if this host has already voted."""
         with self._lock:
             if self._has_promised or self._over.is_set():
                 return False
@@ -221,7 +221,7 @@ class Successor:
         return True
 
     def receive_result(self) -> list[ElectedLeader | None]:
-        """Return the elected leader; None in the list: no host was elected in time."""
+        """Return the result of the election, if there is one: the leader, or None if no host was elected in time."""
         return self._results.receive_all()
 
     def await_result(self, over: threading.Event) -> ElectedLeader | None:
@@ -232,12 +232,12 @@ class Successor:
         return None
 
     def end_election(self) -> None:
-        """Record that the new leader's agents know each other."""
+        """End the election, after its result was processed."""
         self.is_electing = False
 
     def _start(self, work: Any, *args: Any) -> None:
         thread = threading.Thread(target=work, args=args, name="phalanx-election", daemon=True)
-        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]  # elections may be many
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]  # there may be many elections
         thread.start()
 
     def _finish(self, over: threading.Event, result: ElectedLeader | None) -> None:
@@ -257,21 +257,21 @@ class Successor:
             self._finish(over, None)
 
     def _vote_for(self, address: str, over: threading.Event, votes: bool) -> None:
-        """Vote at a standby's polling place as soon as it opens, or only watch there whether the standby is elected."""
+        """Vote at a standby's polling place, or only read there whether the standby is elected."""
         asked = 0
         while not over.is_set():
             try:
                 with Client(address, self._key, timeout=_TRY_S) as client:
                     announced_at = -_TURN_S
                     while not over.is_set():
-                        if votes and time.monotonic() >= announced_at + _TURN_S:  # a later candidate gets the full time
+                        if votes and time.monotonic() >= announced_at + _TURN_S:  # a later candidate has its full time
                             announced_at = time.monotonic()
                             client.queue_push(_PRESENT, str(self._channel.member))
                         try:
                             ask = json.loads(client.get(f"ask/{asked}", _POLL_S))
                         except DeadlineError:
                             continue
-                        asked += "elected" not in ask  # that one may be read again, if its host is not reached at once
+                        asked += "elected" not in ask  # the result is read again if its host is not reached at once
                         if (votes or "elected" in ask) and self._answer(client, ask, over):
                             return
             except (PhalanxError, *MALFORMED):
@@ -288,7 +288,7 @@ class Successor:
             self._follow(elected)
             self._finish(over, elected)
             return True
-        with self._lock:  # whoever ends the election takes this host's promises along
+        with self._lock:  # the end of an election and this host's vote exclude each other
             if over.is_set():
                 return True
             self._has_promised = True
@@ -305,7 +305,7 @@ class Successor:
         self._channel.redirect(elected.member, address, elected.epoch, _REDIRECT_S)
 
     def _run_for_leader(self, config: Config, end: float, over: threading.Event, wait_s: float) -> None:
-        """Stand for the lead, at this host's own polling place."""
+        """Ask for votes at this host's own polling place, as a candidate."""
         assert self._place is not None
         if over.wait(wait_s):
             return
@@ -327,12 +327,12 @@ class Successor:
             self._finish(over, None)
 
     def _yield_to_candidate(self, over: threading.Event) -> None:
-        """Wait while a candidate that this host has answered may be elected: it would have to be elected again."""
+        """Wait while another candidate, for which this host has voted, may be elected."""
         while (left_s := self._answered_at + _TURN_S - time.monotonic()) > 0 and not over.wait(left_s):
             pass
 
     def _clear_place(self, client: Client) -> None:
-        """Remove the remains of an earlier election from the polling place: voters, requests and replies."""
+        """Remove the voters, requests and replies of an earlier election from the polling place."""
         for queue in (_PRESENT, "replies"):
             while client.queue_pop(queue, block=False) is not None:
                 pass
@@ -340,7 +340,7 @@ class Successor:
         self._num_asked = 0
 
     def _await_voters(self, client: Client, config: Config, over: threading.Event) -> None:
-        """Wait until those have come who could decide: they have lost the leader as well."""
+        """Wait until a majority is present: these voters have lost the leader as well."""
         present = {self._channel.member} | ({WITNESS} if self._witness is not None else set())
         while not over.is_set() and not config.is_decided_by(present):
             self._present = frozenset(present)
@@ -348,7 +348,7 @@ class Successor:
                 present.add(int(client.queue_pop(_PRESENT, timeout=_POLL_S) or b"-1"))
 
     def _poll_voters(self, client: Client, end: float, over: threading.Event) -> Primary | None:
-        """Request votes in a new term; return the elected primary, or None if another candidate has asked later."""
+        """Request votes in a new term; return the elected primary, or None if another candidate has a later term."""
         with self._lock:
             known = self._voter.newest
             assert known is not None
@@ -383,7 +383,7 @@ class Successor:
         return None
 
     def _ask_witness(self, candidate: Candidate) -> Candidate:
-        """Get the witness's reply to the candidate, unless it has replied."""
+        """Add the witness's reply to the candidate, unless it has replied before."""
         replied = candidate.promised_by if candidate.proposed is None else candidate.accepted_by
         if self._witness is None or WITNESS not in candidate.electors or WITNESS in replied:
             return candidate
@@ -391,7 +391,7 @@ class Successor:
             if candidate.proposed is None:
                 return candidate.on_reply(self._witness.solicit(candidate.term))
             return candidate.on_reply(self._witness.propose(candidate.proposed))
-        except (PhalanxError, OSError):  # it is asked again
+        except (PhalanxError, OSError):  # the next call repeats the request
             self._witness.close()
             return candidate
 
@@ -400,7 +400,7 @@ class Successor:
         self._num_asked += 1
 
     def _take_over(self, client: Client, primary: Primary, over: threading.Event) -> None:
-        """Open the job's coordinator, and publish its address to the voters."""
+        """Open the job's coordinator on this host, and publish its address to the voters."""
         copy = self._standby.stop() if self._standby is not None else None
         state = copy.store.get(LEADER_STATE.encode()) if copy is not None else None
         if copy is None or not state or over.is_set():
@@ -417,7 +417,7 @@ class Successor:
         self.handover = Handover(state, service, primary, self._voter, unread, gone, self._witness)
         result = None
         try:
-            self._ask(client, elected=elected.to_json())  # first: the others must be served in time
+            self._ask(client, elected=elected.to_json())  # first, so that the others are served in time
             self._follow(elected)
             self._channel.attach_to(service)
             result = elected
@@ -446,7 +446,7 @@ class Successor:
 def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[int, bytes]]:
     """Turn a copy into the coordinator that `leader` leads instead of `lost`; return the unread messages of `lost`.
 
-    The leader is notified of joins and leaves, and the others of changes of the leader.
+    The leader watches all members, and the others watch the leader.
     """
     now = time.monotonic()
     copy.take_over(now)
@@ -461,11 +461,11 @@ def prepare(copy: ReplicatedCoordinator, leader: int, lost: int) -> list[tuple[i
     return unread
 
 
-_END_S = 2.0  # that an answer may take as the thread ends
+_END_S = 2.0  # for a pending answer when the thread ends
 
 
 class WitnessCheck:
-    """`WitnessCheck` asks a witness once, on a thread of its own; it closes the witness.
+    """`WitnessCheck` checks once, in a thread, that the witness answers this host; it owns and closes the witness.
 
     `fileno` is readable when `receive` has something.
     """
@@ -488,7 +488,7 @@ class WitnessCheck:
         try:
             self._witness.check()
         except (PhalanxError, OSError) as error:
-            why = str(error).splitlines()[0].rstrip(".")  # the rest is advice for a job's own coordinator
+            why = str(error).splitlines()[0].rstrip(".")  # the other lines are advice on a job's own coordinator
             self._lines.put(
                 f"the witness at {self._witness.address} does not answer this host: {why}. Unless it does when the "
                 "host that leads is lost, this host may not lead in its place"
@@ -497,6 +497,6 @@ class WitnessCheck:
             self._witness.close()
 
     def close(self) -> None:
-        """End the thread, which may wait for an answer for seconds: it is not waited for."""
+        """Close the descriptor; wait at most two seconds for the thread, which may wait for an answer."""
         self._thread.join(_END_S)
         self._lines.close()

@@ -1,7 +1,7 @@
-"""An elected host becomes the leader: it asks every host for the state of its ranks, and continues from there.
+"""`TakeOver` makes an elected host the leader: it collects the state of all ranks, and continues the attempt.
 
 elected ──► hosts report their ranks ──all, or lost──► a LeaderLink instead of the FollowerLink
-                                                                └── which loses the former leader
+                                                                └── which removes the former leader
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class TakeOver:
         self._handover = handover
         self._gone = {member: why for member, why in handover.gone.items() if member in others}
         self._others = others - handover.gone.keys()
-        self._later: list[Change | ControlMessage] = []  # they are for the link of the leader
+        self._later: list[Change | ControlMessage] = []  # messages for the leader's link
 
     def process(self, message: Change | ControlMessage) -> None:
-        """Process messages that arrive while hosts report their ranks."""
+        """Process a message that arrives while hosts report their ranks."""
         if isinstance(message, ControlMessage) and message.kind == "here":
             with contextlib.suppress(*MALFORMED):
                 reported = HostState.from_json(message.body["state"])
@@ -75,7 +75,7 @@ class TakeOver:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all hosts have reported, or are lost."""
+        """Return whether all hosts have reported or are lost."""
         return self._others <= self._states.keys()
 
     def complete(
@@ -87,7 +87,7 @@ class TakeOver:
         host_timeout_s: float,
         store: tuple[str, ...],
     ) -> None:
-        """Turn this host's attempt into the leader's, and continue without the former leader."""
+        """Give this host's attempt the link of a leader, and continue without the former leader."""
         state, channel, handover = self._state, self._channel, self._handover
         plan = replace(plan, begun=state.job_begun)
         self._states[channel.member] = HostState.of(attempt)
@@ -95,7 +95,7 @@ class TakeOver:
         own = next(node for node in nodes if node.facts.member == channel.member)
         peers = PeerHosts(channel, nodes, own, host_timeout_s, limits)
         if all(host.member != self._lost for host in state.slot_plan.hosts):
-            peers.lose(self._lost, "it has left")  # in order: the others continue without its ranks
+            peers.lose(self._lost, "it has left")  # orderly: the others continue without its ranks
         elastic = restore_elastic(state, self._states, channel.member, limits, host_timeout_s)
         followers, witness = handover.service.coordinator.followers, handover.witness
         calls = None if witness is None else WitnessCalls(witness, is_new=False)
@@ -141,9 +141,9 @@ def restore_elastic(
     limits: Limits,
     host_timeout_s: float,
 ) -> ElasticHosts:
-    """Return the job's decider, restored from the lost leader's decisions and the hosts' reports.
+    """Restore the job's `ElasticHosts` from the lost leader's decisions and the hosts' reports.
 
-    It includes the ranks of hosts that have not reported, until it is notified that these hosts are lost.
+    It has the ranks of hosts that have not reported, too: these hosts are lost afterwards.
     """
     elastic = ElasticHosts(state.slot_plan, state.max_replacements, limits, own, host_timeout_s)
     begun = state.begun
@@ -163,7 +163,7 @@ def restore_elastic(
             if part.member not in hosts and slot not in ended:
                 elastic.restore_members([ElasticRank(slot, pid, joined=True, wait_s=wait_s)], ())
             elif slot not in elastic.members and slot not in elastic.awaited and slot not in ended:
-                why = "it has ended while the job had no leader"
+                why = "it ended while the job had no leader"
                 rank = elastic.rank_of(slot)
                 elastic.note_gone(slot, LostRank(slot, rank, pid, why, now, elastic.generation.number, elastic.step))
     return elastic

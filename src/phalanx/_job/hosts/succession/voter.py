@@ -1,9 +1,9 @@
-"""A `Voter` is a host's vote for one coordinator at a time, and never again for an earlier one; pure data.
+"""A `Voter` accepts the configs of one term, and never again those of an earlier term. It is pure data.
 
-A coordinator or candidate asks; a voter never withdraws a promise or an acceptance:
+The primary proposes configs, and a candidate solicits promises; a voter never withdraws a promise or an acceptance:
 
-    propose(config) ──► accepted, or refused: I have promised a later term
-    solicit(term)   ──► promised, and this is the newest config that I know; or refused
+    propose(config) ──► accepted, or refused because the voter has promised a later term
+    solicit(term)   ──► promised, with the newest config that the voter has accepted; or refused
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ConfigAccepted:
 
 @dataclass(frozen=True)
 class TermPromised:
-    """`voter` accepts nothing of an earlier term than this any more; `newest` is the last config that it accepted."""
+    """`voter` accepts no config of an earlier term any more; `newest` is the last config that it has accepted."""
 
     voter: int
     term: Term
@@ -56,7 +56,7 @@ class Voter:
             return self, TermRefused(self.member, self.promised)
         if self.newest is None or config.stamp >= self.newest.stamp:
             return replace(self, promised=config.term, newest=config), self._accept(config)
-        return self, self._accept(self.newest)  # an old message, which was overtaken by the next one
+        return self, self._accept(self.newest)  # a late message: a newer one has overtaken it
 
     def _accept(self, config: Config) -> ConfigAccepted:
         return ConfigAccepted(self.member, config.term, config.version)

@@ -10,11 +10,11 @@ from phalanx._job.hosts.succession.voter import Reply
 from phalanx._job.hosts.succession.witness.witness import Witness
 from phalanx.errors import PhalanxError
 
-_END_S = 2.0  # that an answer may take as the thread ends
+_END_S = 2.0  # for a pending answer when the thread ends
 
 
 class WitnessCalls:
-    """`WitnessCalls` asks a witness on a thread of its own, so that the leader does not wait for an answer.
+    """`WitnessCalls` requests votes in a thread, so that the leader does not wait for the witness.
 
     `fileno` is readable when `receive` has something.
 
@@ -25,10 +25,10 @@ class WitnessCalls:
     def __init__(self, witness: Witness, *, is_new: bool) -> None:
         self.witness = witness
         self._is_new = is_new
-        self._next: Config | Term | None = None  # what to ask next
+        self._next: Config | Term | None = None  # the next request
         self._changed = threading.Condition()
         self._is_closed = False
-        self._is_silent = False  # that it does not answer
+        self._is_silent = False  # the witness does not answer, and the user knows
         self._replies: Mailbox[Reply | str] = Mailbox()
         self._thread = threading.Thread(target=self._run, name="phalanx-witness", daemon=True)
         self._thread.start()
@@ -38,13 +38,13 @@ class WitnessCalls:
         return self._replies.fileno()
 
     def ask(self, asked: Config | Term) -> None:
-        """Request a vote on this config, or a promise of this term, instead of a request that still waits."""
+        """Request a vote on this config, or a promise of this term; this replaces a request that is not sent yet."""
         with self._changed:
             self._next = asked
             self._changed.notify()
 
     def receive(self) -> list[Reply | str]:
-        """Return the replies since the last call, and lines for the user as text."""
+        """Return the replies since the last call; a text is a line for the user."""
         return self._replies.receive_all()
 
     def _run(self) -> None:
@@ -66,7 +66,9 @@ class WitnessCalls:
             except (PhalanxError, OSError) as error:
                 self.witness.close()
                 if not self._is_silent:
-                    why = str(error).splitlines()[0].rstrip(".")  # the rest is advice for a job's own coordinator
+                    why = (
+                        str(error).splitlines()[0].rstrip(".")
+                    )  # the other lines are advice on a job's own coordinator
                     self._replies.put(
                         f"the witness at {self.witness.address} does not vote: {why}. Until it does, the job may end "
                         "with a host that is lost"
@@ -80,7 +82,7 @@ class WitnessCalls:
         self.witness.close()
 
     def close(self) -> None:
-        """End the thread, which may wait for an answer for seconds: it is not waited for."""
+        """Close the descriptor; wait at most two seconds for the thread, which may wait for an answer."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

@@ -1,28 +1,80 @@
-"""`Witness` is an additional vote: the voter's state is in a register outside the job, named by `--witness`.
+"""`Witness` is one more voter, whose state is in a register outside the job, named by `--witness`.
 
-    client ── reads the voter's promises and acceptances ── executes the voter's step ── writes the result, if no other
-                    client has written ──► has the voter's reply
+    client ── reads the voter's state ── computes the voter's next state and reply ── writes the state, unless another
+                    client has written ──► the reply is valid
 
-Two hosts and a witness are three voters, so one host and the witness are a majority. The voter is the same as on each
-host (`hosts.succession.voter`): the register serializes its steps.
+Two hosts and a witness are three voters, so one host and the witness are a majority. The voter is the same `Voter` as
+on each host; the register serializes its steps.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from phalanx._comm.control.client import Client
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.wire import MALFORMED
 from phalanx._job.hosts.succession.config import Config, Term
 from phalanx._job.hosts.succession.message import config_from_json, config_to_json, term_from_json
 from phalanx._job.hosts.succession.voter import Reply, Voter
-from phalanx._job.hosts.succession.witness.register import Register, open_register
+from phalanx._job.hosts.succession.witness.address import is_etcd
+from phalanx._job.hosts.succession.witness.etcd_register import EtcdRegister
 from phalanx.errors import CoordinationError
 
 WITNESS = -2  # its number among the voters, which no member has
-_MOST_TRIES = 100  # a step between two steps of others is tried so often
+_ANSWER_S = 2.0
+_MOST_TRIES = 100  # of a step, while other clients write
+
+
+class Register(Protocol):
+    """`Register` has values by name outside the job. Each method raises PhalanxError or OSError if unreachable."""
+
+    is_durable: bool
+    """Whether the values survive a restart."""
+
+    def read(self, name: str) -> bytes:
+        """Return a value; b"" if there is none."""
+
+    def write(self, name: str, expected: bytes, value: bytes) -> bool:
+        """Replace the expected value (b"": there is none yet); return False if the value is another one."""
+
+    def delete(self, name: str) -> None:
+        """Delete a value, if there is one."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+class CoordinatorRegister:
+    """`CoordinatorRegister` is the store of a `phalanx coordinator` on a host that is none of the job's."""
+
+    is_durable = False
+
+    def __init__(self, endpoint: str, key: Key | None) -> None:
+        self._client = Client(endpoint, key, timeout=_ANSWER_S)
+
+    def read(self, name: str) -> bytes:
+        return self._client.get(name, _ANSWER_S) if self._client.check([name]) else b""
+
+    def write(self, name: str, expected: bytes, value: bytes) -> bool:
+        return self._client.compare_set(name, expected, value) == value
+
+    def delete(self, name: str) -> None:
+        self._client.delete_key(name)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def open_register(address: str, key: Key | None) -> Register:
+    """Return the register at HOST:PORT of a `phalanx coordinator` that has this key, or at etcd://HOST:PORT.
+
+    Raises:
+        CoordinationError: no coordinator answers there, or this host lacks a prerequisite for asking.
+    """
+    return EtcdRegister(address) if is_etcd(address) else CoordinatorRegister(address, key)
 
 
 class Witness:
@@ -47,10 +99,10 @@ class Witness:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], key: Key | None) -> Witness:
-        """Read what `to_json` wrote.
+        """Return the witness that `to_json` has described.
 
         Raises:
-            KeyError, TypeError: it is none.
+            KeyError, TypeError: the data is invalid.
         """
         return cls(str(fields["address"]), key, str(fields["job"]))
 
@@ -62,7 +114,7 @@ class Witness:
         """
         register = self._open()
         if self._may_have_begun and not register.is_durable:
-            return  # it may have promised something, and forgotten it since: a second value would promise it again
+            return  # it may have lost a promise since: a new value would repeat it
         self._may_have_begun = True
         register.write(self._name, b"", _to_bytes(Voter(WITNESS)))
 
@@ -83,7 +135,7 @@ class Witness:
         return self._vote(lambda voter: voter.propose(config))
 
     def solicit(self, term: Term) -> Reply:
-        """Return its reply to a host that wants to lead the job.
+        """Return the witness's reply to a candidate.
 
         Raises:
             PhalanxError, OSError: as `propose`.
@@ -102,16 +154,16 @@ class Witness:
         register = self._open()
         for _ in range(_MOST_TRIES):
             state = register.read(self._name)
-            if not state:  # it would repeat a promise that it has made to another host
-                raise CoordinationError("it knows nothing of this job (it was started again, or was cleared)")
+            if not state:  # a new voter would repeat a promise of the former one
+                raise CoordinationError("it does not know this job (it was restarted, or its data was deleted)")
             try:
                 before = _from_bytes(state)
             except MALFORMED:
-                raise CoordinationError(f"its value {self._name} is none that Phalanx has written") from None
+                raise CoordinationError(f"Phalanx has not written its value {self._name}") from None
             after, reply = step(before)
             if after == before or register.write(self._name, state, _to_bytes(after)):
                 return reply
-        raise CoordinationError("others write there all the time")
+        raise CoordinationError("other hosts write there all the time")
 
     def _open(self) -> Register:
         if self._register is None:
@@ -119,7 +171,7 @@ class Witness:
         return self._register
 
     def close(self) -> None:
-        """Let go of the connection; the next call opens another one."""
+        """Close the connection; the next call opens a new one."""
         register, self._register = self._register, None
         if register is not None:
             register.close()
