@@ -22,7 +22,7 @@ def make_group(flights: Flights, name: str, lost: tuple[int, ...] = ()) -> Symme
             Deadline.after(10),
             lambda missing: None,
             lambda waited_s: None,
-            show=lambda fd: flights.add(message, [os.dup(fd)], lost),
+            register=lambda fd: flights.add(message, [os.dup(fd)], lost),
         )
 
 
