@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _test_python_store
 
 from phalanx._comm.backend.coordination_store import CoordinationStore
-from phalanx._comm.backend.torch_integration.stores import serve_prefixes
+from phalanx._comm.backend.torch_integration.stores import patch_prefix_store
 from phalanx._comm.control.client import Client
 from phalanx._comm.control.key import Key
 from phalanx._job.coordinator.service import Service
@@ -30,7 +30,7 @@ MS, SECOND = timedelta(milliseconds=1), timedelta(seconds=1)
 
 @pytest.fixture(autouse=True, scope="module")
 def _loop_of_tcp_store():
-    serve_prefixes()  # as when a group is made
+    patch_prefix_store()  # as when a group is made
     dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # libuv keeps a pipe from its first loop on
 
 

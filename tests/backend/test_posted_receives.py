@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.on_ranks import on_ranks
 from tests.parity.beside_gloo import assert_same_as_gloo
 
-from phalanx._comm.backend.process_group.inbox import Posted
+from phalanx._comm.backend.process_group.inbox import ReceiveWork
 from phalanx._comm.transport.shared_memory import PostedReceive
 from phalanx.testing import run_ranks
 
@@ -39,7 +39,7 @@ class _Never:
 
 def test_a_wait_for_a_message_that_does_not_come_takes_its_limit_once():
     """It took the limit to bring the message about, and then as long again: 6 s where the error said 3.0 s."""
-    work = Posted(_Never(), _Never(), torch.zeros(1))
+    work = ReceiveWork(_Never(), _Never(), torch.zeros(1))
     work._done = _Recorded()
     with pytest.raises(TimeoutError, match=r"the operation was not over after 0\.05 s; it goes on"):
         work.wait(timedelta(seconds=0.05))
@@ -49,7 +49,7 @@ def test_a_wait_for_a_message_that_does_not_come_takes_its_limit_once():
 def test_what_a_message_costs_does_not_depend_on_how_many_receives_are_posted(monkeypatch):
     """Each post, and each message, asked all posted receives for their status: 4,000 took over a minute."""
     asked = []
-    monkeypatch.setattr(Posted, "is_pending", property(lambda work: asked.append(1) or work.receive.is_pending))
+    monkeypatch.setattr(ReceiveWork, "is_pending", property(lambda work: asked.append(1) or work.receive.is_pending))
 
     def check(rank, world_size):
         count = 500

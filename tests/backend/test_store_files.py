@@ -19,7 +19,7 @@ import random, sys
 from collections import Counter
 from datetime import timedelta
 import torch.distributed as dist
-from phalanx._comm.backend.torch_integration.stores import serve_files
+from phalanx._comm.backend.torch_integration.stores import patch_file_store
 
 def said(store, seed, waited):
     choose = random.Random(seed)
@@ -45,7 +45,7 @@ def said(store, seed, waited):
             answers.append((name, key, value, type(error).__name__))
     return answers
 
-serve_files()
+patch_file_store()
 for wrap in (lambda file: file, lambda file: dist.PrefixStore("p", dist.PrefixStore("q", file))):
     our_waits, their_waits = Counter(), Counter()
     for seed in range(20):

@@ -8,7 +8,7 @@ def test_memory_is_given_back_once_after_a_burst(monkeypatch):
     """What answers to a thousand hosts had taken stayed with the first host's agent for the rest of the job."""
     calls = []
     memory = UnusedMemory()
-    monkeypatch.setattr(service, "give_back_freed_memory", lambda: calls.append(0))
+    monkeypatch.setattr(service, "release_freed_memory", lambda: calls.append(0))
     memory.note_sent(1 << 20)
     memory.give_back()
     assert calls == []

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import phalanx
-from phalanx._comm.backend.imported_environment import environment_kept
+from phalanx._comm.backend.imported_environment import environment_preserved
 from phalanx.errors import summary_of
 from phalanx.pipeline.schedule import SCHEDULES
 from phalanx.testing import run_ranks
@@ -480,10 +480,10 @@ def test_what_an_import_of_torchs_sets_in_the_environment_is_taken_back(monkeypa
     """zero_bubble's import of torch's compiler set the folder of its cache for all child processes."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.delenv(name, raising=False)
-    with environment_kept():
+    with environment_preserved():
         os.environ[name] = "/set/by/an/import"
     assert name not in os.environ
     monkeypatch.setenv(name, "/set/by/the/user")
-    with environment_kept():
+    with environment_preserved():
         pass
     assert os.environ[name] == "/set/by/the/user"

@@ -30,7 +30,7 @@ def keep_freed_memory() -> None:
     mallopt(_TRIM_THRESHOLD, 2 * _LARGEST_MMAP_THRESHOLD)
 
 
-def give_back_freed_memory() -> None:
+def release_freed_memory() -> None:
     """Return freed memory to the system that malloc would keep: because of `keep_freed_memory` or `phalanx run`, or
     because the freed memory is between blocks in use.
 

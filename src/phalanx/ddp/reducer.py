@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx._base.malloc import give_back_freed_memory
+from phalanx._base.malloc import release_freed_memory
 from phalanx._base.torch_names import find
 from phalanx._comm.backend.dynamo import untraced
 from phalanx.ddp.bucket import DenseBucket, SparseBucket
@@ -491,7 +491,7 @@ class Reducer:
         if plan != self.plan:
             self._set.adopt(plan, [parameter.grad for parameter in self._parameters])
             self._begin_round()
-        give_back_freed_memory()  # the first gradients, which are now in buckets
+        release_freed_memory()  # the first gradients, which are now in buckets
 
     def _begin_round(self) -> None:
         self._round = Round([bucket.plan for bucket in self._set.buckets], len(self._parameters))

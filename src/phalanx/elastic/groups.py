@@ -13,14 +13,14 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx._comm.backend import rendezvous
-from phalanx._comm.backend.torch_integration.groups import count_groups_anew, list_groups, phalanx_group
+from phalanx._comm.backend.torch_integration.groups import list_groups, phalanx_group, reset_group_count
 from phalanx._comm.rendezvous.bootstrap import checked_while_forming
 
 _PAUSE_S = 0.005
 _last_rendezvous = -1, 0  # the generation, and how many of its rendezvous came before
 
 
-def next_rendezvous(environment: Mapping[str, str]) -> rendezvous.StoreAddress:
+def next_rendezvous(environment: Mapping[str, str]) -> rendezvous.StoreAndRank:
     """Return the address of a generation's next rendezvous: its store, this rank, and the world size.
 
     All ranks of the generation call it equally often.
@@ -51,7 +51,7 @@ def leave_all_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     # A group that was never formed has been counted, and ranks that did not try would name the next one differently.
-    count_groups_anew()
+    reset_group_count()
 
 
 # Keep torch's excepthook, which prints uncaught exceptions, from piling up when groups are formed again.

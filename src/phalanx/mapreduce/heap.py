@@ -5,7 +5,7 @@ In a test with values of 1 MB and a limit of 16 MB, the allocator kept 70 MB of 
 
 from __future__ import annotations
 
-from phalanx._base.malloc import give_back_freed_memory
+from phalanx._base.malloc import release_freed_memory
 
 _LARGE_BYTES = 32 << 10
 
@@ -13,4 +13,4 @@ _LARGE_BYTES = 32 << 10
 def release_freed(held_bytes: int, count: int) -> None:
     """Return memory to the system after `count` values of `held_bytes` in all were freed, unless they were small."""
     if count and held_bytes // count >= _LARGE_BYTES:
-        give_back_freed_memory()
+        release_freed_memory()

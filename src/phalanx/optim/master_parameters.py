@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx._comm.backend.shared_updates import note_shared_update
+from phalanx._comm.backend.shared_updates import register_shared_update
 from phalanx.optim.parameter_shard import in_memory_order
 from phalanx.optim.plan import Slice, plan_waves
 from phalanx.optim.shared_parameters import SharedBlock
@@ -80,7 +80,7 @@ class MasterParameters(SharedBlock):
         self.push_exact()
         dist.barrier(group=group)  # no rank updates a master that another still reads
         if group.size() > 1:
-            note_shared_update(self.parameters, self)
+            register_shared_update(self.parameters, self)
 
     def move_to(self, memory: Tensor) -> None:
         """Use `memory`, which is this rank's own and laid out as the block, instead; copy its values to the devices."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from phalanx._base.deadline import Deadline
 from phalanx._base.log import get_logger
-from phalanx._base.malloc import give_back_freed_memory
+from phalanx._base.malloc import release_freed_memory
 from phalanx._comm.backend.shared import sharing_group
-from phalanx._comm.backend.shared_updates import forget_readers, note_readers, note_shared_update
+from phalanx._comm.backend.shared_updates import register_readers, register_shared_update, unregister_readers
 from phalanx._comm.backend.torch_integration.shared_loads import wait_before_loads
 from phalanx._comm.diagnostics.flight_recorder import read_position
 from phalanx._comm.diagnostics.rank_list import name_ranks
@@ -96,14 +96,14 @@ class SharedParameters(SharedBlock):
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
         if group.size() > 1:
-            note_shared_update(self.parameters, self)
-            note_readers(self, Readers(group).await_others)
+            register_shared_update(self.parameters, self)
+            register_readers(self, Readers(group).await_others)
             wait_before_loads()
-        give_back_freed_memory()
+        release_freed_memory()
 
     def move_to(self, memory: Tensor) -> None:
         super().move_to(memory)
-        forget_readers(self)
+        unregister_readers(self)
         for number, parameter in enumerate(self.parameters):
             parameter.data = self.shaped(number)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from phalanx._base.torch_names import find
-from phalanx._comm.backend.imported_environment import environment_kept
+from phalanx._comm.backend.imported_environment import environment_preserved
 
 
 @functools.cache  # called in each backward
@@ -55,7 +55,7 @@ def backward_input(
 
     A stage without such leaves, the first, leaves all work for later, since no stage waits for it.
     """
-    with environment_kept():
+    with environment_preserved():
         # Importing them takes a second, as it loads much of torch's compiler: only on use.
         get_grad_fn = _of_torch("torch.distributed.pipelining._backward._get_grad_fn_or_grad_acc")
         construct_reverse_graph = _of_torch("torch.distributed.pipelining._backward.construct_reverse_graph")

@@ -31,7 +31,7 @@ def break_torch(need):
 
 def trial(patched, need):
     break_torch(need)
-    patch._asked.discard(patched.name)  # looking a name up may have imported the module that is changed then
+    patch._applied.discard(patched.name)  # looking a name up may have imported the module that is changed then
     module, _, name = patched.name.partition(".")
     change = getattr(sys.modules[f"{ROOM}.{module}"], name)
     for _ in range(2):
@@ -98,13 +98,13 @@ def test_every_patch_is_tried(trials):
         "futures._collect_calls",
         "launched_rank._extend_start",
         "monitored_barrier.extend_monitored_barrier",
-        "mpi.serve_mpi",
-        "rendezvous_handlers.serve_agents_store",
-        "rendezvous_handlers.serve_cluster_launchers",
+        "mpi.patch_mpi",
+        "rendezvous_handlers.patch_agent_rendezvous",
+        "rendezvous_handlers.patch_launcher_rendezvous",
         "shared_loads.wait_before_loads",
-        "stores.serve_files",
-        "stores.serve_prefixes",
-        "stores.serve_queues",
+        "stores.patch_file_store",
+        "stores.patch_prefix_store",
+        "stores.patch_store_queues",
         "training_steps._observe_backward",
         "training_steps._observe_batches",
         "training_steps._observe_scaler",

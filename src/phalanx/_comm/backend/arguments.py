@@ -62,30 +62,30 @@ def reduction_of(op: Any, dtype: torch.dtype, operation: str) -> tuple[int, Any]
     return code, factor
 
 
-class _Door(threading.local):
-    """A `_Door` holds the device whose tensors this thread's call may have, besides the CPU's."""
+class _AllowedDevice(threading.local):
+    """An `_AllowedDevice` is the device whose tensors this thread's call may have, besides the CPU's."""
 
     device: torch.device | None = None
 
 
-_door = _Door()
+_allowed = _AllowedDevice()
 
 
 @contextlib.contextmanager
-def carried_on(device: torch.device) -> Iterator[None]:
+def device_allowed(device: torch.device) -> Iterator[None]:
     """Accept tensors on `device` in this thread's calls, while a collective runs there."""
-    _door.device = device
+    _allowed.device = device
     try:
         yield
     finally:
-        _door.device = None
+        _allowed.device = None
 
 
 def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tensor:
     """Return a dense tensor that this call supports, or raise. A `written` tensor receives the result."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
-    if not tensor.is_cpu and tensor.device != _door.device:
+    if not tensor.is_cpu and tensor.device != _allowed.device:
         raise ArgumentError(no_backend_for(tensor.device, operation))
     if tensor.layout != torch.strided:
         raise ArgumentError(

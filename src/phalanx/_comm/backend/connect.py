@@ -31,8 +31,8 @@ _LONGEST_S = 1e8  # three years: an infinite timeout, as milliseconds for Gloo
 
 
 @dataclass(frozen=True)
-class MetGroup:
-    """A `MetGroup` is a group after the rendezvous. `key` is a word in `store` that only its ranks use."""
+class RendezvousGroup:
+    """A `RendezvousGroup` is a group after the rendezvous. `key` is a word in `store` that only its ranks use."""
 
     name: str
     key: str
@@ -48,7 +48,7 @@ class MetGroup:
         return PrefixStore(f"{what}/{self.key}", self.store)
 
 
-def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore) -> Engine:
+def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, failure_store: FailureStore) -> Engine:
     """Build the engine that the group's options select. All ranks of the group call it.
 
     Raises:
@@ -75,7 +75,7 @@ def build_engine(group: MetGroup, settings: Options, deadline: Deadline, failure
 
 
 def open_gloo(
-    group: MetGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
+    group: RendezvousGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
 ) -> GlooEngine:
     """Connect all ranks by Gloo, whatever engine is selected, with `build_engine`'s errors and `num_threads`."""
     rank, infos, name = group.rank, group.infos, group.name
@@ -164,7 +164,7 @@ def _timedelta_of(deadline: Deadline) -> timedelta:
     return timedelta(seconds=min(max(deadline.left_s, 0.1), _LONGEST_S))
 
 
-def _unreachable(error: RuntimeError, group: MetGroup) -> PhalanxError:
+def _unreachable(error: RuntimeError, group: RendezvousGroup) -> PhalanxError:
     """Return the error of a rank that Gloo could not connect with all others, with their addresses."""
     infos = group.infos
     hosts = "\n".join(

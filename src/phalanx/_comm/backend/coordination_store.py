@@ -24,7 +24,7 @@ R = TypeVar("R")
 _DEFAULT_TIMEOUT = timedelta(seconds=300)  # as in PyTorch's stores
 
 # torch's C++ keeps a store without its Python object, which would be freed with the last Python reference.
-_kept: set[CoordinationStore] = set()
+_open_stores: set[CoordinationStore] = set()
 
 
 def _in_torchs_words(
@@ -74,8 +74,8 @@ class CoordinationStore(Store):
         super().__init__()
         self.set_timeout(timeout)  # the base class has it: a PrefixStore around this store sets that one
         self._client = Client(address, key) if client is None else client
-        self._asked = threading.local()
-        _kept.add(self)
+        self._captured = threading.local()
+        _open_stores.add(self)
 
     @property
     def host(self) -> str:
@@ -97,7 +97,7 @@ class CoordinationStore(Store):
 
     def close(self) -> None:
         """Close the connection to the coordinator, for all clones as well."""
-        _kept.difference_update([store for store in _kept if store._client is self._client])
+        _open_stores.difference_update([store for store in _open_stores if store._client is self._client])
         self._client.close()
 
     @_in_torchs_words
@@ -124,8 +124,8 @@ class CoordinationStore(Store):
 
     @_in_torchs_words
     def check(self, keys: Sequence[str]) -> bool:
-        if (asked := getattr(self._asked, "keys", None)) is not None:
-            asked += keys
+        if (captured := getattr(self._captured, "keys", None)) is not None:
+            captured += keys
             return False
         return self._client.check(keys)
 
@@ -212,9 +212,9 @@ class CoordinationStore(Store):
 
     def name_through(self, store: Store, key: str) -> str:
         """Return the name of `key` after the PrefixStores of `store` around this one; nothing is sent."""
-        self._asked.keys = []
+        self._captured.keys = []
         try:
             store.check([key])
-            return str(self._asked.keys[0])
+            return str(self._captured.keys[0])
         finally:
-            self._asked.keys = None
+            self._captured.keys = None

@@ -23,13 +23,13 @@ from phalanx._base.ipc.local_listener import new_token
 from phalanx._base.log import get_logger, warn_once
 from phalanx._base.torch_versions import describe_untested
 from phalanx._comm.backend import device_backends
-from phalanx._comm.backend.connect import MetGroup, build_engine, open_gloo
+from phalanx._comm.backend.connect import RendezvousGroup, build_engine, open_gloo
 from phalanx._comm.backend.open_memory import advice, open_symmetric_memory
 from phalanx._comm.backend.process_group import PhalanxProcessGroup
 from phalanx._comm.backend.process_group.open_groups import open_groups
 from phalanx._comm.backend.reconfiguration import Reconfiguration, unconnected
 from phalanx._comm.backend.rendezvous import find_lost_host, is_rehearsing, own_address
-from phalanx._comm.backend.tcp_store import is_kept_here
+from phalanx._comm.backend.tcp_store import is_served_here
 from phalanx._comm.control.wire import WRITE_ONCE
 from phalanx._comm.diagnostics.failure_report import FailureReport
 from phalanx._comm.diagnostics.failure_signals import FailureSignals
@@ -58,7 +58,7 @@ except ImportError:  # there was no compiler at installation, or the platform ha
     _core = None  # type: ignore[assignment]
 
 _logger = get_logger(__name__)
-_NO_CORE = "the C core is not there (reinstall with a C compiler at hand)"
+_NO_CORE = "the C core was not built (reinstall with a C compiler)"
 
 
 def create_process_group(options: Any, backend_options: Any = None) -> Any:
@@ -121,7 +121,7 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
     if is_rehearsing():
         return RehearsalTransport(name, rank, size)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_lack_told(f"init_process_group of group {name!r} on rank {rank}"))
+        stack.enter_context(_explained_shortage(f"init_process_group of group {name!r} on rank {rank}"))
         server, obstacle = _open_fd_server() if _core is not None else (None, _NO_CORE)
         if server is not None:
             stack.enter_context(server)
@@ -164,10 +164,10 @@ def _interface_problem(settings: Options) -> str:
     here = interface_addresses()  # empty if the system does not list them
     if settings.interface is None or settings.interface in here or not here:
         return ""
-    told = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    variable = os.environ.get("GLOO_SOCKET_IFNAME", "")
     named = f"Options(interface={settings.interface!r})"
-    if told.partition(",")[0] == settings.interface:
-        named = f"GLOO_SOCKET_IFNAME={told}"
+    if variable.partition(",")[0] == settings.interface:
+        named = f"GLOO_SOCKET_IFNAME={variable}"
     known = settings.interface in (name for _, name in socket.if_nameindex())
     fact = "has no address" if known else "does not exist"
     there = ", ".join(f"{name} ({addresses[0]})" for name, addresses in here.items())
@@ -216,7 +216,7 @@ def _open_fd_server() -> tuple[FdServer | None, str]:
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
-        return None, f"Unix sockets cannot be had ({error.strerror})"
+        return None, f"Unix sockets are not available ({error.strerror})"
 
 
 def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Options) -> RankInfo:
@@ -230,7 +230,7 @@ def _rank_info(server: FdServer | None, obstacle: str, store: Any, settings: Opt
         address=_my_address(store, settings),
         agreed=settings.agreed(),
         obstacle=obstacle,
-        keeps_store=is_kept_here(base_of(store)),
+        keeps_store=is_served_here(base_of(store)),
         interface_problem=_interface_problem(settings),
         secret=new_token(),
     )
@@ -243,8 +243,8 @@ def _my_address(store: Any, settings: Options) -> str:
     """
     if settings.interface and (addresses := interface_addresses().get(settings.interface)):
         return next(filter(is_public, addresses), addresses[0])  # the engine may use any of them
-    if told := own_address():
-        return told
+    if address := own_address():
+        return address
     host = getattr(base_of(store), "host", "")
     with contextlib.suppress(OSError):
         return local_address(host) if host else ""
@@ -282,7 +282,7 @@ def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadl
     transport = SharedMemoryTransport(options.group_id)
     symm_mem = open_symmetric_memory(server, infos, range(len(infos)), options, deadline, transport.idle)
     transport.attach(symm_mem)
-    return _begin(transport, bootstrap, options, deadline)
+    return _complete(transport, bootstrap, options, deadline)
 
 
 def _group_class() -> Any:
@@ -295,8 +295,8 @@ def _group_class() -> Any:
 
 
 @contextlib.contextmanager
-def _lack_told(here: str) -> Iterator[None]:
-    """Extend errors of missing descriptors or memory inside by the limit and advice."""
+def _explained_shortage(here: str) -> Iterator[None]:
+    """Add the limit and advice to errors of missing descriptors or memory in the block."""
     try:
         yield
     except MemoryError:  # Python's own, which has no text
@@ -320,17 +320,17 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
     symm_mem = open_symmetric_memory(server, infos, layout.local_ranks, options, deadline, transport.idle)
     failure_store = _open_failure_store(options, token, infos, processes)
     try:
-        group = MetGroup(name, token, options.store, infos, layout)
+        group = RendezvousGroup(name, token, options.store, infos, layout)
         engine = build_engine(group, settings, deadline, failure_store)
     except BaseException:
         symm_mem.close()
         raise
     transport.pickles = PickleAuthenticator(infos[0].secret, name)
     transport.attach(symm_mem, engine, failure_store)
-    return _begin(transport, bootstrap, options, deadline)
+    return _complete(transport, bootstrap, options, deadline)
 
 
-def _begin(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
+def _complete(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
     """Return the transport once all ranks have it: from here on a failure is the group's."""
     try:
         if options.group_rank == 0:
@@ -345,10 +345,12 @@ def _begin(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: D
 def _report_lost_host(global_ranks: Sequence[int], processes: Sequence[str]) -> FailureReport | None:
     """Return the agent's report of a lost host as a report of this group; None if it had none of the group's ranks."""
     lost = find_lost_host()
-    gone = [r for r, global_rank in enumerate(global_ranks) if lost is not None and global_rank in lost.ranks]
-    if lost is None or not gone:
+    lost_ranks = [r for r, global_rank in enumerate(global_ranks) if lost is not None and global_rank in lost.ranks]
+    if lost is None or not lost_ranks:
         return None
-    return FailureReport("lost", ranks=tuple(gone), processes={r: processes[r] for r in gone}, reason=lost.reason)
+    return FailureReport(
+        "lost", ranks=tuple(lost_ranks), processes={r: processes[r] for r in lost_ranks}, reason=lost.reason
+    )
 
 
 def _open_failure_store(
@@ -389,12 +391,12 @@ def _over_gloo(bootstrap: Bootstrap, options: Any, settings: Options, deadline: 
     processes = [f"{info} {info.address}".rstrip() for info in infos]
     key = hashlib.blake2b(infos[0].secret.encode(), digest_size=16).hexdigest()
     failure_store = _open_failure_store(options, key, infos, processes)
-    group = MetGroup(name, key, options.store, infos, layout)
+    group = RendezvousGroup(name, key, options.store, infos, layout)
     # it runs one collective at a time
     engine = open_gloo(group, settings, deadline, failure_store, num_threads=1)
     transport = GlooTransport(name, engine, failure_store, processes, lambda r: infos[r].has_ended(infos[rank]))
     transport.pickles = PickleAuthenticator(infos[0].secret, name)
-    return _begin(transport, bootstrap, options, deadline)
+    return _complete(transport, bootstrap, options, deadline)
 
 
 _exit_watched = False

@@ -28,13 +28,13 @@ def untraced(marked: _Marked) -> _Marked:
     """Exclude a function, or a class's own methods, and all functions that they call, from Dynamo."""
     for member in vars(marked).values() if isinstance(marked, type) else [marked]:
         for function in _functions(member):
-            _leave_alone(function)
+            _exclude(function)
     return marked
 
 
 def skipped(function: _Function) -> _Function:
     """Exclude a function's own code from Dynamo, but not the functions that it calls: `disable(recursive=False)`."""
-    _leave_alone(function, with_callees=False)
+    _exclude(function, with_callees=False)
     return function
 
 
@@ -58,7 +58,7 @@ def _functions(member: Any) -> list[types.FunctionType]:
     return [function for function in candidates if isinstance(function, types.FunctionType)]
 
 
-def _leave_alone(function: Any, *, with_callees: bool = True) -> None:
+def _exclude(function: Any, *, with_callees: bool = True) -> None:
     function = inspect.unwrap(function)  # a decorator's code, as of `torch.no_grad()`, is shared
     # A call in traced code ends the graph.
     function._torchdynamo_disable = True

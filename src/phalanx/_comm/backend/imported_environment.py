@@ -10,7 +10,7 @@ _SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)  # torch sets it again when it co
 
 
 @contextmanager
-def environment_kept() -> Iterator[None]:
+def environment_preserved() -> Iterator[None]:
     """Undo, at the end, the environment variables that torch's compiler has set meanwhile."""
     before = {name: os.environ.get(name) for name in _SET_BY_IMPORTS}
     try:

@@ -99,8 +99,8 @@ class Lending:
         """Return the tensor that `rank` lent. Its memory is returned when no tensor uses it any more."""
         address = self._symm_mem.address_of(rank, place & ((1 << _WORD) - 1))
         buffer = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
-        weakref.finalize(buffer, self._give_back, rank, place >> _WORD).atexit = False
+        weakref.finalize(buffer, self._return, rank, place >> _WORD).atexit = False
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
-    def _give_back(self, rank: int, piece: int) -> None:
+    def _return(self, rank: int, piece: int) -> None:
         self._words[rank, piece] = 1

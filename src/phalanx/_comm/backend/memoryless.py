@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx._base.torch_names import find
-from phalanx._comm.backend.work import DoneWork
+from phalanx._comm.backend.work import CompletedWork
 from phalanx._comm.transport.tensors import is_zero_tensor
 
 _WHY = "a tensor without memory is refused in other words"
@@ -79,12 +79,12 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
     )
 
 
-def nothing_done(operation: str, arguments: tuple[Any, ...]) -> DoneWork:
+def nothing_done(operation: str, arguments: tuple[Any, ...]) -> CompletedWork:
     """Return the answer to a call with fake tensors."""
     tensors = list(_tensors_in(arguments))
     if not all(map(is_fake, tensors)):
         raise TypeError(f"{operation}: some tensors of the call are fake (FakeTensorMode) and some are real")
-    return DoneWork(list(_tensors_in(arguments[:1])))
+    return CompletedWork(list(_tensors_in(arguments[:1])))
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

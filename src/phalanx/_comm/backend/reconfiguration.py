@@ -110,7 +110,7 @@ class Reconfiguration:
         """Return this process's handle; it changes with each reconfiguration."""
         return str(MemberHandle(group.rank(), self._uuid, self._first_rank, self._token))
 
-    def meet(self, group: PhalanxProcessGroup, opts: Any) -> None:
+    def apply(self, group: PhalanxProcessGroup, opts: Any) -> None:
         """Leave the group's members and connect to those of `opts.handles`; each of them calls this with the same.
 
         Raises:

@@ -35,7 +35,7 @@ from phalanx._base.processes import read_start_ticks
 from phalanx._comm.backend import store_errors
 from phalanx._comm.backend.start import launched
 from phalanx._comm.backend.store_errors import explained
-from phalanx._comm.backend.tcp_store import keeps, open_store
+from phalanx._comm.backend.tcp_store import note_served, open_store
 from phalanx._comm.diagnostics.observer import fetch_store
 from phalanx._comm.engines.mpi import Launcher, start, why_not
 from phalanx._comm.rendezvous.agent_file import LostHost, read_lost, read_store
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from phalanx._comm.control.key import Key
 
 
-StoreAddress = tuple[Any, int, int]
-Handler = Callable[..., Iterator[StoreAddress]]
+StoreAndRank = tuple[Any, int, int]
+Handler = Callable[..., Iterator[StoreAndRank]]
 
 
 def launcher() -> Launcher | None:
@@ -71,16 +71,16 @@ def launcher() -> Launcher | None:
     return None
 
 
-def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
+def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAndRank]:
     """Yield the handler of `env://` in a rank of `phalanx run`, whichever backend it asks for."""
     path = find_agents_store(os.environ)
     if path and "?" not in url:
-        yield _from_agent(path)
+        yield _open_at_agent(path)
         raise RuntimeError(_NOT_AGAIN)
     yield from original(url, timeout=timeout, **kwargs)
 
 
-def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
+def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAndRank]:
     """Yield the handler of `env://` for our backend."""
     if find_agents_store(os.environ) and "?" not in url:
         yield from launched_rendezvous(original, url, timeout, **kwargs)  # the agent keeps the store: no port is opened
@@ -89,7 +89,7 @@ def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: An
     if launch is None:
         yield from address_rendezvous(original, url, timeout, **kwargs)
     elif "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        _compare(launch, os.environ)
+        _check_world_size(launch, os.environ)
         url = f"{url}?rank={launch.rank}&world_size={launch.world_size}"
         yield from address_rendezvous(original, url, timeout, **kwargs)
     else:
@@ -101,7 +101,7 @@ _RANKS_PER_GPU = "PHALANX_RANKS_PER_GPU"
 _NOT_AGAIN = "env:// cannot rendezvous again; destroy the group and initialise anew"
 
 
-def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAddress]:
+def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAndRank]:
     """Yield the handler of `tcp://`, or of `env://` with an address: its errors say which rank waited where.
 
     torch's `original` has rank 0 wait until as many processes have come as it believes in, and so hear too late of
@@ -111,7 +111,7 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
     if place.host and place.port and place.rank >= 0 and place.world_size >= 1:
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store
         libuv = parse_qs(urlsplit(url).query).get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0] == "1"
-        store = open_store(place, keep=place.rank == 0 and not is_agents, libuv=libuv)
+        store = open_store(place, serve=place.rank == 0 and not is_agents, libuv=libuv)
         if is_agents:  # it outlives an attempt; torch's own handler keeps them apart in the same way
             store = PrefixStore(f"/worker/attempt_{attempt()}", store)
         yield store, place.rank, place.world_size
@@ -190,7 +190,7 @@ def is_rehearsing() -> bool:
     return not _rehearsal_over and generation() > 0
 
 
-def enter_generation(environment: Mapping[str, str]) -> StoreAddress:
+def enter_generation(environment: Mapping[str, str]) -> StoreAndRank:
     """Become the rank of a generation that `environment` describes; return where its ranks meet.
 
     Without variables it is the generation that this process was started for.
@@ -212,9 +212,9 @@ def end_rehearsal() -> None:
 
 # Each init_process_group of a process meets under keys of its own: the store outlives the group.
 _generation = 0
-_kept: list[int] = []
+_open_files: list[int] = []
 _agent_file = -1  # in a job on several hosts: what the agent tells
-_kept_stores: list[Any] = []  # stores written in Python: torch's references to them do not keep Python's half
+_open_stores: list[Any] = []  # stores written in Python: torch's references to them do not keep Python's half
 
 
 def _next_prefix() -> str:
@@ -223,14 +223,14 @@ def _next_prefix() -> str:
     return f"init-{_generation}"
 
 
-def _from_agent(path: str) -> StoreAddress:
+def _open_at_agent(path: str) -> StoreAndRank:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _open_coordinator(path) if path.startswith(COORDINATOR) else FileStore(_find_file(path), size)
     return PrefixStore(f"start-{attempt()}/{_next_prefix()}", store), rank, size
 
 
 def _find_file(path: str) -> str:
-    return path if _is_memfd(path) else _store_of_agent(path)
+    return path if _is_memfd(path) else _fetch_from_agent(path)
 
 
 def _open_coordinator(path: str) -> Any:
@@ -248,11 +248,11 @@ def _open_coordinator(path: str) -> Any:
         os.dup2(file, _agent_file, inheritable=False)
         os.close(file)
     address, key = read_store(_agent_file)
-    known = next((store for store in _kept_stores if store.leads_to(address)), None)
+    known = next((store for store in _open_stores if store.leads_to(address)), None)
     if known is not None:
         return known
     store = CoordinationStore(address, Key.parse(key) if key else None)
-    _kept_stores.append(store)
+    _open_stores.append(store)
     return store
 
 
@@ -265,7 +265,7 @@ def _is_memfd(path: str) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 0 and status.st_uid == os.getuid()
 
 
-def _store_of_agent(path: str) -> str:
+def _fetch_from_agent(path: str) -> str:
     """Return the store that the agent hands over, for a rank that does not see the agent's process."""
     fd = fetch_store(agent_address())
     if fd is None:
@@ -274,22 +274,22 @@ def _store_of_agent(path: str) -> str:
             "hand it over.\nThis rank is in another pid namespace (a container, unshare) and another network namespace "
             "than `phalanx run`: start `phalanx run` inside, or let the container use the host's network."
         )
-    _kept.append(fd)
+    _open_files.append(fd)
     return f"/proc/self/fd/{fd}"
 
 
-def mpi_rendezvous(timeout: timedelta) -> StoreAddress:
+def mpi_rendezvous(timeout: timedelta) -> StoreAndRank:
     """Return where the ranks of backend "mpi" meet, as `env://` says; a process that no launcher started is alone."""
     is_spawned = multiprocessing.parent_process() is not None
-    is_told = "RANK" in os.environ or find_launch(os.environ) is not None
-    if not is_told and not find_incomplete_environment(os.environ, is_spawned=is_spawned):
+    has_rank = "RANK" in os.environ or find_launch(os.environ) is not None
+    if not has_rank and not find_incomplete_environment(os.environ, is_spawned=is_spawned):
         return HashStore(), 0, 1
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     return PrefixStore("default_pg", store), rank, world_size
 
 
-def join(launch: LaunchedProcess, deadline: Deadline) -> StoreAddress:
+def join(launch: LaunchedProcess, deadline: Deadline) -> StoreAndRank:
     """Return where the processes of this launch meet, without an address from the user.
 
     Raises:
@@ -297,15 +297,17 @@ def join(launch: LaunchedProcess, deadline: Deadline) -> StoreAddress:
         DeadlineError: some rank never came.
         PhalanxError: they have no way to find each other; the message says what to set.
     """
-    _compare(launch, os.environ)
+    _check_world_size(launch, os.environ)
     if launch.local_size in (0, launch.world_size):
         prefix = _next_prefix()
-        return PrefixStore(prefix, _on_one_host(launch, prefix, deadline)), launch.rank, launch.world_size
-    store = _at_first_host(launch, deadline) if launch.launcher == "Slurm" else _across_hosts(launch, deadline)
+        return PrefixStore(prefix, _open_on_one_host(launch, prefix, deadline)), launch.rank, launch.world_size
+    store = (
+        _open_at_first_host(launch, deadline) if launch.launcher == "Slurm" else _open_across_hosts(launch, deadline)
+    )
     return store, launch.rank, launch.world_size
 
 
-def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline) -> StoreAddress:
+def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline) -> StoreAndRank:
     """Return where the processes meet that one process has started with `multiprocessing`, which share its `secret`.
 
     Raises:
@@ -319,10 +321,10 @@ def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline)
     name, token = (hmac.new(secret, f"phalanx {word} {job}".encode(), "sha256").hexdigest() for word in "nt")
     launch = LaunchedProcess("multiprocessing", rank, world_size, rank, world_size)
     address = LocalAddress(token[:32], str(private.folder() / f"spawn-{name[:32]}"))
-    return PrefixStore(prefix, _around_rank_0(launch, address, deadline)), rank, world_size
+    return PrefixStore(prefix, _open_at_rank_0(launch, address, deadline)), rank, world_size
 
 
-def _compare(launch: LaunchedProcess, environ: Mapping[str, str]) -> None:
+def _check_world_size(launch: LaunchedProcess, environ: Mapping[str, str]) -> None:
     size = environ.get("WORLD_SIZE", "")
     if size not in ("", str(launch.world_size)):
         raise ValueError(
@@ -331,7 +333,7 @@ def _compare(launch: LaunchedProcess, environ: Mapping[str, str]) -> None:
         )
 
 
-def _on_one_host(launch: LaunchedProcess, prefix: str, deadline: Deadline) -> Any:
+def _open_on_one_host(launch: LaunchedProcess, prefix: str, deadline: Deadline) -> Any:
     """Return the store of a job on one host: in rank 0's memory, found by the job's name in the user's own folder.
 
     The name is no secret, and need not be one: nobody else can go there, or take the name first.
@@ -339,10 +341,10 @@ def _on_one_host(launch: LaunchedProcess, prefix: str, deadline: Deadline) -> An
     parent = os.getppid()
     job = launch.job if launch.launcher == "Slurm" else f"{launch.job}/{parent}/{read_start_ticks(parent)}"
     digest = hashlib.sha256(f"{launch.launcher}/{job}/{prefix}".encode()).hexdigest()
-    return _around_rank_0(launch, LocalAddress(digest[:32], str(private.folder() / f"job-{digest[:32]}")), deadline)
+    return _open_at_rank_0(launch, LocalAddress(digest[:32], str(private.folder() / f"job-{digest[:32]}")), deadline)
 
 
-def _around_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: Deadline) -> Any:
+def _open_at_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: Deadline) -> Any:
     if not os.path.isdir("/proc/self/fd"):  # torch would look for the file for five minutes
         raise PhalanxError(
             f"init_process_group under {launch.launcher} on rank {launch.rank}: the job's store is in memory without a "
@@ -362,20 +364,20 @@ def _around_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: Dea
                 "init_method='tcp://127.0.0.1:<a free port>'."
             ) from None
         with memory("phalanx-store", 0) as fd, server:
-            _kept.append(os.dup(fd))
+            _open_files.append(os.dup(fd))
             try:
                 server.serve(range(1, launch.world_size), [fd], deadline, lambda missing: None)
             except DeadlineError as error:
-                raise _missing(launch, error) from None
+                raise _explain_missing(launch, error) from None
     else:
         try:
-            _kept.extend(receive_fds(address, launch.rank, 1, deadline, wait_for_leader=True))
+            _open_files.extend(receive_fds(address, launch.rank, 1, deadline, wait_for_leader=True))
         except DeadlineError:
-            raise _missing(launch, DeadlineError("rank 0 did not come", missing=(0,))) from None
-    return FileStore(f"/proc/self/fd/{_kept[-1]}", launch.world_size)
+            raise _explain_missing(launch, DeadlineError("rank 0 did not come", missing=(0,))) from None
+    return FileStore(f"/proc/self/fd/{_open_files[-1]}", launch.world_size)
 
 
-def _at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
+def _open_at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
     """Return the store of a job of Slurm on several hosts: a port of the first host from the job's number."""
     host = os.environ.get("MASTER_ADDR") or find_address(launch.first_host)
     port = int(os.environ.get("MASTER_PORT", launch.port))
@@ -391,10 +393,10 @@ def _at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
     place = store_errors.StoreAddress(
         host, port, launch.rank, launch.world_size, timedelta(seconds=min(deadline.left_s + 1.0, 1e6))
     )
-    return open_store(place, keep=launch.rank == 0)
+    return open_store(place, serve=launch.rank == 0)
 
 
-def _across_hosts(launch: LaunchedProcess, deadline: Deadline) -> Any:
+def _open_across_hosts(launch: LaunchedProcess, deadline: Deadline) -> Any:
     """Return the store of an MPI job on several hosts: rank 0 keeps it, and says through MPI where it is.
 
     Raises:
@@ -414,7 +416,7 @@ def _across_hosts(launch: LaunchedProcess, deadline: Deadline) -> Any:
         addresses = own_addresses()
         # Whoever comes later connects later: nobody waits for all here.
         store = TCPStore(addresses[0], 0, is_master=True, wait_for_workers=False)
-        keeps(store)
+        note_served(store)
         words = json.dumps([addresses, store.port]).encode()
     words = runtime.broadcast(words, here, deadline)
     if runtime.rank == 0:
@@ -429,7 +431,7 @@ def _across_hosts(launch: LaunchedProcess, deadline: Deadline) -> Any:
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=min(deadline.left_s + 1.0, 1e6)))
 
 
-def _missing(launch: LaunchedProcess, error: DeadlineError) -> DeadlineError:
+def _explain_missing(launch: LaunchedProcess, error: DeadlineError) -> DeadlineError:
     advice = {
         "Slurm": "Check that each task reached init_process_group; the log of a missing rank comes first.",
         "multiprocessing": "Start all ranks from one process, on one host, or give init_method= (tcp://host:port).",

@@ -12,18 +12,18 @@ _owners: MutableMapping[Tensor, weakref.ref[object]] = WeakIdKeyDictionary()
 _readers: weakref.WeakKeyDictionary[object, Callable[[], None]] = weakref.WeakKeyDictionary()
 
 
-def note_shared_update(parameters: Iterable[Tensor], owner: object) -> None:
+def register_shared_update(parameters: Iterable[Tensor], owner: object) -> None:
     """Note that ranks share the update of `parameters`, or of their masters, as long as `owner` lives."""
     for parameter in parameters:
         _owners[parameter] = weakref.ref(owner)
 
 
-def note_readers(owner: object, await_others: Callable[[], None]) -> None:
+def register_readers(owner: object, await_others: Callable[[], None]) -> None:
     """Note that all ranks read the memory of `owner`'s parameters; `await_others` waits until no other rank does."""
     _readers[owner] = await_others
 
 
-def forget_readers(owner: object) -> None:
+def unregister_readers(owner: object) -> None:
     """Note that only this rank reads the memory of `owner`'s parameters from now on."""
     _readers.pop(owner, None)
 

@@ -51,7 +51,7 @@ class Splits:
             self._num_undescribed += 1
         if parent.rank() not in ranks:
             return None
-        return meet(
+        return form_group(
             parent,
             PrefixStore(f"split/{number}/{'-'.join(map(str, ranks))}/", parent.get_group_store()),
             list(ranks).index(parent.rank()),
@@ -64,7 +64,7 @@ class Splits:
         )
 
 
-def meet(
+def form_group(
     parent: Any,
     store: Any,
     rank: int,

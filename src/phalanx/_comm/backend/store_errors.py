@@ -78,7 +78,7 @@ def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
     )
 
 
-def explain_taken(address: StoreAddress, contested: str, torch_error: str) -> str:
+def explain_port_in_use(address: StoreAddress, contested: str, torch_error: str) -> str:
     """Return the message of a rank 0 whose port another process has; `contested` is what waiting ranks are told."""
     fact = f"\n{contested}" if contested else " It is no start of a group: another program's, or a job that goes on."
     return (

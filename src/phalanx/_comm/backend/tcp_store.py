@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from phalanx._base.deadline import Deadline
-from phalanx._comm.backend.store_errors import StoreAddress, explain, explain_taken, probe
+from phalanx._comm.backend.store_errors import StoreAddress, explain, explain_port_in_use, probe
 from phalanx._comm.rendezvous.bootstrap import contest
 
 _SLICE_S = 8.0  # a store answers within milliseconds; torch's client asks again and again until its time is up
@@ -24,23 +24,23 @@ _GRACE_S = 4.0  # after this torch hangs: before a process that takes connection
 _PAUSE_S = 0.1
 
 
-def open_store(place: StoreAddress, *, keep: bool, libuv: bool = True) -> Any:
-    """Return the store at `place`; with `keep` this process keeps it.
+def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:
+    """Return the store at `place`; with `serve` this process serves it.
 
     Raises:
         DistNetworkError: another process has the port, or rank 0 cannot be reached; the message says which.
     """
-    if keep:
-        return _keep(place, libuv)
+    if serve:
+        return _serve(place, libuv)
     deadline = Deadline.after(place.timeout)
     while True:
-        store, said = _connect(place, libuv, min(_SLICE_S, max(deadline.left_s, 0.1)))
+        store, error = _connect(place, libuv, min(_SLICE_S, max(deadline.left_s, 0.1)))
         if store is not None:
             store.set_timeout(place.timeout)
             return store
         seen = probe(place.host, place.port)
         if not seen or deadline.passed:  # somebody answers, and is no store
-            raise DistNetworkError(explain(place, seen, said))
+            raise DistNetworkError(explain(place, seen, error))
         time.sleep(_PAUSE_S)
 
 
@@ -65,7 +65,7 @@ def _connect(place: StoreAddress, libuv: bool, slice_s: float) -> tuple[Any, str
     return (answers[0], "") if answers else (None, errors[0] if errors else "nothing")
 
 
-def _keep(place: StoreAddress, libuv: bool) -> Any:
+def _serve(place: StoreAddress, libuv: bool) -> Any:
     try:
         store = TCPStore(
             place.host,
@@ -78,27 +78,27 @@ def _keep(place: StoreAddress, libuv: bool) -> Any:
             use_libuv=libuv,
         )
     except DistNetworkError as error:
-        if not _is_taken(place.port):
+        if not _is_in_use(place.port):
             raise DistNetworkError(explain(place, probe(place.host, place.port), str(error))) from error
-        raise DistNetworkError(explain_taken(place, _contest(place, libuv), str(error))) from error
-    keeps(store)
+        raise DistNetworkError(explain_port_in_use(place, _contest(place, libuv), str(error))) from error
+    note_served(store)
     return store
 
 
-_kept: set[tuple[int, int]] = set()
+_served: set[tuple[int, int]] = set()
 
 
-def keeps(store: Any) -> None:
-    """Note that this process keeps this store: it ends with us."""
-    _kept.add((os.getpid(), store.port))
+def note_served(store: Any) -> None:
+    """Record that this process serves the store, which ends with it."""
+    _served.add((os.getpid(), store.port))
 
 
-def is_kept_here(store: Any) -> bool:
-    """Return whether this process keeps the store, as far as it was opened here."""
-    return (os.getpid(), getattr(store, "port", -1)) in _kept
+def is_served_here(store: Any) -> bool:
+    """Return whether this process serves the store, and opened it here."""
+    return (os.getpid(), getattr(store, "port", -1)) in _served
 
 
-def _is_taken(port: int) -> bool:
+def _is_in_use(port: int) -> bool:
     with socket.socket() as s:
         try:
             s.bind(("", port))

@@ -77,7 +77,7 @@ class PhalanxWork(dist.Work):
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self._settled = False
+        self._completed = False
         self.source = -1  # of a receive, the rank that sent
         self._process = process.number
         self.executor: SerialExecutor | None = None
@@ -87,8 +87,8 @@ class PhalanxWork(dist.Work):
         deadline = Deadline.after(timeout) if timeout is not None and timeout > timedelta(0) else None
         executor = self.executor
         if not self._done.is_set():
-            self._check_end_is_near()
-            self.bring_about(deadline)
+            self._check_can_wait()
+            self.progress(deadline)
         wait = partial(self._done.wait, None if deadline is None else deadline.left_s)
         try:
             over = wait() if executor is None or self._done.is_set() else executor.run_here(wait)
@@ -103,7 +103,7 @@ class PhalanxWork(dist.Work):
             raise self._error
         return True
 
-    def bring_about(self, deadline: Deadline | None) -> None:
+    def progress(self, deadline: Deadline | None) -> None:
         """Help to complete the operation, or wait, until it has ended or the deadline has passed.
 
         Here that means running the whole operation, if it is next in line, however long it takes.
@@ -111,7 +111,7 @@ class PhalanxWork(dist.Work):
         if deadline is None and self.executor is not None:
             self.executor.help(self)
 
-    def _check_end_is_near(self) -> None:
+    def _check_can_wait(self) -> None:
         """Check that this process, and this thread, can wait for the operation.
 
         Raises:
@@ -124,7 +124,7 @@ class PhalanxWork(dist.Work):
                 "its end cannot be seen.\nWait for it in the parent, or start processes that communicate with spawn."
             )
         executor = self.executor
-        if executor is not None and executor.is_below():
+        if executor is not None and executor.is_nested():
             raise nested("wait")
 
     def synchronize(self) -> None:
@@ -158,7 +158,7 @@ class PhalanxWork(dist.Work):
         with self._lock:
             if self._future is None:
                 self._future = self.new_future()
-                if self._settled:
+                if self._completed:
                     self.fulfil(self._future, list(self._values()))
             return self._future.then(self._unwrap)
 
@@ -178,19 +178,19 @@ class PhalanxWork(dist.Work):
             return self._outputs
         return [ref() for ref in self._weak]
 
-    def settle(self, error: BaseException | None) -> Callable[[], None] | None:
-        """Set the outcome, before any waiter gets it. The thread that ran the operation calls this once.
+    def complete(self, error: BaseException | None) -> Callable[[], None] | None:
+        """Set the outcome, before any waiter receives it. The thread that ran the operation calls this once.
 
-        Return a function that notifies the future's callbacks, if a future was requested; `release` comes after that.
+        If a future was requested, return a function that notifies its callbacks; call it before `wake_waiters`.
 
-        From here on tensors are held weakly: torch's C++ side may keep a Work for long, and then the group keeps it
-        alive (if its Python half were collected, C++ would wait for ever). Only small tensors stay: DDP's count of the
-        ranks that have not joined is stored nowhere else.
+        From now on the work has weak references to its tensors: torch's C++ may keep a Work for a long time, and then
+        the group keeps it alive (if its Python half were collected, C++ would wait for ever). Only small tensors keep
+        strong references: DDP's count of the ranks that have not joined is stored nowhere else.
         """
         outputs = self._outputs or ()
         with self._lock:
             self._error = error
-            self._settled = True
+            self._completed = True
             if all(isinstance(o, Tensor) for o in outputs) and sum(_nbytes(o) for o in outputs) > _SMALL_BYTES:
                 self._weak = [weakref.ref(o) for o in outputs]
                 self._outputs = None
@@ -200,7 +200,7 @@ class PhalanxWork(dist.Work):
             return None
         return lambda: self.fulfil(future, list(outputs))
 
-    def release(self) -> None:
+    def wake_waiters(self) -> None:
         """Wake up all waiters; the group keeps works for long, and one event for all of those that are over."""
         self._done.set()
         self._done = _OVER
@@ -211,8 +211,8 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 @untraced
-class DoneWork(dist.Work):
-    """A `DoneWork` is the result of a call that was complete when it returned."""
+class CompletedWork(dist.Work):
+    """A `CompletedWork` is the result of a call that was complete when it returned."""
 
     def __init__(self, outputs: Sequence[Any] = (), *, source: int = -1) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ class SerialExecutor:
         self._ledger = ledger
         self._linger_s = linger_s
         self._callbacks_first = callbacks_first
-        self.is_passed = False  # a thread is in the block of `passing`
+        self.is_bypassed = False  # a thread is in the block of `bypass`
         self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the executor meanwhile
         self.items: deque[tuple[Action, PhalanxWork]] = deque()
         self.busy = False
@@ -307,7 +307,7 @@ class SerialExecutor:
     @property
     def idle(self) -> bool:
         """Return whether nothing is queued or running, and a new call need not wait."""
-        return not (self.busy or self.items or self.is_passed)
+        return not (self.busy or self.items or self.is_bypassed)
 
     @property
     def is_over(self) -> bool:
@@ -325,10 +325,10 @@ class SerialExecutor:
     def _queue(self, action: Action, work: PhalanxWork) -> PhalanxWork:
         with self._changed:
             if self._closing:  # by another thread, since the caller found the group open
-                work.settle(
+                work.complete(
                     ClosedError(f"{self.name}: the group was destroyed in this process before the operation began.")
                 )
-                work.release()
+                work.wake_waiters()
                 return work
             if self._thread is None:
                 self._thread = start_thread(self._run, self.name)
@@ -338,7 +338,7 @@ class SerialExecutor:
             self._changed.notify_all()
         return work
 
-    def is_below(self) -> bool:
+    def is_nested(self) -> bool:
         """Return whether the calling thread runs a signal handler that interrupted an operation."""
         return threading.get_ident() in self.callers
 
@@ -357,16 +357,16 @@ class SerialExecutor:
             self.callers.discard(me)
 
     @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
+    def bypass(self) -> Iterator[None]:
         """Let other threads queue their calls, while this one is in an operation that bypasses the queue."""
         me = threading.get_ident()
         try:
-            self.is_passed = True
+            self.is_bypassed = True
             self.callers.add(me)
             yield
         finally:
             self.callers.discard(me)
-            self.is_passed = False
+            self.is_bypassed = False
 
     def help(self, work: PhalanxWork) -> None:
         """Run `work` here, if it is next in line and has not begun."""
@@ -405,7 +405,7 @@ class SerialExecutor:
             action()
         except BaseException as e:  # the waiting thread must receive any exception
             error = e
-        notify = work.settle(error)
+        notify = work.complete(error)
         if notify is not None:
             self._in_callbacks = me = threading.get_ident()
             self.callers.discard(me)  # a callback may call operations
@@ -420,7 +420,7 @@ class SerialExecutor:
                 self.busy = False
                 self._changed.notify_all()
         self.callers.discard(threading.get_ident())  # the waiting thread's next call finds no caller
-        work.release()
+        work.wake_waiters()
 
     def close(self, timeout_s: float) -> bool:
         """Let the thread end after the queued actions; return whether it did within `timeout_s`."""

@@ -14,7 +14,7 @@ from phalanx._comm.schedules.schedule import Kind, Schedule, SchedulePhase, Tran
 ORDER = "by rank, from 0 to the last, the same for each chunk"
 
 
-def _everyone(name: str, size: int, kind: Kind) -> SchedulePhase:
+def _exchange_all(name: str, size: int, kind: Kind) -> SchedulePhase:
     """Return one step in which each rank reads one chunk of every other: its own to reduce, the other's to copy."""
 
     def sends(step: int, rank: int) -> list[Transfer]:
@@ -38,21 +38,24 @@ def _everyone(name: str, size: int, kind: Kind) -> SchedulePhase:
 def all_reduce(world_size: int) -> Schedule:
     """Return a schedule that reduces the own chunk and copies the others': 2 steps, 2S(P-1)/P bytes read per rank."""
     require_world_size(world_size)
-    phases = (_everyone("reduce own chunk", world_size, "reduce"), _everyone("copy the others", world_size, "copy"))
+    phases = (
+        _exchange_all("reduce own chunk", world_size, "reduce"),
+        _exchange_all("copy the others", world_size, "copy"),
+    )
     return Schedule("direct", "all_reduce", world_size, world_size, phases, ORDER)
 
 
 def reduce_scatter(world_size: int) -> Schedule:
     """Return a schedule that reduces the own chunk: 1 step, S(P-1)/P bytes read per rank."""
     require_world_size(world_size)
-    phases = (_everyone("reduce own chunk", world_size, "reduce"),)
+    phases = (_exchange_all("reduce own chunk", world_size, "reduce"),)
     return Schedule("direct", "reduce_scatter", world_size, world_size, phases, ORDER)
 
 
 def all_gather(world_size: int) -> Schedule:
     """Return a schedule that copies the others' chunks: 1 step, S(P-1)/P bytes read per rank."""
     require_world_size(world_size)
-    phases = (_everyone("copy the others", world_size, "copy"),)
+    phases = (_exchange_all("copy the others", world_size, "copy"),)
     return Schedule("direct", "all_gather", world_size, world_size, phases, "nothing is combined")
 
 

@@ -26,7 +26,7 @@ def _gather(size: int, root: int) -> SchedulePhase:
     return SchedulePhase("gather and reduce", size - 1, sends, sources, lambda step: ((root + step + 1) % size,))
 
 
-def _hand_out(size: int, root: int) -> SchedulePhase:
+def _broadcast(size: int, root: int) -> SchedulePhase:
     def sends(step: int, rank: int) -> tuple[Transfer, ...]:
         return (Transfer(root, (root + step + 1) % size, 0, 1, "copy"),) if rank == root else ()
 
@@ -39,7 +39,7 @@ def _hand_out(size: int, root: int) -> SchedulePhase:
 def all_reduce(world_size: int) -> Schedule:
     """Return a schedule that sends everything through rank 0: 2(P-1) steps, S(P-1) bytes in and out of rank 0."""
     require_world_size(world_size)
-    phases = (_gather(world_size, 0), _hand_out(world_size, 0))
+    phases = (_gather(world_size, 0), _broadcast(world_size, 0))
     return Schedule("single", "all_reduce", world_size, 1, phases, ORDER)
 
 
@@ -52,4 +52,4 @@ def reduce(world_size: int, root: int = 0) -> Schedule:
 def broadcast(world_size: int, root: int = 0) -> Schedule:
     """Return a schedule that sends everything from `root`: P-1 steps, S(P-1) bytes out of it."""
     require_world_size(world_size)
-    return Schedule("single", "broadcast", world_size, 1, (_hand_out(world_size, root),), "nothing is combined", root)
+    return Schedule("single", "broadcast", world_size, 1, (_broadcast(world_size, root),), "nothing is combined", root)

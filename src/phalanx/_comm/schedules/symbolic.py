@@ -81,36 +81,36 @@ def check(schedule: Schedule) -> None:
         state = snapshot.state
     place = f"{schedule.algorithm} {schedule.operation} for {schedule.world_size} ranks"
     for chunk in range(schedule.num_chunks):
-        promised = _promise(schedule, chunk)
+        expected = _expected(schedule, chunk)
         values = set()
         for rank in _ranks(schedule):
-            if not _must_end_with(schedule, rank, chunk):
+            if not _is_in_result(schedule, rank, chunk):
                 continue
             value = state[rank][chunk]
             found = sorted(value.contributors) if value else []
-            if found != sorted(promised):
+            if found != sorted(expected):
                 raise ValueError(
-                    f"{place}: rank {rank} ends with chunk {chunk} from ranks {found}, not {sorted(promised)}"
+                    f"{place}: rank {rank} ends with chunk {chunk} from ranks {found}, not {sorted(expected)}"
                 )
             values.add(value)
         if len(values) > 1:
             raise ValueError(f"{place}: chunk {chunk} was combined in {len(values)} different orders, so bits differ")
     for phase in schedule.phases:
-        _refuse_false_likeness(place, phase)
+        _check_alike(place, phase)
 
 
 def _start(schedule: Schedule, rank: int, chunk: int) -> Value | None:
     match schedule.operation:
         case "all_gather":
-            holds = rank == chunk
+            is_input = rank == chunk
         case "broadcast":
-            holds = rank == schedule.root
+            is_input = rank == schedule.root
         case _:
-            holds = True
-    return Value(frozenset({rank}), rank) if holds else None
+            is_input = True
+    return Value(frozenset({rank}), rank) if is_input else None
 
 
-def _promise(schedule: Schedule, chunk: int) -> set[int]:
+def _expected(schedule: Schedule, chunk: int) -> set[int]:
     match schedule.operation:
         case "all_gather":
             return {chunk}
@@ -120,7 +120,7 @@ def _promise(schedule: Schedule, chunk: int) -> set[int]:
             return set(_ranks(schedule))
 
 
-def _must_end_with(schedule: Schedule, rank: int, chunk: int) -> bool:
+def _is_in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
     match schedule.operation:
         case "reduce_scatter":
             return rank == chunk
@@ -181,7 +181,7 @@ def _apply(step: Step, state: list[list[Value | None]], trees: _Trees, transfers
         raise ValueError(f"{_words(wrong)}: the source and the destination disagree on this transfer")
 
 
-def _refuse_false_likeness(place: str, phase: SchedulePhase) -> None:
+def _check_alike(place: str, phase: SchedulePhase) -> None:
     if not phase.alike:
         return
     shapes = [sorted((t.src, t.dst, t.width, t.kind) for t in phase.transfers(step)) for step in range(phase.num_steps)]

@@ -128,9 +128,9 @@ def _import_torch() -> None:
         import torch  # noqa: F401
 
         import phalanx._comm.backend.preloaded  # noqa: F401
-        from phalanx._comm.backend.torch_integration.launched_rank import serve_launcher
+        from phalanx._comm.backend.torch_integration.launched_rank import patch_launched_rank
 
-        serve_launcher()
+        patch_launched_rank()
     except Exception:
         pass  # a script without torch runs anyway; one with torch fails in its own import, which reports the error
     finally:

@@ -20,7 +20,7 @@ import zmq
 
 from phalanx._base.ipc.wakeup import Wakeup
 from phalanx._base.loss_detection import MEMBER_TIMEOUT_S
-from phalanx._base.malloc import give_back_freed_memory
+from phalanx._base.malloc import release_freed_memory
 from phalanx._comm.control.address import Address, listen
 from phalanx._comm.control.admission import Admission, RateLimitedLog
 from phalanx._comm.control.connection_guard import ConnectionGuard, connections_allowed, protect, send_in_pieces
@@ -406,4 +406,4 @@ class UnusedMemory:
         """Return unused memory to the system, if much was sent since the last call."""
         if self._sent_bytes >= _WORTH_BYTES:
             self._sent_bytes = 0
-            give_back_freed_memory()
+            release_freed_memory()

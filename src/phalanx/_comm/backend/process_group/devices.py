@@ -37,7 +37,7 @@ c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 _IDENTITY_BYTES = 128  # a device's name has at most so many bytes in UTF-8
 _IDENTITY_TAG = -(
     1 << 20
-)  # these tags are for the messages in which two ranks tell each other their devices; PyTorch's are not below 0
+)  # these tags are for the messages in which two ranks exchange their devices; PyTorch's are not below 0
 
 # torch calls these with tensors first. Names that mean the same are passed on as they come.
 _COLLECTIVES = (
@@ -51,18 +51,18 @@ _MESSAGES = ("send", "recv", "recv_anysource")
 _logger = get_logger(__name__)
 
 
-class _Once:
-    """A `_Once` calls a function once, in the first thread that needs the result, and keeps the result."""
+class _CachedAnswer:
+    """A `_CachedAnswer` calls a function once, in the first thread that needs the result, and caches the result."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._answer: bool | None = None
 
-    def answer(self, ask: Callable[[], bool]) -> bool:
-        """Return the result of the first call of `ask`."""
+    def get(self, compute: Callable[[], bool]) -> bool:
+        """Return the result of the first call of `compute`."""
         with self._lock:
             if self._answer is None:
-                self._answer = ask()
+                self._answer = compute()
             return self._answer
 
 
@@ -76,8 +76,8 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         self._opening = threading.Lock()
         self._inside: dict[str, Any] = {}
         self._agreed: set[str] = set()
-        self._asking = threading.Lock()
-        self._one_device: dict[tuple[str, int], _Once] = {}  # keyed by type of device and rank
+        self._comparing = threading.Lock()
+        self._one_device: dict[tuple[str, int], _CachedAnswer] = {}  # keyed by type of device and rank
         self._staged: set[str] = set()  # types of device whose tensors NCCL, or its like, does not carry
 
     @property
@@ -90,12 +90,12 @@ class RoutedProcessGroup(PhalanxProcessGroup):
             return self if self._is_staged(kind) else self._group_inside(kind)._get_backend(device)
         return super()._get_backend(device)
 
-    def part(self, patience_s: float, **how: bool) -> None:
-        self._end(lambda group: group.abort())
+    def leave_members(self, patience_s: float, **how: bool) -> None:
+        self._close_inside(lambda group: group.abort())
         self._agreed.clear()  # other members may use other devices
         self._staged.clear()
         self._one_device.clear()
-        super().part(patience_s, **how)
+        super().leave_members(patience_s, **how)
 
     def _group_inside(self, kind: str) -> Any:
         """Return the group for the tensors of that type of device; this sends nothing."""
@@ -130,9 +130,9 @@ class RoutedProcessGroup(PhalanxProcessGroup):
     def _route_message(self, device: torch.device, operation: str, args: tuple[Any, ...]) -> Any:
         """Do what `_route` does, for a message: the two ranks may not have been in a collective of that device yet."""
         self._device_backend(device, operation)
-        asks = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
+        compares = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
         # NCCL has no receive from anybody, so a message that is awaited so goes through the host.
-        if asks and (operation == "recv_anysource" or self._use_one_device(device, args[1])):
+        if compares and (operation == "recv_anysource" or self._use_one_device(device, args[1])):
             return None
         return self._route(device, operation, collective=False)
 
@@ -144,11 +144,11 @@ class RoutedProcessGroup(PhalanxProcessGroup):
 
     def _use_one_device(self, device: torch.device, peer: int) -> bool:
         """Return whether that rank uses this rank's device; both ask each other before their first message."""
-        with self._asking:
-            asked = self._one_device.setdefault((device.type, peer), _Once())
+        with self._comparing:
+            answer = self._one_device.setdefault((device.type, peer), _CachedAnswer())
         device_backend = self._device_backends[device.type]
 
-        def ask() -> bool:
+        def compare() -> bool:
             mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
             identity = device_backend.identify(device).encode()[:_IDENTITY_BYTES]
             mine[: len(identity)] = torch.tensor(list(identity), dtype=torch.uint8)
@@ -158,7 +158,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
             sent.wait()
             return torch.equal(mine, theirs)
 
-        return asked.answer(ask)
+        return answer.get(compare)
 
     def _agree(self, device_backend: DeviceBackend, device: torch.device) -> None:
         """Exchange all ranks' devices, once; all ranks choose the same engine for its tensors.
@@ -166,8 +166,8 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         Raises:
             DeadlineError, PeerLostError, MismatchError: not every rank came with a tensor of this device.
         """
-        told = self._tell_all(device_backend.identify(device).encode(), _IDENTITY_BYTES)
-        names = [name.decode(errors="replace") for name in told]
+        gathered = self._all_gather_bytes(device_backend.identify(device).encode(), _IDENTITY_BYTES)
+        names = [name.decode(errors="replace") for name in gathered]
         obstacle = device_backend.obstacle(names)
         if obstacle or self._is_staged(device.type):
             if obstacle and self.members.rank == 0 and not ranks_share_gpus():
@@ -180,30 +180,30 @@ class RoutedProcessGroup(PhalanxProcessGroup):
             self._staging.open_host_memory(self, device.type)
             self._staged.add(device.type)
 
-    def _tell_all(self, mine: bytes, nbytes: int) -> list[bytes]:
+    def _all_gather_bytes(self, mine: bytes, nbytes: int) -> list[bytes]:
         """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. All ranks call it.
 
         Raises:
             DeadlineError, PeerLostError, MismatchError: not every rank came.
         """
-        told = torch.tensor(list(mine[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
-        theirs = [torch.empty_like(told) for _ in range(self.members.size)]
+        sent = torch.tensor(list(mine[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
+        theirs = [torch.empty_like(sent) for _ in range(self.members.size)]
         options = c10d.AllgatherOptions()
         options.asyncOp = False
-        PhalanxProcessGroup.allgather(self, [theirs], [told], options).wait()
+        PhalanxProcessGroup.allgather(self, [theirs], [sent], options).wait()
         return [bytes(one.tolist()).rstrip(b"\0") for one in theirs]
 
     def is_free(self) -> bool:
-        return self._staging.calling.call is None and super().is_free()
+        return self._staging.current.call is None and super().is_free()
 
     def carry_out(self, operation: Callable[[CallContext], None], options: Any, outputs: Any) -> dist.Work:
-        call = self._staging.calling.call
+        call = self._staging.current.call
         if call is not None:
             operation = call.around(operation)
         return super().carry_out(operation, options, outputs)
 
     def enqueue(self, executor: SerialExecutor, action: Callable[[], None], outputs: Any) -> PhalanxWork:
-        call = self._staging.calling.call
+        call = self._staging.current.call
         if call is None or executor is not self.executor:
             return super().enqueue(executor, action, outputs)
         work = StagedWork(call)
@@ -254,14 +254,14 @@ class RoutedProcessGroup(PhalanxProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        self._end(lambda group: group.shutdown())
+        self._close_inside(lambda group: group.shutdown())
         super().shutdown()
 
     def abort(self) -> None:
-        self._end(lambda group: group.abort())
+        self._close_inside(lambda group: group.abort())
         super().abort()
 
-    def _end(self, how: Callable[[Any], None]) -> None:
+    def _close_inside(self, how: Callable[[Any], None]) -> None:
         with self._opening:
             groups = list(self._inside.values())
             self._inside.clear()

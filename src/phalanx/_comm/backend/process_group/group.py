@@ -25,7 +25,7 @@ from phalanx._comm.backend.process_group.messages import GroupMessages
 from phalanx._comm.backend.splitting import Splits
 from phalanx._comm.backend.torch_integration.groups import TorchGroup
 from phalanx._comm.backend.torch_integration.hooks import hookable
-from phalanx._comm.backend.work import DoneWork, PhalanxWork, SerialExecutor
+from phalanx._comm.backend.work import CompletedWork, PhalanxWork, SerialExecutor
 from phalanx._comm.diagnostics.call_sites import calling_site
 from phalanx._comm.diagnostics.failure_report import closed, nested
 from phalanx._comm.symmetric_memory.scratch import Scratch, open_scratch
@@ -113,7 +113,7 @@ class PhalanxProcessGroup(TorchGroup):
         self.number = open_groups.next_number()
         """Which of this process's groups it is, in the order in which they were made."""
         self._closing = threading.RLock()  # a signal handler may come in the middle
-        self.done_work = DoneWork()
+        self.done_work = CompletedWork()
         self.backend_options: Any = None
         """The `phalanx.Options` with which the group was made, or None."""
         self.reconfiguration: Reconfiguration | None = None
@@ -121,7 +121,7 @@ class PhalanxProcessGroup(TorchGroup):
         self.create_group: Callable[[Any, Any], Any] | None = None
         """`create_process_group`, which made this group and makes those that are split from it."""
         self._connect(transport, rank, size, global_ranks)
-        self.introduce(self._device_types)
+        self.register_with_torch(self._device_types)
         open_groups.add(self)
 
     def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
@@ -201,7 +201,7 @@ class PhalanxProcessGroup(TorchGroup):
 
     def reconfigure(self, opts: Any) -> dist.Work:
         """Replace the group's members by those of `opts.handles`; return when they are connected."""
-        self._require_reconfiguration().meet(self, opts)
+        self._require_reconfiguration().apply(self, opts)
         return self.done_work
 
     def reconnect(
@@ -215,7 +215,7 @@ class PhalanxProcessGroup(TorchGroup):
     ) -> None:
         """Leave this group's members and begin with those that `connect` reaches; if it fails, with `instead`."""
         if not self.transport.closed:
-            self.part(_JOIN_S)
+            self.leave_members(_JOIN_S)
         self._connect(instead, self.members.rank, self.members.size, self.members.global_ranks)
         transport = connect()
         self._store = store
@@ -392,7 +392,7 @@ class PhalanxProcessGroup(TorchGroup):
         """Return whether a synchronous call can run at once."""
         executor = self.executor  # this is its `idle`, spelt out
         return (
-            not (executor.busy or executor.items or executor.is_passed or executor.callers)
+            not (executor.busy or executor.items or executor.is_bypassed or executor.callers)
             and not self.closed
             and not self.transport.closed
         )
@@ -413,7 +413,7 @@ class PhalanxProcessGroup(TorchGroup):
 
     def refuse_nested(self, what: str = "a collective") -> None:
         """Raise a PhalanxError if this is a signal handler that interrupted an operation of this group."""
-        if self.executor.is_below():
+        if self.executor.is_nested():
             raise nested(f"{what} in group {self._name!r} on rank {self.members.rank}")
 
     def in_order(self, operation: Callable[[], Result]) -> Result:
@@ -480,11 +480,11 @@ class PhalanxProcessGroup(TorchGroup):
         """Return the group of these ranks, which meet in `store`; None where this rank is not among them."""
         if self.rank() not in ranks:
             return None
-        return splitting.meet(self, store, list(ranks).index(self.rank()), len(ranks), opts._timeout)
+        return splitting.form_group(self, store, list(ranks).index(self.rank()), len(ranks), opts._timeout)
 
     def merge(self, store: Store, opts: Any, rank: int, size: int) -> Any:
         """Return a group of `size` ranks, of this group and of others, which meet in `store`."""
-        return splitting.meet(self, store, rank, size, opts._timeout)
+        return splitting.form_group(self, store, rank, size, opts._timeout)
 
     def merge_remote_group(
         self,
@@ -497,7 +497,7 @@ class PhalanxProcessGroup(TorchGroup):
         """Return a group of `size` ranks, of this group and of others, numbered as they come to `store`."""
         rank = store.add("mergeGroupRank", 1) - 1
         name, description = group_name or f"{self.group_name}:merge", group_desc or f"{self.group_desc}:merge"
-        return splitting.meet(self, store, rank, size, timeout, name=name, description=description)
+        return splitting.form_group(self, store, rank, size, timeout, name=name, description=description)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -523,17 +523,17 @@ class PhalanxProcessGroup(TorchGroup):
             self.closed = True
             open_groups.discard(self)
         if not self.transport.closed:  # in a forked child the threads and the place in the group are its parent's
-            self.part(patience_s, for_good=for_good)
+            self.leave_members(patience_s, for_good=for_good)
 
-    def part(self, patience_s: float, *, for_good: bool = False) -> None:
+    def leave_members(self, patience_s: float, *, for_good: bool = False) -> None:
         """Leave the current members."""
-        ended = self._settle(patience_s)
+        ended = self._wait_for_operations(patience_s)
         if not ended and not self.transport.closed:
             if for_good and self.transport.closes_in_flight:
                 self.transport.abandon()
                 return
             self.transport.leave_in_flight()
-            ended = self._settle(_JOIN_S)
+            ended = self._wait_for_operations(_JOIN_S)
         self.recent_works.clear()
         self._scratch = None
         self.release_memory()
@@ -543,7 +543,7 @@ class PhalanxProcessGroup(TorchGroup):
     def release_memory(self) -> None:
         """Remove all other references to the group's memory; no operation of the group may be running."""
 
-    def _settle(self, patience_s: float) -> bool:
+    def _wait_for_operations(self, patience_s: float) -> bool:
         """Wait up to `patience_s` for queued and running operations; return whether all have ended."""
         deadline = Deadline.after(patience_s)
         ended = all([part.close(deadline.left_s) for part in (self.executor, self.messages)])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx._base.deadline import Deadline, timeout_ns
 from phalanx._comm.backend.dynamo import untraced
-from phalanx._comm.backend.work import DoneWork, PhalanxWork, start_thread
+from phalanx._comm.backend.work import CompletedWork, PhalanxWork, start_thread
 from phalanx._comm.transport.base import CallContext
 from phalanx._comm.transport.shared_memory import PostedReceive, SharedMemoryTransport
 from phalanx._core import Receive
@@ -17,8 +17,8 @@ from phalanx.errors import ClosedError
 
 
 @untraced
-class Posted(PhalanxWork):
-    """A `Posted` is a pending receive. A thread that waits for it receives the messages of all posted receives."""
+class ReceiveWork(PhalanxWork):
+    """A `ReceiveWork` is a pending receive. A thread that waits for it receives the messages of all posted receives."""
 
     def __init__(self, inbox: Inbox, receive: PostedReceive, tensor: Tensor) -> None:
         super().__init__([tensor])
@@ -31,13 +31,13 @@ class Posted(PhalanxWork):
         receive = self.receive
         return receive is not None and receive.is_pending
 
-    def bring_about(self, deadline: Deadline | None) -> None:
+    def progress(self, deadline: Deadline | None) -> None:
         self._inbox.wait_for(self, deadline or Deadline.after(None))
 
     def is_completed(self) -> bool:
         """Return whether it is over, well or not; this looks once for what has come."""
         if not super().is_completed():
-            self._inbox.look()
+            self._inbox.poll()
         return super().is_completed()
 
     def finish(self) -> None:
@@ -50,10 +50,10 @@ class Posted(PhalanxWork):
         except BaseException as e:  # whatever it was, the waiter must hear it
             error = e
         self.source, self.receive = receive.source, None
-        notify = self.settle(error)
+        notify = self.complete(error)
         if notify is not None:
             notify()
-        self.release()
+        self.wake_waiters()
 
 
 class Inbox:
@@ -66,22 +66,22 @@ class Inbox:
     def __init__(self, memory: SharedMemoryTransport, group: str) -> None:
         self._memory = memory
         self._group = group
-        self._works: dict[Receive, Posted] = {}  # by handle
+        self._works: dict[Receive, ReceiveWork] = {}  # by handle
         self._ended: list[Receive] = []  # the core has handed these over, and nobody has finished them yet
         self._stopped = False
         self._starting = threading.RLock()  # a signal handler may post in the middle of it
         self._begun = False
         self._thread: threading.Thread | None = None
 
-    def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | DoneWork:
+    def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | CompletedWork:
         """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`, at once."""
         receive = self._memory.post(tensor, src, tag, ctx, handed_over=True)
         if self._works:
             self._reap()  # the messages that came may have ended other receives
         if receive.was_here:
             receive.conclude()
-            return DoneWork([tensor], source=receive.source)
-        work = Posted(self, receive, tensor)
+            return CompletedWork([tensor], source=receive.source)
+        work = ReceiveWork(self, receive, tensor)
         self._works[receive.handle] = work
         if not work.is_pending:  # it failed at once, or another thread was handed it before it was ours to see
             self._finish(receive.handle)
@@ -89,7 +89,7 @@ class Inbox:
             self._start()
         return work
 
-    def wait_for(self, work: Posted, deadline: Deadline) -> None:
+    def wait_for(self, work: ReceiveWork, deadline: Deadline) -> None:
         """Take in messages until `work` is over, or the deadline has passed."""
         while (receive := work.receive) is not None and receive.is_pending and not deadline.passed:
             try:
@@ -102,7 +102,7 @@ class Inbox:
             self._reap()
         self._reap()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take in the messages that are there."""
         if self._works:
             with contextlib.suppress(ClosedError):

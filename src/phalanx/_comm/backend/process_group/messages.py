@@ -76,16 +76,16 @@ class GroupMessages:
     def channel(self, direction: str, peer: int, tag: int, timeout_s: float) -> SerialExecutor:
         """Return the executor of a message that has to wait; earlier receives may take `timeout_s` to end."""
         if self.inbox is not None:
-            return self._lane_of((direction, peer, 0), None, timeout_s)
+            return self._executor_of((direction, peer, 0), None, timeout_s)
         # A receive from anybody looks into every channel, so then all receives with its tag share one executor.
         if direction == "recv" and ("recv", _ANYBODY, tag) in self.channels:
             peer = _ANYBODY
         if len(self.channels) >= _MANY:
             for key in [key for key, executor in self.channels.items() if executor.is_over]:
                 del self.channels[key]
-        return self._lane_of((direction, peer, tag), _LINGER_S, timeout_s)
+        return self._executor_of((direction, peer, tag), _LINGER_S, timeout_s)
 
-    def _lane_of(self, key: tuple[str, int, int], linger_s: float | None, timeout_s: float) -> SerialExecutor:
+    def _executor_of(self, key: tuple[str, int, int], linger_s: float | None, timeout_s: float) -> SerialExecutor:
         if key not in self.channels:
             direction, peer, tag = key
             who = "any" if peer < 0 else str(peer)
@@ -96,11 +96,11 @@ class GroupMessages:
             if peer == _ANYBODY:
                 work = PhalanxWork([])
                 self._recent_works.append(work)
-                executor.put(self._end_receives(tag, timeout_s), work)
+                executor.put(self._close_receives(tag, timeout_s), work)
             self.channels[key] = executor
         return self.channels[key]
 
-    def _end_receives(self, tag: int, timeout_s: float) -> Callable[[], None]:
+    def _close_receives(self, tag: int, timeout_s: float) -> Callable[[], None]:
         """Return the executor's first action for receives from any rank: it waits until earlier receives are over."""
         keys = [key for key in self.channels if (key[0], key[2]) == ("recv", tag)]
         executors = [self.channels.pop(key) for key in keys]
@@ -169,6 +169,6 @@ def _close_all(executors: Sequence[SerialExecutor], timeout_s: float) -> None:
 
 def _failed(error: PhalanxError, outputs: list[Tensor]) -> dist.Work:
     work = PhalanxWork(outputs)
-    work.settle(error)
-    work.release()
+    work.complete(error)
+    work.wake_waiters()
     return work

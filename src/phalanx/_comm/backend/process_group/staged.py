@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx._comm.backend.arguments import carried_on
+from phalanx._comm.backend.arguments import device_allowed
 from phalanx._comm.backend.device_backends import no_backend_for
 from phalanx._comm.backend.dynamo import untraced
 from phalanx._comm.backend.memoryless import FakeCall, address_of, check_memory, nothing_done
 from phalanx._comm.backend.process_group import PhalanxProcessGroup
-from phalanx._comm.backend.work import DoneWork, PhalanxWork
+from phalanx._comm.backend.work import CompletedWork, PhalanxWork
 from phalanx._comm.diagnostics.call_sites import calling_site
 from phalanx._comm.diagnostics.failure_report import closed
 from phalanx._comm.transport.staging import CopyStream, HostMemory, StagedCall, open_copy_stream
@@ -35,8 +35,8 @@ _MESSAGES = ("send", "recv", "recv_anysource")
 _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
 
 
-class _Calling(threading.local):
-    """A `_Calling` holds this thread's current operation on a device's tensors."""
+class _CurrentCall(threading.local):
+    """A `_CurrentCall` has this thread's current operation on a device's tensors."""
 
     call: StagedCall | None = None
 
@@ -45,7 +45,7 @@ class DeviceStaging:
     """A `DeviceStaging` runs a group's operations on device tensors through host memory."""
 
     def __init__(self) -> None:
-        self.calling = _Calling()
+        self.current = _CurrentCall()
         """The operation on a device's tensors that each thread is calling."""
         self._host_memory: dict[str, HostMemory] = {}
         self._copy_streams: dict[torch.device, tuple[CopyStream, StagedTensors]] = {}
@@ -116,15 +116,15 @@ class DeviceStaging:
             call.await_inputs()
             return here(group, *staged)
         outputs = call.outputs
-        self.calling.call = call
+        self.current.call = call
         try:
-            with carried_on(device):
+            with device_allowed(device):
                 work = here(group, *staged)
         finally:
-            self.calling.call = None
-        if isinstance(work, DoneWork):
+            self.current.call = None
+        if isinstance(work, CompletedWork):
             call.order_caller()
-            return StagedDone(call, outputs)
+            return StagedCompletedWork(call, outputs)
         return work
 
     def close(self) -> None:
@@ -189,8 +189,8 @@ class StagedWork(PhalanxWork):
 
 
 @untraced
-class StagedDone(DoneWork):
-    """A `StagedDone` is the work of a collective that was complete when its call returned."""
+class StagedCompletedWork(CompletedWork):
+    """A `StagedCompletedWork` is the work of a collective that was complete when its call returned."""
 
     def __init__(self, call: StagedCall, outputs: list[torch.Tensor]) -> None:
         super().__init__(outputs)
@@ -261,9 +261,9 @@ class StagedReceive(dist.Work):
         """Return a future whose value is the tensor on its device."""
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self._call.stream.future_devices)
 
-        def told(came: torch.futures.Future[Any]) -> None:
+        def on_complete(received: torch.futures.Future[Any]) -> None:
             try:
-                came.value()
+                received.value()
                 self._copy()
             except Exception as error:
                 future.set_exception(error)
@@ -271,7 +271,7 @@ class StagedReceive(dist.Work):
             with self._call.stream.queueing():
                 future.set_result(self._outputs)
 
-        self._work.get_future().add_done_callback(told)
+        self._work.get_future().add_done_callback(on_complete)
         return future
 
     def _copy(self) -> None:

@@ -18,7 +18,7 @@ def offer_backend() -> None:
     if not dist.is_available() or "phalanx" in dist.Backend.backend_list:
         return
     # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an NCCL group inside.
-    # `_serve_our_backend` looks for a GPU: that takes time, and a process that has done it may be unable to fork.
+    # `_enable_backend` looks for a GPU: that takes time, and a process that has done it may be unable to fork.
     devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
     backend: Any = dist.Backend
     backend.register_backend("phalanx", create_group, extended_api=True, devices=devices)
@@ -27,29 +27,29 @@ def offer_backend() -> None:
     plugins = getattr(backend, "_plugins", {})
     plugin = plugins.pop("PHALANX", None)
     if plugin is not None:
-        backend._plugins = _Plugins(plugins, lambda: _serve_our_backend(plugin))
-    backend.PHALANX = _Asked("phalanx", lambda: _serve_our_backend(plugin))
+        backend._plugins = _Plugins(plugins, lambda: _enable_backend(plugin))
+    backend.PHALANX = _BackendName("phalanx", lambda: _enable_backend(plugin))
     if not dist.is_mpi_available():
-        backend.MPI = _Asked("mpi", lambda: _serve_mpi(plugin))
+        backend.MPI = _BackendName("mpi", lambda: _enable_mpi(plugin))
     if importlib.util.find_spec("torch.distributed._dist2") is not None:  # up to 2.13
-        call_once_imported("torch.distributed._dist2", _serve_dist2)
+        call_once_imported("torch.distributed._dist2", _enable_dist2)
     steps = sys.modules.get("phalanx._comm.backend.torch_integration.training_steps")
     if steps is not None:  # a recorder of steps was there before torch
-        steps.begin_to_observe()
+        steps.start_observing()
     if os.environ.get("PHALANX_STORE"):
         launchers = importlib.import_module("phalanx._comm.rendezvous.launchers")
         if launchers.find_agents_store(os.environ):  # else this is a process that a rank has started
-            importlib.import_module("phalanx._comm.backend.torch_integration.launched_rank").serve_launcher()
+            importlib.import_module("phalanx._comm.backend.torch_integration.launched_rank").patch_launched_rank()
 
 
 def create_group(options: Any, backend_options: Any) -> Any:
     """Return the process group that torch asks for, as `create_process_group` does."""
     from phalanx._comm.backend import create_process_group
-    from phalanx._comm.backend.torch_integration.hooks import serve_torchs_hooks
-    from phalanx._comm.backend.torch_integration.stores import serve_prefixes
+    from phalanx._comm.backend.torch_integration.hooks import patch_group_hooks
+    from phalanx._comm.backend.torch_integration.stores import patch_prefix_store
 
-    serve_prefixes()
-    serve_torchs_hooks()
+    patch_prefix_store()
+    patch_group_hooks()
     return create_process_group(options, backend_options)
 
 
@@ -78,8 +78,8 @@ class _Plugins(dict[str, Any]):
         return super().get(name, default) if name in self else default
 
 
-class _Asked:
-    """An `_Asked` attribute of `dist.Backend` is the name of a backend, and calls `first` when torch resolves it.
+class _BackendName:
+    """A `_BackendName` attribute of `dist.Backend` is the name of a backend, and calls `first` when torch resolves it.
 
     Everything that asks for a backend (`init_process_group`, `new_group`, a pair "cpu:phalanx") makes a `Backend` of
     its name. torch also reads `Backend.MPI` in order to compare; that is not asking.
@@ -96,19 +96,22 @@ class _Asked:
         return self._name
 
 
-_served: list[bool] = []  # once somebody has asked for ours
+_enabled: list[bool] = []  # once somebody has asked for ours
 
 
-def _serve_our_backend(plugin: Any) -> None:
+def _enable_backend(plugin: Any) -> None:
     """Show torch our plugin again, and change what its users need; only the first call does something."""
-    if _served:
+    if _enabled:
         return
-    _served.append(True)
+    _enabled.append(True)
     import torch
     import torch.distributed as dist
 
     from phalanx._comm.backend.torch_integration.monitored_barrier import extend_monitored_barrier
-    from phalanx._comm.backend.torch_integration.rendezvous_handlers import serve_agents_store, serve_cluster_launchers
+    from phalanx._comm.backend.torch_integration.rendezvous_handlers import (
+        patch_agent_rendezvous,
+        patch_launcher_rendezvous,
+    )
 
     backend: Any = dist.Backend
     if not torch.cuda.device_count():  # programs choose the device of their tensors by this table
@@ -121,14 +124,14 @@ def _serve_our_backend(plugin: Any) -> None:
             "has no torch.distributed.Backend._plugins",
             'a group "cpu:gloo" is given a name that libraries do not take for Gloo\'s',
         )
-    serve_agents_store()
-    serve_cluster_launchers()
+    patch_agent_rendezvous()
+    patch_launcher_rendezvous()
     extend_monitored_barrier()
     _authenticate_pickles()
 
 
-def _serve_dist2() -> None:
-    importlib.import_module("phalanx._comm.backend.torch_integration.dist2").serve_dist2()
+def _enable_dist2() -> None:
+    importlib.import_module("phalanx._comm.backend.torch_integration.dist2").patch_dist2()
 
 
 def _authenticate_pickles() -> None:
@@ -139,6 +142,6 @@ def _authenticate_pickles() -> None:
     pickles_in_tensors.authenticate_pickles_in_tensors()
 
 
-def _serve_mpi(plugin: Any) -> None:
-    importlib.import_module("phalanx._comm.backend.torch_integration.mpi").serve_mpi()
-    _serve_our_backend(plugin)
+def _enable_mpi(plugin: Any) -> None:
+    importlib.import_module("phalanx._comm.backend.torch_integration.mpi").patch_mpi()
+    _enable_backend(plugin)

@@ -17,7 +17,7 @@ from phalanx._comm.backend.torch_integration.patch import patch
     "torch.distributed._dist2.register_backend(name, func)",
     loses="new_group('phalanx') of torch.distributed._dist2 does not work; use torch.distributed.new_group",
 )
-def serve_dist2() -> None:
+def patch_dist2() -> None:
     """Let `torch.distributed._dist2.new_group("phalanx", ...)` make groups; called once that module is imported."""
     dist2 = importlib.import_module("torch.distributed._dist2")
     numbers = itertools.count()

@@ -2,7 +2,7 @@
 
 A way by which torch knows a group of ours has two directions, and both are here:
 
-    TorchGroup                  our groups derive from it; its `introduce` makes a group known to torch's C++
+    TorchGroup                  our groups derive from it; its `register_with_torch` makes a group known to torch's C++
     phalanx_group(group)        returns our group behind what torch hands out as a group
 
 Today both ends are one object, as our group is a subclass of `ProcessGroup`. A second way (a subclass of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class TorchGroup(dist.ProcessGroup):
     """Our groups derive from this class, so torch takes them for groups of its own."""
 
-    def introduce(self, device_types: Sequence[torch.device]) -> None:
+    def register_with_torch(self, device_types: Sequence[torch.device]) -> None:
         """Make the group known to torch's C++ for these devices; called once, at the end of its making."""
         self._inner_backend = attach_backend(self, device_types)  # C++ does not keep it
 
@@ -55,7 +55,7 @@ def store_of(group: Any) -> Any:
 
 @dataclass(frozen=True)
 class Registration:
-    """A registration is a group, and what torch has noted of it in its tables."""
+    """A registration is a group, and its entries in torch's tables."""
 
     group: Any
     name: Any  # it is a string; for mypy it is a type of torch's
@@ -67,49 +67,49 @@ class Registration:
 
 
 def list_registrations() -> list[Registration]:
-    """Return what torch has noted of every group in this process, the default one among them."""
-    noted = _noted()
+    """Return the registration of every group in this process, including the default group."""
+    world = _world()
     registrations = []
-    for group, (backend, _) in noted.pg_map.items():
-        numbers = noted.pg_group_ranks[group]
+    for group, (backend, _) in world.pg_map.items():
+        numbers = world.pg_group_ranks[group]
         ranks = tuple(sorted(numbers, key=numbers.__getitem__))
-        tags = tuple(tag for tag, groups in noted.tags_to_pg.items() if any(one is group for one in groups))
-        config, tag = noted.pg_backend_config[group], noted.pg_to_tag[group]
-        registrations.append(Registration(group, noted.pg_names[group], ranks, backend, config, tag, tags))
+        tags = tuple(tag for tag, groups in world.tags_to_pg.items() if any(one is group for one in groups))
+        config, tag = world.pg_backend_config[group], world.pg_to_tag[group]
+        registrations.append(Registration(group, world.pg_names[group], ranks, backend, config, tag, tags))
     return registrations
 
 
 def register_again(registration: Registration, store: Any, ranks: Sequence[int]) -> None:
     """Have torch know a group again, of these ranks and over this store: it was destroyed with the default group."""
-    noted, group = _noted(), registration.group
-    noted.pg_map[group] = (registration.backend, store)
-    noted.pg_names[group] = registration.name
-    noted.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
-    noted.pg_backend_config[group] = registration.config
-    noted.pg_to_tag[group] = registration.tag
+    world, group = _world(), registration.group
+    world.pg_map[group] = (registration.backend, store)
+    world.pg_names[group] = registration.name
+    world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    world.pg_backend_config[group] = registration.config
+    world.pg_to_tag[group] = registration.tag
     for tag in registration.tags:
-        noted.tags_to_pg.setdefault(tag, []).append(group)
+        world.tags_to_pg.setdefault(tag, []).append(group)
     _register_again(registration.name, group)
 
 
 def count_groups() -> int:
     """Return how many groups torch has numbered in this process."""
-    return int(_noted().group_count)
+    return int(_world().group_count)
 
 
 def count_groups_from(number: int) -> None:
     """Let the next group that torch makes here have this number at least."""
-    noted = _noted()
-    noted.group_count = max(number, noted.group_count)
+    world = _world()
+    world.group_count = max(number, world.group_count)
 
 
-def count_groups_anew() -> None:
+def reset_group_count() -> None:
     """Let the next group that torch makes here be its first, by number."""
-    _noted().group_count = 0
+    _world().group_count = 0
 
 
 def _listed() -> dict[Any, Any]:
-    known: dict[Any, Any] = _noted().pg_map
+    known: dict[Any, Any] = _world().pg_map
     return known
 
 
@@ -117,6 +117,6 @@ _NO_LIST = "groups are not found again by name or rank: phalanx.elastic does not
 _register_again: Any = find("torch._C._distributed_c10d._register_process_group", loses=_NO_LIST)
 
 
-def _noted() -> Any:
+def _world() -> Any:
     """Return torch's notes of its groups; looked up each time, as torch's own tests put another object there."""
     return find("torch.distributed.distributed_c10d._world", loses=_NO_LIST)

@@ -140,19 +140,19 @@ def carry_out(group: Any, name: str, args: tuple[Any, ...]) -> Any:
     return work
 
 
-def serve_torchs_hooks() -> None:
+def patch_group_hooks() -> None:
     """Let the hooks that torch itself hangs on each group be called at our groups' operations, or be left out."""
     if hasattr(dist.distributed_c10d, "NanCheckHook"):  # from torch 2.14 on
-        _serve_nan_check()
+        _patch_nan_check()
     if hasattr(dist.distributed_c10d, "FlightRecorderHook"):  # from torch 2.15 on
-        _serve_recorder()
+        _patch_recorder()
 
 
 _NO_NAN_CHECK = "TORCH_DIST_NAN_CHECK=1 does not look at our groups' operations"
 
 
 @patch("torch.distributed.distributed_c10d.NanCheckHook.attach", loses=_NO_NAN_CHECK)
-def _serve_nan_check() -> None:
+def _patch_nan_check() -> None:
     hook: Any = dist.distributed_c10d.NanCheckHook  # type: ignore[attr-defined]
     theirs = hook.attach
 
@@ -166,12 +166,12 @@ def _serve_nan_check() -> None:
     hook.attach = staticmethod(attach)
 
 
-def _serve_recorder() -> None:
+def _patch_recorder() -> None:
     """Let a group begin also where torch can't hang its recorder on it, which ours answers for (`flight_recorder`)."""
     hook: Any = dist.distributed_c10d.FlightRecorderHook  # type: ignore[attr-defined]
-    if hook in _served:
+    if hook in _patched:
         return
-    _served.append(hook)
+    _patched.append(hook)
     theirs = hook.attach
 
     @functools.wraps(theirs)
@@ -181,7 +181,7 @@ def _serve_recorder() -> None:
     hook.attach = staticmethod(attach)
 
 
-_served: list[Any] = []
+_patched: list[Any] = []
 
 
 def _attach(name: str, theirs: Callable[..., Any], group: Any, *args: Any, loses: str) -> Any:

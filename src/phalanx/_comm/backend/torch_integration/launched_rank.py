@@ -7,20 +7,20 @@ import importlib
 from typing import Any
 
 from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patch
-from phalanx._comm.backend.torch_integration.rendezvous_handlers import serve_agents_store
-from phalanx._comm.backend.torch_integration.stores import serve_files, serve_prefixes, serve_queues
+from phalanx._comm.backend.torch_integration.rendezvous_handlers import patch_agent_rendezvous
+from phalanx._comm.backend.torch_integration.stores import patch_file_store, patch_prefix_store, patch_store_queues
 
 
-def serve_launcher() -> None:
+def patch_launched_rank() -> None:
     """Let a start that names no backend mean ours, and `env://` use the agent's store, where the launcher says so.
 
     The zygote of `phalanx run`, which imports torch for all ranks, calls it before the variables are known.
     """
     _extend_start()
-    serve_agents_store()
-    serve_queues()
-    serve_files()
-    serve_prefixes()
+    patch_agent_rendezvous()
+    patch_store_queues()
+    patch_file_store()
+    patch_prefix_store()
 
 
 @patch(

@@ -23,7 +23,7 @@ from phalanx._comm.transport.options import Options
     "torch.distributed.distributed_c10d._MPI_AVAILABLE",
     loses="backend 'mpi' is not there, as this torch was built without MPI",
 )
-def serve_mpi() -> None:
+def patch_mpi() -> None:
     """Let backend "mpi" work; `is_mpi_available()` says so only once a group is made, since libraries choose by it.
 
     torch's own code for the name asks `is_mpi_available()` and calls `ProcessGroupMPI.create(ranks)`. It passes neither
@@ -35,32 +35,32 @@ def serve_mpi() -> None:
 
     @functools.wraps(helper)
     def new_process_group(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*args, **kwargs).arguments
-        if "mpi" not in str(asked["backend"]):
+        arguments = signature.bind(*args, **kwargs).arguments
+        if "mpi" not in str(arguments["backend"]):
             return helper(*args, **kwargs)
-        if str(asked["backend"]) != "mpi":
+        if str(arguments["backend"]) != "mpi":
             raise ValueError(
-                f'backend {asked["backend"]!r}: "mpi" cannot be joined with other backends in one group.\n'
+                f'backend {arguments["backend"]!r}: "mpi" cannot be joined with other backends in one group.\n'
                 'Use "mpi" alone, and make a group of its own for other devices.'
             )
-        if not asked["global_ranks_in_group"]:  # torch leaves it to MPI to say who the ranks are
-            asked["store"], asked["group_rank"], asked["group_size"] = mpi_rendezvous(asked["timeout"])
-        offered = types.SimpleNamespace(create=lambda ranks: _create(asked))
+        if not arguments["global_ranks_in_group"]:  # torch leaves it to MPI to say who the ranks are
+            arguments["store"], arguments["group_rank"], arguments["group_size"] = mpi_rendezvous(arguments["timeout"])
+        offered = types.SimpleNamespace(create=lambda ranks: _create(arguments))
         vars(c10d).update(_MPI_AVAILABLE=True, ProcessGroupMPI=offered)
-        return helper(**asked)
+        return helper(**arguments)
 
     vars(c10d)["_new_process_group_helper"] = new_process_group
 
 
-def _create(asked: Mapping[str, Any]) -> Any:
+def _create(arguments: Mapping[str, Any]) -> Any:
     """Return the group for the arguments of torch's `_new_process_group_helper`."""
     options = types.SimpleNamespace(
-        store=PrefixStore(f"{asked['group_name']}/mpi", asked["store"]),
-        group_rank=asked["group_rank"],
-        group_size=asked["group_size"],
-        timeout=asked["timeout"],
-        group_id=asked["group_name"],
-        global_ranks_in_group=asked["global_ranks_in_group"],
+        store=PrefixStore(f"{arguments['group_name']}/mpi", arguments["store"]),
+        group_rank=arguments["group_rank"],
+        group_size=arguments["group_size"],
+        timeout=arguments["timeout"],
+        group_id=arguments["group_name"],
+        global_ranks_in_group=arguments["global_ranks_in_group"],
     )
-    given = asked.get("backend_options") or Options()
+    given = arguments.get("backend_options") or Options()
     return create_group(options, replace(given, engine="mpi") if isinstance(given, Options) else given)

@@ -54,7 +54,7 @@ def authenticate_object_collectives() -> None:
             pickled, size = to_tensor(obj, "cpu", group, *args, **kwargs)
         except BaseException:
             if call is not None:
-                call.take_back()
+                call.cancel_send()
             raise
         data = pickled.numpy().tobytes()
         message = pickles.sign(data, _UNKNOWN_CALL, 0) if call is None else call.sign(data)
@@ -144,7 +144,7 @@ class _Call:
         self._sent += 1
         return message
 
-    def take_back(self) -> None:
+    def cancel_send(self) -> None:
         """Note that the next object could not be pickled, so that nothing of this call is sent."""
         if self._sends is not None:
             self._pickles.take_back(self._sends[0])

@@ -28,7 +28,7 @@ class Patch:
 patches: list[Patch] = []
 """Every change in the files that have been imported."""
 
-_asked: set[str] = set()
+_applied: set[str] = set()
 
 
 def patch(*needs: str, loses: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -43,9 +43,9 @@ def patch(*needs: str, loses: str) -> Callable[[Callable[..., None]], Callable[.
 
         @functools.wraps(change)
         def apply(*args: Any) -> None:
-            if name in _asked:
+            if name in _applied:
                 return
-            _asked.add(name)
+            _applied.add(name)
             if problem := next(filter(None, map(describe_missing, needs)), ""):
                 report_loss(problem, loses)
             else:

@@ -51,13 +51,13 @@ def _authenticate_zero() -> None:
         if pickle_authenticator(group) is None:
             return original(obj, src_rank, group, device)
         is_source = dist.get_rank() == src_rank
-        told: list[Any] = [None]
+        objects: list[Any] = [None]
         if is_source:
             saved = io.BytesIO()
             torch.save(obj, saved)
-            told = [saved.getvalue()]
-        dist.broadcast_object_list(told, src=src_rank, group=group, device=device)
-        return obj if is_source else torch.load(io.BytesIO(told[0]), map_location=device, weights_only=False)
+            objects = [saved.getvalue()]
+        dist.broadcast_object_list(objects, src=src_rank, group=group, device=device)
+        return obj if is_source else torch.load(io.BytesIO(objects[0]), map_location=device, weights_only=False)
 
     module._broadcast_object = _broadcast_object
 

@@ -17,7 +17,7 @@ _HANDLERS = (
 
 
 @patch(*_HANDLERS, loses="env:// does not find the store of `phalanx run`; use phalanx.init, or pass store=")
-def serve_agents_store() -> None:
+def patch_agent_rendezvous() -> None:
     """Let `env://` use the store of the agent of `phalanx run`."""
     _extend_scheme("env", "rendezvous.launched_rendezvous")
 
@@ -28,7 +28,7 @@ def serve_agents_store() -> None:
     loses="file:// may wait for ever in a file that no store has written, and env:// and tcp:// do not know ranks of "
     "mpiexec and Slurm; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 )
-def serve_cluster_launchers() -> None:
+def patch_launcher_rendezvous() -> None:
     """Let `env://` and `tcp://` work under mpiexec and Slurm, and say who is where; let `file://` refuse foreign files.
 
     They do so for our backend alone, under both of its names.
@@ -44,7 +44,7 @@ def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
     original = rendezvous._rendezvous_handlers[scheme]
 
     def handler(url: str, timeout: Any = rendezvous.default_pg_timeout, **kwargs: Any) -> Any:
-        if ours_only and not any(name in _asking_backend() for name in ("phalanx", "mpi")):
+        if ours_only and not any(name in _calling_backend() for name in ("phalanx", "mpi")):
             return original(url, timeout=timeout, **kwargs)
         room, _, function = name.partition(".")
         module = importlib.import_module(f"phalanx._comm.backend.{room}")
@@ -53,7 +53,7 @@ def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
     rendezvous._rendezvous_handlers[scheme] = handler
 
 
-def _asking_backend() -> str:
+def _calling_backend() -> str:
     """Return the backend for which `init_process_group` makes ranks meet, which torch tells no handler; "" in RPC."""
     start = inspect.unwrap(distributed_c10d().init_process_group).__code__
     frame: types.FrameType | None = sys._getframe(2)

@@ -19,7 +19,7 @@ from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patc
     "torch.distributed.PrefixStore.underlying_store",
     loses="the store of `phalanx run` has no queues",
 )
-def serve_queues() -> None:
+def patch_store_queues() -> None:
     """Let a FileStore, by itself or behind prefixes, have queues; ends when torch's has them."""
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def _is_in_file(store: Any) -> bool:
     "torch.distributed.PrefixStore.underlying_store",
     loses="the store of `phalanx run` may lose what ranks append to a key, and its errors are no DistStoreError",
 )
-def serve_files() -> None:
+def patch_file_store() -> None:
     """Let a FileStore, by itself or behind prefixes, append, delete and fail as TCPStore does; ends when torch's does.
 
     `delete_key` says whether the key was there; of two ranks that delete it at once both may hear so.
@@ -81,7 +81,7 @@ def serve_files() -> None:
     def delete_key(self: Any, key: str) -> Any:
         return (not _is_in_file(self) or self.check([key])) and theirs.delete_key(self, key)
 
-    def told_as_store_error(method: Callable[..., Any]) -> Callable[..., Any]:
+    def raising_store_error(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any) -> Any:
             try:
@@ -96,7 +96,7 @@ def serve_files() -> None:
     for store in (stores.FileStore, stores.PrefixStore):
         store.append, store.delete_key = append, delete_key
         for name in ("get", "wait", "multi_get"):
-            setattr(store, name, told_as_store_error(getattr(theirs, name)))
+            setattr(store, name, raising_store_error(getattr(theirs, name)))
 
 
 @patch(
@@ -107,7 +107,7 @@ def serve_files() -> None:
     "torch.distributed.PrefixStore.list_keys",
     loses="a PrefixStore around a store of ours has no queues and no list of keys",
 )
-def serve_prefixes() -> None:
+def patch_prefix_store() -> None:
     """Let a PrefixStore around a store of ours (one that has `name_through`) have queues and a list of keys.
 
     torch's C++ passes neither on to a store that is written in Python; ends when it does.

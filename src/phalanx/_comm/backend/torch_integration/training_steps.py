@@ -21,10 +21,10 @@ def observe_steps(recorder: Any) -> None:
     _recorders[:] = [recorder]
     _marks[:] = [recorder.log.mark]
     if "torch" in sys.modules:
-        begin_to_observe()
+        start_observing()
 
 
-def begin_to_observe() -> None:
+def start_observing() -> None:
     """Begin, now that torch is there; `import torch` ends with this call where a recorder has come before it."""
     if _recorders:
         _observe_batches()
