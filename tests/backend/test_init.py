@@ -126,7 +126,7 @@ def test_without_proc_the_ranks_are_told_at_once_what_is_missing(rank, world_siz
     with pytest.raises(PhalanxError) as caught:
         phalanx.init(rank=rank, world_size=world_size, timeout=60)
     said = str(caught.value)
-    assert f"on rank {rank}: the job's store is in memory without a name, to which only /proc leads" in said
+    assert f"on rank {rank}: the job's store is in anonymous memory, which ranks open through /proc" in said
     assert "Mount /proc, or set MASTER_ADDR and MASTER_PORT." in said
 
 
@@ -149,8 +149,8 @@ def test_without_proc_ranks_with_an_address_meet_and_share_no_memory(tmp_path) -
     [
         ({"rank": 1}, "rank and world_size go together"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
-        ({"rank": 1, "world_size": 2}, "nothing says where the ranks meet"),
-        ({"init_method": "tcp://localhost:1"}, "nothing which rank this is"),
+        ({"rank": 1, "world_size": 2}, "no address for the rendezvous is set"),
+        ({"init_method": "tcp://localhost:1"}, "the rank of this process is unknown"),
     ],
 )
 def test_a_wrong_call_is_refused_before_anybody_waits(given, said) -> None:

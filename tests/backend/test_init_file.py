@@ -66,12 +66,12 @@ def test_ranks_that_meet_in_a_foreign_file_are_told_so_at_once(tmp_path) -> None
     file.write_text("lr: 0.1\nbatch_size: 32\n")
     for said in run_ranks(_meets, 2, file, 60, init=False):
         assert said.startswith(f"ValueError: init_method='file://{file}': the file holds 23 bytes that no FileStore")
-        assert "Name a path at which no file is yet" in said
+        assert "Choose a path without a file" in said
     assert file.read_text() == "lr: 0.1\nbatch_size: 32\n"
     for said in run_ranks(_meets, 2, tmp_path, 60, init=False):
         assert (
-            said == f"ValueError: init_method='file://{tmp_path}': this is no regular file. Name a path at which "
-            "no file is yet."
+            said == f"ValueError: init_method='file://{tmp_path}': this is not a regular file. Choose a path "
+            "without a file."
         )
     file.write_bytes(b"")
     assert run_ranks(_meets, 2, file, 60, init=False) == [[2.0, 2.0]] * 2
@@ -82,7 +82,7 @@ def test_a_folder_that_is_not_there_ends_the_wait_at_the_timeout(tmp_path) -> No
     """torch looks for it for five minutes, whatever the timeout."""
     for said in run_ranks(_meets, 2, tmp_path / "no" / "file", 0.5, init=False):
         assert said.startswith("DeadlineError: ")
-        assert f"there is no folder {tmp_path / 'no'}.\nMake it before the ranks start" in said
+        assert f"there is no folder {tmp_path / 'no'}.\nCreate it before the ranks start" in said
 
 
 @on_ranks(2, init=False)
@@ -97,5 +97,5 @@ def test_a_file_that_another_process_has_locked_is_named(tmp_path) -> None:
     path = tmp_path / "locked"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(DeadlineError, match="another process holds a lock on this file"):
+        with pytest.raises(DeadlineError, match="another process has locked this file"):
             check_init_file(f"file://{path}", Deadline.after(0.05))

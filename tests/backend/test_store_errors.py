@@ -25,7 +25,7 @@ def deaf_port():
 
 
 def test_a_look_tells_whether_anybody_listens(deaf_port) -> None:
-    assert probe("127.0.0.1", deaf_port) == "the host refuses connections to that port: nobody listens there"
+    assert probe("127.0.0.1", deaf_port) == "the host refuses connections to that port: no process listens there"
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert probe("127.0.0.1", server.getsockname()[1]) == ""
     assert probe("127.0.0.1", 0).startswith("it cannot be reached (") or "refuses" in probe("127.0.0.1", 0)
@@ -38,17 +38,17 @@ def test_the_message_of_each_side_says_who_waited_where() -> None:
         "init_process_group on rank 3 of 8: rank 0 did not answer at node1 port 29500 within 10.0 s: "
         "nothing answers at that address.\n"
         "torch said: timed out\n"
-        "Check that rank 0 was started and still runs (its log comes first), that MASTER_ADDR names its host as seen "
-        "from here, that MASTER_PORT is the same on every rank, and that no firewall closes it."
+        "Check that rank 0 was started and still runs (read its log first), that MASTER_ADDR names its host as seen "
+        "from here, that MASTER_PORT is the same on every rank, and that no firewall blocks it."
     )
     first = explain(
-        StoreAddress("node1", 29500, 0, 8, TEN_S), "this host knows no such name (x)", "no address\nframe #0"
+        StoreAddress("node1", 29500, 0, 8, TEN_S), "the name does not resolve on this host (x)", "no address\nframe #0"
     )
     assert first.startswith(
         "init_process_group on rank 0 of 8: the job's store cannot be opened at node1 port 29500: th"
     )
     assert "torch said: no address\nCheck that MASTER_ADDR names this host" in first
-    assert "something answers there, but it is no store" in explain(
+    assert "a program answers there that is not a store" in explain(
         StoreAddress("node1", 29500, -1, -1, TEN_S), "", "Ping failed"
     )
 
@@ -141,7 +141,8 @@ def test_two_processes_that_are_rank_0_hear_of_each_other_and_so_does_rank_1() -
     assert "two processes are rank 0 of 3:\n  " in one
     assert kind == "DistNetworkError"
     assert (
-        "by another process of this host, where rank 0 would keep the job's store.\ntwo processes are rank 0" in second
+        "by another process of this host, so rank 0 cannot serve the job's store there.\ntwo processes are rank 0"
+        in second
     )
 
 
@@ -162,10 +163,10 @@ def test_a_port_of_another_program_is_told_as_such(answer, monkeypatch) -> None:
         thread.join()
     assert kind == other_kind == "DistNetworkError"
     assert f"on rank 0 of 2: port {port} is in use by another process of this host" in first
-    assert "It is no start of a group: another program's" in first
+    assert "That process is another program, or a job that already runs." in first
     assert "Choose another MASTER_PORT" in first
     assert "on rank 1 of 2: rank 0 did not answer at 127.0.0.1" in second
-    assert "something answers there, but it is no store: another program has the port" in second
+    assert "a program answers there that is not a store" in second
 
 
 def _serve(server, answer):

@@ -248,13 +248,13 @@ def test_a_group_object_is_split_whatever_the_release_of_torch():
 
 @on_ranks(2)
 def test_a_group_refuses_a_split_with_ranks_that_it_lacks():
-    problems = ["no ranks", "a rank comes twice in [0, 0]", "it has 2 ranks, and none of number 2"]
+    problems = ["no ranks", "a rank is repeated in [0, 0]", "it has 2 ranks, and no rank 2"]
     refusals = []
     for ranks in ([], [0, 0], [0, 2], [-1]):
         with pytest.raises(ValueError) as caught:
             dist.group.WORLD.split_group(ranks)
         refusals.append(str(caught.value).partition(": ")[2])
-    assert (refusals, _sum(1)) == ([*problems, "it has 2 ranks, and none of number -1"], 2.0)
+    assert (refusals, _sum(1)) == ([*problems, "it has 2 ranks, and no rank -1"], 2.0)
 
 
 def test_what_torch_reports_of_a_group_is_what_it_reports_of_gloos():

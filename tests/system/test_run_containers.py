@@ -47,7 +47,7 @@ def test_ranks_that_do_not_see_the_agent_get_the_store_from_its_hands(tmp_path: 
 def test_ranks_that_cannot_reach_the_agent_at_all_say_so(tmp_path: Path) -> None:
     finished = run("--nproc-per-node", "2", write_script(tmp_path, SCRIPT.replace("NAMESPACES", "('pid', 'net')")))
     assert finished.code == 1
-    assert "cannot be opened, and the agent does not hand it over." in finished.err
+    assert "cannot be opened, and the agent does not send it." in finished.err
     assert "start `phalanx run` inside, or let the container use the host's network" in finished.err
 
 

@@ -12,7 +12,7 @@ from torch._C import _distributed_c10d as c10d
 from phalanx._comm.backend.torch_integration.inner_backend import can_attach
 from phalanx.testing import run_ranks
 
-needs_inner_backend = pytest.mark.skipif(not can_attach(), reason="this torch lets Python make no Backend")
+needs_inner_backend = pytest.mark.skipif(not can_attach(), reason="this torch does not let Python create a Backend")
 
 
 @pytest.mark.slow(but=("2000",))
@@ -85,11 +85,11 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("change", "problem", "num_lines"),
     [
-        ("inner_backend._torch.Backend.__init__ = lambda self: None", "lets Python make no Backend", 2),
-        ("del inner_backend._torch.Backend", "lets Python make no Backend", 2),
+        ("inner_backend._torch.Backend.__init__ = lambda self: None", "does not let Python create a Backend", 2),
+        ("del inner_backend._torch.Backend", "does not let Python create a Backend", 2),
         (
             "def attach(*args): raise RuntimeError('more')\ndist.distributed_c10d.FlightRecorderHook.attach = attach",
-            "can't hang its FlightRecorderHook on our groups (more)",
+            "cannot attach its FlightRecorderHook to our groups (more)",
             1,
         ),
     ],
@@ -108,4 +108,4 @@ def test_a_group_begins_where_torch_can_hang_no_hook_on_it(change, problem, num_
     assert run.stdout.splitlines()[-1:] == ["[1.0, 1.0]"], run.stderr
     assert (num_lines, True) == (len(told), all(problem in line for line in told)), run.stderr
     assert any("hooks of our groups are not called" in line for line in told)
-    assert ("register_pre_hook: this torch lets Python make no Backend" in run.stdout) == (num_lines == 2)
+    assert ("register_pre_hook: this torch does not let Python create a Backend" in run.stdout) == (num_lines == 2)

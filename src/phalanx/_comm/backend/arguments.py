@@ -96,7 +96,7 @@ def check_tensor(tensor: Any, operation: str, *, written: bool = False) -> Tenso
     if written and not tensor.is_contiguous() and 0 in tensor.stride() and _overlaps_itself(tensor):
         raise ArgumentError(
             f"{operation}: elements of the tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} share "
-            "memory, so no result can be written to it.\nGive a clone() of it."
+            "memory, so no result can be written to it.\nPass a clone() of it."
         )
     return tensor
 
@@ -259,7 +259,7 @@ def check_rank(rank: int, world_size: int, operation: str, name: str) -> int:
 
 
 def check_root(options: Any, world_size: int, operation: str, name: str, num_tensors: int | None = None) -> int:
-    """Return the root rank of a call of one tensor, or of `num_tensors`, of which `options.rootTensor` counts."""
+    """Return the root rank of a call; with `num_tensors`, check also that `options.rootTensor` is one of them."""
     root: int = options.rootRank
     if not 0 <= root < world_size:
         raise ArgumentError(

@@ -32,7 +32,7 @@ _LONGEST_S = 1e8  # three years: an infinite timeout, as milliseconds for Gloo
 
 @dataclass(frozen=True)
 class RendezvousGroup:
-    """A `RendezvousGroup` is a group after the rendezvous. `key` is a word in `store` that only its ranks use."""
+    """A `RendezvousGroup` is a group after the rendezvous. Only its ranks use `key` in `store`."""
 
     name: str
     key: str
@@ -77,7 +77,7 @@ def build_engine(group: RendezvousGroup, settings: Options, deadline: Deadline, 
 def open_gloo(
     group: RendezvousGroup, settings: Options, deadline: Deadline, failure_store: FailureStore, *, num_threads: int = 0
 ) -> GlooEngine:
-    """Connect all ranks by Gloo, whatever engine is selected, with `build_engine`'s errors and `num_threads`."""
+    """Connect all ranks by Gloo, whatever engine is selected. It raises the errors of `build_engine`."""
     rank, infos, name = group.rank, group.infos, group.name
     size = len(infos)
 

@@ -71,7 +71,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> Any:
     Raises:
         ValueError: the timeout is zero, or the ranks were given different options.
         TypeError: `backend_options` has another type.
-        DeadlineError: some rank did not come; the message names it, on every rank that did.
+        DeadlineError: some rank did not join; the message names it, on every rank that did.
         PhalanxError: hosts cannot reach each other.
     """
     # For "cuda:nccl,cpu:phalanx" torch also passes us the options that it has filled in for NCCL.
@@ -108,7 +108,7 @@ def _unconnected_group(options: Any, backend_options: Any) -> Any:
 
 
 def open_transport(options: Any, backend_options: Options | None) -> Transport:
-    """Find the group's other ranks, and return the transport to them. Collective; errors: `create_process_group`'s."""
+    """Find the group's other ranks, and return the transport to them. Collective; errors as `create_process_group`."""
     settings = _with_variables(backend_options if backend_options is not None else Options())
     timeout: timedelta = options.timeout
     if timeout <= timedelta(0):
@@ -117,7 +117,7 @@ def open_transport(options: Any, backend_options: Options | None) -> Transport:
     store, rank, size = options.store, options.group_rank, options.group_size
     name = options.group_id
     if rank == 0 and (untested := describe_untested(sys.modules["torch"].__version__)):
-        warn_once(_logger, f"{untested}; going on. `phalanx doctor` says what to do if something does not work")
+        warn_once(_logger, f"{untested}. If something does not work, run `phalanx doctor`")
     if is_rehearsing():
         return RehearsalTransport(name, rank, size)
     with contextlib.ExitStack() as stack:
@@ -185,7 +185,7 @@ def _wrong_interface(infos: Sequence[RankInfo], settings: Options) -> str:
     if not problems:
         return ""
     lines = "\n".join(f"  {name_ranks(which)}: {problem}" for problem, which in problems.items())
-    advice = "Name one of these, exactly as it is written here, or none: then the route to the job's store decides."
+    advice = "Set one of these, exactly as written here, or none: the default is the route to the job's store."
     return f"no such network interface.\n{lines}\n{advice}"
 
 
@@ -199,11 +199,11 @@ def _exposed(infos: Sequence[RankInfo], settings: Options) -> str:
     where = ", ".join(f"{address} on {hostname}" for address, hostname in public.items())
     return (
         f"tensors would be sent to and from {where}: {'public addresses' if len(public) > 1 else 'a public address'}, "
-        "which everybody on the internet can send to, and between hosts they are neither encrypted nor authenticated.\n"
-        "Let the hosts meet in a private network or a VPN such as WireGuard (MASTER_ADDR, or the address of the "
+        "which everybody on the internet can reach; between hosts tensors are neither encrypted nor authenticated.\n"
+        "Use a private network or a VPN such as WireGuard (MASTER_ADDR, or the address of the "
         "coordinator, decides; pg_options=phalanx.Options(interface=...) and GLOO_SOCKET_IFNAME do, too). Where a "
         "firewall lets only these hosts in: Options(allow_public_address=True), or PHALANX_ALLOW_PUBLIC_ADDRESS=1 on "
-        "every rank. `phalanx docs security` prints where that is explained."
+        "every rank. `phalanx docs security` prints the address of the explanation."
     )
 
 
@@ -286,7 +286,7 @@ def _share(server: FdServer, bootstrap: Bootstrap, options: Any, deadline: Deadl
 
 
 def _group_class() -> Any:
-    """Return the group class, which checks for tensors of other devices only in processes that can have any."""
+    """Return the group's class: only processes with other devices need the class that checks tensors for them."""
     if device_backends.available():
         from phalanx._comm.backend.process_group.devices import RoutedProcessGroup
 
@@ -331,7 +331,7 @@ def _connect(server: FdServer, bootstrap: Bootstrap, options: Any, settings: Opt
 
 
 def _complete(transport: Transport, bootstrap: Bootstrap, options: Any, deadline: Deadline) -> Transport:
-    """Return the transport once all ranks have it: from here on a failure is the group's."""
+    """Wait until all ranks have the transport, and return it: from here on all ranks report a failure."""
     try:
         if options.group_rank == 0:
             bootstrap.forget()

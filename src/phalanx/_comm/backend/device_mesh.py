@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 def mesh(device_type: str = "cpu", /, **axes: int) -> DeviceMesh:
     """Return a `DeviceMesh` of all ranks with these axes, as in `phalanx.mesh(pipeline=2, data=2)`. All ranks call it.
 
-    One axis may be -1; its size is then the number of ranks divided by the product of the others. Neighbours on the
-    last axis have consecutive ranks.
+    One axis may be -1; its size is then the number of ranks divided by the product of the other sizes. Neighbours on
+    the last axis have consecutive ranks.
 
     Raises:
         ValueError: no axis was given, or the sizes do not multiply to the number of ranks.

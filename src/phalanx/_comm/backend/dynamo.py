@@ -1,8 +1,8 @@
 """Mark functions that torch.compile must not trace, above all the methods of a group and its works.
 
-torch's own groups are C++, at which Dynamo ends its graph. Ours are Python, so Dynamo would trace into their locks,
-threads and opaque objects. With the marks it treats both alike. `torch.compiler.disable` would set the marks, too, but
-imports all of Dynamo, which takes a second.
+torch's own groups are C++, where Dynamo ends its graph. Ours are Python, so Dynamo would trace their locks, threads and
+opaque objects. With the marks it treats both alike. `torch.compiler.disable` also sets the marks, but it imports all of
+Dynamo, which takes a second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from phalanx._base.torch_names import find
 
-_LOSES = "torch.compile looks into a group's operations; keep them out of what it compiles"
+_LOSES = "torch.compile traces a group's operations; call them outside of compiled code"
 _set_strategy: Any = find("torch._C._dynamo.eval_frame.set_code_exec_strategy", loses=_LOSES, instead=None)
 _FrameAction: Any = find("torch._C._dynamo.eval_frame._FrameAction", loses=_LOSES, instead=None)
 _FrameExecStrategy: Any = find("torch._C._dynamo.eval_frame._FrameExecStrategy", loses=_LOSES, instead=None)

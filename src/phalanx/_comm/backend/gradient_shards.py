@@ -46,16 +46,16 @@ _needed: MutableMapping[Tensor, NeededSlice] = WeakIdKeyDictionary()
 
 
 def need_slice(parameter: Tensor, start: int, stop: int, group: dist.ProcessGroup) -> None:
-    """From the next backward on, average only elements `start` to `stop` of the parameter's gradient for this rank.
+    """Register that this rank needs only elements `start` to `stop` of the parameter's mean gradient.
 
-    Collective: every rank of `group` registers a slice of the same parameters before the next backward, and the slices
-    cover all elements.
+    It holds from the next backward on. Collective: every rank of `group` registers a slice of the same parameters
+    before that backward, and the slices cover all elements.
     """
     _needed[parameter] = NeededSlice(start, stop, dist.get_process_group_ranks(group))
 
 
 def need_all(parameter: Tensor) -> None:
-    """From the next backward on, give this rank the whole mean. All ranks call it, as `need_slice`."""
+    """Register that this rank needs the whole mean again, from the next backward on. All ranks call it."""
     _needed.pop(parameter, None)
 
 

@@ -11,7 +11,7 @@ _SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)  # torch sets it again when it co
 
 @contextmanager
 def environment_preserved() -> Iterator[None]:
-    """Undo, at the end, the environment variables that torch's compiler has set meanwhile."""
+    """Undo the environment variables that torch's compiler sets in the block."""
     before = {name: os.environ.get(name) for name in _SET_BY_IMPORTS}
     try:
         yield

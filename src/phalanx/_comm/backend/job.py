@@ -109,8 +109,8 @@ def _join_as(name: str, rank: int, world_size: int, init_method: str | None, lim
         dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=limit)
     else:
         raise ValueError(
-            f"phalanx.init: rank {rank} of {world_size}, and nothing says where the ranks meet.\n"
-            "Give init_method= (tcp://host:port, file:///path), or set MASTER_ADDR and MASTER_PORT."
+            f"phalanx.init: rank {rank} of {world_size}, and no address for the rendezvous is set.\n"
+            "Pass init_method= (tcp://host:port, file:///path), or set MASTER_ADDR and MASTER_PORT."
         )
 
 
@@ -125,8 +125,8 @@ def _join_environment(name: str, init_method: str | None, limit: timedelta) -> N
             rank, world_size = launch.rank, launch.world_size
         else:
             raise ValueError(
-                f"phalanx.init: init_method={init_method!r} says where the ranks meet, and nothing which rank this is."
-                "\nGive rank= and world_size= as well."
+                f"phalanx.init: init_method={init_method!r} is the address of the rendezvous, but the rank of this "
+                "process is unknown.\nPass rank= and world_size= as well."
             )
     dist.init_process_group(name, init_method, timeout=limit, rank=rank, world_size=world_size)
 
@@ -142,9 +142,9 @@ def _join_launch(name: str, launch: LaunchedProcess, limit: timedelta) -> None:
 
 def _explain_incomplete_environment(variables: str) -> str:
     return (
-        f"phalanx.init: this process is one of several ({variables}), but nothing says which rank it is, or where they "
-        "meet. Each would train alone, and write the same files.\n"
-        "Give rank= and world_size= (phalanx.init(rank=rank, world_size=n)); or set RANK, WORLD_SIZE, MASTER_ADDR and "
+        f"phalanx.init: this process is one of several ({variables}), but its rank, or the address of the "
+        "rendezvous, is unknown. Each process would train alone, and write the same files.\n"
+        "Pass rank= and world_size= (phalanx.init(rank=rank, world_size=n)); or set RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT; or start the script with `phalanx run`. If it is to train alone: phalanx.init(rank=0, "
         "world_size=1)."
     )
@@ -167,10 +167,10 @@ def _device(local_rank: int) -> torch.device:
     device = decide_device(local_rank, ranks_here, gpus, ranks_per_gpu(), backend)
     if gpus and device.type == "cpu":
         reason = (
-            f"{ranks_here or 'more'} ranks on this host have {gpus} GPUs. Start one per GPU, or give `phalanx run` "
-            "--ranks-per-gpu"
+            f"{ranks_here or 'more'} ranks on this host have {gpus} GPUs. Start one per GPU, or pass --ranks-per-gpu "
+            "to `phalanx run`"
             if backend in _GPU_BACKENDS
-            else f"the backend is {backend or 'of the CPU only'!r}. For a GPU, leave backend= out, or give 'nccl'"
+            else f"the backend is {backend or 'of the CPU only'!r}. For a GPU, omit backend=, or pass 'nccl'"
         )
         warn_once(_logger, f"phalanx.init: the device of this job is the CPU, as {reason}")
     return device
@@ -206,9 +206,9 @@ def decide_device(
 ) -> torch.device:
     """Return the device for a rank on a host with `gpus`: `ranks_per_gpu` neighbours share one.
 
-    If the GPUs do not have room for all ranks, the ranks were not counted by GPUs, and get the CPU; with NCCL, which
-    supports nothing else, they get the GPUs in turn. With Gloo or MPI as `backend` of CUDA tensors, a rank that needs a
-    GPU selects it itself. If `ranks_here` is unknown, each rank within the GPUs' room gets a GPU.
+    If there are more ranks than the GPUs have room for, all ranks get the CPU; with NCCL, which supports nothing else,
+    they get the GPUs in turn. With Gloo or MPI as `backend` of CUDA tensors, a rank that needs a GPU selects it itself.
+    If `ranks_here` is unknown, each rank for which the GPUs have room gets a GPU.
     """
     room = gpus * ranks_per_gpu
     fits = local_rank < room if ranks_here is None else ranks_here <= room

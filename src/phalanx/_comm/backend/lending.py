@@ -68,7 +68,7 @@ class Lending:
                 self._pool.leave()
 
     def lend(self, tensor: Tensor) -> int | None:
-        """Return the place of `tensor` for a borrower; None if it is elsewhere and cannot be copied.
+        """Return the place of `tensor` for a borrower; None if it is in other memory and cannot be copied.
 
         Cost: nothing if it was made in `making()`; else one copy.
         """
@@ -96,7 +96,7 @@ class Lending:
             self._free.append(piece)
 
     def borrow(self, rank: int, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor that `rank` lent. Its memory is returned when no tensor uses it any more."""
+        """Return the tensor that `rank` lent at `place`. Its memory is returned when no tensor uses it any more."""
         address = self._symm_mem.address_of(rank, place & ((1 << _WORD) - 1))
         buffer = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
         weakref.finalize(buffer, self._return, rank, place >> _WORD).atexit = False

@@ -18,7 +18,7 @@ _is_wrapped: Any = find("torch._C._functorch.is_functorch_wrapped_tensor", loses
 
 
 class FakeCall(Exception):
-    """The call got a fake tensor, which has a shape and no values: nothing is done, as with torch's backends."""
+    """A call has a fake tensor, with a shape and no values: the call does nothing, as in torch's backends."""
 
 
 def is_fake(tensor: Any) -> bool:
@@ -50,15 +50,15 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
     kind = type(tensor).__name__
     if kind == "DTensor":
         raise TypeError(
-            f"{operation}: the tensor is a DTensor, of which each rank holds a part.\n"
-            "Give its part, tensor.to_local(), or let DTensor communicate: tensor.redistribute(...)."
+            f"{operation}: the tensor is a DTensor, of which each rank has a part.\n"
+            "Pass its part, tensor.to_local(), or let DTensor communicate: tensor.redistribute(...)."
         )
     if is_zero_tensor(tensor):
         if not written:
             return
         raise ValueError(
-            f"{operation}: the tensor stands for zeros (autograd makes such) and cannot be written.\n"
-            "Give a clone() of it."
+            f"{operation}: the tensor represents zeros (autograd makes such tensors) and cannot be written.\n"
+            "Pass a clone() of it."
         )
     if not tensor.numel():
         return
@@ -66,7 +66,7 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
     if type(tensor) is not Tensor and dispatch is not _PLAIN_DISPATCH:
         raise TypeError(
             f"{operation}: the tensor is a {kind}, a subclass without memory of its own.\n"
-            "Give the tensors that it wraps."
+            "Pass the tensors that it wraps."
         )
     if _is_wrapped(tensor):
         raise TypeError(
@@ -80,7 +80,7 @@ def check_memory(tensor: Tensor, operation: str, *, written: bool) -> None:
 
 
 def nothing_done(operation: str, arguments: tuple[Any, ...]) -> CompletedWork:
-    """Return the answer to a call with fake tensors."""
+    """Return the work of a call whose tensors are all fake."""
     tensors = list(_tensors_in(arguments))
     if not all(map(is_fake, tensors)):
         raise TypeError(f"{operation}: some tensors of the call are fake (FakeTensorMode) and some are real")

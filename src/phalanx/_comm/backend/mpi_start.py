@@ -1,4 +1,4 @@
-"""Start MPI on all ranks of a group or on none, because ranks with MPI would wait in MPI_Init for one without."""
+"""Start MPI on all ranks of a group or on none: ranks with MPI would wait in MPI_Init for a rank without it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def start_together(store: Any, rank: int, world_size: int, group: str, deadline:
     """Return this rank's MPI, and every rank's number in MPI_COMM_WORLD. `store` belongs to this group alone.
 
     Raises:
-        PhalanxError: some rank has no MPI, or the ranks are not in one MPI job; the same on every rank.
-        DeadlineError: some rank did not come.
+        PhalanxError: some rank has no MPI, or the ranks are in several MPI jobs; all ranks raise the same error.
+        DeadlineError: some rank did not join.
     """
     here = f"init_process_group of group {group!r} on rank {rank}"
     problems = _gather_text(store, here, "mpi", rank, world_size, why_not(launcher()), deadline)
@@ -44,7 +44,7 @@ def start_together(store: Any, rank: int, world_size: int, group: str, deadline:
 
 
 def _refuse(here: str, problems: list[str]) -> None:
-    """Raise the problem that most ranks have, and say which ranks have it."""
+    """Raise the most frequent problem, with the ranks that have it."""
     by_text: dict[str, list[int]] = {}
     for r, problem in enumerate(problems):
         if problem:
@@ -57,13 +57,13 @@ def _refuse(here: str, problems: list[str]) -> None:
 def _gather_text(
     store: Any, here: str, what: str, rank: int, world_size: int, words: str, deadline: Deadline
 ) -> list[str]:
-    """Return what every rank says, by rank."""
+    """Exchange a text between all ranks; return the texts by rank."""
     keys = [f"{what}/{r}" for r in range(world_size)]
     store.set(keys[rank], words)
     if not deadline.wait_until(lambda: store.check(keys), _PAUSE_S):
         missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
         raise DeadlineError(
-            f"{here}: {name_ranks(missing)} of {world_size} did not come within {deadline.timeout_s:.1f} s.\n"
+            f"{here}: {name_ranks(missing)} of {world_size} did not join within {deadline.timeout_s:.1f} s.\n"
             "Read the log of the missing rank first.",
             missing=missing,
         )

@@ -35,14 +35,14 @@ def open_symmetric_memory(
     from phalanx._comm.symmetric_memory.memory import LocalRank, open_as_leader, open_as_member
 
     rank, name = options.group_rank, options.group_id
-    # Across hosts an engine's thread has work while a rank waits, and finds no core if the rank looks at memory.
+    # Across hosts an engine's thread runs while a rank waits, and finds no free core if the rank spins.
     is_one_host = len(local_ranks) == len(infos)
     threads, stage_bytes = (1, STAGE_BYTES) if is_one_host else (2, STAGE_BYTES_BETWEEN_HOSTS)
     members = [LocalRank(infos[r].process, infos[r].cpus, threads) for r in local_ranks]
     here = f"init_process_group of group {name!r} on rank {rank}"
 
     def check_ranks(which: Iterable[int]) -> None:
-        """Check that the ranks live which have not fetched the memory, and that the group is still to be formed."""
+        """Check that the local ranks `which` have not ended, and that the group is still wanted."""
         check_formation()
         for who in (local_ranks[i] for i in sorted(which)):
             if infos[who].process.has_ended():
@@ -74,12 +74,12 @@ def open_symmetric_memory(
 
 
 def _sees_processes(leader: RankInfo, member: RankInfo) -> bool:
-    """Return whether the leader's process number leads `member` to its process."""
+    """Return whether `member` sees the leader's process under the same process number."""
     return bool(leader.process.namespace) and leader.process.namespace == member.process.namespace
 
 
 def _no_memory(error: PhalanxError | OSError | MemoryError, rank: int, local_ranks: Sequence[int], name: str) -> str:
-    if isinstance(error, MemoryError):  # Python's own, which says nothing
+    if isinstance(error, MemoryError):  # Python's own, which has no text
         error = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     said = error.strerror if isinstance(error, OSError) else error
     leader = local_ranks[0]
@@ -90,7 +90,7 @@ def _no_memory(error: PhalanxError | OSError | MemoryError, rank: int, local_ran
 
 
 def advice(number: int | None) -> str:
-    """Return what a user may do about the system's refusal of descriptors or memory."""
+    """Return advice for the error number of refused descriptors or memory."""
     return {
         errno.EMFILE: f"A group needs a file for each rank of the host, and a few. {describe_limit()}",
         errno.ENFILE: "The machine's limit on open files is reached (fs.file-max).",

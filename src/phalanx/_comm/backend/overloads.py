@@ -1,7 +1,7 @@
-"""Find out which of PyTorch's overloads a call of a process group's method uses, and bring it to the first form.
+"""Convert each overload of PyTorch's process group methods to its first form.
 
-torch's functions call the first form of each method with every argument in its place, and that is what the methods of
-our groups take. People who hold a group use the others, and keywords:
+torch's functions call the first form of each method with positional arguments, and the methods of our groups accept
+this form. Programs that call a group's methods also use the other overloads, and keywords:
 
     group.allreduce(x, op=ReduceOp.MAX)      ─▶  allreduce([x], AllreduceOptions(reduceOp=MAX))
     group.gather(outputs, x, root=1)         ─▶  gather([outputs], [x], GatherOptions(rootRank=1))
@@ -22,8 +22,8 @@ from torch import Tensor
 
 c10d: Any = dist.distributed_c10d  # its stubs lack what is used here
 
-# The overloads in torch's order and with its names. T is a tensor, T* a list of tensors, T** a list of such lists;
-# what ends in ? may be left out. `Backend`, which people get from `group._get_backend(device)`, has some other names.
+# The overloads in torch's order and with its names. T is a tensor, T* a list of tensors, T** a list of such lists; an
+# argument with ? is optional. Methods of `Backend` (from `group._get_backend(device)`) have some other names.
 _ALL_GATHER_SINGLE = ("output:T input:T opts?",)
 _ALL_GATHER_COALESCED = ("outputs:T* inputs:T* opts?", "output_lists:T* input_list:T* opts?")
 _REDUCE_SCATTER_SINGLE = ("outputTensor:T inputTensor:T opts?",)
@@ -102,13 +102,13 @@ _LISTED = (list, tuple)
 
 @functools.cache
 def plain_form(name: str) -> tuple[int, type]:
-    """Return how many arguments the method `name` has in the form that torch's functions call, and the last type."""
+    """Return the number of arguments of method `name` in its first form, and the type of the last one."""
     first = _parsed(name)[0]
     return len(first), _OPTIONS.get(name, int)
 
 
 def first_form(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return `args` if they are in the first form already, else what `resolve` makes of the call."""
+    """Return the call's arguments in the first form."""
     count, last = plain_form(name)
     if kwargs or len(args) != count or type(args[-1]) is not last:
         return resolve(name, args, kwargs)
@@ -116,10 +116,10 @@ def first_form(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 
 
 def resolve(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments of `group.<name>(*args, **kwargs)` in the first form of that method, each in its place.
+    """Return the arguments of `group.<name>(*args, **kwargs)` in the first form of that method.
 
     Raises:
-        TypeError: it is none of PyTorch's overloads.
+        TypeError: the call matches no overload of PyTorch's.
     """
     args = [_listed(value) for value in args]
     kwargs = {key: _listed(value) for key, value in kwargs.items()}
@@ -189,7 +189,7 @@ def _in_first_form(
         if slot.kind == "opts":
             break
         value = given.get(parameter)
-        # One for the list of them. Where it is a list of nothing, torch means no list: what all but the root give.
+        # A single value becomes a list. torch passes an empty list on all ranks but the root: then there is no list.
         wrapped = len(slot.kind) > len(parameter.kind) and slot.kind.startswith("T")
         arguments.append(([value] if isinstance(value, Tensor) or value else []) if wrapped else value)
     if name not in _OPTIONS:
@@ -213,7 +213,7 @@ def _as_field(name: str, value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """Return what torch takes for a list, beside lists and tuples, as a list; return anything else as it is."""
+    """Return as a list any sequence that torch accepts as one; return other values unchanged."""
     if isinstance(value, (*_LISTED, Tensor, str, bytes, Mapping)):
         return value
     is_sequence = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
@@ -242,10 +242,10 @@ def _kind_of(value: Any) -> str:
 
 
 def arguments_of_allreduce(tensors: Any, opts: Any, timeout: Any, op: Any, tensor: Any) -> tuple[Any, Any]:
-    """Return the list of tensors and the options of a call of `allreduce`, in any of PyTorch's forms."""
+    """Return the tensors and options of a call of `allreduce` in any of PyTorch's overloads."""
     if type(opts) is c10d.AllreduceOptions and isinstance(tensors, list) and timeout is op is tensor is None:
         return tensors, opts
-    if isinstance(tensors, Tensor) and tensor is None:  # they were given by position
+    if isinstance(tensors, Tensor) and tensor is None:  # passed by position
         tensors, tensor = None, tensors
     if op is None and opts is not None and not isinstance(opts, c10d.AllreduceOptions):
         op, opts = opts, None

@@ -1,8 +1,8 @@
-"""`Reconfiguration` gives a living group other members (`torch.distributed._reconfigure`, torch 2.14 and later).
+"""`Reconfiguration` replaces the members of an existing group (`torch.distributed._reconfigure`, torch 2.14 and later).
 
-A group that was made with `enable_reconfigure` has no peers at first. The processes exchange their handles by means of
-their own. Each future member calls `reconfigure` with the same handles and a uuid that was never used. They meet in
-the group's first store, under that uuid. A process whose handle is missing sees the others as lost.
+A group that was created with `enable_reconfigure` has no peers at first. The program exchanges the processes' handles.
+Each future member calls `reconfigure` with the same handles and a new uuid. They form the group in its first store,
+under that uuid. To a process whose handle is missing, the others are lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEVER = -1
 
 @dataclass(frozen=True, order=True)
 class MemberHandle:
-    """A `MemberHandle` is a member's rank, the uuid of the call that gave it, its first rank, and a random token."""
+    """A `MemberHandle` is a member's rank, the uuid of the call that set it, its first rank, and a random token."""
 
     rank: int
     uuid: int
@@ -36,15 +36,15 @@ class MemberHandle:
     token: str
 
     def __str__(self) -> str:
-        """Return the handle in the form of Gloo's: 'phalanx:0:17:0:d3b0'."""
+        """Return the handle as text, in Gloo's format: 'phalanx:0:17:0:d3b0'."""
         return f"phalanx:{self.rank}:{self.uuid}:{self.first_rank}:{self.token}"
 
     @classmethod
     def parse(cls, text: str) -> MemberHandle:
-        """Return the handle of which `str` made `text`.
+        """Parse the result of `str(handle)`.
 
         Raises:
-            PhalanxError: `str` did not make it.
+            PhalanxError: `text` is not a handle.
         """
         try:
             kind, rank, uuid, first_rank, token = text.split(":")
@@ -53,27 +53,27 @@ class MemberHandle:
             return cls(int(rank), int(uuid), int(first_rank), token)
         except ValueError:
             raise PhalanxError(
-                f"reconfigure: {text!r} is no handle of backend 'phalanx'.\n"
-                "Give what torch.distributed._get_reconfigure_handle() returned on each member."
+                f"reconfigure: {text!r} is not a handle of backend 'phalanx'.\n"
+                "Pass what torch.distributed._get_reconfigure_handle() returned on each member."
             ) from None
 
 
 def order_handles(handles: list[str] | set[str], own: str) -> list[str]:
-    """Return the handles by their new ranks: a list as it is, a set by the ranks that they have.
+    """Return the handles in the order of their new ranks: a list unchanged, a set ordered by the present ranks.
 
     Raises:
-        PhalanxError: there is none, one comes twice, one cannot be read, or `own` is not among them.
+        PhalanxError: there is no handle, one is repeated or invalid, or `own` is not among them.
     """
     parsed = {text: MemberHandle.parse(text) for text in handles}
     if not handles:
-        raise PhalanxError("reconfigure: no handles; give that of each member, this process's among them.")
+        raise PhalanxError("reconfigure: no handles; pass the handle of each member, including this process.")
     if len(parsed) != len(handles):
-        raise PhalanxError("reconfigure: a handle comes twice; give each member's once.")
+        raise PhalanxError("reconfigure: a handle is repeated; pass each member's handle once.")
     if own not in parsed:
         raise PhalanxError(
-            f"reconfigure: this process's handle {own} is not among the {len(handles)} that were given.\n"
+            f"reconfigure: this process's handle {own} is not among the {len(handles)} handles.\n"
             "A handle changes with each reconfiguration: exchange the present ones. "
-            "A process that is to leave does not call it."
+            "A process that leaves must not call reconfigure."
         )
     return list(handles) if isinstance(handles, list) else sorted(parsed, key=parsed.__getitem__)
 
@@ -92,10 +92,10 @@ def unconnected(group: str, rank: int, world_size: int) -> RefusingTransport:
 
 
 class Reconfiguration:
-    """A `Reconfiguration` gives one process's group other members.
+    """A `Reconfiguration` replaces the members of one process's group.
 
     Arguments:
-        open_transport: opens a transport to the members, from options in torch's form.
+        open_transport: opens a transport to the members, from torch's options.
     """
 
     def __init__(self, store: Any, first_rank: int, open_transport: Callable[[Any], Transport]) -> None:
@@ -111,18 +111,18 @@ class Reconfiguration:
         return str(MemberHandle(group.rank(), self._uuid, self._first_rank, self._token))
 
     def apply(self, group: PhalanxProcessGroup, opts: Any) -> None:
-        """Leave the group's members and connect to those of `opts.handles`; each of them calls this with the same.
+        """Leave the group's members and connect to those of `opts.handles`. Collective over the new members.
 
         Raises:
-            PhalanxError: the handles or the uuid make no sense; the group is unchanged.
-            DeadlineError: some member did not come in time; the group has no members until the next call.
+            PhalanxError: the handles or the uuid are invalid; the group is unchanged.
+            DeadlineError: some member did not join in time; the group has no members until the next call.
         """
         own = self.handle(group)
         handles = order_handles(opts.handles, own)
         uuid, rank, size = opts.uuid, handles.index(own), len(handles)
         store = PrefixStore(f"reconfigure/{uuid}/", self._store)
         if uuid in self._used or (rank == 0 and store.add("claimed", 1) > 1):
-            raise PhalanxError(f"reconfigure: uuid {uuid} is already used; each call needs one of its own.")
+            raise PhalanxError(f"reconfigure: uuid {uuid} is already used; each call needs a new one.")
         self._used.add(uuid)
         options = types.SimpleNamespace(
             store=store,

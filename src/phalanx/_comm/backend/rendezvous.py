@@ -1,9 +1,9 @@
 """Handle `env://` under `phalanx run`, `mpiexec` and Slurm's `srun`, where torch's handler fails or opens a port.
 
-In all three cases the ranks of one host use the same `FileStore`, on memory without a name. Under `phalanx run` the
-agent owns that memory and says where (PHALANX_STORE). Under `mpiexec` and `srun` on one host rank 0 makes it and the
-others fetch it, by a name that follows from the job; on several hosts rank 0 opens a `TCPStore`, and tells its address
-through MPI, or has one that follows from Slurm's job. Everything else is left to torch.
+In all three cases the ranks of one host share a `FileStore` in anonymous memory. Under `phalanx run` the agent owns
+that memory, and PHALANX_STORE is its path. Under `mpiexec` and `srun` on one host, rank 0 creates the memory, and the
+others fetch it by a name derived from the job. On several hosts rank 0 opens a `TCPStore`; MPI broadcasts its address,
+or the address follows from Slurm's job. torch handles everything else.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Handler = Callable[..., Iterator[StoreAndRank]]
 
 
 def launcher() -> Launcher | None:
-    """Return the launcher that started this process, as far as MPI is concerned; None if nothing says so."""
+    """Return the launcher that started this process, for messages about MPI; None if unknown."""
     launch = mpi_launch(os.environ)
     if launch is not None:
         return Launcher(launch.launcher, launch.world_size, is_mpi=True)
@@ -72,7 +72,7 @@ def launcher() -> Launcher | None:
 
 
 def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAndRank]:
-    """Yield the handler of `env://` in a rank of `phalanx run`, whichever backend it asks for."""
+    """Yield the rendezvous of `env://` in a rank of `phalanx run`, for any backend."""
     path = find_agents_store(os.environ)
     if path and "?" not in url:
         yield _open_at_agent(path)
@@ -81,9 +81,9 @@ def launched_rendezvous(original: Handler, url: str, timeout: timedelta, **kwarg
 
 
 def env_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAndRank]:
-    """Yield the handler of `env://` for our backend."""
+    """Yield the rendezvous of `env://` for our backend."""
     if find_agents_store(os.environ) and "?" not in url:
-        yield from launched_rendezvous(original, url, timeout, **kwargs)  # the agent keeps the store: no port is opened
+        yield from launched_rendezvous(original, url, timeout, **kwargs)  # the agent has the store: no port is opened
         return
     launch = find_launch(os.environ) if "RANK" not in os.environ and "?" not in url else None
     if launch is None:
@@ -102,22 +102,22 @@ _NOT_AGAIN = "env:// cannot rendezvous again; destroy the group and initialise a
 
 
 def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs: Any) -> Iterator[StoreAndRank]:
-    """Yield the handler of `tcp://`, or of `env://` with an address: its errors say which rank waited where.
+    """Yield the rendezvous of `tcp://`, or of `env://` with an address. Its errors name the rank and the address.
 
-    torch's `original` has rank 0 wait until as many processes have come as it believes in, and so hear too late of
-    those that believe something else. Here all go on to the bootstrap of the group, which compares.
+    In torch's `original`, rank 0 waits for as many processes as its own world size, so it detects another rank's
+    different world size too late. Here all ranks continue to the group's bootstrap, which compares their world sizes.
     """
     place = _place(url, timeout)
     if place.host and place.port and place.rank >= 0 and place.world_size >= 1:
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store
         libuv = parse_qs(urlsplit(url).query).get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0] == "1"
         store = open_store(place, serve=place.rank == 0 and not is_agents, libuv=libuv)
-        if is_agents:  # it outlives an attempt; torch's own handler keeps them apart in the same way
+        if is_agents:  # the store outlives an attempt; torch's own handler uses the same prefix
             store = PrefixStore(f"/worker/attempt_{attempt()}", store)
         yield store, place.rank, place.world_size
         raise RuntimeError(_NOT_AGAIN)
-    # torch says what is wrong with it. Not around a `yield`: whoever forgets the iterator ends it at the interpreter's
-    # exit, when modules are empty.
+    # torch reports what is wrong with it. No `yield` is inside the `with`: an iterator that was not exhausted is closed
+    # at the interpreter's exit, when modules are empty.
     addresses = original(url, timeout=timeout, **kwargs)
     with launched(url), explained(place):
         address = next(addresses)
@@ -126,7 +126,7 @@ def address_rendezvous(original: Handler, url: str, timeout: timedelta, **kwargs
 
 
 def _place(url: str, timeout: timedelta) -> store_errors.StoreAddress:
-    """Return what the URL says of the rendezvous, or else the environment; torch has yet to find out what is wrong."""
+    """Return the rendezvous in the URL or else in the environment, without checking it."""
     parts = urlsplit(url)
     asked = {name: values[0] for name, values in parse_qs(parts.query).items()}
 
@@ -147,74 +147,74 @@ def _place(url: str, timeout: timedelta) -> store_errors.StoreAddress:
 
 
 def attempt() -> str:
-    """Return the number of the launcher's start of this script; "0" is the first, and that of no launcher."""
+    """Return how often the launcher has restarted this script; "0" also without a launcher."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
 def agent_address() -> str:
-    """Return where the agent of `phalanx run` looks on while groups work; "" in a process that is none of its ranks."""
+    """Return the address of the agent of `phalanx run`; "" in a process that is not one of its ranks."""
     return os.environ.get("PHALANX_AGENT", "") if find_agents_store(os.environ) else ""
 
 
 def find_lost_host() -> LostHost | None:
-    """Return what the agent of this host has told of a lost host, in a job on several; costs a system call."""
+    """Return the lost host that this host's agent has reported, in a job on several hosts. Cost: a system call."""
     return read_lost(_agent_file) if _agent_file >= 0 else None
 
 
 def agents_key() -> Key | None:
     """Return the job's key, in a rank of `phalanx run` on several hosts; None elsewhere."""
-    from phalanx._comm.control.key import Key  # it is not imported at the top, since a job on one host needs none
+    from phalanx._comm.control.key import Key  # imported here, since a job on one host needs no key
 
     key = read_store(_agent_file)[1] if _agent_file >= 0 else ""
     return Key.parse(key) if key else None
 
 
 def own_address() -> str:
-    """Return this host's address in a job on several, which the agents have tried; empty where nobody has."""
+    """Return this host's address in a job on several hosts, as the agents have tested it; "" in other jobs."""
     return os.environ.get("PHALANX_ADDRESS", "") if find_agents_store(os.environ) else ""
 
 
-# -- generations of an elastic job: the ranks that form its group, until some are lost or taken in ---------------------
+# -- generations of an elastic job: the ranks that form its group, until ranks are lost or join ------------------------
 
 _rehearsal_over = False
 
 
 def generation() -> int:
-    """Return the generation that this process belongs to: 0 in a job that has lost nobody, or that is not elastic."""
+    """Return the generation of this process: 0 until a rank is lost, and in a job that is not elastic."""
     text = os.environ.get("PHALANX_GENERATION", "") if find_agents_store(os.environ) else ""
     return int(text) if text.isdecimal() else 0
 
 
 def is_rehearsing() -> bool:
-    """Return whether this process replaces a rank, and has not met the others: its groups are of itself alone."""
+    """Return whether this process replaces a rank and has not joined the others yet: its groups have one rank."""
     return not _rehearsal_over and generation() > 0
 
 
 def enter_generation(environment: Mapping[str, str]) -> StoreAndRank:
-    """Become the rank of a generation that `environment` describes; return where its ranks meet.
+    """Become the rank that `environment` describes, in its generation; return the store of that generation's ranks.
 
-    Without variables it is the generation that this process was started for.
+    Without variables it is the generation for which this process was started.
     """
     os.environ.update(environment)
     path = find_agents_store(os.environ)
     if not path:
-        raise PhalanxError(f"the launcher described no place to meet in generation {generation()}. Please report this.")
+        raise PhalanxError(f"the launcher passed no store for generation {generation()}. Please report this.")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _open_coordinator(path) if path.startswith(COORDINATOR) else FileStore(_find_file(path), size)
-    return PrefixStore(f"generation-{attempt()}-{generation()}", store), rank, size  # hosts have one for all attempts
+    return PrefixStore(f"generation-{attempt()}-{generation()}", store), rank, size  # hosts use one for all attempts
 
 
 def end_rehearsal() -> None:
-    """Let groups be real from now on."""
+    """Create groups with all their ranks from now on."""
     global _rehearsal_over
     _rehearsal_over = True
 
 
-# Each init_process_group of a process meets under keys of its own: the store outlives the group.
+# Each init_process_group of a process uses its own keys, because the store outlives the group.
 _generation = 0
 _open_files: list[int] = []
-_agent_file = -1  # in a job on several hosts: what the agent tells
-_open_stores: list[Any] = []  # stores written in Python: torch's references to them do not keep Python's half
+_agent_file = -1  # in a job on several hosts: the agent's file
+_open_stores: list[Any] = []  # stores written in Python, whose Python half torch's references do not keep alive
 
 
 def _next_prefix() -> str:
@@ -244,7 +244,7 @@ def _open_coordinator(path: str) -> Any:
     file = os.open(_find_file(path.removeprefix(COORDINATOR)), os.O_RDONLY | os.O_CLOEXEC)
     if _agent_file < 0:
         _agent_file = file
-    else:  # in the place of the one before, which another thread may be reading
+    else:  # replaces the previous file, which another thread may be reading
         os.dup2(file, _agent_file, inheritable=False)
         os.close(file)
     address, key = read_store(_agent_file)
@@ -257,7 +257,7 @@ def _open_coordinator(path: str) -> Any:
 
 
 def _is_memfd(path: str) -> bool:
-    """Return whether this path leads to the agent's file: in another pid namespace the number is another's."""
+    """Return whether this path leads to the agent's file: in another pid namespace it leads to another process."""
     try:
         status = os.stat(path)
     except OSError:
@@ -266,12 +266,12 @@ def _is_memfd(path: str) -> bool:
 
 
 def _fetch_from_agent(path: str) -> str:
-    """Return the store that the agent hands over, for a rank that does not see the agent's process."""
+    """Fetch the store from the agent, for a rank that does not see the agent's process; return its path."""
     fd = fetch_store(agent_address())
     if fd is None:
         raise PhalanxError(
             f"init_process_group under phalanx run: the job's store, {path}, cannot be opened, and the agent does not "
-            "hand it over.\nThis rank is in another pid namespace (a container, unshare) and another network namespace "
+            "send it.\nThis rank is in another pid namespace (a container, unshare) and another network namespace "
             "than `phalanx run`: start `phalanx run` inside, or let the container use the host's network."
         )
     _open_files.append(fd)
@@ -279,7 +279,7 @@ def _fetch_from_agent(path: str) -> str:
 
 
 def mpi_rendezvous(timeout: timedelta) -> StoreAndRank:
-    """Return where the ranks of backend "mpi" meet, as `env://` says; a process that no launcher started is alone."""
+    """Return the store of backend "mpi", as `env://` does; a process that no launcher started is a job of one rank."""
     is_spawned = multiprocessing.parent_process() is not None
     has_rank = "RANK" in os.environ or find_launch(os.environ) is not None
     if not has_rank and not find_incomplete_environment(os.environ, is_spawned=is_spawned):
@@ -290,12 +290,12 @@ def mpi_rendezvous(timeout: timedelta) -> StoreAndRank:
 
 
 def join(launch: LaunchedProcess, deadline: Deadline) -> StoreAndRank:
-    """Return where the processes of this launch meet, without an address from the user.
+    """Return the store of the processes of this launch, without an address from the user.
 
     Raises:
-        ValueError: WORLD_SIZE says something else than the launcher.
-        DeadlineError: some rank never came.
-        PhalanxError: they have no way to find each other; the message says what to set.
+        ValueError: WORLD_SIZE contradicts the launcher.
+        DeadlineError: some rank never joined.
+        PhalanxError: the ranks have no way to find each other; the message names the variables to set.
     """
     _check_world_size(launch, os.environ)
     if launch.local_size in (0, launch.world_size):
@@ -308,14 +308,14 @@ def join(launch: LaunchedProcess, deadline: Deadline) -> StoreAndRank:
 
 
 def join_siblings(rank: int, world_size: int, secret: bytes, deadline: Deadline) -> StoreAndRank:
-    """Return where the processes meet that one process has started with `multiprocessing`, which share its `secret`.
+    """Return the store of processes that one process has started with `multiprocessing`; they share its `secret`.
 
     Raises:
-        DeadlineError: some rank never came.
+        DeadlineError: some rank never joined.
     """
     prefix = _next_prefix()
     # All descendants of a process have its secret, so the parent is part of the name: two trials of a sweep may each
-    # spawn ranks. The secret itself goes nowhere: it is the key of every connection of multiprocessing.
+    # spawn ranks. The secret itself is never sent: it is the key of every connection of multiprocessing.
     parent = multiprocessing.parent_process()
     job = f"{prefix} {parent.pid if parent is not None else 0}"
     name, token = (hmac.new(secret, f"phalanx {word} {job}".encode(), "sha256").hexdigest() for word in "nt")
@@ -329,14 +329,14 @@ def _check_world_size(launch: LaunchedProcess, environ: Mapping[str, str]) -> No
     if size not in ("", str(launch.world_size)):
         raise ValueError(
             f"init_process_group: {launch.launcher} started {launch.world_size} processes, and WORLD_SIZE={size} in "
-            "the environment says otherwise.\nUnset WORLD_SIZE, or set RANK for each process as well."
+            "the environment contradicts that.\nUnset WORLD_SIZE, or set RANK for each process as well."
         )
 
 
 def _open_on_one_host(launch: LaunchedProcess, prefix: str, deadline: Deadline) -> Any:
-    """Return the store of a job on one host: in rank 0's memory, found by the job's name in the user's own folder.
+    """Return the store of a job on one host: it is in rank 0's memory, at a socket in the user's own folder.
 
-    The name is no secret, and need not be one: nobody else can go there, or take the name first.
+    The socket's name need not be secret: no other user can enter the folder, or create the name first.
     """
     parent = os.getppid()
     job = launch.job if launch.launcher == "Slurm" else f"{launch.job}/{parent}/{read_start_ticks(parent)}"
@@ -345,10 +345,10 @@ def _open_on_one_host(launch: LaunchedProcess, prefix: str, deadline: Deadline) 
 
 
 def _open_at_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: Deadline) -> Any:
-    if not os.path.isdir("/proc/self/fd"):  # torch would look for the file for five minutes
+    if not os.path.isdir("/proc/self/fd"):  # torch would search for the file for five minutes
         raise PhalanxError(
-            f"init_process_group under {launch.launcher} on rank {launch.rank}: the job's store is in memory without a "
-            "name, to which only /proc leads, and there is no /proc here.\n"
+            f"init_process_group under {launch.launcher} on rank {launch.rank}: the job's store is in anonymous "
+            "memory, which ranks open through /proc, and there is no /proc here.\n"
             "Mount /proc, or set MASTER_ADDR and MASTER_PORT."
         )
     if launch.rank == 0:
@@ -359,9 +359,9 @@ def _open_at_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: De
                 raise
             raise PhalanxError(
                 f"init_process_group under {launch.launcher} on rank 0 of {launch.world_size}: another rank 0 of the "
-                "same launch is waiting for its ranks here, of a job that was started beside this one.\n"
-                "Start one after the other has begun, or give each an address: MASTER_ADDR and MASTER_PORT, or "
-                "init_method='tcp://127.0.0.1:<a free port>'."
+                "same launch waits for its ranks on this host: two jobs were started at the same time.\n"
+                "Start the second job once the first has begun, or give each an address: MASTER_ADDR and MASTER_PORT, "
+                "or init_method='tcp://127.0.0.1:<a free port>'."
             ) from None
         with memory("phalanx-store", 0) as fd, server:
             _open_files.append(os.dup(fd))
@@ -373,12 +373,12 @@ def _open_at_rank_0(launch: LaunchedProcess, address: LocalAddress, deadline: De
         try:
             _open_files.extend(receive_fds(address, launch.rank, 1, deadline, wait_for_leader=True))
         except DeadlineError:
-            raise _explain_missing(launch, DeadlineError("rank 0 did not come", missing=(0,))) from None
+            raise _explain_missing(launch, DeadlineError("rank 0 did not join", missing=(0,))) from None
     return FileStore(f"/proc/self/fd/{_open_files[-1]}", launch.world_size)
 
 
 def _open_at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
-    """Return the store of a job of Slurm on several hosts: a port of the first host from the job's number."""
+    """Return the store of a Slurm job on several hosts: on the first host, at a port derived from the job's number."""
     host = os.environ.get("MASTER_ADDR") or find_address(launch.first_host)
     port = int(os.environ.get("MASTER_PORT", launch.port))
     here = f"init_process_group under Slurm on rank {launch.rank} of {launch.world_size}"
@@ -386,7 +386,7 @@ def _open_at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
         socket.getaddrinfo(host, port)
     except OSError as error:
         raise PhalanxError(
-            f"{here}: the ranks are on several hosts, and the name of the first, {host!r}, leads nowhere from here "
+            f"{here}: the ranks are on several hosts, and the name of the first, {host!r}, does not resolve here "
             f"({error.strerror}).\nSet MASTER_ADDR to an address of that host, for all ranks (and MASTER_PORT, if port "
             f"{port} is not free there): srun --export=ALL,MASTER_ADDR=…"
         ) from None
@@ -397,24 +397,24 @@ def _open_at_first_host(launch: LaunchedProcess, deadline: Deadline) -> Any:
 
 
 def _open_across_hosts(launch: LaunchedProcess, deadline: Deadline) -> Any:
-    """Return the store of an MPI job on several hosts: rank 0 keeps it, and says through MPI where it is.
+    """Return the store of an MPI job on several hosts: rank 0 serves it, and broadcasts its address through MPI.
 
     Raises:
-        DeadlineError: rank 0 did not come.
-        PhalanxError: MPI cannot be started, or rank 0 cannot be reached; the message says where it was looked for.
+        DeadlineError: rank 0 did not join.
+        PhalanxError: MPI cannot be started, or rank 0 cannot be reached; the message has the addresses tried.
     """
     here = f"init_process_group under {launch.launcher} on rank {launch.rank}"
     if problem := why_not(launcher()):
         raise PhalanxError(
-            f"{here}: {launch.local_size} of {launch.world_size} ranks are on this host, and the ranks of several "
-            f"hosts need MPI to meet, or an address.\n{problem}\n"
+            f"{here}: {launch.local_size} of {launch.world_size} ranks are on this host; ranks on several hosts "
+            f"find each other through MPI or at an address.\n{problem}\n"
             "Or set MASTER_ADDR to the first host's name and MASTER_PORT to a free port (mpiexec -x or -genv)."
         )
     runtime = start(launcher())
     words = b""
     if runtime.rank == 0:
         addresses = own_addresses()
-        # Whoever comes later connects later: nobody waits for all here.
+        # Late ranks connect later: no rank waits for all of them here.
         store = TCPStore(addresses[0], 0, is_master=True, wait_for_workers=False)
         note_served(store)
         words = json.dumps([addresses, store.port]).encode()
@@ -425,7 +425,7 @@ def _open_across_hosts(launch: LaunchedProcess, deadline: Deadline) -> Any:
     address = reachable(addresses, port, deadline)
     if not address:
         raise PhalanxError(
-            f"{here}: rank 0 keeps the job's store at port {port} of {', '.join(addresses)}, and none answers.\n"
+            f"{here}: rank 0 serves the job's store at port {port} of {', '.join(addresses)}, and none answers.\n"
             "Check that the hosts can reach each other (firewall), or set MASTER_ADDR and MASTER_PORT."
         )
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=min(deadline.left_s + 1.0, 1e6)))
@@ -433,8 +433,8 @@ def _open_across_hosts(launch: LaunchedProcess, deadline: Deadline) -> Any:
 
 def _explain_missing(launch: LaunchedProcess, error: DeadlineError) -> DeadlineError:
     advice = {
-        "Slurm": "Check that each task reached init_process_group; the log of a missing rank comes first.",
-        "multiprocessing": "Start all ranks from one process, on one host, or give init_method= (tcp://host:port).",
+        "Slurm": "Check that each task reached init_process_group; read the log of a missing rank first.",
+        "multiprocessing": "Start all ranks from one process, on one host, or pass init_method= (tcp://host:port).",
     }
     mpi = "Start the ranks directly under mpiexec, without a shell in between, or set MASTER_ADDR and MASTER_PORT."
     return DeadlineError(
@@ -445,13 +445,13 @@ def _explain_missing(launch: LaunchedProcess, error: DeadlineError) -> DeadlineE
 
 
 def ranks_per_gpu() -> int:
-    """Return how many ranks the launcher has put on a GPU, as `phalanx run --ranks-per-gpu` does."""
+    """Return how many ranks share a GPU, as set by `phalanx run --ranks-per-gpu`."""
     text = os.environ.get(_RANKS_PER_GPU, "")
     return max(1, int(text)) if text.isdecimal() else 1
 
 
 def ranks_share_gpus() -> bool:
-    """Return whether the launcher has put several ranks on a GPU."""
+    """Return whether several ranks share a GPU."""
     return ranks_per_gpu() > 1
 
 
@@ -460,7 +460,7 @@ _PAUSE_S = 0.1
 
 
 def own_addresses() -> list[str]:
-    """Return this host's IPv4 addresses, never none: those that lead far come first, the loopback's last."""
+    """Return this host's IPv4 addresses, at least one: routable ones first, loopback last."""
     found = [own.address for own in host_addresses.own_addresses() if ":" not in own.address]
     with contextlib.suppress(OSError):
         found += socket.gethostbyname_ex(socket.gethostname())[2]
@@ -469,7 +469,7 @@ def own_addresses() -> list[str]:
 
 
 def reachable(addresses: Sequence[str], port: int, deadline: Deadline) -> str:
-    """Return the first of `addresses` where `port` takes a connection, tried in turn until time is up; else ""."""
+    """Return the first of `addresses` that accepts a connection at `port`, tried in turn until time is up; else ""."""
     while True:
         for address in addresses:
             with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_TRY_S):

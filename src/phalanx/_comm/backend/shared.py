@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
-    """Return whether all ranks of `group` share memory. The backend's name does not tell: hosts may differ."""
+    """Return whether all ranks of `group` share memory; the backend's name does not show it."""
     return sharing_group(group) is not None
 
 
 def sharing_group(group: dist.ProcessGroup) -> PhalanxProcessGroup | None:
-    """Return our group behind `group` if all its ranks share memory; else None."""
+    """Return our group behind `group` if all its ranks share memory; otherwise None."""
     ours = phalanx_group(group)
     return ours if ours is not None and ours.shares_memory else None
 
@@ -38,7 +38,7 @@ def ranks_by_host(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
 
 
 def rehearses(group: dist.ProcessGroup) -> bool:
-    """Return whether this process is alone in `group`: it replaces a lost rank, and has not met the others yet."""
+    """Return whether this process is alone in `group`: it replaces a lost rank and has not joined the others yet."""
     ours = phalanx_group(group)
     return ours is not None and isinstance(ours.transport, RehearsalTransport)
 
@@ -48,17 +48,16 @@ def shared_empty(
 ) -> Tensor:
     """Return an uninitialised tensor in the group's symmetric memory, at the same offset in every rank's heap.
 
-    With `owner`, a rank of the group, there is one memory for all: every rank's tensor lies in the owner's part of the
-    heap, and all ranks see what one of them writes. Order the writes with barriers. Do not use such a tensor in
-    collectives. A group that does not share memory has no such tensor.
+    With `owner`, a rank of the group, all ranks' tensors are the same memory, in the owner's part of the heap: every
+    rank sees the others' writes. Order the writes with barriers, and do not use such a tensor in collectives. `owner`
+    requires a group whose ranks share memory.
 
     Collective: every rank calls it with the same size and dtype. `all_reduce` of a tensor without `owner` copies
-    nothing in or out: each rank combines its slice directly from the memory of all ranks. The memory is freed with the
-    tensor, and used again when every rank has freed it. On groups across hosts and on other backends this is
-    `torch.empty`.
+        nothing in or out: each rank combines its slice directly from the memory of all ranks. The memory is reused when
+        every rank has freed its tensor. On groups across hosts and on other backends this is `torch.empty`.
 
     Shape: as `torch.empty`: integers or one sequence.
-    Cost: two synchronizations of the ranks and, the first time, the mapping of the heap. New pages are zero.
+    Cost: two barriers and, on the first call, the mapping of the heap. New pages are zero.
 
     Raises:
         PhalanxError: the heap has no room.
@@ -90,7 +89,7 @@ def shared_empty(
 
 
 def _read_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the shape that integers, of whichever kind, or one sequence of them say."""
+    """Return the shape given as integers of any type, or as one sequence of them."""
     if len(size) == 1:
         try:
             return (operator.index(size[0]),)
@@ -100,10 +99,11 @@ def _read_shape(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def host_memory(nbytes: int, group: dist.ProcessGroup) -> dict[int, Tensor]:
-    """Return `nbytes` of memory of each rank of this host, by its rank in `group`: write this rank's, read the others'.
+    """Return `nbytes` of memory of each rank of this host, by rank in `group`: write this rank's, read the others'.
 
-    What a rank has written there outlives it, while another rank of its host holds what it got. All ranks call it, with
-    the same size. Ranks of other hosts are not in the result; where no memory is shared, this rank's is private.
+    A rank's memory outlives the rank, as long as another rank of its host keeps its result. Collective: every rank
+    calls it with the same size. The result has no ranks of other hosts; without shared memory it has only this rank's
+    own, private memory.
 
     Shape: `(nbytes,)`, uint8, uninitialised.
 

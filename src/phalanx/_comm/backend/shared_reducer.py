@@ -1,4 +1,4 @@
-"""Reduce tensors of the shared heap in place, each as soon as all ranks have it."""
+"""Reduce tensors of the shared heap in place, each as soon as it is ready on all ranks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from phalanx.errors import ClosedError
 class SharedReducer:
     """A `SharedReducer` reduces the same tensors in place in every round. All ranks build it together.
 
-    In a round `begin` is called, then `ready(i)` once for each tensor, in any order and with anything in between, then
-    `finish`. From `ready(i)` to the end of `finish` tensor i belongs to the reducer. Another tensor of the group's
-    heap, of the same size and dtype, may stand in for tensor i in a round, on any rank, wherever it lies there.
+    In each round call `begin`, then `ready(i)` once for each tensor in any order, then `finish`. The reducer owns
+    tensor i from `ready(i)` to the end of `finish`. In any round, and on any rank, another tensor of the group's heap
+    with the same size and dtype may replace tensor i.
     """
 
     def __init__(self, group: Any, tensors: Sequence[Tensor], op: Any) -> None:
         self._group = group
         self._memory = group.shared_memory
-        self._tensors = list(tensors)  # the heap's blocks stay ours as long as the reducer does
+        self._tensors = list(tensors)  # the reducer keeps the heap's blocks alive
         words = _core.reducer_bytes(len(tensors)) // 4
         self._flags = shared_empty(words, dtype=torch.int32, group=group).zero_()
         note_gradients(self._memory.group, sum(tensor.nbytes for tensor in tensors))
         ctx = self._call_context()
-        group.in_order(lambda: self._memory.barrier(ctx))  # nobody raises a flag before all flags are down
+        group.in_order(lambda: self._memory.barrier(ctx))  # no rank sets a flag before all flags are clear
         self._reducer = _core.Reducer(
             self._memory.core,
             self._offset(self._flags),
@@ -43,26 +43,26 @@ class SharedReducer:
         )
 
     def _offset(self, tensor: Tensor) -> int:
-        """Return where in the heap the tensor lies; it is the same on every rank."""
+        """Return the tensor's offset in the heap, which is the same on every rank."""
         return int(self._memory.symm_mem.heap_offset(tensor.data_ptr()))
 
     def _call_context(self) -> CallContext:
         return CallContext(self._group.timeout_s, self._memory.call_site(calling_site()))
 
     def begin(self) -> None:
-        """Open a round; the last one has finished."""
+        """Start a round; the last one has finished."""
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
         self._group.refuse_nested("a round of gradients")
         self._reducer.begin()
 
     def ready(self, number: int, instead: Tensor | None = None, needed: tuple[int, int] | None = None) -> None:
-        """Hand in this rank's tensor, or the one `instead` of it, which is complete.
+        """Mark this rank's tensor, or its replacement `instead`, as ready for the reduction.
 
-        If `needed` is given, this rank needs only these elements (start, stop) of the result, and what lies elsewhere
-        stays as it is. All ranks give it, or none does; together they need each element once.
+        With `needed`, this rank receives only these elements (start, stop) of the result, and its other elements stay
+        unchanged. Either all ranks pass it or none does; together their ranges cover each element once.
 
-        It also reduces, without waiting, every tensor that all ranks have.
+        It also reduces, without waiting, every tensor that is ready on all ranks.
         """
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
@@ -73,7 +73,7 @@ class SharedReducer:
             raise closed(self._memory.group) from None
 
     def finish(self) -> None:
-        """Return when every tensor holds the reduction on every rank."""
+        """Wait until every tensor is reduced on every rank."""
         if self._memory.symm_mem.closed:
             raise closed(self._memory.group)
         ctx = self._call_context()

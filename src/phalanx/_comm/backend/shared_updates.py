@@ -1,4 +1,4 @@
-"""The memory of an optimizer whose update ranks share notes here which parameters it has; other code asks."""
+"""Register the parameters whose optimizer update is shared by ranks, and the ranks that still read them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _readers: weakref.WeakKeyDictionary[object, Callable[[], None]] = weakref.WeakKe
 
 
 def register_shared_update(parameters: Iterable[Tensor], owner: object) -> None:
-    """Note that ranks share the update of `parameters`, or of their masters, as long as `owner` lives."""
+    """Register that ranks share the update of `parameters`, or of their masters, while `owner` exists."""
     for parameter in parameters:
         _owners[parameter] = weakref.ref(owner)
 
 
 def register_readers(owner: object, await_others: Callable[[], None]) -> None:
-    """Note that all ranks read the memory of `owner`'s parameters; `await_others` waits until no other rank does."""
+    """Register that all ranks read the memory of `owner`'s parameters; `await_others` waits until no other does."""
     _readers[owner] = await_others
 
 
 def unregister_readers(owner: object) -> None:
-    """Note that only this rank reads the memory of `owner`'s parameters from now on."""
+    """Register that from now on only this rank reads the memory of `owner`'s parameters."""
     _readers.pop(owner, None)
 
 
 def await_readers(parameters: Iterable[Tensor]) -> None:
-    """Wait until no other rank reads those of `parameters` whose memory ranks share."""
+    """Wait until no other rank reads the `parameters` whose memory is shared."""
     if not _readers:
         return
     owners = {id(owner): owner for p in parameters if p in _owners and (owner := _owners[p]()) is not None}

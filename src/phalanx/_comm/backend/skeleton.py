@@ -1,4 +1,4 @@
-"""Split a structure into its tensors and the rest, which can be pickled, and join the two again."""
+"""Split a structure into its tensors and a picklable skeleton, and join the two again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf stands for tensor number `index` in a structure that travels without its tensors."""
+    """A `Leaf` replaces tensor number `index` in a structure that is sent without its tensors."""
 
     index: int
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class Leaf:
 
 
 def split(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the structure of `value`, with a `Leaf` for each tensor, which is appended to `tensors`."""
+    """Return the structure of `value` with a `Leaf` for each tensor; append the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value.detach())
         form = value.detach()
@@ -35,7 +35,7 @@ def split(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def join(structure: Any, tensors: Sequence[Tensor]) -> Any:
-    """Put together again what `split` has taken apart."""
+    """Rebuild the value from the results of `split`."""
     if isinstance(structure, Leaf):
         return tensors[structure.index]
     if isinstance(structure, dict):

@@ -1,4 +1,4 @@
-"""Make groups of a group's ranks: split it, as `torch.distributed.split_group` does, or merge it with others."""
+"""Create groups from a group's ranks: split it, as `torch.distributed.split_group` does, or merge it with others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed import PrefixStore
 from phalanx._base.torch_versions import release_of
 
 TORCH_SPLITS_ON_CPU = release_of(torch.__version__) >= (2, 15)
-"""Whether torch's `split_group` goes on without an accelerator, and Gloo splits groups."""
+"""Whether torch's `split_group` works without an accelerator, and Gloo splits groups."""
 
 
 class Splits:
-    """`Splits` counts the splits of one parent group, the same on all members, even those outside of a split."""
+    """`Splits` counts the splits of one parent group, also on members outside of a split, so that all counts agree."""
 
     def __init__(self) -> None:
         self._num_splits = 0
@@ -32,15 +32,15 @@ class Splits:
         name: str | None,
         description: str | None,
     ) -> Any:
-        """Return the group of the parent's `ranks`, in their order; None where this rank is not among them.
+        """Return the group of the parent's `ranks`, in their order; None if this rank is not one of them.
 
-        The timeout and the options are the parent's where none are given. The members meet under a prefix of the
-        parent's store that no other split has, and that does not hold `name`: torch names the group by a count that
-        only some ranks advance when a group of some ranks is split, so its members may be given different names.
+        The timeout and the options default to the parent's. The members form the group under their own prefix of the
+        parent's store. The prefix does not contain `name`: torch derives the name from a counter that only some ranks
+        advance when a group of some ranks is split, so members may receive different names.
 
         Raises:
-            ValueError: `ranks` is empty, or has a rank twice or one that the parent lacks.
-            DeadlineError: some member never came.
+            ValueError: `ranks` is empty, repeats a rank, or has a rank that is not in the parent.
+            DeadlineError: some member never joined.
         """
         if problem := _problem(ranks, parent.size()):
             raise ValueError(f"split_group of group {parent.group_name!r}: {problem}")
@@ -76,12 +76,12 @@ def form_group(
     ranks: Sequence[int] = (),
     backend_options: Any = None,
 ) -> Any:
-    """Return a group that is made as `parent` was, of `size` ranks that meet in `store`; each of them calls this.
+    """Form a group of `size` ranks in `store`, created like `parent`. Each of these ranks calls this.
 
-    The options are the parent's where none are given.
+    The options default to the parent's.
 
     Raises:
-        DeadlineError: some member never came.
+        DeadlineError: some member never joined.
     """
     options = types.SimpleNamespace(
         store=store,
@@ -100,7 +100,7 @@ def _problem(ranks: Sequence[int], size: int) -> str:
     if not ranks:
         return "no ranks"
     if len(set(ranks)) < len(ranks):
-        return f"a rank comes twice in {list(ranks)}"
+        return f"a rank is repeated in {list(ranks)}"
     if strangers := [rank for rank in ranks if not 0 <= rank < size]:
-        return f"it has {size} ranks, and none of number {', '.join(map(str, strangers))}"
+        return f"it has {size} ranks, and no rank {', '.join(map(str, strangers))}"
     return ""

@@ -1,4 +1,4 @@
-"""Choose the backend of an `init_process_group` that names none, and explain a start that no launcher made."""
+"""Choose the backend of an `init_process_group` without one, and explain a start without a launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Call torch's `original`, for a call that names no backend: under `phalanx run` it names this one."""
+    """Call torch's `original` for a call that names no backend; under `phalanx run`, pass this backend."""
     call = inspect.signature(original).bind(*args, **kwargs)
     if is_default(os.environ, call.arguments.get("device_id"), _accelerator(), _carried()):
         call.arguments["backend"] = NAME
@@ -29,14 +29,14 @@ def init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any)
 
 
 def refuse_unknown_backend(backend: object, called: str = "init_process_group") -> None:
-    """Refuse the name of a backend that nobody has registered, at which torch fails with an AssertionError.
+    """Refuse the name of an unregistered backend, for which torch raises an AssertionError.
 
     Arguments:
-        backend: a name, or pairs such as "cpu:gloo,cuda:nccl"; nothing else is looked at.
-        called: the function that was given it.
+        backend: a name, or pairs such as "cpu:gloo,cuda:nccl"; other types are not checked.
+        called: the function that the user called.
 
     Raises:
-        ValueError: torch knows no such backend.
+        ValueError: torch does not know the backend.
     """
     if not isinstance(backend, str):
         return
@@ -47,14 +47,14 @@ def refuse_unknown_backend(backend: object, called: str = "init_process_group") 
             meant = f" Did you mean {near[0]!r}?" if near else ""
             names = ", ".join(repr(one) for one in sorted(known) if one != dist.Backend.UNDEFINED)
             raise ValueError(
-                f"{called}: there is no backend {name!r}.{meant} torch knows {names}; one of another package "
-                "is known once that package is imported."
+                f"{called}: there is no backend {name!r}.{meant} torch knows {names}; a backend of another "
+                "package is known once that package is imported."
             )
 
 
 @contextlib.contextmanager
 def launched(url: str) -> Iterator[None]:
-    """Let an error of torch's rendezvous at `url` say how to start this process, if no launcher has started it.
+    """Add to an error of torch's rendezvous at `url` how to start this process, if no launcher has started it.
 
     Raises:
         ValueError: as torch does.
@@ -68,35 +68,35 @@ def launched(url: str) -> Iterator[None]:
 
 
 def is_default(environ: Mapping[str, str], device_id: object, accelerator: str, carried: Sequence[str]) -> bool:
-    """Return whether a start that names no backend means ours: under `phalanx run`, unless it names a device.
+    """Return whether ours is the default backend: under `phalanx run`, unless the call names a device.
 
-    torch's own choice is an engine for `accelerator` alone; ours carries the CPU's tensors as well, and `carried`
-    says which others it hands to an engine that can.
+    torch's default is an engine for `accelerator` only. Ours also supports the CPU's tensors, and those of the devices
+    in `carried`, through an engine.
     """
     return bool(find_agents_store(environ)) and device_id is None and accelerator in carried
 
 
 def explain_unlaunched(missing: Sequence[str], argv: Sequence[str], torch_error: str) -> str:
-    """Return the message where the environment says nothing of a job."""
+    """Return the message for a process whose environment does not describe a job."""
     script = os.path.basename(argv[0]) if argv and argv[0].endswith(".py") else "train.py"
     are = "is" if len(missing) == 1 else "are"
     return (
         f"init_process_group with backend 'phalanx': no launcher has started this process: {', '.join(missing)} "
         f"{are} not set.\n"
         f"torch said: {torch_error}\n"
-        f"Start it with `phalanx run --nproc-per-node 2 {script}` (torchrun and mpiexec work, too). To run it alone as "
-        "well, call phalanx.init() in place of init_process_group: without a launcher that is a job of one rank."
+        f"Start it with `phalanx run --nproc-per-node 2 {script}` (torchrun and mpiexec work, too). If it must also "
+        "run alone, call phalanx.init() instead of init_process_group: without a launcher that is a job of one rank."
     )
 
 
 def _missing(url: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the variables that `env://` would have read and that are not set; the URL may have rank and world size."""
+    """Return the unset variables that `env://` needs; the URL may have rank and world size."""
     query = parse_qs(urlsplit(url).query)
     return [name for name in _ENV if name.lower() not in query and not environ.get(name)]
 
 
 def _accelerator() -> str:
-    """Return the type of device that torch would choose a backend for, without initialising one."""
+    """Return the type of device for which torch would choose a backend; this initialises no device."""
     accelerator = torch.accelerator.current_accelerator()
     return "cpu" if accelerator is None else accelerator.type
 

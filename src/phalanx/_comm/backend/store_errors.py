@@ -1,6 +1,6 @@
-"""Explain that the job's store cannot be reached: which rank waited where, what answers there, and what to do.
+"""Explain why the job's store cannot be reached: the rank, the address, what answers there, and advice.
 
-torch's own errors are kept, in class and in words; what they leave out is put before them.
+The errors have torch's classes and text; the explanation comes before the text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PROBE_S = 2.0
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """The address at which a rank meets the others; -1 stands for a port or a number of ranks that is not known."""
+    """A `StoreAddress` is where a rank looks for the job's store; an unknown rank or world size is -1."""
 
     host: str
     port: int
@@ -29,10 +29,10 @@ class StoreAddress:
 
 @contextlib.contextmanager
 def explained(address: StoreAddress) -> Iterator[None]:
-    """Let torch's errors about the store say what is known of the rendezvous.
+    """Add the rank, the address and advice to torch's errors about the store in the block.
 
     Raises:
-        DistNetworkError, DistStoreError: as torch does, with more words.
+        DistNetworkError, DistStoreError: as torch does, with an explanation.
     """
     try:
         yield
@@ -42,14 +42,14 @@ def explained(address: StoreAddress) -> Iterator[None]:
 
 
 def probe(host: str, port: int) -> str:
-    """Return what one plain connection to that address meets; empty when it is made."""
+    """Try one plain connection to that address; return why it failed, or ""."""
     try:
         with socket.create_connection((host, port), timeout=_PROBE_S):
             return ""
     except ConnectionRefusedError:
-        return "the host refuses connections to that port: nobody listens there"
+        return "the host refuses connections to that port: no process listens there"
     except socket.gaierror as error:
-        return f"this host knows no such name ({error.strerror})"
+        return f"the name does not resolve on this host ({error.strerror})"
     except TimeoutError:
         return "nothing answers at that address"
     except OSError as error:
@@ -57,7 +57,7 @@ def probe(host: str, port: int) -> str:
 
 
 def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
-    """Return the message of an error: `seen` is what `probe` says, `torch_error` what torch says."""
+    """Return an error's message: `seen` is the result of `probe`, `torch_error` is torch's text."""
     who = f" on rank {address.rank} of {address.world_size}" if address.rank >= 0 else ""
     place = f"{address.host} port {address.port}"
     span = f"within {address.timeout.total_seconds():.1f} s"
@@ -67,23 +67,23 @@ def explain(address: StoreAddress, seen: str, torch_error: str) -> str:
             f"init_process_group{who}: the job's store cannot be opened at {place}"
             f"{f': {seen}' if seen else ''}.\n"
             f"torch said: {torch_error}\n"
-            "Check that MASTER_ADDR names this host, on which rank 0 runs, and that MASTER_PORT may be used."
+            "Check that MASTER_ADDR names this host, on which rank 0 runs, and that MASTER_PORT is permitted."
         )
-    fact = seen or "something answers there, but it is no store: another program has the port"
+    fact = seen or "a program answers there that is not a store"
     return (
         f"init_process_group{who}: rank 0 did not answer at {place} {span}: {fact}.\n"
         f"torch said: {torch_error}\n"
-        "Check that rank 0 was started and still runs (its log comes first), that MASTER_ADDR names its host as seen "
-        "from here, that MASTER_PORT is the same on every rank, and that no firewall closes it."
+        "Check that rank 0 was started and still runs (read its log first), that MASTER_ADDR names its host as seen "
+        "from here, that MASTER_PORT is the same on every rank, and that no firewall blocks it."
     )
 
 
 def explain_port_in_use(address: StoreAddress, contested: str, torch_error: str) -> str:
-    """Return the message of a rank 0 whose port another process has; `contested` is what waiting ranks are told."""
-    fact = f"\n{contested}" if contested else " It is no start of a group: another program's, or a job that goes on."
+    """Return the message of a rank 0 whose port another process uses; `contested` is the error of the waiting ranks."""
+    fact = f"\n{contested}" if contested else " That process is another program, or a job that already runs."
     return (
         f"init_process_group on rank 0 of {address.world_size}: port {address.port} is in use by another process of "
-        f"this host, where rank 0 would keep the job's store.{fact}\n"
+        f"this host, so rank 0 cannot serve the job's store there.{fact}\n"
         f"torch said: {torch_error.splitlines()[0] if torch_error else 'nothing'}\n"
-        "Choose another MASTER_PORT (the same on every rank), or end that process: `ss -ltnp` shows which it is."
+        "Choose another MASTER_PORT (the same on every rank), or end that process: `ss -ltnp` shows it."
     )

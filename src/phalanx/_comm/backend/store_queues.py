@@ -1,4 +1,4 @@
-"""Provide queues for torch's FileStore, which has none; the agent of `phalanx run` keeps the job's keys in one.
+"""Provide queues for torch's FileStore, which has none; the job's store under `phalanx run` is a FileStore.
 
 push     add  <key>/pushed             = i + 1, and  set  <key>/<i>
 pop      compare_set  <key>/popped     from "i <token>" to "i + 1 <a token of mine>": item i is mine, get and delete it
@@ -25,7 +25,7 @@ def push(store: Any, key: str, value: str | bytes) -> None:
 
 
 def pop(store: Any, key: str, timeout: timedelta, block: bool = True) -> bytes:
-    """Return the oldest value of the queue `key`, which no other process gets, as `Store.queue_pop` does.
+    """Remove the oldest value of the queue `key` and return it, as `Store.queue_pop` does.
 
     Raises:
         QueueEmptyError: it is empty, and `block` is False.
@@ -38,7 +38,7 @@ def pop(store: Any, key: str, timeout: timedelta, block: bool = True) -> bytes:
         if number < int(_read(store, _pushed(key)) or 0):
             mine = f"{number + 1} {uuid.uuid4()}"
             if store.compare_set(_popped(key), before, mine) == mine.encode():
-                value: bytes = store.get(_item(key, number))  # whoever counted it is just setting it
+                value: bytes = store.get(_item(key, number))  # the process that counted it is about to set it
                 store.delete_key(_item(key, number))
                 return value
             continue
@@ -57,7 +57,7 @@ def length(store: Any, key: str) -> int:
 
 
 def _read(store: Any, key: str) -> str:
-    """Return a value, or an empty string; unlike `add(key, 0)` this does not let the file grow."""
+    """Return a value, or an empty string; unlike `add(key, 0)` this does not make the file grow."""
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 

@@ -1,6 +1,6 @@
-"""Open the job's store at an address: rank 0 keeps it, all others connect, and nobody waits there for late ranks.
+"""Open the job's store at an address: rank 0 serves it, the others connect, and none waits there for late ranks.
 
-Obstacles are reported at once: a port that another process has, or one where something answers that is no store.
+Obstacles are reported at once: a port in use by another process, or a server that is not a store.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from phalanx._base.deadline import Deadline
 from phalanx._comm.backend.store_errors import StoreAddress, explain, explain_port_in_use, probe
 from phalanx._comm.rendezvous.bootstrap import contest
 
-_SLICE_S = 8.0  # a store answers within milliseconds; torch's client asks again and again until its time is up
-_GRACE_S = 4.0  # after this torch hangs: before a process that takes connections and says nothing, for ever
+_SLICE_S = 8.0  # a store answers within milliseconds; torch's client retries until its time is up
+_GRACE_S = 4.0  # after this torch hangs: it waits for ever for a process that accepts connections and sends nothing
 _PAUSE_S = 0.1
 
 
@@ -28,7 +28,7 @@ def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:
     """Return the store at `place`; with `serve` this process serves it.
 
     Raises:
-        DistNetworkError: another process has the port, or rank 0 cannot be reached; the message says which.
+        DistNetworkError: another process uses the port, or rank 0 cannot be reached; the message tells which.
     """
     if serve:
         return _serve(place, libuv)
@@ -39,13 +39,13 @@ def open_store(place: StoreAddress, *, serve: bool, libuv: bool = True) -> Any:
             store.set_timeout(place.timeout)
             return store
         seen = probe(place.host, place.port)
-        if not seen or deadline.passed:  # somebody answers, and is no store
+        if not seen or deadline.passed:  # something answers, but it is not a store
             raise DistNetworkError(explain(place, seen, error))
         time.sleep(_PAUSE_S)
 
 
 def _connect(place: StoreAddress, libuv: bool, slice_s: float) -> tuple[Any, str]:
-    """Return a connection to the store, or what torch says. This runs in a thread, for torch may never come back."""
+    """Return a connection to the store, or torch's error. torch connects in a thread, because it may never return."""
     answers: list[Any] = []
     errors: list[str] = []
 
@@ -108,7 +108,7 @@ def _is_in_use(port: int) -> bool:
 
 
 def _contest(place: StoreAddress, libuv: bool) -> str:
-    """Tell another rank 0 of this job that keeps a store there, and all others, of the contest; return what, or ""."""
+    """Report this second rank 0 to the ranks that wait at the store there; return the error of all, or ""."""
     store, _ = _connect(place, libuv, 2.0)
     if store is None:
         return ""

@@ -23,7 +23,7 @@ from phalanx._comm.diagnostics.failure_report import nested
 from phalanx.errors import ClosedError, PhalanxError
 
 _SMALL_BYTES = 64
-_OVER = threading.Event()  # an event of its own is a kilobyte, between the tensors of messages
+_OVER = threading.Event()  # shared, because an event takes a kilobyte, between the tensors of messages
 _OVER.set()
 
 
@@ -104,15 +104,15 @@ class PhalanxWork(dist.Work):
         return True
 
     def progress(self, deadline: Deadline | None) -> None:
-        """Help to complete the operation, or wait, until it has ended or the deadline has passed.
+        """Help to complete the operation until it has completed or the deadline has passed; it may return early.
 
-        Here that means running the whole operation, if it is next in line, however long it takes.
+        If the operation is next in the queue, this runs it, however long it takes.
         """
         if deadline is None and self.executor is not None:
             self.executor.help(self)
 
     def _check_can_wait(self) -> None:
-        """Check that this process, and this thread, can wait for the operation.
+        """Check that this process and this thread can wait for the operation.
 
         Raises:
             ClosedError: this process is a fork of the one that called the operation.
@@ -201,7 +201,7 @@ class PhalanxWork(dist.Work):
         return lambda: self.fulfil(future, list(outputs))
 
     def wake_waiters(self) -> None:
-        """Wake up all waiters; the group keeps works for long, and one event for all of those that are over."""
+        """Wake all waiters. Completed works then share one event, because the group keeps them for long."""
         self._done.set()
         self._done = _OVER
 
@@ -296,7 +296,7 @@ class SerialExecutor:
         self._ledger = ledger
         self._linger_s = linger_s
         self._callbacks_first = callbacks_first
-        self.is_bypassed = False  # a thread is in the block of `bypass`
+        self.is_bypassed = False  # a thread is in a `bypass` block
         self._in_callbacks = -1  # the thread that runs a future's callbacks; it has the executor meanwhile
         self.items: deque[tuple[Action, PhalanxWork]] = deque()
         self.busy = False
@@ -311,7 +311,7 @@ class SerialExecutor:
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing is queued or running, and no thread waits for more."""
+        """Return whether nothing is queued or running, and the thread has ended."""
         return self.idle and self._thread is None
 
     def put(self, action: Action, work: PhalanxWork) -> PhalanxWork:
@@ -324,7 +324,7 @@ class SerialExecutor:
 
     def _queue(self, action: Action, work: PhalanxWork) -> PhalanxWork:
         with self._changed:
-            if self._closing:  # by another thread, since the caller found the group open
+            if self._closing:  # another thread has closed the group meanwhile
                 work.complete(
                     ClosedError(f"{self.name}: the group was destroyed in this process before the operation began.")
                 )
@@ -369,7 +369,7 @@ class SerialExecutor:
             self.is_bypassed = False
 
     def help(self, work: PhalanxWork) -> None:
-        """Run `work` here, if it is next in line and has not begun."""
+        """Run `work` in this thread, if it is next in the queue and has not started."""
         if self.interrupted is not None and threading.current_thread() is threading.main_thread():
             return
         self.run_here(partial(self._carry_out_next, work))
@@ -378,7 +378,7 @@ class SerialExecutor:
         with self._changed:
             if self.busy or not self.items or self.items[0][1] is not work:
                 return
-            self.busy = True  # before it leaves the queue: `idle` looks without the lock
+            self.busy = True  # before it leaves the queue: `idle` reads without the lock
             item = self.items.popleft()
         self._carry_out(item)
 
@@ -411,7 +411,7 @@ class SerialExecutor:
             self.callers.discard(me)  # a callback may call operations
             notify()  # torch keeps what a callback raises for the callback's own future
             self.callers.add(me)
-        # Free before the waiting thread wakes up, or its next call would be queued.
+        # Clear `busy` before waking the waiting thread, or its next call would be queued.
         if not nested:
             self._in_callbacks = -1
             if self._ledger is not None:
@@ -423,7 +423,7 @@ class SerialExecutor:
         work.wake_waiters()
 
     def close(self, timeout_s: float) -> bool:
-        """Let the thread end after the queued actions; return whether it did within `timeout_s`."""
+        """Stop the thread after the queued actions; return whether it ended within `timeout_s`."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

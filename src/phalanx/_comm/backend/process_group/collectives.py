@@ -1,14 +1,13 @@
 """Unpack and check each collective that c10d calls, and pass it to the transport (`transport/base`).
 
-Each public function is a method of `PhalanxProcessGroup`, in whose table of calls it stands. Callers may use every
-overload of PyTorch's; the functions get the first form of each, with options. Where Gloo takes several tensors in one
-call, these do: they stand for the devices that one process had in torch's past. A coalesced operation runs one
-operation per tensor, on the values from before the call.
+Each public function is a method of `PhalanxProcessGroup`, listed in its table of calls. Callers may use all of
+PyTorch's overloads; the functions receive the first form, with options. As in Gloo, some calls accept several tensors:
+in early versions of torch, one per device of a process. A coalesced operation runs one operation per tensor, on the
+values from before the call.
 
 Shape: any, contiguous or not; the same number of elements and the same dtype on every rank, except where split
 sizes or lists of tensors say otherwise. Results have the shapes of the tensors that they are written to.
-Cost: tensors whose elements do not lie in order in memory are copied once in, and once out; what the transport
-does costs what its methods say.
+Cost: non-contiguous tensors are copied once in, and once out; the transport's methods have their own costs.
 Numerics: a reduction has a fixed order: the same bits on every rank and in every run.
 
 Raises:
@@ -94,8 +93,8 @@ def allreduce(
     ) and not is_recorded():
         seen: Work = record(group, "allreduce", arguments_of_allreduce(tensors, opts, timeout, op, tensor))
         return seen
-    # The call that everybody makes, without a detour: a sum of one plain tensor that is waited for. The general
-    # way below does the same in three times the time.
+    # Fast path of the most frequent call: a synchronous sum of one plain tensor. The general code below takes three
+    # times as long.
     if type(opts) is c10d.AllreduceOptions and not opts.asyncOp and len(tensors) == 1 and group.is_free():
         only = tensors[0]
         real = REAL_CODES.get(only.dtype)
@@ -110,7 +109,7 @@ def allreduce(
             and opts.reduceOp == _SUM
         ):
             callers, me = group.executor.callers, get_ident()
-            try:  # this is `run_here`, spelt out
+            try:  # inlines `run_here`
                 callers.add(me)
                 group.transport.sum_in_place(only, real, timeout_of(opts, group.timeout_s), calling_site())
             finally:
@@ -153,16 +152,16 @@ def _sparse_all_reduce(group: PhalanxProcessGroup, tensors: list[Tensor], opts: 
 
 
 def sparse_mean(group: PhalanxProcessGroup, tensor: Tensor) -> Tensor:
-    """Return the mean over ranks of a coalesced sparse CPU tensor, on every rank; keep the inputs. It waits.
+    """Return the mean over ranks of a coalesced sparse CPU tensor, on every rank; the inputs stay unchanged.
 
-    It is an all_reduce with AVG, which sparse tensors lack, without c10d's way there and a copy of the result.
+    It waits. It is the all_reduce with AVG that c10d lacks for sparse tensors, and does not copy the result.
     """
     ctx = group.call_context(None)
     return group.in_order(lambda: sparse.add_up(group.transport, tensor, ctx, divisor=group.members.size))
 
 
 def broadcast(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Work:
-    """Overwrite each tensor with the root's, of several with the one that `opts.rootTensor` counts."""
+    """Overwrite each tensor with the root's tensor, or of several with the root's number `opts.rootTensor`."""
     root = check_root(opts, group.members.size, "broadcast", "src", len(tensors))
     checked = check_alike(tensors, "broadcast", written=True)
     own = checked[opts.rootTensor if root == group.members.rank else 0]
@@ -176,7 +175,7 @@ def broadcast(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Wor
 
 
 def broadcast_buffers(group: PhalanxProcessGroup, tensor: Tensor, root: int, *, number: int = 0) -> None:
-    """Overwrite `tensor` with rank `root`'s, which continues at once; the others wait only for that rank.
+    """Overwrite `tensor` with that of rank `root`, which does not wait; the others wait only for the root.
 
     This is for a frequent broadcast, for example of a module's buffers before each forward: no rank waits for the
     slowest one. The group's next collective checks that all ranks called it, so a mismatch, or a lost or late rank, is
@@ -186,8 +185,8 @@ def broadcast_buffers(group: PhalanxProcessGroup, tensor: Tensor, root: int, *, 
         tensor: any shape, the same number of bytes on all ranks; best contiguous.
         number: a value that must be the same on all ranks, such as the number of the step.
 
-    Cost: two copies. More than 128 KiB go through two areas of that size, which the first call allocates, and that
-    call waits for all ranks.
+    Cost: two copies. More than 128 KiB are copied through two areas of that size; the first call allocates them, and
+        waits for all ranks.
     """
     tensor = one(tensor, "broadcast_buffers", written=True)
     opts = c10d.BroadcastOptions()
@@ -200,7 +199,7 @@ def broadcast_buffers(group: PhalanxProcessGroup, tensor: Tensor, root: int, *, 
 
 
 def reduce(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Work:
-    """Make the root's tensor the reduction over ranks; the others keep theirs."""
+    """Replace the root's tensor by the reduction over ranks; the other tensors stay unchanged."""
     root = check_root(opts, group.members.size, "reduce", "dst", len(tensors))
     tensor = one(tensors, "reduce", written=True)
     code, factor = reduction_of(opts.reduceOp, tensor.dtype, "reduce")
@@ -212,7 +211,7 @@ def reduce(group: PhalanxProcessGroup, tensors: Any, opts: Any = None) -> Work:
 def allgather(group: PhalanxProcessGroup, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
     """Write rank r's input to output_tensors[0][r]; the outputs may differ in size from rank to rank.
 
-    Of n inputs per rank each list of outputs gets all, those of a rank one after the other.
+    With n inputs per rank, each list of outputs receives the inputs of all ranks, rank by rank.
     """
     if not input_tensors:
         raise ArgumentError("all_gather: requires non-empty input tensor list")
@@ -337,7 +336,7 @@ def scatter(group: PhalanxProcessGroup, output_tensors: Any, input_tensors: Any,
 
 
 def reduce_scatter(group: PhalanxProcessGroup, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-    """Make the output the reduction over ranks of input_tensors[0][rank]; the inputs may differ in size."""
+    """Write the reduction over ranks of input_tensors[0][rank] to the output; the inputs may differ in size."""
     words = "requires a single-element output tensor list"
     output = one(output_tensors, "reduce_scatter", words=words, written=True)
     if len(input_tensors) != 1:
@@ -359,7 +358,7 @@ def reduce_scatter(group: PhalanxProcessGroup, output_tensors: Any, input_tensor
 
 
 def reduce_scatter_single(group: PhalanxProcessGroup, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-    """Make the output the reduction over ranks of this rank's part of the tensor."""
+    """Write the reduction over ranks of this rank's part of `tensor` to the output."""
     check_tensor(output, "reduce_scatter_tensor", written=True)
     check_tensor(tensor, "reduce_scatter_tensor")
     check_parts(tensor, output, group.members.size, "reduce_scatter_tensor", ("the input", "the output"))
@@ -419,7 +418,7 @@ def all_to_all_single(
             group.transport.all_to_all_single(output, unshared([tensor], [output])[0], ctx)
 
         return group.carry_out(run_plain, opts, [output])
-    # A copy with its elements in order, so that rows of it are pieces of memory.
+    # A contiguous copy, whose rows are pieces of memory.
     dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
     inputs = split_rows(tensor, input_split_sizes or [], group.members.size, "all_to_all_single", "the input")
     outputs = split_rows(dense, output_split_sizes or [], group.members.size, "all_to_all_single", "the output")
@@ -440,14 +439,14 @@ def barrier(group: PhalanxProcessGroup, opts: Any = None) -> Work:
 def monitored_barrier(
     group: PhalanxProcessGroup, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait for all ranks, and name those that did not come, as all errors of this backend do, in Gloo's words.
+    """Wait for all ranks; the error names the missing ranks, and begins with the text of Gloo's monitored barrier.
 
-    `wait_all_ranks` says whether the first line names all missing ranks or the first; what follows names all.
+    With `wait_all_ranks` the first line names all missing ranks, otherwise the first; the other lines name all.
     """
     opts = c10d.BarrierOptions()
     opts.asyncOp = False
     if timeout is not None:
-        opts.timeout = max(timeout, timedelta(milliseconds=1))  # no time at all would read as "unset"
+        opts.timeout = max(timeout, timedelta(milliseconds=1))  # zero would mean "unset"
     try:
         group.carry_out(lambda ctx: group.transport.barrier(ctx), opts, []).wait()
     except DeadlineError as error:
@@ -547,7 +546,7 @@ def _check_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation:
 
 
 def _in_torchs_words(error: DeadlineError, rank: int, *, wait_all_ranks: bool) -> DeadlineError:
-    """Return `error` of a barrier, below the sentence with which Gloo's monitored barrier begins."""
+    """Return a barrier's `error` with the first line of Gloo's monitored barrier."""
     missing = error.missing if wait_all_ranks else error.missing[:1]
     who = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     failed = f"; {who} failed to pass monitoredBarrier" if missing else ""

@@ -5,10 +5,9 @@
                                   refuses, through memory of the host: `process_group/staged`
     barrier, objects         ──▶  the CPU's way, unless a device is asked for
 
-The group inside is created with the first tensor of its device. At their first collective on it the ranks exchange
-their devices over the CPU's transport: a missing rank is named at once, and all choose the same engine for that
-device's tensors. Collectives through the host are CPU collectives: one order, one fingerprint, the same errors and the
-same bits.
+The first tensor of a device creates the inner group. In the first collective on the device the ranks exchange their
+devices over the CPU's transport: so a missing rank is named at once, and all ranks choose the same engine for that
+device. Collectives through the host are CPU collectives: in the same order, with the same fingerprint, errors and bits.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _IDENTITY_TAG = -(
     1 << 20
 )  # these tags are for the messages in which two ranks exchange their devices; PyTorch's are not below 0
 
-# torch calls these with tensors first. Names that mean the same are passed on as they come.
+# torch calls these with tensors first. Aliases are passed on under the name that was called.
 _COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "all_gather_single", "_allgather_base",
     "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "allgather_coalesced", "gather", "scatter",
@@ -70,7 +69,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
     """A `RoutedProcessGroup` is a `PhalanxProcessGroup` in a process with devices that an engine supports."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._device_backends = available()  # first: who begins a group asks for its devices
+        self._device_backends = available()  # first, because creating a group reads its devices
         super().__init__(*args, **kwargs)
         self._staging = DeviceStaging()
         self._opening = threading.Lock()
@@ -78,7 +77,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         self._agreed: set[str] = set()
         self._comparing = threading.Lock()
         self._one_device: dict[tuple[str, int], _CachedAnswer] = {}  # keyed by type of device and rank
-        self._staged: set[str] = set()  # types of device whose tensors NCCL, or its like, does not carry
+        self._staged: set[str] = set()  # types of device whose tensors no engine such as NCCL supports
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -98,7 +97,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         super().leave_members(patience_s, **how)
 
     def _group_inside(self, kind: str) -> Any:
-        """Return the group for the tensors of that type of device; this sends nothing."""
+        """Return the inner group for tensors of that type of device; this sends nothing."""
         with self._opening:
             if self.closed:
                 raise closed(self.group_name)
@@ -116,11 +115,11 @@ class RoutedProcessGroup(PhalanxProcessGroup):
             return self._inside[kind]
 
     def _is_staged(self, kind: str) -> bool:
-        """Return whether no engine supports tensors of that type of device, as far as this rank knows by itself."""
+        """Return whether tensors of that type of device go through the host, as far as this rank knows."""
         return kind in self._staged or self._device_backends[kind].open is None or ranks_share_gpus()
 
     def _route(self, device: torch.device, operation: str, *, collective: bool) -> Any:
-        """Return the group for tensors on `device`; None if no engine supports them."""
+        """Return the group for tensors on `device`; None if they go through the host."""
         device_backend = self._device_backend(device, operation)
         if collective and device.type not in self._agreed:
             self._agree(device_backend, device)
@@ -128,10 +127,10 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         return None if self._is_staged(device.type) else self._group_inside(device.type)
 
     def _route_message(self, device: torch.device, operation: str, args: tuple[Any, ...]) -> Any:
-        """Do what `_route` does, for a message: the two ranks may not have been in a collective of that device yet."""
+        """Route a message as `_route` does; its two ranks may not have had a collective on that device yet."""
         self._device_backend(device, operation)
         compares = self.shares_memory and not (self._is_staged(device.type) or device.type in self._agreed)
-        # NCCL has no receive from anybody, so a message that is awaited so goes through the host.
+        # NCCL cannot receive from any rank, so such a message goes through the host.
         if compares and (operation == "recv_anysource" or self._use_one_device(device, args[1])):
             return None
         return self._route(device, operation, collective=False)
@@ -143,7 +142,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         return device_backend
 
     def _use_one_device(self, device: torch.device, peer: int) -> bool:
-        """Return whether that rank uses this rank's device; both ask each other before their first message."""
+        """Return whether `peer` uses this rank's device; the two exchange their devices before their first message."""
         with self._comparing:
             answer = self._one_device.setdefault((device.type, peer), _CachedAnswer())
         device_backend = self._device_backends[device.type]
@@ -161,10 +160,10 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         return answer.get(compare)
 
     def _agree(self, device_backend: DeviceBackend, device: torch.device) -> None:
-        """Exchange all ranks' devices, once; all ranks choose the same engine for its tensors.
+        """Exchange all ranks' devices, and choose the same engine for the device's tensors on all ranks.
 
         Raises:
-            DeadlineError, PeerLostError, MismatchError: not every rank came with a tensor of this device.
+            DeadlineError, PeerLostError, MismatchError: not every rank called with a tensor of this device.
         """
         gathered = self._all_gather_bytes(device_backend.identify(device).encode(), _IDENTITY_BYTES)
         names = [name.decode(errors="replace") for name in gathered]
@@ -181,10 +180,10 @@ class RoutedProcessGroup(PhalanxProcessGroup):
             self._staged.add(device.type)
 
     def _all_gather_bytes(self, mine: bytes, nbytes: int) -> list[bytes]:
-        """Return what each rank tells, by rank: up to `nbytes` without zeros at the end. All ranks call it.
+        """Return each rank's bytes, at most `nbytes`, without trailing zeros, by rank. All ranks call it.
 
         Raises:
-            DeadlineError, PeerLostError, MismatchError: not every rank came.
+            DeadlineError, PeerLostError, MismatchError: not every rank called it.
         """
         sent = torch.tensor(list(mine[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
         theirs = [torch.empty_like(sent) for _ in range(self.members.size)]
@@ -214,7 +213,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         self._staging.close()
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        """Return a work that is over when every rank has come; with `device_ids` also what is queued on the device."""
+        """Return a work that completes when every rank has called this; with `device_ids`, also the device's work."""
         (opts,) = first_form("barrier", args, kwargs)
         device = getattr(opts, "device", None)
         if device is None or torch.device(device).type not in self._device_backends:
@@ -246,7 +245,7 @@ class RoutedProcessGroup(PhalanxProcessGroup):
         return self._route(torch.device(device), "coalescing", collective=False)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long operations may take from now on, on every device."""
+        """Set the timeout of operations from now on, on every device."""
         super().set_timeout(timeout)
         for group in self._inside.values():
             group.set_timeout(timeout)

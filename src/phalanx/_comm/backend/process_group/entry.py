@@ -1,4 +1,4 @@
-"""Wrap each method of a group: take PyTorch's overloads, tell its tools of the call, and skip fake tensors."""
+"""Wrap each method of a group: accept PyTorch's overloads, notify its tools of the call, and skip fake tensors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from phalanx._comm.backend.process_group.observed import (
 
 
 def entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a collective or a message of a group take the arguments that PyTorch's takes.
+    """Wrap a collective or message of a group so that it accepts all of PyTorch's overloads.
 
-    The method is written for one form of its arguments, the one in which torch's functions call it: every argument in
-    its place, the options last. It may raise `FakeCall`; PyTorch's tools see it. `allreduce` sees to all that by
-    itself: it is the call for which a frame more is much.
+    The method itself receives the form in which torch's functions call it: positional arguments, the options last. It
+    may raise `FakeCall`. PyTorch's tools see the call. `allreduce` does all this itself, because another Python frame
+    would cost too much there.
     """
     name = method.__name__
     count, last = plain_form(name)
@@ -42,8 +42,8 @@ def entry_point(method: Callable[..., Any]) -> Callable[..., Any]:
         except FakeCall:
             return nothing_done(name, args)
         except ArgumentError:
-            resolve(name, args, {})  # a TypeError, if it is no call of PyTorch's at all
+            resolve(name, args, {})  # raises TypeError if the call matches no overload
             raise
 
-    del call.__wrapped__  # code that looks through decorators, as `untraced` does, shall find this function
+    del call.__wrapped__  # code that unwraps decorators, such as `untraced`, must find this function
     return call

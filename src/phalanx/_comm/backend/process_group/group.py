@@ -69,13 +69,13 @@ _JOIN_S = 5.0
 class PhalanxProcessGroup(TorchGroup):
     """A `PhalanxProcessGroup` is the backend "phalanx", which `init_process_group("phalanx")` creates.
 
-    It has torch's interface of a process group, and runs the group's operations in order. A synchronous call runs in
-    the caller's thread, unless asynchronous ones are queued; those run on the group's executor, a single thread with a
-    FIFO queue. Either way all ranks run the same calls in order. The transport makes sure that Ctrl-C interrupts an
-    operation in the main thread; a wait for the executor can be interrupted anyway.
+    It has torch's process group interface, and runs the group's operations in order. A synchronous call runs in the
+    caller's thread unless asynchronous calls are queued; these run on the group's executor, a single thread with a FIFO
+    queue. Either way all ranks run the same calls in order. The transport lets Ctrl-C interrupt an operation in the
+    main thread; a wait for the executor can always be interrupted.
     """
 
-    # What a `Backend` of torch has. What Gloo refuses, the group refuses in torch's words and with its error.
+    # The interface of torch's `Backend`. The group refuses what Gloo refuses, with torch's error and text.
     Options: Any = getattr(_backend, "Options", None)
     supports_splitting = splitting.TORCH_SPLITS_ON_CPU
     supports_coalescing = False
@@ -104,28 +104,28 @@ class PhalanxProcessGroup(TorchGroup):
         name: str,
         global_ranks: Sequence[int] = (),
     ) -> None:
-        # It is not (store, rank, size), all that the stub knows: torch would look for backends of its own.
+        # With (store, rank, size), the stub's only signature, torch would look for its own backends.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         self.timeout_s = timeout.total_seconds()
         self._name = name
         self._desc = ""
         self.number = open_groups.next_number()
-        """Which of this process's groups it is, in the order in which they were made."""
-        self._closing = threading.RLock()  # a signal handler may come in the middle
+        """The group's number among this process's groups, in the order of creation."""
+        self._closing = threading.RLock()  # a signal handler may interrupt this
         self.done_work = CompletedWork()
         self.backend_options: Any = None
-        """The `phalanx.Options` with which the group was made, or None."""
+        """The `phalanx.Options` with which the group was created, or None."""
         self.reconfiguration: Reconfiguration | None = None
-        """The object that gives the group other members, if it was made with `enable_reconfigure`."""
+        """The object that replaces the group's members, if the group was created with `enable_reconfigure`."""
         self.create_group: Callable[[Any, Any], Any] | None = None
-        """`create_process_group`, which made this group and makes those that are split from it."""
+        """`create_process_group`, which creates the groups that are split from this one."""
         self._connect(transport, rank, size, global_ranks)
         self.register_with_torch(self._device_types)
         open_groups.add(self)
 
     def _connect(self, transport: Transport, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
-        """Begin with the members that `transport` reaches; no operation is under way here."""
+        """Start with the members that `transport` reaches; no operation may be running."""
         self.transport = transport
         self.shared_memory = cast("SharedMemoryTransport", transport) if transport.ranks_share_memory else None
         self.members = Members(rank, size, tuple(global_ranks) or tuple(range(size)))
@@ -140,11 +140,11 @@ class PhalanxProcessGroup(TorchGroup):
         self.messages = GroupMessages(transport, self.shared_memory, self.members, self._interrupted, self.recent_works)
         self.closed = False
         self._splits = Splits()
-        self._scratch: Scratch | None = None  # memory for `allocate_tensor`; None until it was asked for
+        self._scratch: Scratch | None = None  # memory for `allocate_tensor`; None until its first call
         self.num_gradient_rounds = 0
-        """How many rounds of gradients have ended, which are not among the transport's collectives."""
+        """The number of completed gradient rounds, which are not among the transport's collectives."""
 
-    # -- the calls: each is a function that takes the group, checks, and calls its operation of the transport ----
+    # -- the calls: each is a function that receives the group, checks, and calls its operation of the transport ----
 
     allreduce: Any = collectives.allreduce  # it does by itself what `entry_point` does
     allreduce_sparse = allreduce
@@ -177,7 +177,7 @@ class PhalanxProcessGroup(TorchGroup):
         """Do nothing: operations inside the block are carried out as they come."""
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """Return a Work that is over when all operations of the block are."""
+        """Return a Work that completes when all operations of the block have completed."""
         return self.carry_out(lambda ctx: None, None, [])
 
     # -- other members -------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class PhalanxProcessGroup(TorchGroup):
         size: int,
         global_ranks: Sequence[int] = (),
     ) -> None:
-        """Leave this group's members and begin with those that `connect` reaches; if it fails, with `instead`."""
+        """Leave this group's members and start with those that `connect` reaches; if it fails, with `instead`."""
         if not self.transport.closed:
             self.leave_members(_JOIN_S)
         self._connect(instead, self.members.rank, self.members.size, self.members.global_ranks)
@@ -232,9 +232,9 @@ class PhalanxProcessGroup(TorchGroup):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> Any:
-        """Return the group of `new_ranks`, or None where this rank is not among them; all members call this.
+        """Return the group of `new_ranks`; None if this rank is not one of them. All members call this.
 
-        The group serves every device that this one serves, whatever `device_types` says.
+        The new group supports the same devices as this one; `device_types` is ignored.
         """
         if self.closed:
             raise closed(self._name)
@@ -272,7 +272,7 @@ class PhalanxProcessGroup(TorchGroup):
         return self.shared_memory is not None
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]  # for mypy a type of its own; a string
+    def group_name(self) -> str:  # type: ignore[override]  # a separate type for mypy; a string
         """Return the name that torch gave the group; it is unique in the job."""
         return self._name
 
@@ -311,11 +311,11 @@ class PhalanxProcessGroup(TorchGroup):
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether `allocate_tensor` has memory from which collectives copy less: FSDP2 can ask this."""
+        """Return whether `allocate_tensor` has memory from which collectives copy less; FSDP2 calls this."""
         return torch.device(device).type == "cpu" and self.shared_memory is not None and self.members.size > 1
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of `size` elements that the other ranks can read where it lies, while there is room for such.
+        """Return a tensor of `size` elements that other ranks can read in place; without room, an ordinary tensor.
 
         All ranks make the first call of a group. Large tensors of this kind are gathered with one copy, not two.
 
@@ -335,7 +335,7 @@ class PhalanxProcessGroup(TorchGroup):
     def allocate_symmetric(
         self, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[str, int], *, owner: int | None = None
     ) -> torch.Tensor:
-        """Return what `shared_empty` is for a group that shares memory; `place` is the caller's. All ranks call it.
+        """Allocate the tensor of `shared_empty`; `place` is the user's call site. All ranks call it.
 
         Shape: `shape`, the same on every rank.
 
@@ -348,7 +348,7 @@ class PhalanxProcessGroup(TorchGroup):
         return self.in_order(lambda: memory.allocate(shape, dtype, ctx, owner=owner))
 
     def allocate_on_host(self, nbytes: int, place: tuple[str, int]) -> dict[int, torch.Tensor]:
-        """Allocate memory of each rank of this host, as `Transport` says; `place` is the caller's. All call it.
+        """Allocate memory of each rank of this host; `place` is the user's call site. All ranks call it.
 
         Shape: (nbytes,) each.
 
@@ -384,13 +384,13 @@ class PhalanxProcessGroup(TorchGroup):
     # -- order ---------------------------------------------------------------------------------------------------
 
     def call_context(self, options: Any) -> CallContext:
-        if self.closed or self.transport.closed:  # the latter alone in a forked child, which has no executors
+        if self.closed or self.transport.closed:  # in a forked child only the transport is closed
             raise closed(self._name)
         return CallContext(timeout_of(options, self.timeout_s), self.transport.call_site(calling_site()))
 
     def is_free(self) -> bool:
         """Return whether a synchronous call can run at once."""
-        executor = self.executor  # this is its `idle`, spelt out
+        executor = self.executor  # inlines `executor.idle`
         return (
             not (executor.busy or executor.items or executor.is_bypassed or executor.callers)
             and not self.closed
@@ -417,9 +417,9 @@ class PhalanxProcessGroup(TorchGroup):
             raise nested(f"{what} in group {self._name!r} on rank {self.members.rank}")
 
     def in_order(self, operation: Callable[[], Result]) -> Result:
-        """Run `operation`, whose collectives go straight to the memory, after all earlier calls; wait for it.
+        """Run `operation` after all earlier calls, and wait for it; it calls the transport directly.
 
-        So operations that are not c10d collectives are part of the order that is the same on all ranks.
+        So operations that are not c10d collectives have the same place in the order of calls on all ranks.
         """
         self.refuse_nested()
         if self.executor.idle:
@@ -429,7 +429,7 @@ class PhalanxProcessGroup(TorchGroup):
         return results[0]
 
     def precede(self, action: Callable[[Deadline], None]) -> None:
-        """Call `action` in the first collective that is called from now on, as `Transport` says."""
+        """Call `action` in the first collective that is called from now on, as `Transport.precede` does."""
         if self.executor.idle:
             self.transport.precede(action)
         else:
@@ -452,7 +452,7 @@ class PhalanxProcessGroup(TorchGroup):
     # -- torch's interface of a backend --------------------------------------------------------------------------
 
     def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
-        """Set `use_pg_for_symm_mem_rendezvous`, which torch reads for memory of GPUs alone."""
+        """Set `use_pg_for_symm_mem_rendezvous`, which torch reads for GPU memory only."""
         self.use_pg_for_symm_mem_rendezvous = value
 
     def _set_group_uid(self, pg_uid: str) -> None:
@@ -471,19 +471,19 @@ class PhalanxProcessGroup(TorchGroup):
         return _ErrorType.REMOTE_ERROR if isinstance(error, PeerLostError) else _ErrorType.COMM_ERROR
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: a rank that is not in a group of `new_group` has no part in its making."""
+        """Do nothing: a rank outside of a group of `new_group` does not help to create it."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: the members are connected from the start."""
 
     def split(self, store: Store, ranks: Sequence[int], opts: Any) -> Any:
-        """Return the group of these ranks, which meet in `store`; None where this rank is not among them."""
+        """Form a group of these ranks in `store`; return None if this rank is not one of them."""
         if self.rank() not in ranks:
             return None
         return splitting.form_group(self, store, list(ranks).index(self.rank()), len(ranks), opts._timeout)
 
     def merge(self, store: Store, opts: Any, rank: int, size: int) -> Any:
-        """Return a group of `size` ranks, of this group and of others, which meet in `store`."""
+        """Form a group of `size` ranks, from this group and others, in `store`."""
         return splitting.form_group(self, store, rank, size, opts._timeout)
 
     def merge_remote_group(
@@ -494,7 +494,7 @@ class PhalanxProcessGroup(TorchGroup):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> Any:
-        """Return a group of `size` ranks, of this group and of others, numbered as they come to `store`."""
+        """Form a group of `size` ranks, from this group and others, numbered in the order of arrival at `store`."""
         rank = store.add("mergeGroupRank", 1) - 1
         name, description = group_name or f"{self.group_name}:merge", group_desc or f"{self.group_desc}:merge"
         return splitting.form_group(self, store, rank, size, timeout, name=name, description=description)
@@ -510,19 +510,19 @@ class PhalanxProcessGroup(TorchGroup):
         self._leave(0.0)
 
     def leave_at_exit(self, exit_reason: str) -> None:
-        """Leave the group, if it was not left, as the process ends for this reason."""
+        """Leave the group if it is still open, because the process ends for this reason."""
         if not self.closed and not self.transport.closed:
             self.transport.set_exit_reason(exit_reason)
             self._leave(0.1, for_good=True)
 
     def _leave(self, patience_s: float, *, for_good: bool = False) -> None:
-        """Leave the group; with `for_good` the process ends, so what runs after `patience_s` need not end."""
+        """Leave the group; with `for_good` the process ends, and abandons operations that run after `patience_s`."""
         with self._closing:
             if self.closed:
                 return
             self.closed = True
             open_groups.discard(self)
-        if not self.transport.closed:  # in a forked child the threads and the place in the group are its parent's
+        if not self.transport.closed:  # in a forked child, the threads and the group's rank belong to the parent
             self.leave_members(patience_s, for_good=for_good)
 
     def leave_members(self, patience_s: float, *, for_good: bool = False) -> None:
@@ -541,10 +541,10 @@ class PhalanxProcessGroup(TorchGroup):
             self.transport.close()
 
     def release_memory(self) -> None:
-        """Remove all other references to the group's memory; no operation of the group may be running."""
+        """Release all other references to the group's memory; no operation of the group may be running."""
 
     def _wait_for_operations(self, patience_s: float) -> bool:
-        """Wait up to `patience_s` for queued and running operations; return whether all have ended."""
+        """Wait up to `patience_s` for queued and running operations; return whether all have completed."""
         deadline = Deadline.after(patience_s)
         ended = all([part.close(deadline.left_s) for part in (self.executor, self.messages)])
         return self.transport.settle(deadline.left_s) and ended
@@ -552,7 +552,7 @@ class PhalanxProcessGroup(TorchGroup):
 
 @dataclass
 class GroupOptions:
-    """`GroupOptions` have the names of torch's backends."""
+    """`GroupOptions` are a group's timeout and ranks, under the names that torch's backends use."""
 
     _timeout: timedelta
     global_ranks_in_group: list[int]

@@ -1,4 +1,4 @@
-"""The inbox keeps the posted receives, and has a thread that receives messages while no other thread waits."""
+"""The inbox has the posted receives, and a thread that receives messages while no other thread waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.errors import ClosedError
 
 @untraced
 class ReceiveWork(PhalanxWork):
-    """A `ReceiveWork` is a pending receive. A thread that waits for it receives the messages of all posted receives."""
+    """A `ReceiveWork` is a posted receive. A thread that waits for it receives the messages of all posted receives."""
 
     def __init__(self, inbox: Inbox, receive: PostedReceive, tensor: Tensor) -> None:
         super().__init__([tensor])
@@ -27,7 +27,7 @@ class ReceiveWork(PhalanxWork):
 
     @property
     def is_pending(self) -> bool:
-        """Return whether its message has not come, and nothing has ended the wait for it."""
+        """Return whether its message has not arrived, and it has not failed."""
         receive = self.receive
         return receive is not None and receive.is_pending
 
@@ -35,19 +35,19 @@ class ReceiveWork(PhalanxWork):
         self._inbox.wait_for(self, deadline or Deadline.after(None))
 
     def is_completed(self) -> bool:
-        """Return whether it is over, well or not; this looks once for what has come."""
+        """Return whether it has completed, successfully or not; this polls once for messages."""
         if not super().is_completed():
             self._inbox.poll()
         return super().is_completed()
 
     def finish(self) -> None:
-        """Tell all waiters the outcome, since its status is known. This is called once."""
+        """Complete the work with the receive's outcome, and wake all waiters. This is called once."""
         error: BaseException | None = None
         receive = self.receive
         assert receive is not None
         try:
             receive.conclude()
-        except BaseException as e:  # whatever it was, the waiter must hear it
+        except BaseException as e:  # the waiter must receive any error
             error = e
         self.source, self.receive = receive.source, None
         notify = self.complete(error)
@@ -59,38 +59,38 @@ class ReceiveWork(PhalanxWork):
 class Inbox:
     """An `Inbox` matches receives with messages by sender and tag, each in the order of posting.
 
-    It has one thread for all senders and tags. The thread starts with the first receive that finds no message, and
-    leaves the work to any thread that waits.
+    It has one thread for all senders and tags. The thread starts with the first receive whose message has not arrived,
+    and stays idle while another thread waits.
     """
 
     def __init__(self, memory: SharedMemoryTransport, group: str) -> None:
         self._memory = memory
         self._group = group
         self._works: dict[Receive, ReceiveWork] = {}  # by handle
-        self._ended: list[Receive] = []  # the core has handed these over, and nobody has finished them yet
+        self._ended: list[Receive] = []  # receives that the core has completed and no thread has finished yet
         self._stopped = False
-        self._starting = threading.RLock()  # a signal handler may post in the middle of it
+        self._starting = threading.RLock()  # a signal handler may post during it
         self._begun = False
         self._thread: threading.Thread | None = None
 
     def post(self, tensor: Tensor, src: int, tag: int, ctx: CallContext) -> PhalanxWork | CompletedWork:
-        """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`, at once."""
+        """Post a receive into `tensor` of the next message from `src` (below zero: any rank) with `tag`; never wait."""
         receive = self._memory.post(tensor, src, tag, ctx, handed_over=True)
         if self._works:
-            self._reap()  # the messages that came may have ended other receives
+            self._reap()  # the messages that arrived may have completed other receives
         if receive.was_here:
             receive.conclude()
             return CompletedWork([tensor], source=receive.source)
         work = ReceiveWork(self, receive, tensor)
         self._works[receive.handle] = work
-        if not work.is_pending:  # it failed at once, or another thread was handed it before it was ours to see
+        if not work.is_pending:  # it failed at once, or another thread received its message meanwhile
             self._finish(receive.handle)
         elif self._thread is None:
             self._start()
         return work
 
     def wait_for(self, work: ReceiveWork, deadline: Deadline) -> None:
-        """Take in messages until `work` is over, or the deadline has passed."""
+        """Receive messages until `work` has completed or the deadline has passed."""
         while (receive := work.receive) is not None and receive.is_pending and not deadline.passed:
             try:
                 self._memory.core.progress(receive.handle, timeout_ns(deadline.left_s))
@@ -103,14 +103,14 @@ class Inbox:
         self._reap()
 
     def poll(self) -> None:
-        """Take in the messages that are there."""
+        """Receive the messages that have arrived."""
         if self._works:
             with contextlib.suppress(ClosedError):
                 self._memory.core.poll()
             self._reap()
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for what is posted, then let the thread end; return whether all was over within `timeout_s`."""
+        """Wait for the posted receives, then stop the thread; return whether all completed within `timeout_s`."""
         deadline = Deadline.after(timeout_s)
         for work in list(self._works.values()):
             self.wait_for(work, deadline)
@@ -139,17 +139,17 @@ class Inbox:
                 self._reap()
 
     def _reap(self) -> None:
-        """Finish the works whose receives are over. Cost: it does not depend on how many others are posted."""
+        """Finish the works whose receives have completed. Cost: independent of the number of other posted receives."""
         try:
             self._memory.core.take_ended(self._ended)
-        except ClosedError:  # the group is over, and so are its receives
+        except ClosedError:  # the group is closed, and its receives have failed
             self._ended += [handle for handle, work in list(self._works.items()) if not work.is_pending]
         while self._ended:
-            with contextlib.suppress(IndexError):  # another thread has come first
+            with contextlib.suppress(IndexError):  # another thread was faster
                 self._finish(self._ended.pop(0))
 
     def _finish(self, handle: Receive) -> None:
-        """Finish a work whose receive is over; any thread may do so, and each work is finished by one."""
+        """Finish a work whose receive has completed. Any thread may call this; only one finishes the work."""
         work = self._works.pop(handle, None)
         if work is not None:
             work.finish()

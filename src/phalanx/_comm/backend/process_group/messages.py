@@ -1,10 +1,10 @@
 """Send and receive from rank to rank: receives match by sender and tag, and sends that must wait use threads.
 
-Each peer has a thread of its own, in which a send that would wait goes on. `send`, `recv` and `recv_anysource` are
-calls of `PhalanxProcessGroup`; a group keeps what they need in its `GroupMessages`.
+Each peer has its own thread, which runs sends that would wait. `send`, `recv` and `recv_anysource` are calls of
+`PhalanxProcessGroup`; their state is in the group's `GroupMessages`.
 
 Shape: any, contiguous or not; the receiver's tensor has as many bytes as the sender's.
-Cost: on one host two copies, through memory that both map; what is sent before its receive waits there.
+Cost: on one host two copies, through shared memory, where a message waits until its receive is posted.
 
 Raises:
     ValueError, TypeError: an argument that is wrong whatever the peer does; nothing was sent.
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 _ANYBODY = -1
 _SINGLE = "takes a single tensor"
 _LINGER_S = 1.0
-_MANY = 64  # channels, before those that nobody uses are forgotten
+_MANY = 64  # channels; beyond that, unused ones are deleted
 
 
 class GroupMessages:
     """`GroupMessages` sends and receives a group's messages. Messages between two ranks arrive in order per tag.
 
-    A posted receive waits for no other with another tag. Where ranks share memory `inbox` matches them; elsewhere those
-    of one peer and tag run in the order in which they were posted, in a thread that ends when there are no more.
+    A posted receive does not wait for receives with other tags. If ranks share memory, `inbox` matches them; otherwise
+    the receives of a peer and tag run in the order of posting, in a thread that ends when there are no more.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class GroupMessages:
         self.channels: dict[tuple[str, int, int], SerialExecutor] = {}
         """The executors by direction, peer and tag."""
         self.inbox: Inbox | None = None
-        """The receives that are posted, where ranks share memory."""
+        """The posted receives, if ranks share memory; otherwise None."""
         if memory is not None:
-            from phalanx._comm.backend.process_group.inbox import Inbox  # needs the C core, which such a group has
+            from phalanx._comm.backend.process_group.inbox import Inbox  # imported here, because it needs the C core
 
             self.inbox = Inbox(memory, transport.group)
 
@@ -74,10 +74,10 @@ class GroupMessages:
             raise ArgumentError(f"{operation}: {name} is {peer}, which is this rank itself")
 
     def channel(self, direction: str, peer: int, tag: int, timeout_s: float) -> SerialExecutor:
-        """Return the executor of a message that has to wait; earlier receives may take `timeout_s` to end."""
+        """Return the executor of a message that must wait; earlier receives have `timeout_s` to complete."""
         if self.inbox is not None:
             return self._executor_of((direction, peer, 0), None, timeout_s)
-        # A receive from anybody looks into every channel, so then all receives with its tag share one executor.
+        # A receive from any rank matches every channel, so all receives with its tag then share one executor.
         if direction == "recv" and ("recv", _ANYBODY, tag) in self.channels:
             peer = _ANYBODY
         if len(self.channels) >= _MANY:
@@ -101,20 +101,20 @@ class GroupMessages:
         return self.channels[key]
 
     def _close_receives(self, tag: int, timeout_s: float) -> Callable[[], None]:
-        """Return the executor's first action for receives from any rank: it waits until earlier receives are over."""
+        """Return the executor's first action for receives from any rank: it waits for the earlier receives."""
         keys = [key for key in self.channels if (key[0], key[2]) == ("recv", tag)]
         executors = [self.channels.pop(key) for key in keys]
         return lambda: _close_all(executors, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Let what is queued and posted end; return whether all did within `timeout_s`."""
+        """Wait for queued sends and posted receives; return whether all completed within `timeout_s`."""
         deadline = Deadline.after(timeout_s)
         parts: list[Closable] = [*self.channels.values(), *([self.inbox] if self.inbox is not None else [])]
         return all([part.close(deadline.left_s) for part in parts])
 
 
 def send(group: PhalanxProcessGroup, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
-    """Send the tensor; the work is over when it may be changed again, which may be before the receiver has it."""
+    """Send the tensor. The work completes when the tensor may be changed again, perhaps before it is received."""
     tensor = one(tensors, "send", words=_SINGLE)
     messages, memory = group.messages, group.shared_memory
     messages.check_peer(dst, "send", "dst")
@@ -124,24 +124,24 @@ def send(group: PhalanxProcessGroup, tensors: Sequence[Tensor], dst: int, tag: i
         try:
             if memory.send_now(tensor, dst, tag, ctx):
                 return group.done_work
-        except PhalanxError as error:  # heard by whoever waits, as that of a send that takes time
+        except PhalanxError as error:  # raised by `wait`, as for a send that takes time
             return _failed(error, [tensor])
     channel = messages.channel("send", dst, tag, group.timeout_s)
     return group.enqueue(channel, lambda: group.transport.send(tensor, dst, tag, ctx), [tensor])
 
 
 def recv(group: PhalanxProcessGroup, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
-    """Receive the tensor; the work is over when the tensor holds the message."""
+    """Receive the tensor. The work completes when the tensor has the message."""
     tensor = one(tensors, "recv", words=_SINGLE, written=True)
     group.messages.check_peer(src, "recv", "src")
     return _receive(group, tensor, src, tag)
 
 
 def recv_anysource(group: PhalanxProcessGroup, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-    """Receive as `recv` does, from the first rank that sends; `source_rank()` of the work says which it was."""
+    """Receive as `recv` does, from the first rank that sends; the work's `source_rank()` returns that rank."""
     tensor = one(tensors, "recv", words=_SINGLE, written=True)
     if group.members.size == 1:
-        raise ArgumentError("recv: the group has one rank, so there is nobody to receive from")
+        raise ArgumentError("recv: the group has one rank, so there is no rank to receive from")
     return _receive(group, tensor, _ANYBODY, tag)
 
 

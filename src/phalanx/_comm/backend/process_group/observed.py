@@ -1,15 +1,14 @@
 """Show our operations to PyTorch's own tools: the profiler, and the modes that watch the dispatcher.
 
-A call of torch's own groups goes through an operator of the dispatcher, `c10d::allreduce_` and the like, where
-CommDebugMode, DebugMode, every TorchDispatchMode and make_fx look on, and torch.func unwraps its tensors. A call of
-ours does not: it is Python from end to end, which is why it is fast. So while one of these is active, and only then,
-it takes the long way:
+A call of torch's own groups goes through an operator of the dispatcher, such as `c10d::allreduce_`, where
+CommDebugMode, DebugMode, every TorchDispatchMode and make_fx observe it, and torch.func unwraps its tensors. Our calls
+bypass the dispatcher, which makes them fast. Only while one of these tools is active, a call takes the slow path:
 
     group.allreduce ─▶ a plain group of torch's, the face ─▶ c10d::allreduce_ ─▶ modes ─▶ our kernel ─▶ group.allreduce
                        (torch packs the arguments)                                       (at BackendSelect)
 
-The kernels sit where nothing else of c10d does, below the modes and above the devices' own; they pass on what is not
-ours, and what is on no device (fake tensors). A graph that make_fx has drawn calls the same operators, so it runs.
+The kernels have a dispatch key that c10d does not use, below the modes and above the devices' kernels. They redispatch
+calls of other groups, and of meta tensors. A graph from make_fx calls the same operators, so it runs.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ num_modes: Any = find("torch._C._len_torch_dispatch_stack", loses=_UNSEEN, inste
 transform: Any = find("torch._C._functorch.maybe_current_level", loses=_UNSEEN, instead=lambda: None)
 _is_profiling: Any = find("torch._C._autograd._profiler_enabled", loses=_UNPROFILED, instead=bool)
 _keyset_after: Any = find("torch._C._dispatch_keyset_full_after", loses=_UNSEEN)
-_place: Any = find("torch._C.DispatchKey.BackendSelect", loses=_UNSEEN)  # our kernels sit here
+_place: Any = find("torch._C.DispatchKey.BackendSelect", loses=_UNSEEN)  # the dispatch key of our kernels
 _begin_event: Any = find("torch._C._autograd._record_function_with_args_enter", loses=_UNPROFILED)
 _end_event: Any = find("torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction", loses=_UNPROFILED)
 _has_flag = find("torch.autograd.profiler._is_profiler_enabled", loses=_UNPROFILED, instead=None) is not None
 profiler: Any = torch.autograd.profiler if _has_flag else types.SimpleNamespace(_is_profiler_enabled=False)
-"""The object whose `_is_profiler_enabled` says whether somebody profiles; each call reads it, so we look it up once."""
-# make_fx(pre_dispatch=True) keeps its modes, [tracing, functionalisation], in a list of its own: read where it lies,
-# since to ask torch for it takes a tenth of a microsecond.
+"""The object whose `_is_profiler_enabled` shows an active profiler. Each call reads it, so it is looked up once."""
+# make_fx(pre_dispatch=True) has its own list of modes, [tracing, functionalisation]. The list is read directly, since
+# torch's accessor takes a tenth of a microsecond.
 early_modes: list[Any] = getattr(
     find("torch._ops._mode_stack_state_for_pre_dispatch", loses=_UNSEEN, instead=None),
     "_ModeStackStateForPreDispatch__infra_modes",
     [None, None],
 )
-_Kernel = Callable[[Any, dict[str, Any]], Any]  # it takes the group, and the operator's arguments by name
+_Kernel = Callable[[Any, dict[str, Any]], Any]  # its arguments: the group, and the operator's arguments by name
 
-# By the method: the event in the profiler, and which argument holds what the operation reads.
+# By method: the profiler's event, and the index of the argument with the input tensors.
 _EVENTS = {
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", 0),
@@ -77,33 +76,33 @@ _EVENTS = {
 
 
 def is_recorded() -> bool:
-    """Return whether PyTorch's tools know of the call, or none looks on in this thread; then it is carried out."""
+    """Return whether PyTorch's tools have recorded the call, or none is active in this thread."""
     if getattr(_this_thread, "is_recorded", False):
-        _this_thread.is_recorded = False  # it holds for this call alone
+        _this_thread.is_recorded = False  # it applies to this call only
         return True
     return not _is_dispatched() and not _is_profiling()
 
 
 def record(group: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Carry out `group.<name>` where the modes or the profiler see it."""
+    """Run `group.<name>` so that the modes or the profiler observe it."""
     return (_through_dispatcher if _is_dispatched() else _profiled)(group, name, args)
 
 
 def _is_dispatched() -> bool:
-    """Return whether the dispatcher has something to do here with the operator of a call."""
+    """Return whether a mode or transform of the dispatcher is active for this call."""
     if getattr(_this_thread, "below", False):
         return False
     return bool(num_modes()) or early_modes[0] is not None or transform() is not None
 
 
-_this_thread = threading.local()  # told; below: it carries an operator out; reduce_op, work: of that operator
+_this_thread = threading.local()  # below: inside one of our kernels; reduce_op, work: of its operator
 
 
 # -- the profiler ------------------------------------------------------------------------------------------------------
 
 
 def _profiled(group: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Return an event like those of torch's backends: it is asynchronous, entered where called and left where done."""
+    """Run the call inside an asynchronous event, which ends when the operation completes, as in torch's backends."""
     title, position = _EVENTS[name]
     read = list(_tensors(args[position])) if 0 <= position < len(args) else []
     event = _begin_event(f"{group.getBackendName()}:{title}", *read)
@@ -114,7 +113,7 @@ def _profiled(group: Any, name: str, args: tuple[Any, ...]) -> Any:
         if threading.get_ident() != caller:
             over.set_result(None)
             return
-        # torch takes an event for asynchronous if it ends in another thread; from Python there is no other way.
+        # torch shows an event as asynchronous only if it ends in another thread.
         thread = threading.Thread(target=over.set_result, args=(None,), name="phalanx-profiled")
         thread.start()
         thread.join()
@@ -142,7 +141,7 @@ def _tensors(value: Any) -> Any:
 # -- the dispatcher ----------------------------------------------------------------------------------------------------
 
 _library: list[Any] = []
-_faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a group's face, kept as long as the group
+_faces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # faces, which live as long as their groups
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a reference to the group, by its face
 
 
@@ -163,7 +162,7 @@ def _through_dispatcher(group: Any, name: str, args: tuple[Any, ...]) -> Any:
         _this_thread.reduce_op = _this_thread.work = None
 
 
-# Torch called them so up to 2.12.
+# torch's names up to 2.12.
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -178,7 +177,7 @@ def _reduction(argument: Any) -> Any:
 
 
 def _offer_kernels() -> Any:
-    library: Any = _library_of("c10d", "IMPL")  # it stays for good, since graphs outlive their makers
+    library: Any = _library_of("c10d", "IMPL")  # never released, since graphs may outlive their groups
     for operator, carry_out in _KERNELS.items():
         library.impl(operator, _kernel(operator, carry_out), "BackendSelect", with_keyset=True)
     return library
@@ -205,7 +204,7 @@ def _kernel(operator: str, carry_out: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _group_behind(process_group: Any) -> Any:
-    """Return our group whose face this is, or None."""
+    """Return our group with this face; None for other groups."""
     reference = _groups.get(c10d.ProcessGroup.unbox(process_group))
     return reference() if reference is not None else None
 
@@ -223,14 +222,14 @@ def _options(kind: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 
 def _boxed(group: Any, work: Any) -> Any:
-    """Return the work as operators return it: that is torch's half alone, so another reference must keep ours."""
+    """Return the work as operators return it: only torch's half, so the group keeps a reference to ours."""
     _this_thread.work = work
     group.recent_works.append(work)
     return work.boxed()
 
 
 def _unboxed(boxed: Any) -> Any:
-    """Return the reduction in an operator's argument, which tells Python its kind and not the factor of PREMUL_SUM."""
+    """Return the reduction in an operator's argument, which lacks the factor of PREMUL_SUM in Python."""
     kinds = c10d.ReduceOp.RedOpType
     kind = kinds(boxed.op())
     if kind != kinds.PREMUL_SUM:
@@ -243,7 +242,7 @@ def _unboxed(boxed: Any) -> Any:
 def _lists(
     method: str, kind: Callable[[], Any], *names: str, returns: str = ""
 ) -> Callable[[Any, dict[str, Any]], Any]:
-    """Return what an operator does: call the group's `method` with these arguments; answer `returns` and the work."""
+    """Return a kernel that calls the group's `method` with the arguments `names`; it returns `returns` and the work."""
 
     def carry_out(group: Any, given: dict[str, Any]) -> Any:
         work = _boxed(group, getattr(group, method)(*(given[name] for name in names), _options(kind, given)))

@@ -1,4 +1,4 @@
-"""The open groups are those that this process has made and not left; it leaves them when it ends."""
+"""List the groups that this process has created and not left, and leave them when the process ends."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _numbers = itertools.count()
 
 
 def next_number() -> int:
-    """Return the number of a group that is being made."""
+    """Return the number of the next group."""
     return next(_numbers)
 
 
 def add(group: PhalanxProcessGroup) -> None:
-    """Count a group as open from here on."""
+    """Add a group to the open groups."""
     _groups.add(group)
 
 
 def discard(group: PhalanxProcessGroup) -> None:
-    """Count a group as open no more, if it was."""
+    """Remove a group from the open groups, if it is one."""
     _groups.discard(group)
 
 
@@ -34,6 +34,6 @@ def open_groups() -> list[PhalanxProcessGroup]:
 
 
 def leave_all(exit_reason: str) -> None:
-    """Leave every group that is still open, at the end of the process, and say why."""
+    """Leave every open group at the end of the process, and report `exit_reason` to its members."""
     for group in open_groups():
         group.leave_at_exit(exit_reason)

@@ -2,8 +2,8 @@
 
     all_reduce(device tensor) ──▶ the host's tensor ──▶ all_reduce(cpu tensor) ──▶ the device tensor
 
-The operation is the CPU's own: its checks at the door, its fingerprint, its place among the others. What is queued on
-the device lies on a stream of its own; `transport/staging` says in which order.
+It is a CPU operation, with the CPU's checks, fingerprint and order. Copies to and from the device are queued on their
+own stream; `transport/staging` describes their order.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class DeviceStaging:
         self._opening = threading.Lock()
 
     def open_host_memory(self, group: PhalanxProcessGroup, kind: str) -> None:
-        """Open the host's memory for this kind of device. All ranks call it, where ranks share memory."""
+        """Open the host memory for this type of device. All ranks call it if they share memory."""
         piece = None
         if group.shares_memory and group.members.size > 1:
             nbytes = staging_bytes(group.symm_mem.heap_bytes)
             try:
                 piece = group.allocate_symmetric((nbytes,), torch.uint8, calling_site())
-            except PhalanxError:  # memory that lies in a file system may not suffice; all ranks see that
+            except PhalanxError:  # the file system of the memory may be full; all ranks get this error
                 piece = None
         self._host_memory[kind] = HostMemory(kind, piece)
 
@@ -73,12 +73,12 @@ class DeviceStaging:
             if group.closed:
                 raise closed(group.group_name)
             stream, in_flight = self._stream_of(device)
-            if device.type not in self._host_memory:  # messages come first: what they need is nobody else's matter
+            if device.type not in self._host_memory:  # a message may precede collectives
                 self._host_memory[device.type] = HostMemory(device.type)
             return StagedCall(stream, self._host_memory[device.type], in_flight)
 
     def await_device(self, group: PhalanxProcessGroup, device: torch.device) -> None:
-        """Return when all is over that this thread has queued on the device."""
+        """Wait until the work that this thread has queued on the device has completed."""
         stream = self._new_call(group, device).stream
         stream.await_on_host(stream.mark())
 
@@ -90,7 +90,7 @@ class DeviceStaging:
         device: torch.device,
         args: tuple[Any, ...],
     ) -> dist.Work:
-        """Return the CPU's operation `here` as one that takes tensors of a device that no engine carries."""
+        """Run the CPU's operation `here` on tensors of a device that no engine supports."""
         call = self._new_call(group, device)
         try:
             staged = _stage(call, group.members.rank, name, device, args)
@@ -128,8 +128,8 @@ class DeviceStaging:
         return work
 
     def close(self) -> None:
-        """Release the memory; no operation of the group is under way."""
-        # A device may still copy from and to it: what was called and never waited for.
+        """Release the memory; no operation of the group may be running."""
+        # A device may still copy from and to it, for operations that nobody waited for.
         idle = all([stream.drain(_PATIENCE_S) for stream, _ in self._copy_streams.values()])
         if idle:
             for memory in self._host_memory.values():
@@ -166,8 +166,8 @@ def _stage(call: StagedCall, rank: int, name: str, device: torch.device, args: t
 class StagedWork(PhalanxWork):
     """A `StagedWork` is the work of a collective in the background.
 
-    `wait` returns when the ranks have exchanged, and raises the operation's own error; the copies back to the device
-    may still be queued: the caller's stream waits for them, as with NCCL. Futures carry the device's tensors.
+    `wait` returns when the CPU operation has completed, and raises its error. Copies back to the device may still be
+    queued: the caller's stream waits for them, as with NCCL. Futures have the device's tensors.
     """
 
     def __init__(self, call: StagedCall) -> None:
@@ -175,7 +175,7 @@ class StagedWork(PhalanxWork):
         self._call = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the host's part is over; operations that the caller queues afterwards see the results."""
+        """Wait until the host's part has completed; operations that the caller queues afterwards see the results."""
         over = super().wait(timeout)
         self._call.order_caller()
         return over
@@ -184,7 +184,7 @@ class StagedWork(PhalanxWork):
         return torch.futures.Future(devices=self._call.stream.future_devices)
 
     def fulfil(self, future: torch.futures.Future[Any], outputs: list[Any]) -> None:
-        with self._call.stream.queueing():  # so that callbacks, and who waits for the future, come after the copies
+        with self._call.stream.queueing():  # so that callbacks, and waiters of the future, run after the copies
             super().fulfil(future, outputs)
 
 
@@ -197,7 +197,7 @@ class StagedCompletedWork(CompletedWork):
         self._call = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True; a stream other than the one that called may wait, too."""
+        """Return True, and make the calling thread's current stream wait for the copies."""
         self._call.order_caller()
         return True
 
@@ -221,7 +221,7 @@ class StagedReceive(dist.Work):
         self._copied = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is there; the caller's stream waits for its copy to the device."""
+        """Wait until the message has arrived; the caller's stream waits for its copy to the device."""
         self._work.wait(timeout) if timeout is not None else self._work.wait()
         self._copy()
         self._call.order_caller()
@@ -232,22 +232,22 @@ class StagedReceive(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it is over, well or not."""
+        """Return whether it has completed, successfully or not."""
         over: bool = self._work.is_completed()
         if over and self._work.is_success():
             self._copy()
         return over
 
     def is_success(self) -> bool:
-        """Return whether it is over and went well."""
+        """Return whether it has completed successfully."""
         return self.is_completed() and bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """Return what went wrong, if anything did."""
+        """Return the receive's error, if any."""
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensor, once it is there."""
+        """Wait for the message, and return the tensor."""
         self.wait()
         return self._outputs
 

@@ -12,18 +12,18 @@ from phalanx._comm.backend.torch_integration.late_modules import call_once_impor
 
 
 def offer_backend() -> None:
-    """Make the names "phalanx" and "mpi" known; `import torch` calls this, and it may be called again."""
+    """Register the names "phalanx" and "mpi" with torch. `import torch` calls this; it may be called again."""
     import torch.distributed as dist
 
     if not dist.is_available() or "phalanx" in dist.Backend.backend_list:
         return
     # A list: torch reads a plain string as the devices 'c', 'p' and 'u'. CUDA tensors go to an NCCL group inside.
-    # `_enable_backend` looks for a GPU: that takes time, and a process that has done it may be unable to fork.
+    # `_enable_backend` later queries for a GPU: that takes time, and may make the process unable to fork.
     devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
     backend: Any = dist.Backend
     backend.register_backend("phalanx", create_group, extended_api=True, devices=devices)
-    # While any plugin is listed, torch (2.13, `_new_process_group_helper`) does not tell a group "cpu:gloo" that it is
-    # Gloo's. So ours is listed only once it is asked for; ends when torch compares names in one case.
+    # While any plugin is listed, torch (2.13, `_new_process_group_helper`) does not name a group "cpu:gloo" Gloo's. So
+    # ours is listed only when a program requests it; ends when torch compares names in one case.
     plugins = getattr(backend, "_plugins", {})
     plugin = plugins.pop("PHALANX", None)
     if plugin is not None:
@@ -34,16 +34,16 @@ def offer_backend() -> None:
     if importlib.util.find_spec("torch.distributed._dist2") is not None:  # up to 2.13
         call_once_imported("torch.distributed._dist2", _enable_dist2)
     steps = sys.modules.get("phalanx._comm.backend.torch_integration.training_steps")
-    if steps is not None:  # a recorder of steps was there before torch
+    if steps is not None:  # a step recorder was started before torch was imported
         steps.start_observing()
     if os.environ.get("PHALANX_STORE"):
         launchers = importlib.import_module("phalanx._comm.rendezvous.launchers")
-        if launchers.find_agents_store(os.environ):  # else this is a process that a rank has started
+        if launchers.find_agents_store(os.environ):  # otherwise a rank has started this process
             importlib.import_module("phalanx._comm.backend.torch_integration.launched_rank").patch_launched_rank()
 
 
 def create_group(options: Any, backend_options: Any) -> Any:
-    """Return the process group that torch asks for, as `create_process_group` does."""
+    """Create the process group for torch, as `create_process_group` does."""
     from phalanx._comm.backend import create_process_group
     from phalanx._comm.backend.torch_integration.hooks import patch_group_hooks
     from phalanx._comm.backend.torch_integration.stores import patch_prefix_store
@@ -54,9 +54,9 @@ def create_group(options: Any, backend_options: Any) -> Any:
 
 
 class _Plugins(dict[str, Any]):
-    """`_Plugins` is torch's table of backends; a look-up of "PHALANX" succeeds, and then lists it.
+    """`_Plugins` is torch's table of backends; a look-up of "PHALANX" lists the backend, and succeeds.
 
-    Libraries that make groups of their own take a backend's `creator_fn` from it, without asking torch for the name.
+    Libraries that create groups themselves read a backend's `creator_fn` here, without resolving its name in torch.
     """
 
     def __init__(self, known: dict[str, Any], first: Callable[[], None]) -> None:
@@ -74,15 +74,15 @@ class _Plugins(dict[str, Any]):
         raise KeyError(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the entry of this name, or `default`, as a dict does."""
+        """Return the entry of this name, or `default`."""
         return super().get(name, default) if name in self else default
 
 
 class _BackendName:
     """A `_BackendName` attribute of `dist.Backend` is the name of a backend, and calls `first` when torch resolves it.
 
-    Everything that asks for a backend (`init_process_group`, `new_group`, a pair "cpu:phalanx") makes a `Backend` of
-    its name. torch also reads `Backend.MPI` in order to compare; that is not asking.
+    Every request for a backend (`init_process_group`, `new_group`, a pair "cpu:phalanx") constructs a `Backend` from
+    its name. torch also reads `Backend.MPI` for comparisons, which are not requests.
     """
 
     def __init__(self, name: str, first: Callable[[], None]) -> None:
@@ -96,11 +96,11 @@ class _BackendName:
         return self._name
 
 
-_enabled: list[bool] = []  # once somebody has asked for ours
+_enabled: list[bool] = []  # has an element once a program has requested our backend
 
 
 def _enable_backend(plugin: Any) -> None:
-    """Show torch our plugin again, and change what its users need; only the first call does something."""
+    """List our plugin in torch again, and apply the patches that its users need; later calls do nothing."""
     if _enabled:
         return
     _enabled.append(True)
@@ -114,7 +114,7 @@ def _enable_backend(plugin: Any) -> None:
     )
 
     backend: Any = dist.Backend
-    if not torch.cuda.device_count():  # programs choose the device of their tensors by this table
+    if not torch.cuda.device_count():  # programs choose their tensors' device by this table
         backend.backend_capability["phalanx"] = ["cpu"]
     if plugin is not None:
         backend._plugins["PHALANX"] = plugin

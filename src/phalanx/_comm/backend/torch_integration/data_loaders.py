@@ -20,7 +20,7 @@ def observe_loaders(
 ) -> None:
     """Call `before(owner, loader)` and `listener(owner, loader, iterator, is_new)` whenever a DataLoader is iterated.
 
-    It does so as long as `owner` lives. Between the two calls workers already take indices.
+    This continues while `owner` exists. Between the two calls workers already read indices.
     """
     _loader_listeners[owner] = before, listener
     _observe_loaders()
@@ -35,7 +35,7 @@ def _observe_loaders() -> None:
     from torch.utils.data import DataLoader
 
     _observe_kind(DataLoader)
-    # It is a DataLoader with an `__iter__` of its own.
+    # A DataLoader with its own `__iter__`.
     call_once_imported(
         "torchdata.stateful_dataloader.stateful_dataloader",
         lambda: _observe_kind(sys.modules["torchdata.stateful_dataloader.stateful_dataloader"].StatefulDataLoader),

@@ -1,4 +1,4 @@
-"""Make `torch.distributed._dist2`, which has a table of backends of its own, find ours."""
+"""Register our backend with `torch.distributed._dist2`, which has its own table of backends."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from phalanx._comm.backend.torch_integration.patch import patch
     loses="new_group('phalanx') of torch.distributed._dist2 does not work; use torch.distributed.new_group",
 )
 def patch_dist2() -> None:
-    """Let `torch.distributed._dist2.new_group("phalanx", ...)` make groups; called once that module is imported."""
+    """Make `torch.distributed._dist2.new_group("phalanx", ...)` work; called when that module has been imported."""
     dist2 = importlib.import_module("torch.distributed._dist2")
     numbers = itertools.count()
 
     def create(store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **kwargs: Any) -> Any:
-        name = dist.Backend("phalanx")  # from here on torch lists our plugin
+        name = dist.Backend("phalanx")  # from now on torch lists our plugin
         backend: Any = dist.Backend
         options = types.SimpleNamespace(
             store=store,

@@ -1,12 +1,12 @@
-"""This is the only module that uses torch's tables of process groups: it makes ours known, and finds torch's.
+"""Register our process groups with torch, and find torch's; no other module uses torch's tables of groups.
 
-A way by which torch knows a group of ours has two directions, and both are here:
+The connection between torch and our groups has two directions, both in this module:
 
     TorchGroup                  our groups derive from it; its `register_with_torch` makes a group known to torch's C++
     phalanx_group(group)        returns our group behind what torch hands out as a group
 
-Today both ends are one object, as our group is a subclass of `ProcessGroup`. A second way (a subclass of
-`torch.distributed.BackendBase`, behind a plain `ProcessGroup` of torch's) is added and chosen here, and nowhere else.
+Today both ends are one object, because our group is a subclass of `ProcessGroup`. Another connection (a subclass of
+`torch.distributed.BackendBase` behind a plain `ProcessGroup`) would be added only here.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
 
 
 class TorchGroup(dist.ProcessGroup):
-    """Our groups derive from this class, so torch takes them for groups of its own."""
+    """A `TorchGroup` is a group that torch accepts as its own; our groups derive from it."""
 
     def register_with_torch(self, device_types: Sequence[torch.device]) -> None:
-        """Make the group known to torch's C++ for these devices; called once, at the end of its making."""
+        """Register the group with torch's C++ for these devices; called once, at the end of its construction."""
         self._inner_backend = attach_backend(self, device_types)  # C++ does not keep it
 
 
 def phalanx_group(group: Any) -> PhalanxProcessGroup | None:
-    """Return our group behind `group`, which torch has handed out; None if it is of another backend, or no group."""
+    """Return our group behind torch's `group`; None if it has another backend or is not a group."""
     return cast("PhalanxProcessGroup", group) if isinstance(group, TorchGroup) else None
 
 
 def list_groups() -> list[Any]:
-    """Return every group that torch has in this process, of whatever backend."""
+    """Return all groups that torch has in this process, of any backend."""
     return list(_listed())
 
 
 def is_listed(group: Any) -> bool:
-    """Return whether torch still has this group: it has not been destroyed."""
+    """Return whether torch still has this group, that is, whether it has not been destroyed."""
     return group in _listed()
 
 
 def store_of(group: Any) -> Any:
-    """Return the store under whose prefix torch made the group."""
+    """Return the store, with its prefix, with which torch created the group."""
     return _listed()[group][1]
 
 
@@ -58,7 +58,7 @@ class Registration:
     """A registration is a group, and its entries in torch's tables."""
 
     group: Any
-    name: Any  # it is a string; for mypy it is a type of torch's
+    name: Any  # a string; for mypy a type of torch's
     ranks: tuple[int, ...]
     backend: str
     config: str
@@ -80,7 +80,7 @@ def list_registrations() -> list[Registration]:
 
 
 def register_again(registration: Registration, store: Any, ranks: Sequence[int]) -> None:
-    """Have torch know a group again, of these ranks and over this store: it was destroyed with the default group."""
+    """Register a group with torch again, with these ranks and this store, after torch has destroyed it."""
     world, group = _world(), registration.group
     world.pg_map[group] = (registration.backend, store)
     world.pg_names[group] = registration.name
@@ -93,18 +93,18 @@ def register_again(registration: Registration, store: Any, ranks: Sequence[int])
 
 
 def count_groups() -> int:
-    """Return how many groups torch has numbered in this process."""
+    """Return torch's counter of groups in this process."""
     return int(_world().group_count)
 
 
 def count_groups_from(number: int) -> None:
-    """Let the next group that torch makes here have this number at least."""
+    """Raise torch's counter of groups in this process to at least `number`."""
     world = _world()
     world.group_count = max(number, world.group_count)
 
 
 def reset_group_count() -> None:
-    """Let the next group that torch makes here be its first, by number."""
+    """Reset torch's counter of groups in this process."""
     _world().group_count = 0
 
 
@@ -118,5 +118,5 @@ _register_again: Any = find("torch._C._distributed_c10d._register_process_group"
 
 
 def _world() -> Any:
-    """Return torch's notes of its groups; looked up each time, as torch's own tests put another object there."""
+    """Return torch's tables of groups. They are looked up each time, because torch's own tests replace the object."""
     return find("torch.distributed.distributed_c10d._world", loses=_NO_LIST)

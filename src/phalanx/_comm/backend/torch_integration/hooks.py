@@ -1,12 +1,12 @@
 """Call the hooks before and after each operation (torch 2.14 and on), such as `group.register_pre_hook`'s.
 
-torch calls a group's hooks where the dispatcher carries an operator of c10d out. A call of ours is Python from end to
-end and does not come by there. So a group that has a hook changes its class for one whose methods are torch's own:
+torch calls a group's hooks where the dispatcher runs an operator of c10d. Our calls bypass the dispatcher. So a group
+with a hook changes its class to one whose methods are torch's own:
 
     group.allreduce ─▶ torch's C++ ─▶ c10d::allreduce_ ─▶ hooks ─▶ the backend behind the group ─▶ our allreduce
 
-A group without a hook keeps its class, and checks nothing at a call. The flight recorder's hook alone does not count,
-since our recorder writes the same down (`flight_recorder`).
+A group without a hook keeps its class, and its calls check nothing. The flight recorder's hook does not count, since
+our recorder records the same (`flight_recorder`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from phalanx._comm.backend.torch_integration.patch import patch
 _Group = TypeVar("_Group", bound=type)
 _torch_group: Any = dist.ProcessGroup
 
-# Torch dispatches these; they are by the name under which its C++ looks for an override, and by older names of the
-# same.
+# The methods that torch dispatches, by the name under which its C++ looks for an override, and their older names.
 _METHODS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
     "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_single",
@@ -40,7 +39,7 @@ _hookable: list[type] = []
 
 
 class _ThisThread(threading.local):
-    """`_ThisThread` holds the operation whose hooks this thread has called, and its result."""
+    """A `_ThisThread` has the operation whose hooks this thread has called, and its result."""
 
     inside = False
     work: Any = None
@@ -50,7 +49,7 @@ _this_thread = _ThisThread()
 
 
 def hookable(cls: _Group) -> _Group:
-    """Let groups of this class call hooks that are registered with them, where torch's groups have hooks."""
+    """Make groups of this class call their registered hooks, if torch's groups have hooks."""
     _hookable.append(cls)
     for kind in _KINDS:
         if hasattr(_torch_group, f"register_{kind}"):
@@ -63,9 +62,11 @@ def _registering(kind: str) -> Callable[..., None]:
     theirs = getattr(_torch_group, f"register_{kind}")
 
     def register(self: Any, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call `hook` at each operation from now on; collectives then take the way through torch's dispatcher."""
+        """Call `hook` at each operation from now on; operations then go through torch's dispatcher."""
         if not _has_backend(self):
-            raise RuntimeError(f"register_{kind}: this torch lets Python make no Backend, so nothing calls the hook")
+            raise RuntimeError(
+                f"register_{kind}: this torch does not let Python create a Backend, so the hook is not called"
+            )
         theirs(self, hook_id, hook)
         call_hooks(self, (kind, hook_id))
 
@@ -76,7 +77,7 @@ def _unregistering(kind: str) -> Callable[..., None]:
     theirs = getattr(_torch_group, f"unregister_{kind}")
 
     def unregister(self: Any, hook_id: int) -> None:
-        """Call the hook of this number no more."""
+        """Unregister the hook with this number."""
         theirs(self, hook_id)
         _stop_calling(self, (kind, hook_id))
 
@@ -84,7 +85,7 @@ def _unregistering(kind: str) -> Callable[..., None]:
 
 
 def call_hooks(group: Any, reason: object) -> None:
-    """Let each operation of the group call its hooks, until `_stop_calling` with the same reason."""
+    """Make each operation of the group call its hooks, until `_stop_calling` with the same reason."""
     group.__dict__.setdefault("hook_reasons", set()).add(reason)
     if not hasattr(group, "class_without_hooks"):
         kind: Any = type(group)
@@ -106,7 +107,7 @@ def _class_with_hooks(cls: Any) -> type:
             methods[name] = _dispatched(cls, name)
     for name in _ALIASES:
         if hasattr(_torch_group, name):
-            methods[name] = getattr(_torch_group, name)  # C++, which it does not take for an override
+            methods[name] = getattr(_torch_group, name)  # a C++ method, which torch does not count as an override
     made: type = type(cls)(cls.__name__, (cls,), methods)
     return made
 
@@ -122,14 +123,14 @@ def _dispatched(cls: Any, name: str) -> Callable[..., Any]:
         mine, _this_thread.work = _this_thread.work, None
         return work if mine is None else mine
 
-    # torch's C++ goes on to the dispatcher, instead of back here, where the caller has the method's name.
+    # With this name, torch's C++ continues to the dispatcher instead of calling this override again.
     call.__code__ = call.__code__.replace(co_name=name)
     call.__name__ = name
     return call
 
 
 def carry_out(group: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Do what torch's C++ asks of the backend behind the group, when it has called the hooks."""
+    """Run an operation for torch's C++, which has called the hooks before."""
     method = getattr(getattr(group, "class_without_hooks", type(group)), name)
     before, _this_thread.inside = _this_thread.inside, True
     try:
@@ -141,14 +142,14 @@ def carry_out(group: Any, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def patch_group_hooks() -> None:
-    """Let the hooks that torch itself hangs on each group be called at our groups' operations, or be left out."""
+    """Make our groups' operations call the hooks that torch attaches to each group; skip hooks that cannot attach."""
     if hasattr(dist.distributed_c10d, "NanCheckHook"):  # from torch 2.14 on
         _patch_nan_check()
     if hasattr(dist.distributed_c10d, "FlightRecorderHook"):  # from torch 2.15 on
         _patch_recorder()
 
 
-_NO_NAN_CHECK = "TORCH_DIST_NAN_CHECK=1 does not look at our groups' operations"
+_NO_NAN_CHECK = "TORCH_DIST_NAN_CHECK=1 does not check our groups' operations"
 
 
 @patch("torch.distributed.distributed_c10d.NanCheckHook.attach", loses=_NO_NAN_CHECK)
@@ -167,7 +168,7 @@ def _patch_nan_check() -> None:
 
 
 def _patch_recorder() -> None:
-    """Let a group begin also where torch can't hang its recorder on it, which ours answers for (`flight_recorder`)."""
+    """Let a group start if torch cannot attach its recorder; ours replaces it (`flight_recorder`)."""
     hook: Any = dist.distributed_c10d.FlightRecorderHook  # type: ignore[attr-defined]
     if hook in _patched:
         return
@@ -185,19 +186,19 @@ _patched: list[Any] = []
 
 
 def _attach(name: str, theirs: Callable[..., Any], group: Any, *args: Any, loses: str) -> Any:
-    """Hang a hook of torch's on a group; where it can't be hung on one of ours, say so once and return None."""
+    """Attach a hook of torch's to a group; if that fails for one of our groups, log it once and return None."""
     if not isinstance(group, tuple(_hookable)):
         return theirs(group, *args)
-    problem = "" if _has_backend(group) else "lets Python make no Backend"
+    problem = "" if _has_backend(group) else "does not let Python create a Backend"
     if not problem:
         try:
             return theirs(group, *args)
         except RuntimeError as error:
-            problem = f"can't hang its {name} on our groups ({error})"
+            problem = f"cannot attach its {name} to our groups ({error})"
     report_loss(problem, loses)
     return None
 
 
 def _has_backend(group: Any) -> bool:
-    """Return whether torch's C++ finds our group behind its own: the way of operations through the dispatcher."""
+    """Return whether torch's C++ can call our group behind its own group, as the dispatcher does."""
     return getattr(group, "_inner_backend", None) is not None

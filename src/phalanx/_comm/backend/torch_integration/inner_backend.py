@@ -1,8 +1,9 @@
-"""Put a `Backend` behind a process group of ours, where torch's C++ looks for one and Python may make one (2.14 on).
+"""Put a `Backend` behind our process group for torch's C++, in versions in which Python can create one (2.14 on).
 
-torch's C++ asks the backends of a group, not the group, for what hooks need: its name, its options, whether it tells
-of an abort. `init_process_group` of torch 2.15 hangs a flight recorder on every group and so needs one. An operation
-that C++ gives to it (`torch.ops.c10d`, and methods of the group that Python cannot override for C++) reaches our group.
+For its hooks, torch's C++ queries the backends of a group, not the group: name, options, support of abort hooks.
+`init_process_group` of torch 2.15 attaches a flight recorder to every group, and so needs a backend. The backend
+forwards operations of C++ (`torch.ops.c10d`, and methods of the group that Python cannot override for C++) to our
+group.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from phalanx._comm.backend.torch_integration.hooks import carry_out
 
 _torch: Any = find("torch._C._distributed_c10d", loses="hooks of our groups are not called")
 
-# Torch's C++ calls these on a `Backend`, by the name that a Python override has, and a group of ours answers.
+# The methods that torch's C++ calls on a `Backend`, by the names of their Python overrides; our group runs them.
 _OPERATIONS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced",
     "all_gather_single", "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter",
@@ -38,7 +39,7 @@ _NEEDS = (
 
 @functools.cache
 def can_attach() -> bool:
-    """Return whether this torch lets Python make a `Backend` behind a group; up to 2.13 none has a constructor."""
+    """Return whether Python can create a `Backend` behind a group in this torch; up to 2.13 it has no constructor."""
     if any(map(describe_missing, _NEEDS)):
         return False
     try:
@@ -49,9 +50,9 @@ def can_attach() -> bool:
 
 
 def attach_backend(group: Any, device_types: Sequence[torch.device]) -> Any:
-    """Put a `Backend` that leads to `group` behind it in C++ for these devices; the caller keeps what is returned.
+    """Put a `Backend` behind `group` in C++ for these devices, and return it; the caller must keep a reference.
 
-    It returns None where torch lets Python make none.
+    It returns None if Python cannot create one.
     """
     if not can_attach():
         return None
@@ -68,14 +69,14 @@ def _inner_class() -> type[Any]:
     base: Any = _torch.Backend
 
     class InnerBackend(base):  # type: ignore[misc]
-        """An `InnerBackend` presents our group as a backend to torch's C++; it does not keep the group alive."""
+        """An `InnerBackend` forwards torch's C++ calls to our group; it does not keep the group alive."""
 
         def __init__(self, group: Any) -> None:
             super().__init__(group.rank(), group.size())
             self._group = weakref.ref(group)
 
         def getBackendName(self) -> str:
-            """Return the name under which torch knows the group."""
+            """Return the group's backend name in torch."""
             group = self._group()
             return "phalanx" if group is None else group.getBackendName()
 

@@ -1,4 +1,4 @@
-"""Change modules of torch that most programs never import, once they are imported and not before."""
+"""Patch modules of torch that most programs never import, after their import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def call_once_imported(name: str, change: Callable[[], None]) -> None:
-    """Call `change` when the module of this name has been imported: now, if it has been."""
+    """Call `change` after the import of the module `name`; at once if it is already imported."""
     if name in sys.modules:
         change()
     else:
@@ -28,7 +28,7 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load the module, as others find it; None for every other module."""
+        """Return the module's spec from the other finders; None for other modules."""
         if fullname != self._name:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]

@@ -1,4 +1,4 @@
-"""In a rank of `phalanx run`, make ours the default backend, and refuse a name of a backend that nobody has."""
+"""In a rank of `phalanx run`, make ours the default backend, and refuse unknown backend names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from phalanx._comm.backend.torch_integration.stores import patch_file_store, pat
 
 
 def patch_launched_rank() -> None:
-    """Let a start that names no backend mean ours, and `env://` use the agent's store, where the launcher says so.
+    """Make ours the default backend, and `env://` use the agent's store, in a process whose launcher has set that up.
 
-    The zygote of `phalanx run`, which imports torch for all ranks, calls it before the variables are known.
+    The zygote of `phalanx run`, which imports torch for all ranks, calls this before the ranks' variables are set.
     """
     _extend_start()
     patch_agent_rendezvous()
@@ -41,6 +41,6 @@ def _extend_start() -> None:
             return
         module.init_process_group(original, backend, *args, **kwargs)
 
-    # A device mesh starts the group itself where there is none.
+    # A device mesh creates the group itself if there is none.
     for name in ("distributed", "distributed.distributed_c10d", "distributed.device_mesh"):
         vars(importlib.import_module(f"torch.{name}"))["init_process_group"] = init_process_group

@@ -1,4 +1,4 @@
-"""Make `torch.distributed.monitored_barrier`, which refuses every group but Gloo's, take our groups."""
+"""Make `torch.distributed.monitored_barrier`, which accepts only Gloo's groups, accept ours."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patc
     loses="torch.distributed.monitored_barrier refuses our groups; call the group's own, group.monitored_barrier()",
 )
 def extend_monitored_barrier() -> None:
-    """Let torch's function, which refuses all groups but Gloo's by name, take ours; ends when it asks the group.
+    """Make torch's function, which refuses groups not named Gloo, accept ours; ends when torch calls the group.
 
-    It is changed in place: a program may have imported it long before it asks for us.
+    The function is changed in place: a program may have imported it before it uses our backend.
     """
     function = inspect.unwrap(distributed_c10d().monitored_barrier)
     original = types.FunctionType(
@@ -40,15 +40,15 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ranks: bool) -> None:
-    """Carry out `dist.monitored_barrier`: our own for our groups, torch's for all others.
+    """Run `dist.monitored_barrier`: ours for our groups, torch's for other groups.
 
     Raises:
-        DeadlineError: some rank did not come within `timeout` (by default the group's); `missing` says which.
+        DeadlineError: some rank did not join within `timeout` (default: the group's); `missing` has the ranks.
     """
     ours = phalanx_group(distributed_c10d().group.WORLD if group is None else group)
     if ours is None:
         _originals["monitored_barrier"](group, timeout, wait_all_ranks)
         return
-    if isinstance(timeout, (int, float)):  # torch's own takes it so, too
+    if isinstance(timeout, (int, float)):  # torch's function accepts numbers, too
         timeout = timedelta(seconds=timeout)
     ours.monitored_barrier(timeout, wait_all_ranks)

@@ -1,4 +1,4 @@
-"""Make torch accept the backend "mpi" where it was built without MPI: a group of ours whose engine is MPI."""
+"""Make a torch without MPI accept the backend "mpi": it is our group with MPI as its engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from phalanx._comm.transport.options import Options
     loses="backend 'mpi' is not there, as this torch was built without MPI",
 )
 def patch_mpi() -> None:
-    """Let backend "mpi" work; `is_mpi_available()` says so only once a group is made, since libraries choose by it.
+    """Make backend "mpi" work; `is_mpi_available()` becomes true with the first group, since libraries choose by it.
 
-    torch's own code for the name asks `is_mpi_available()` and calls `ProcessGroupMPI.create(ranks)`. It passes neither
-    the store nor the timeout, so they are taken one call earlier.
+    torch's own code for the name calls `is_mpi_available()` and `ProcessGroupMPI.create(ranks)`. It passes neither the
+    store nor the timeout, so they are read one call earlier.
     """
     c10d = distributed_c10d()
     helper = c10d._new_process_group_helper
@@ -43,7 +43,7 @@ def patch_mpi() -> None:
                 f'backend {arguments["backend"]!r}: "mpi" cannot be joined with other backends in one group.\n'
                 'Use "mpi" alone, and make a group of its own for other devices.'
             )
-        if not arguments["global_ranks_in_group"]:  # torch leaves it to MPI to say who the ranks are
+        if not arguments["global_ranks_in_group"]:  # in torch, MPI determines the ranks
             arguments["store"], arguments["group_rank"], arguments["group_size"] = mpi_rendezvous(arguments["timeout"])
         offered = types.SimpleNamespace(create=lambda ranks: _create(arguments))
         vars(c10d).update(_MPI_AVAILABLE=True, ProcessGroupMPI=offered)
@@ -53,7 +53,7 @@ def patch_mpi() -> None:
 
 
 def _create(arguments: Mapping[str, Any]) -> Any:
-    """Return the group for the arguments of torch's `_new_process_group_helper`."""
+    """Create the group for the arguments of torch's `_new_process_group_helper`."""
     options = types.SimpleNamespace(
         store=PrefixStore(f"{arguments['group_name']}/mpi", arguments["store"]),
         group_rank=arguments["group_rank"],

@@ -1,7 +1,7 @@
 """Authenticate PyTorch's collectives of objects (`all_gather_object`, `send_object_list`, …) between hosts.
 
-torch pickles and unpickles in two functions of its own, which add and check the MAC here. They do not know for which
-call they work, so each collective of objects notes that for them: a message is bound to its call by a number.
+torch pickles and unpickles in two functions of its own; here these add and check the MAC. They do not receive the call
+for which they run, so each collective of objects records it: a number binds a message to its call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _UNKNOWN_CALL = PickleStream("object of an unknown call", 0)
     loses="objects that collectives send between hosts are pickles without a MAC",
 )
 def authenticate_object_collectives() -> None:
-    """Let the pickles of torch's object collectives carry a MAC between hosts; ends when torch authenticates them."""
+    """Add a MAC to the pickles of torch's object collectives between hosts; ends when torch authenticates them."""
     c10d: Any = distributed_c10d()
     to_tensor, to_object = c10d._object_to_tensor, c10d._tensor_to_object
 
@@ -79,9 +79,9 @@ def authenticate_object_collectives() -> None:
     loses=_REPLAYED,
 )
 def number_object_collectives() -> None:
-    """Let each call of an object collective be known where its pickles are made and read, until torch authenticates.
+    """Record each call of an object collective for the functions that pickle; ends when torch authenticates pickles.
 
-    The functions are wrapped inside of torch's own wrapper, so that earlier imports by name call the same.
+    The functions are wrapped inside torch's own wrapper, so that names that were imported earlier call them, too.
     """
     c10d: Any = distributed_c10d()
     for name in _COLLECTIVES:
@@ -100,7 +100,7 @@ def _noting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
         try:
             arguments = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # torch says what is wrong
+        except TypeError:  # torch raises the error
             return function(*args, **kwargs)
         group = arguments.get("group")
         pickles = pickle_authenticator(group)
@@ -117,10 +117,10 @@ def _noting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class _Call:
-    """One call of an object collective on this rank knows to which streams its objects belong, in their order.
+    """A `_Call` is one call of an object collective on this rank; it assigns objects to streams, in their order.
 
-    All objects of a call have one number in their stream. It is counted at the first of them: a call that fails before
-    it has sent or received anything counts for nothing, and one whose objects are not all read counts in full.
+    All objects of a call have one number in their stream, which its first object increments: a call that fails before
+    it has sent or received anything does not count, and a call of which not all objects are read does.
     """
 
     def __init__(self, name: str, arguments: dict[str, Any], group: Any, pickles: PickleAuthenticator) -> None:
@@ -145,7 +145,7 @@ class _Call:
         return message
 
     def cancel_send(self) -> None:
-        """Note that the next object could not be pickled, so that nothing of this call is sent."""
+        """Record that the next object could not be pickled, so that this call sends nothing."""
         if self._sends is not None:
             self._pickles.take_back(self._sends[0])
             self._sends = None
@@ -177,7 +177,7 @@ class _Call:
         return [PickleStream(self._kind, self._rank_of("src"))]
 
     def _rank_of(self, end: str) -> int:
-        """Return the rank in the group that the argument `end` names, `src` or `dst`, as torch takes it."""
+        """Return the group rank of the argument `end` (`src` or `dst`), as torch interprets it."""
         in_group = self._arguments.get(f"group_{end}")
         if in_group is not None:
             return int(in_group)
@@ -185,7 +185,7 @@ class _Call:
 
 
 class _Running(threading.local):
-    """A `_Running` holds this thread's current call."""
+    """A `_Running` has this thread's current call."""
 
     call: _Call | None = None
 

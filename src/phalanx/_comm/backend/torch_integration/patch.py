@@ -14,10 +14,10 @@ from phalanx._base.torch_names import describe_missing, report_loss
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch is a change to torch.
+    """A `Patch` is a change to torch.
 
-    `needs` lists the names of torch that it uses, in the form that `torch_names.find` takes; `loses` says what is lost
-    without them.
+    `needs` lists the names of torch that it uses, in the format of `torch_names.find`; `loses` describes the feature
+    that is lost without them.
     """
 
     name: str
@@ -26,15 +26,15 @@ class Patch:
 
 
 patches: list[Patch] = []
-"""Every change in the files that have been imported."""
+"""The patches in all imported modules."""
 
 _applied: set[str] = set()
 
 
 def patch(*needs: str, loses: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function that changes torch do so at its first call in a process, where torch has all that it `needs`.
+    """Apply a change to torch at the first call of the decorated function, if torch has all that it `needs`.
 
-    Where torch looks otherwise, nothing is changed, and one line in the log says what is lost.
+    Otherwise nothing is changed, and one line is logged with what is lost.
     """
 
     def decorate(change: Callable[..., None]) -> Callable[..., None]:
@@ -57,5 +57,5 @@ def patch(*needs: str, loses: str) -> Callable[[Callable[..., None]], Callable[.
 
 
 def distributed_c10d() -> ModuleType:
-    """Return torch's module of process groups, imported when it is first needed."""
+    """Import torch's module of process groups, and return it."""
     return importlib.import_module("torch.distributed.distributed_c10d")

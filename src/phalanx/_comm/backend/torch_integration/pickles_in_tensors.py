@@ -32,7 +32,7 @@ _PG_TRANSPORT = "torch.distributed.checkpoint._pg_transport"
 
 
 def authenticate_pickles_in_tensors() -> None:
-    """Let these pickles carry a MAC between hosts, from when the modules that send them are imported."""
+    """Add a MAC to these pickles between hosts, once the modules that send them are imported."""
     call_once_imported(_ZERO, _authenticate_zero)
     call_once_imported(_PG_TRANSPORT, _authenticate_pg_transport)
 
@@ -92,14 +92,14 @@ class _Pickle:
 
         number of receivers | for each: its rank, and a message with the hash of the pickle | pickle
 
-    The pickle goes to several ranks as it is, and each has a stream of its own.
+    All receivers get the same pickle, and each has its own stream.
     """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pickle, name)
 
     def dumps(self, obj: Any, *args: Any, **kwargs: Any) -> bytes:
-        """Return the pickle of an object, with MACs for the ranks to which it goes."""
+        """Return the pickle of an object, with a MAC for each receiver."""
         data = pickle.dumps(obj, *args, **kwargs)
         transfer = _running.transfer
         if transfer is None:
@@ -115,7 +115,7 @@ class _Pickle:
         """Return the object in a pickle.
 
         Raises:
-            PhalanxError: the pickle has no MAC for this rank, or another one.
+            PhalanxError: the pickle has no MAC for this rank, or a wrong one.
         """
         transfer = _running.transfer
         return pickle.loads(data if transfer is None else transfer.verify(data), *args, **kwargs)
@@ -167,7 +167,7 @@ def _transfer(group: Any, dst_ranks: Sequence[int] = (), src_rank: int = -1) -> 
 
 
 class _Running(threading.local):
-    """A `_Running` holds this thread's current transfer."""
+    """A `_Running` has this thread's current transfer."""
 
     transfer: _Transfer | None = None
 

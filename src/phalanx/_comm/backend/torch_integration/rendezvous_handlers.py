@@ -1,4 +1,4 @@
-"""Register our handlers for the schemes by which `init_process_group` finds a store; they come before torch's."""
+"""Replace torch's rendezvous handlers for `env://`, `tcp://` and `file://` by ours, which may call torch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HANDLERS = (
 
 @patch(*_HANDLERS, loses="env:// does not find the store of `phalanx run`; use phalanx.init, or pass store=")
 def patch_agent_rendezvous() -> None:
-    """Let `env://` use the store of the agent of `phalanx run`."""
+    """Make `env://` use the store of the agent of `phalanx run`."""
     _extend_scheme("env", "rendezvous.launched_rendezvous")
 
 
@@ -29,9 +29,9 @@ def patch_agent_rendezvous() -> None:
     "mpiexec and Slurm; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 )
 def patch_launcher_rendezvous() -> None:
-    """Let `env://` and `tcp://` work under mpiexec and Slurm, and say who is where; let `file://` refuse foreign files.
+    """Make `env://` and `tcp://` work under mpiexec and Slurm, with better errors; make `file://` refuse foreign files.
 
-    They do so for our backend alone, under both of its names.
+    This applies only to our backend, under both of its names.
     """
     _extend_scheme("env", "rendezvous.env_rendezvous", ours_only=True)
     _extend_scheme("tcp", "rendezvous.address_rendezvous", ours_only=True)
@@ -39,8 +39,8 @@ def patch_launcher_rendezvous() -> None:
 
 
 def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
-    """Let `phalanx._comm.backend.<name>` handle the scheme; it is given the handler that did until now."""
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package shows a function of that name
+    """Make `phalanx._comm.backend.<name>` the handler of the scheme; it receives the previous handler."""
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package exports a function of that name
     original = rendezvous._rendezvous_handlers[scheme]
 
     def handler(url: str, timeout: Any = rendezvous.default_pg_timeout, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def _extend_scheme(scheme: str, name: str, *, ours_only: bool = False) -> None:
 
 
 def _calling_backend() -> str:
-    """Return the backend for which `init_process_group` makes ranks meet, which torch tells no handler; "" in RPC."""
+    """Return the backend that was passed to `init_process_group`, which torch does not pass to handlers; "" in RPC."""
     start = inspect.unwrap(distributed_c10d().init_process_group).__code__
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not start:

@@ -1,4 +1,4 @@
-"""Give torch's stores what one of them lacks beside the others: queues, lists of keys, appends that lose nothing."""
+"""Add missing methods to torch's stores: queues, lists of keys, appends that lose nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx._comm.backend.torch_integration.patch import distributed_c10d, patc
     loses="the store of `phalanx run` has no queues",
 )
 def patch_store_queues() -> None:
-    """Let a FileStore, by itself or behind prefixes, have queues; ends when torch's has them."""
+    """Add queues to FileStore, also behind PrefixStores; ends when torch's FileStore has them."""
     import torch.distributed as dist
 
     stores: Any = dist
@@ -61,9 +61,9 @@ def _is_in_file(store: Any) -> bool:
     loses="the store of `phalanx run` may lose what ranks append to a key, and its errors are no DistStoreError",
 )
 def patch_file_store() -> None:
-    """Let a FileStore, by itself or behind prefixes, append, delete and fail as TCPStore does; ends when torch's does.
+    """Make FileStore append, delete and fail as TCPStore does, also behind PrefixStores; ends when torch's does.
 
-    `delete_key` says whether the key was there; of two ranks that delete it at once both may hear so.
+    `delete_key` returns whether the key existed; if two ranks delete it at once, both may return True.
     """
     import torch.distributed as dist
 
@@ -108,9 +108,9 @@ def patch_file_store() -> None:
     loses="a PrefixStore around a store of ours has no queues and no list of keys",
 )
 def patch_prefix_store() -> None:
-    """Let a PrefixStore around a store of ours (one that has `name_through`) have queues and a list of keys.
+    """Add queues and the list of keys to a PrefixStore around one of our stores (a store with `name_through`).
 
-    torch's C++ passes neither on to a store that is written in Python; ends when it does.
+    torch's C++ forwards neither to a store that is written in Python; ends when it does.
     """
     prefixed: Any = distributed_c10d().PrefixStore
 

@@ -1,4 +1,4 @@
-"""Tell a run report of the parts of a training step: batches, backwards, losses, scaled losses and updates."""
+"""Notify a run's recorder of the parts of a training step: batches, backwards, losses, scaled losses and updates."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from phalanx._comm.backend.torch_integration.patch import patch
 
-_recorders: list[Any] = []  # there is one, or none
-_marks: list[Any] = []  # its log's `mark`, by which a batch or a backward is told
-_hooks: list[Any] = []  # the optimizers' hooks, which tell its log
+_recorders: list[Any] = []  # at most one
+_marks: list[Any] = []  # the `mark` of its log, for batches and backwards
+_hooks: list[Any] = []  # the optimizers' hooks, for updates
 
 
 def observe_steps(recorder: Any) -> None:
-    """Tell `recorder` (a `phalanx._comm.diagnostics.step_recorder.StepRecorder`) of batches, backwards and updates.
+    """Notify `recorder` (a `phalanx._comm.diagnostics.step_recorder.StepRecorder`) of batches, backwards and updates.
 
-    If torch has not been imported, this begins with its import. The recorder before is told nothing any more.
+    If torch has not been imported, this starts with its import. A previous recorder is no longer notified.
     """
     _recorders[:] = [recorder]
     _marks[:] = [recorder.log.mark]
@@ -25,7 +25,7 @@ def observe_steps(recorder: Any) -> None:
 
 
 def start_observing() -> None:
-    """Begin, now that torch is there; `import torch` ends with this call where a recorder has come before it."""
+    """Start the notifications. `import torch` calls this if a recorder was set before the import."""
     if _recorders:
         _observe_batches()
         _observe_backward()
@@ -34,7 +34,7 @@ def start_observing() -> None:
 
 
 def _hook_optimizers() -> None:
-    """Let torch call the log itself as the optimizers' hooks: a function of ours in between would cost more."""
+    """Register the log's own methods as optimizer hooks: a Python function in between would cost more."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     log = _recorders[0].log
@@ -49,7 +49,7 @@ def _hook_optimizers() -> None:
     loses="a run report does not hear of a DataLoader's batches",
 )
 def _observe_batches() -> None:
-    """Tell the report of batches, in few lines: each runs with cold caches, beside a step that fills them."""
+    """Notify the recorder of batches, in few lines: each line runs with cold caches, next to a step that fills them."""
     import torch
     from torch.utils.data import dataloader
 
@@ -62,7 +62,7 @@ def _observe_batches() -> None:
     @functools.wraps(theirs)
     def __next__(self: Any) -> Any:
         mark = marks[0]
-        try:  # an exception of a signal's handler may come up in the first line, too
+        try:  # a signal handler may raise in the first line, too
             mark(BEGIN_DATA)
             batch = theirs(self)
         except BaseException:
@@ -73,7 +73,7 @@ def _observe_batches() -> None:
             plain = type(first) is tensor and self._auto_collation and first.dim()
             samples = len(first) if plain else _samples_in(self, batch)
             mark(END_DATA + WORKERS * (1 + self._num_workers), samples)
-        except AttributeError:  # an iterator that is none of torch's
+        except AttributeError:  # not one of torch's iterators
             mark(END_DATA)
         return batch
 
@@ -82,7 +82,7 @@ def _observe_batches() -> None:
 
 @patch("torch.autograd.backward(tensors)", loses="a run report does not hear of backwards and losses")
 def _observe_backward() -> None:
-    """Tell the report of backwards and losses, in few lines, as they run with cold caches beside each step."""
+    """Notify the recorder of backwards and losses, in few lines: they run with cold caches, next to each step."""
     import torch
 
     from phalanx._comm.diagnostics.interruptions import is_interruption
@@ -104,14 +104,14 @@ def _observe_backward() -> None:
         if type(tensors) is tensor and tensors.is_cpu and not has_scaled:
             try:
                 loss = tensors.item()
-            except BaseException as error:  # it has more than one number, or is a tracer's tensor without any
+            except BaseException as error:  # it has several elements, or is a tracer's tensor without values
                 mark(END_BACKWARD)
                 if is_interruption(error):
                     raise
             else:
                 mark(END_BACKWARD_WITH_LOSS, loss) if type(loss) is float else mark(END_BACKWARD)
         elif not isinstance(tensors, tensor) or (has_scaled and not hasattr(tensors, "unscaled_loss")):
-            mark(END_BACKWARD)  # there are several, or it was made of a scaled loss
+            mark(END_BACKWARD)  # there are several tensors, or one was computed from a scaled loss
         else:
             _recorders[0].end_backward(tensors)
 
@@ -119,21 +119,21 @@ def _observe_backward() -> None:
 
 
 def _samples_in(iterator: Any, batch: Any) -> float:
-    """Return how many samples a batch has: 1 where the loader makes no batches; 0.0 where that is not known."""
+    """Return the number of samples in a batch: 1 if the loader does not batch; 0.0 if unknown."""
     from phalanx._comm.diagnostics.sample_count import count_samples
 
     return (count_samples(batch) or 0.0) if getattr(iterator, "_auto_collation", True) else 1.0
 
 
-_has_scaled = [False]  # a GradScaler has, since the last backward
+_has_scaled = [False]  # whether a GradScaler has scaled since the last backward
 
 
 @patch("torch.amp.GradScaler.scale(outputs)", loses="a run report shows the losses of a GradScaler as scaled")
 def _observe_scaler() -> None:
-    """Let what `GradScaler.scale` returns know the loss that it was: the backward begins from a scaled one.
+    """Attach the unscaled loss to the result of `GradScaler.scale`, since backward starts from the scaled loss.
 
-    Scalers of subclasses do so, too: FSDP's ShardedGradScaler has a `scale` of its own. One that is imported later is
-    seen when the first of its kind is made.
+    This includes subclasses, such as FSDP's ShardedGradScaler, which has its own `scale`. A subclass that is imported
+    later is patched when its first scaler is created.
     """
     import torch
 
