@@ -66,7 +66,7 @@ def test_without_unix_sockets_on_one_rank_all_use_gloo_and_each_says_so_once(tmp
     assert groups == ["GlooTransport"] * 2
     for rank in lines:
         assert rank[0] == (
-            "backend 'phalanx': on rank 1 Unix sockets cannot be had (Operation not permitted); "
+            "backend 'phalanx': on rank 1 Unix sockets are not available (Operation not permitted); "
             "using Gloo for group '0'"
         )
 

@@ -29,4 +29,4 @@ def test_everything_runs_over_gloo_and_each_rank_says_so_once() -> None:
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "trained"
-    assert "on ranks 0, 1 the C core is not there (reinstall with a C compiler at hand); using Gloo" in done.stderr
+    assert "on ranks 0, 1 the C core was not built (reinstall with a C compiler); using Gloo" in done.stderr
