@@ -205,7 +205,7 @@ def test_a_read_that_goes_on_failing_ends_when_its_time_is_over():
 def test_an_order_that_jumps_is_told_once_with_what_to_do(caplog):
     stream = Shards((100,) * 4, ("read on",) * 4).stream(window=8)
     list(DataLoader(stream, batch_size=4, sampler=RandomSampler(stream, generator=torch.Generator().manual_seed(0))))
-    assert caplog.text.count("Give the DataLoader sampler=phalanx.DistributedSampler(stream)") == 1
+    assert caplog.text.count("Pass the DataLoader sampler=phalanx.DistributedSampler(stream)") == 1
 
 
 def test_the_streams_own_order_is_no_jump(caplog):

@@ -34,7 +34,7 @@ def is_taken(codec):
         require_line_encoding(codec)
     except ValueError as error:
         words = str(error)
-        assert f"lines of {codec} cannot be found by a byte" in words or f"no encoding {codec!r} of text" in words
+        assert f"lines of {codec} cannot be found by a byte" in words or f"no text encoding {codec!r}" in words
         return False
     return True
 
