@@ -142,7 +142,7 @@ class CheckpointError(PhalanxError):
 
 
 class DataError(PhalanxError):
-    """A shard of a stream could not be read, or does not hold as many samples as was said of it.
+    """A shard of a stream could not be read, or has another number of samples than was given.
 
     What to do: the message names the shard. If it was changed, remove the file `index=`, to count all shards again.
     """

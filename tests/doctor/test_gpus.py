@@ -9,7 +9,7 @@ from dataclasses import replace
 from tests.fake_nvml import build_nvml
 
 from phalanx._tools.doctor.checks import CheckStatus, judge
-from phalanx._tools.doctor.driver import ask_driver
+from phalanx._tools.doctor.driver import query_driver
 from phalanx._tools.doctor.facts import DoctorFacts, Driver, Gpu, Kernel, MachineFacts, Probe, Torch
 from phalanx._tools.doctor.gpu_checks import judge_gpus
 
@@ -74,8 +74,8 @@ def test_a_driver_that_is_not_loaded_is_told(tmp_path) -> None:
 
 
 def test_asking_never_fails_and_a_host_without_a_driver_hears_nothing_of_gpus() -> None:
-    assert isinstance(ask_driver(), Driver)
-    assert ask_driver(python="/nowhere/python").gpus == ()
+    assert isinstance(query_driver(), Driver)
+    assert query_driver(python="/nowhere/python").gpus == ()
     assert judge_gpus(replace(FACTS, driver=Driver())) == []
 
 

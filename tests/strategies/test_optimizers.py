@@ -154,9 +154,9 @@ def test_an_optimizer_over_others_has_the_settings_of_the_first(optimizer_of):
         (lambda p: Scaled(p, factor=0.5), r"the Scaled would lose its 'schedule.factors\[0\]'"),
         (
             lambda p: Passing(p, "mine"),
-            r"would lose its 'label'.*a function in its place.*functools.partial\(Passing, ...\)",
+            r"would lose its 'label'.*a function instead.*functools.partial\(Passing, ...\)",
         ),
-        (lambda p: Asking(p, strength=1), "would lose an argument that its class asks for .TypeError.*'strength'"),
+        (lambda p: Asking(p, strength=1), "would lose an argument that its class requires .TypeError.*'strength'"),
         (lambda p: Doubled(p, lr=0.1, doubles=True), None),
     ],
 )

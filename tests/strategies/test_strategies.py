@@ -325,7 +325,7 @@ def test_an_optimizer_that_cannot_be_made_again_is_refused_with_the_reason():
     stepped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 6)).sum().backward()
     stepped.step()
-    with pytest.raises(ValueError, match="has state of steps already"):
+    with pytest.raises(ValueError, match="has made steps already"):
         Recipe.of("Test", model, stepped)
 
 
@@ -383,13 +383,13 @@ MANY = 10**9
     [
         (Situation(1, 1, 1, False), "single_device", {}, "there is one device"),
         (Situation(1, 1, 8, True), "single_device", {}, "one rank was launched"),
-        (Situation(1, 1, 8, True, may_grow=True), "multi_worker_mirrored", {}, "one rank, and others may come"),
-        (Situation(2, 2, 8, True, may_grow=True), "multi_worker_mirrored", {}, "2 ranks, and others may come"),
+        (Situation(1, 1, 8, True, may_grow=True), "multi_worker_mirrored", {}, "one rank, and others may join"),
+        (Situation(2, 2, 8, True, may_grow=True), "multi_worker_mirrored", {}, "2 ranks, and others may join"),
         (
             Situation(1, 1, 1, True, MANY, 3 * MANY, may_grow=True),
             "sharded",
             {},
-            "one rank, and others may come; train",
+            "one rank, and others may join; train",
         ),
         (Situation(1, 1, 4, False), "mirrored", {}, "4 ranks on one host; a copy of the model fits"),
         (Situation(4, 4, 8, True, MANY, 8 * MANY), "mirrored", {}, "4 ranks on one host"),

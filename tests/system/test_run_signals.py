@@ -230,14 +230,14 @@ def test_a_trainer_saves_at_a_sigterm_and_asks_to_be_started_again(tmp_path: Pat
     assert ended.code == os.EX_TEMPFAIL, ended.err
     assert "ranks 0, 1 ended with exit code 75" in ended.err or "stopped by SIGTERM" in ended.err
     assert "First failure" not in ended.err
-    assert f"saved in {tmp_path}/checkpoint: the same command goes on there; exit code 75" in ended.out
+    assert f"saved in {tmp_path}/checkpoint: the same command resumes there; exit code 75" in ended.out
     (saved,) = steps_saved(tmp_path)
     assert f"stopped after step {saved.rpartition('-')[2]}, 0 of 4 epochs: SIGTERM" in ended.out
     (tmp_path / "go").touch()
     with start(*words) as running:
         again = running.finish()
     assert again.code == 0, again.err
-    assert f"goes on from {tmp_path}/checkpoint/{saved}" in again.out
+    assert f"resumes from {tmp_path}/checkpoint/{saved}" in again.out
     assert "finished at step 400" in again.out
 
 

@@ -204,7 +204,7 @@ def test_a_step_that_wants_a_batch_idx_and_a_metric_that_fails_are_named():
 
 def test_who_watches_a_validation_needs_one():
     """ReduceLROnPlateau said it behind the first epoch, EarlyStopping never."""
-    with pytest.raises(ValueError, match="ReduceLROnPlateau steps by what validation measures: give a val_loader"):
+    with pytest.raises(ValueError, match="ReduceLROnPlateau steps by the validation's loss: give a val_loader"):
         make(scheduler=lr_scheduler.ReduceLROnPlateau).fit(load())
     with pytest.raises(ValueError, match="EarlyStopping watches 'loss' of the validation: give fit a val_loader"):
         make(callbacks=EarlyStopping()).fit(load())
@@ -386,10 +386,10 @@ def test_what_makes_no_sense_is_refused_before_the_first_step(tmp_path):
     keep_best = {"checkpoint": tmp_path / "a", "keep_best": ("accuracy", "max", 1)}
     for options in (keep_best, {"callbacks": [Fails(), EarlyStopping("accuracy")]}):
         trainer = phalanx.Trainer(model, optimizer, F.mse_loss, **{"callbacks": Fails(), "strategy": cpu()} | options)
-        with pytest.raises(ValueError, match=r"'accuracy' is no metric of the validation: \['loss'\]"):
+        with pytest.raises(ValueError, match=r"'accuracy' is not a metric of the validation: \['loss'\]"):
             trainer.fit(data, data)
     trainer = phalanx.Trainer(model, optimizer, F.mse_loss, strategy=cpu(), callbacks=EarlyStopping("accuracy"))
-    with pytest.raises(ValueError, match=r"'accuracy' is no metric of the validation: \['a/loss', 'b/loss'\]"):
+    with pytest.raises(ValueError, match=r"'accuracy' is not a metric of the validation: \['a/loss', 'b/loss'\]"):
         trainer.fit(data, {"a": data, "b": data})
 
 

@@ -60,7 +60,7 @@ def test_ranks_refuse_a_folder_that_cannot_be_made_at_once_and_only_the_first_on
     assert re.search(r"log_dir='.*/file' is a file", first[1][1])
     assert re.search(r"checkpoint='.*file' is a file.*log_dir='.*b' can't be created", first[2][1])
     assert len(lines.splitlines()) == 6
-    assert "goes on" not in lines
+    assert "resumes" not in lines
     assert nothing == ""
 
 
@@ -75,7 +75,7 @@ def test_it_says_where_it_goes_on_why_it_ends_and_that_a_finished_run_has_nothin
     advice = "nothing to train; raise max_steps, or give another folder"
     assert lines[1:] == [f"{tmp_path} holds a finished run (max_steps=6): {advice}"]
     lines = shown(checkpoint=tmp_path, max_epochs=2)
-    assert re.fullmatch(rf"goes on from {tmp_path}/\S+, after step 6, in epoch 2", lines[0])
+    assert re.fullmatch(rf"resumes from {tmp_path}/\S+, after step 6, in epoch 2", lines[0])
     assert len(lines) == 3
     lines = shown(checkpoint=tmp_path, max_epochs=2)
     assert len(lines) == 2
@@ -121,7 +121,7 @@ def test_an_interrupted_run_says_from_where_the_same_command_goes_on(tmp_path):
         ({}, "there is no checkpoint"),
         (
             {"checkpoint": tmp_path, "save_every": 2},
-            "the last checkpoint is that of step 2: the same command goes on there",
+            "the last checkpoint is that of step 2: the same command resumes there",
         ),
     ):
         with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(KeyboardInterrupt):

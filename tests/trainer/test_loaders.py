@@ -326,7 +326,7 @@ def test_several_validations_are_measured_by_name():
         (
             lambda: lambda context: iter([1]),
             TypeError,
-            "must return what can be iterated in each epoch anew, as a DataLoader, got a list_iterator",
+            "must return an iterable for all epochs, such as a DataLoader, got a list_iterator",
         ),
         (lambda: lambda context: 3, TypeError, "the function of loader must return what can be iterated .* got a int"),
         (lambda: {}, ValueError, "loader is an empty dict"),

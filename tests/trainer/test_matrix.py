@@ -140,12 +140,12 @@ def test_each_rank_goes_on_with_its_own_where_each_writes_its_shards(rank, tmp_p
                 strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
             manager.save(7, strategy.parts())
             kept = copy_parameters(model)
-            old = strategy.held()["rounds"].state_dict()
+            old = strategy.training_objects()["rounds"].state_dict()
             for _ in range(2):
                 strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
             manager.load(strategy.parts())
         assert_equal(copy_parameters(model), kept, word)
         strategy.step(torch.randn(4, 6, generator=draw), torch.randn(4, 1, generator=draw))
         strategy.parts()["rounds"].load_state_dict(old)
-        assert strategy.held()["rounds"].local_steps == old["local_steps"], word
+        assert strategy.training_objects()["rounds"].local_steps == old["local_steps"], word
         strategy.close()

@@ -156,7 +156,7 @@ def test_what_makes_no_sense_is_said(tmp_path):
     loader = DataLoader(make_data(), 16)
     with pytest.raises(ValueError, match="keep_best goes by 'accuracy' of the validation: give a val_loader"):
         trainer.fit(loader)
-    with pytest.raises(ValueError, match=r"keep_best: 'accuracy' is no metric of the validation: \['loss'\]"):
+    with pytest.raises(ValueError, match=r"keep_best: 'accuracy' is not a metric of the validation: \['loss'\]"):
         trainer.fit(loader, loader)
     with pytest.raises(ValueError, match="resume must be 'latest' or 'best', got 'newest'"):
         make().fit(loader, resume="newest")

@@ -185,7 +185,7 @@ def test_it_stops_early_where_nothing_gets_better_and_says_why():
     trainer.fit(DataLoader(make_data(32), 16), DataLoader(make_data(8), 4))
     assert trainer.epoch == 3
     assert "loss has not got better than" in trainer.why_stopped
-    with pytest.raises(ValueError, match=r"EarlyStopping: 'accuracy' is no metric of the validation: \['loss'\]"):
+    with pytest.raises(ValueError, match=r"EarlyStopping: 'accuracy' is not a metric of the validation: \['loss'\]"):
         make(callbacks=[EarlyStopping("accuracy")]).fit(DataLoader(make_data(32), 16), DataLoader(make_data(8), 4))
     for wrong, words in (({"mode": "up"}, "mode must be"), ({"patience": 0}, "patience must be 1 or more")):
         with pytest.raises(ValueError, match=words):

@@ -23,7 +23,7 @@ class GuardedLoggers:
     def __init__(self, loggers: Sequence[LogsMetrics], writes: Callable[[], bool]) -> None:
         self._loggers, self._writes = list(loggers), writes
         self._failures: dict[int, int] = {}  # failures in a row, by position
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._loggers)
@@ -73,8 +73,8 @@ class GuardedLoggers:
                 pass  # Lightning's loggers raise it for unsupported values
             except Exception as error:
                 self._failures[i] = self._failures.get(i, 0) + 1
-                if i not in self._told:
-                    self._told.add(i)
+                if i not in self._reported:
+                    self._reported.add(i)
                     _logger.warning(
                         "%s.%s failed: %s: %s. Training goes on; what could not be logged is lost. A logger that fails "
                         "%d times in a row is asked no more.",

@@ -93,16 +93,16 @@ def decide_strategy(now: Situation) -> Choice:
     if now.num_local_ranks < now.num_ranks:
         where += f", {now.num_local_ranks} of them on this host"
     elif now.may_grow:
-        where += ", and others may come"
+        where += ", and others may join"
     else:
         where += " on one host"
     if now.model_bytes is not None and now.memory_bytes is not None:
         need, have = 4 * now.model_bytes, now.memory_bytes
-        told = f"training it takes {need / 1e9:.1f} GB, and a rank has {have / 1e9:.1f} GB"
+        memory = f"training it takes {need / 1e9:.1f} GB, and a rank has {have / 1e9:.1f} GB"
         if 2 * now.model_bytes > have:
-            return Choice("sharded", {"shard": "model"}, f"{where}; {told}: parameters and gradients do not fit")
+            return Choice("sharded", {"shard": "model"}, f"{where}; {memory}: parameters and gradients do not fit")
         if need > have:
-            return Choice("sharded", {}, f"{where}; {told}: all fits but the optimizer's state")
+            return Choice("sharded", {}, f"{where}; {memory}: all fits but the optimizer's state")
     return Choice("multi_worker_mirrored" if several else "mirrored", {}, f"{where}; a copy of the model fits each")
 
 
@@ -110,11 +110,11 @@ def _advise(name: str) -> str:
     """Suggest a valid name for `name`, if one can be guessed."""
     word = str(name).rpartition(".")[2]  # the name may be tf.distribute.MirroredStrategy, for example
     classes = {kind.__name__.lower(): repr(known) for known, kind in STRATEGIES.items() if isinstance(kind, type)}
-    meant = _ELSEWHERE.get(word.lower()) or classes.get(word.lower()) or classes.get(f"{word.lower()}strategy")
+    suggestion = _ELSEWHERE.get(word.lower()) or classes.get(word.lower()) or classes.get(f"{word.lower()}strategy")
     close = difflib.get_close_matches(word.lower(), ["auto", *STRATEGIES], n=1)
-    if meant is None and close:
-        meant = repr(close[0])
-    return "" if meant is None else f"; you may mean {meant}"
+    if suggestion is None and close:
+        suggestion = repr(close[0])
+    return "" if suggestion is None else f"; you may mean {suggestion}"
 
 
 def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: Any) -> Strategy:
@@ -154,7 +154,7 @@ def get(name: str = "auto", *, model: torch.nn.Module | None = None, **options: 
     strategy = STRATEGIES[choice.name](**choice.options, **options)
     strategy.reason = choice.reason
     if strategy.is_main:
-        _logger.info("phalanx.strategies: auto takes %s: %s", type(strategy).__name__, choice.reason)
+        _logger.info("phalanx.strategies: auto chooses %s: %s", type(strategy).__name__, choice.reason)
     return strategy
 
 

@@ -46,10 +46,10 @@ def read_device(called: str, name: torch.device | str) -> torch.device:
     try:
         one = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        told = str(error).splitlines()[0]
+        problem = str(error).splitlines()[0]
         if isinstance(name, str) and name.lower().lstrip("/").startswith("gpu"):
-            told = "PyTorch's name of a GPU is 'cuda:0'"
-        raise ValueError(f"{called}: device {name!r}: {told}") from None
+            problem = "PyTorch's name of a GPU is 'cuda:0'"
+        raise ValueError(f"{called}: device {name!r}: {problem}") from None
     if one.type not in ("cpu", "cuda"):
         raise ValueError(f"{called}: device {str(name)!r}: strategies train on 'cpu' and on 'cuda'")
     gpus = torch.cuda.device_count()

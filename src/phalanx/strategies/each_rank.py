@@ -16,8 +16,8 @@ class EachRank:
     If another number of ranks loads it, all resume from rank 0's state.
     """
 
-    def __init__(self, held: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
-        self._held, self._process_group = held, process_group
+    def __init__(self, objects: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
+        self._objects, self._process_group = objects, process_group
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks, on rank 0.
@@ -25,16 +25,16 @@ class EachRank:
         Rank 0's own state is included although "model" and "optimizer" are parts of the checkpoint: if each rank writes
         its shards, those parts may come from any rank.
         """
-        own = {name: one.state_dict() for name, one in self._held.items()}
+        own = {name: one.state_dict() for name, one in self._objects.items()}
         everyone = Peers(self._process_group).gather(own)
         return {"ranks": everyone} if everyone else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if "ranks" not in state_dict:  # a checkpoint from before each rank had its own state
-            self._held["rounds"].load_state_dict(state_dict)
+            self._objects["rounds"].load_state_dict(state_dict)
             return
         ranks = state_dict["ranks"]
         peers = Peers(self._process_group)
         own = ranks[peers.rank if len(ranks) == peers.world_size else 0]
         for name, state in own.items():
-            self._held[name].load_state_dict(state)
+            self._objects[name].load_state_dict(state)

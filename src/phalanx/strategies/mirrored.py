@@ -18,7 +18,7 @@ from phalanx.strategies.recipe import require_parameters_of
 from phalanx.strategies.start import find_cluster, join_or_start, local_world_size, require_as_many
 from phalanx.strategies.strategy import MakeOptimizer, Strategy
 from phalanx.strategies.tf_config import Cluster
-from phalanx.strategies.world import has_or_may_get_others, world
+from phalanx.strategies.world import may_have_others, world
 
 
 class ReplicatedStrategy(Strategy):
@@ -97,7 +97,7 @@ class MirroredStrategy(ReplicatedStrategy):
         super()._check_place(job, wanted)
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
-        if not has_or_may_get_others():
+        if not may_have_others():
             return super()._set_up(model, optimizer)
         wrapped = DistributedDataParallel(model, **self._options)
         _, made = super()._set_up(model, optimizer)

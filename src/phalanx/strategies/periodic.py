@@ -16,7 +16,7 @@ from phalanx.strategies.each_rank import EachRank
 from phalanx.strategies.mirrored import ReplicatedStrategy
 from phalanx.strategies.recipe import require_parameters_of
 from phalanx.strategies.strategy import MakeOptimizer
-from phalanx.strategies.world import has_or_may_get_others
+from phalanx.strategies.world import may_have_others
 
 
 class _RoundsStrategy(ReplicatedStrategy):
@@ -33,7 +33,7 @@ class _RoundsStrategy(ReplicatedStrategy):
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         model, made = super()._set_up(model, optimizer)
-        if has_or_may_get_others():
+        if may_have_others():
             require_parameters_of(self._called, model, made)
             self.rounds = self._make_rounds(model, made)
         return model, made
@@ -41,17 +41,17 @@ class _RoundsStrategy(ReplicatedStrategy):
     @abstractmethod
     def _make_rounds(self, model: nn.Module, optimizer: Optimizer) -> Rounds: ...
 
-    def held(self) -> dict[str, Any]:
+    def training_objects(self) -> dict[str, Any]:
         """Return this rank's training objects, and the state that it keeps between rounds."""
-        return {**super().held(), **({} if self.rounds is None else {"rounds": self.rounds})}
+        return {**super().training_objects(), **({} if self.rounds is None else {"rounds": self.rounds})}
 
     def parts(self) -> dict[str, Any]:
         """Return the parts, as every strategy does: those of rank 0, and a part with the other ranks' states.
 
         Cost: the models and optimizers of all ranks are sent to rank 0, which writes them.
         """
-        held = self.held()
-        return held if self.rounds is None else {**held, "rounds": EachRank(held, self.checkpoint_group)}
+        objects = self.training_objects()
+        return objects if self.rounds is None else {**objects, "rounds": EachRank(objects, self.checkpoint_group)}
 
     def finish(self) -> None:
         """Run the last round, after which all ranks have the same model. All ranks call it."""

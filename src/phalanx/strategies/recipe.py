@@ -48,13 +48,13 @@ class Recipe:
         kind = type(one).__name__
         if any(float(state.get("step", 1)) for state in one.state.values()):  # Adagrad has state before its first step
             raise ValueError(
-                f"{called}.setup: the {kind} has state of steps already: give it before its first step, and load a "
-                "checkpoint behind setup"
+                f"{called}.setup: the {kind} has made steps already: pass it before its first step, and load a "
+                "checkpoint after setup"
             )
         if hasattr(one.step, "_wrapped_by_lr_sched"):
             raise ValueError(
-                f"{called}.setup: a scheduler holds the {kind}, which is made again over what each rank holds: make "
-                "the scheduler behind setup, of the optimizer that it returns"
+                f"{called}.setup: a scheduler has the {kind}, which is created again over each rank's parameters: "
+                "create the scheduler after setup, with the optimizer that setup returns"
             )
         require_parameters_of(called, model, one)
         named = dict(model.named_parameters())
@@ -71,8 +71,8 @@ class Recipe:
             return recipe
         if isinstance(optimizer, Optimizer):
             raise ValueError(
-                f"{called}.setup: the {kind} would lose {problem}: it is made again over what each rank holds, by its "
-                f"class and the options of its groups. Give setup a function in its place, which is called again: "
+                f"{called}.setup: the {kind} would lose {problem}: it is created again over each rank's parameters, by "
+                f"its class and the options of its groups. Pass setup a function instead, which is called again: "
                 f"functools.partial({kind}, ...)"
             )
         again = functools.partial(_call_again, called, optimizer)
@@ -80,15 +80,18 @@ class Recipe:
         again(recipe.make_groups(others))  # so that every rank sees a failure here, before any rank waits for another
         return Recipe(_class_of(type(one), again), {}, groups, optimizer, hooks)
 
-    def make_groups(self, held: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the groups with only the parameters in `held`; a group without any of them stays, empty."""
-        return [{**options, "params": [held[name] for name in names if name in held]} for names, options in self.groups]
+    def make_groups(self, parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """Return the groups with only those parameters that are in `parameters`; a group may be empty."""
+        return [
+            {**options, "params": [parameters[name] for name in names if name in parameters]}
+            for names, options in self.groups
+        ]
 
-    def make(self, held: Mapping[str, Tensor]) -> Optimizer:
-        """Return the optimizer over the parameters in `held`, with the hooks of the original."""
-        return self.hand_hooks(self.kind(self.make_groups(held), **self.defaults))
+    def make(self, parameters: Mapping[str, Tensor]) -> Optimizer:
+        """Return the optimizer over `parameters`, by name, with the hooks of the original."""
+        return self.attach_hooks(self.kind(self.make_groups(parameters), **self.defaults))
 
-    def hand_hooks(self, made: Optimizer) -> Optimizer:
+    def attach_hooks(self, made: Optimizer) -> Optimizer:
         """Return `made` with the hooks of the original optimizer; their handles still remove them."""
         vars(made).update(self.hooks)
         return made
@@ -130,7 +133,7 @@ def _find_loss(one: Optimizer, recipe: Recipe, named: Mapping[str, Tensor]) -> s
             warnings.simplefilter("ignore")  # the original caused the same warnings
             other = recipe.call(recipe.make_groups(named))
     except Exception as error:  # any error of a user's constructor
-        return f"an argument that its class asks for ({summary_of(error)})"
+        return f"an argument that its class requires ({summary_of(error)})"
     name = find_difference(one, other)
     return None if name is None else f"its {name!r}, which is no option of its groups"
 
@@ -143,8 +146,8 @@ def _call_again(called: str, function: MakeOptimizer, groups: Any) -> Optimizer:
     """
     groups = list(groups)
     advice = (
-        "it is called over groups of what each rank holds ({'params': [...], 'lr': ...}), as its optimizer has "
-        "settings that are no options of groups: let it hand what it is given to the optimizer, as it is"
+        "it is called with groups of each rank's parameters ({'params': [...], 'lr': ...}), because its optimizer has "
+        "settings that are not options of groups: let it pass its argument to the optimizer unchanged"
     )
     try:
         made = function(groups)

@@ -21,7 +21,7 @@ HOOKS = (
 )
 """The attributes in which an optimizer keeps its hooks."""
 
-_Met = dict[tuple[int, int], tuple[Any, Any]]
+_ComparedPairs = dict[tuple[int, int], tuple[Any, Any]]
 _OF_THE_WHOLE = ("params", "param_names")  # keys of a group that are not options
 
 
@@ -35,23 +35,23 @@ def find_difference(one: Optimizer, other: Optimizer) -> str | None:
 
     Hooks do not count. An object that cannot be compared counts as different.
     """
-    met: _Met = {(id(one), id(other)): (one, other)}
+    compared: _ComparedPairs = {(id(one), id(other)): (one, other)}
     first, second = ([options_of(group) for group in of.param_groups] for of in (one, other))
-    return _differ(_settings(one), _settings(other), "", met) or _differ(first, second, "param_groups", met)
+    return _differ(_settings(one), _settings(other), "", compared) or _differ(first, second, "param_groups", compared)
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
     return {key: value for key, value in vars(optimizer).items() if key not in (*HOOKS, "param_groups")}
 
 
-def _differ(one: Any, other: Any, place: str, met: _Met) -> str | None:
+def _differ(one: Any, other: Any, place: str, compared: _ComparedPairs) -> str | None:
     """Return the place of the first difference, or None.
 
-    Pairs in `met` are compared already, or in progress; `met` keeps them alive, so that their ids stay unique.
+    `compared` has the pairs that are compared or being compared; it keeps them alive, so that their ids stay unique.
     """
-    if one is other or (id(one), id(other)) in met:
+    if one is other or (id(one), id(other)) in compared:
         return None
-    met[id(one), id(other)] = one, other
+    compared[id(one), id(other)] = one, other
     equals: Any = type(one).__eq__
     pairs: Iterable[tuple[str, Any, Any]]
     if type(one) is not type(other):
@@ -74,7 +74,7 @@ def _differ(one: Any, other: Any, place: str, met: _Met) -> str | None:
         pairs = [(place, vars(one), vars(other))]
     else:
         return place
-    found = (_differ(its, others, where, met) for where, its, others in pairs)
+    found = (_differ(its, others, where, compared) for where, its, others in pairs)
     return next((where for where in found if where is not None), None)
 
 

@@ -125,7 +125,7 @@ class ParameterServerStrategy(Strategy):
             max_staleness=self._max_staleness,
         )
         self._served = ServedOptimizer(parameters, self._server)
-        recipe.hand_hooks(self._served)
+        recipe.attach_hooks(self._served)
         return model, self._served
 
     def update(self, max_norm: float | None = None) -> Tensor | None:

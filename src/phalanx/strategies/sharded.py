@@ -15,7 +15,7 @@ from phalanx.optim import ZeroRedundancyOptimizer
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.recipe import Recipe
 from phalanx.strategies.strategy import MakeOptimizer
-from phalanx.strategies.world import has_or_may_get_others
+from phalanx.strategies.world import may_have_others
 
 
 class ShardedStrategy(MirroredStrategy):
@@ -62,7 +62,7 @@ class ShardedStrategy(MirroredStrategy):
         super(MirroredStrategy, self)._check_place(job, wanted)
 
     def _set_up(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> tuple[nn.Module, Optimizer]:
-        if not has_or_may_get_others():
+        if not may_have_others():
             return super()._set_up(model, optimizer)
         recipe = Recipe.of(self._called, model, optimizer)
         if self.shard == "model":
@@ -72,7 +72,7 @@ class ShardedStrategy(MirroredStrategy):
         sharded = ZeroRedundancyOptimizer(
             groups, recipe.kind, gather_gradients=self._gather_gradients, offload=self._offloads, **recipe.defaults
         )
-        return wrapped, recipe.hand_hooks(sharded)
+        return wrapped, recipe.attach_hooks(sharded)
 
     def _shard_model(self, model: nn.Module) -> nn.Module:
         """Call `fully_shard` on each block of the model, and on the rest."""

@@ -424,9 +424,9 @@ class Strategy(ABC):
 
         A model is saved under its own names, without wrapper, and can be loaded under another strategy.
         """
-        return self.held()
+        return self.training_objects()
 
-    def held(self) -> dict[str, Any]:
+    def training_objects(self) -> dict[str, Any]:
         """Return this rank's training objects, for `phalanx.elastic.State`."""
         self._require_set_up()
         return {"model": self._model, "optimizer": self._optimizer, **({"scaler": self.scaler} if self.scaler else {})}

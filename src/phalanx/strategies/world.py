@@ -12,6 +12,6 @@ def world() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
-def has_or_may_get_others() -> bool:
+def may_have_others() -> bool:
     """Return whether there are several ranks, or others may join from further hosts."""
     return world() is not None or (dist.is_initialized() and rendezvous.agents_key() is not None)

@@ -160,11 +160,11 @@ def _is_stopped(process: BaseProcess) -> bool:
 
 def _outcome(task: RankTask, process: BaseProcess, lost: Collection[int]) -> RankOutcome:
     exit_code = process.exitcode
-    told = outcome.read(task.outcome_path)
-    if told is not None:
-        if task.rank in lost and not told.failed:
+    result = outcome.read(task.outcome_path)
+    if result is not None:
+        if task.rank in lost and not result.failed:
             return RankOutcome(task.rank, text="was to be lost, but its function returned")
-        return told
+        return result
     if task.rank in lost and (exit_code is not None or _is_stopped(process)):
         return RankOutcome(task.rank)
     if exit_code is None:

@@ -25,11 +25,11 @@ class CallbackCalls:
 
     def call(self, callbacks: Sequence[Callback], point: str, *args: Any) -> None:
         """Call the point of each callback that overrides it, in their order."""
-        hearers = [one for one in callbacks if _overrides(one, point)]
-        if not hearers:
+        receivers = [one for one in callbacks if _overrides(one, point)]
+        if not receivers:
             return
         before = self._random.capture()
-        for callback in hearers:
+        for callback in receivers:
             getattr(callback, point)(*args)
         if self._random.capture() != before:
             generator_states.restore(before)

@@ -14,33 +14,33 @@ from phalanx.trainer.callbacks import CallbackStates
 class CallbackRecovery:
     """`CallbackRecovery` tracks the step that this rank's callbacks have completed, and their states at an epoch's end.
 
-    `called_step` is the step whose `on_step_end` they have completed.
+    `called_step` is the step whose `on_step_end` they have_completed completed.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.called_step = 0
-        self._kept: tuple[int, bytes] | None = None  # an epoch, and the callbacks' states after its last step
+        self._saved: tuple[int, bytes] | None = None  # an epoch, and the callbacks' states after its last step
 
-    def keep(self, callbacks: CallbackStates, state: elastic.State) -> None:
+    def save(self, callbacks: CallbackStates, state: elastic.State) -> None:
         """Save the states after the last step of an epoch: all later points are repeated if a rank is lost."""
         if rendezvous.agent_address() and callbacks:
-            self._kept = state.epoch, pickle.dumps(callbacks.state_dict())
+            self._saved = state.epoch, pickle.dumps(callbacks.state_dict())
 
     def agree(self, callbacks: CallbackStates, state: elastic.State) -> None:
         """Restore the callbacks to the latest step, when training begins or resumes. All ranks call it.
 
         A rank that has joined, or did not complete that step's `on_step_end`, receives another rank's states.
         """
-        kept, self._kept = self._kept, None
+        saved, self._saved = self._saved, None
         if not (self._strategy.is_elastic and callbacks):
             return
-        if kept is not None and kept[0] == state.epoch:
-            callbacks.load_state_dict(pickle.loads(kept[1]))
+        if saved is not None and saved[0] == state.epoch:
+            callbacks.load_state_dict(pickle.loads(saved[1]))
         peers = Peers(self._strategy.training_group)
-        have = peers.all_gather(self.called_step == state.step)
-        if any(have) and not all(have):
-            states = peers.broadcast(callbacks.state_dict(), src=have.index(True))
-            if not have[peers.rank]:
+        have_completed = peers.all_gather(self.called_step == state.step)
+        if any(have_completed) and not all(have_completed):
+            states = peers.broadcast(callbacks.state_dict(), src=have_completed.index(True))
+            if not have_completed[peers.rank]:
                 callbacks.load_state_dict(states)
         self.called_step = state.step

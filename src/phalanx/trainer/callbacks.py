@@ -110,7 +110,7 @@ class EarlyStopping(Callback):
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Ask the trainer to stop after too many validations without improvement."""
         if self.monitor not in metrics:
-            raise ValueError(f"EarlyStopping: {self.monitor!r} is no metric of the validation: {sorted(metrics)}")
+            raise ValueError(f"EarlyStopping: {self.monitor!r} is not a metric of the validation: {sorted(metrics)}")
         value = metrics[self.monitor]
         better = value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
         self.best, self.num_bad = (value, 0) if better else (self.best, self.num_bad + 1)

@@ -39,9 +39,9 @@ def agree_on_seeds(state: elastic.State, strategy: Strategy) -> None:
     """
     mine = state.data_seeds, strategy.replica_id_in_sync_group, torch.initial_seed()
     group = strategy.training_group
-    told = [mine] if group is None else Peers(group, what="Trainer.fit").all_gather(mine)
-    known = [seeds for seeds, _, _ in told if seeds]
-    by_replica = {replica: seed for _, replica, seed in reversed(told)}  # from the first rank of each replica
+    gathered = [mine] if group is None else Peers(group, what="Trainer.fit").all_gather(mine)
+    known = [seeds for seeds, _, _ in gathered if seeds]
+    by_replica = {replica: seed for _, replica, seed in reversed(gathered)}  # from the first rank of each replica
     state.data_seeds = tuple(known[0]) if known else tuple(by_replica[replica] for replica in sorted(by_replica))
 
 

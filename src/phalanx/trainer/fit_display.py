@@ -36,7 +36,7 @@ class FitDisplay:
         self._epoch = ""
         self._has_warned = False
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         if self._show and _is_first():
             print(line, flush=True)
 
@@ -64,42 +64,46 @@ class FitDisplay:
     def show_metrics(self, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a validation, after an epoch's batches."""
         if self._epoch:  # otherwise a finished run was restarted and validates once more
-            self.say(f"{self._epoch}: validation: {values_text(metrics)}")
+            self.print_line(f"{self._epoch}: validation: {values_text(metrics)}")
 
     def show_resumed(self, trainer: Trainer, path: Path | str) -> None:
         """Show that a checkpoint was loaded."""
         place = f"in epoch {trainer.epoch + 1}" if trainer.epoch < trainer.max_epochs else f"epoch {trainer.epoch}"
-        self.say(f"goes on from {path}, after step {trainer.step}, {place}")
+        self.print_line(f"resumes from {path}, after step {trainer.step}, {place}")
 
     def show_finished(self, trainer: Trainer, folder: Path | str) -> None:
         """Show that there is nothing left to train."""
         what, advice = _why_over(trainer)
         whose = f"{folder} holds a finished run" if folder else "this run is finished"
-        self.say(f"{whose} ({what}): nothing to train; {advice}{', or give another folder' if folder else ''}")
+        self.print_line(f"{whose} ({what}): nothing to train; {advice}{', or pass another folder' if folder else ''}")
 
     def show_end(self, trainer: Trainer) -> None:
         """Show that the training has ended, unless it reached `max_epochs`."""
         if trainer.why_stopped or trainer.epoch < trainer.max_epochs:
             what, _ = _why_over(trainer)
-            self.say(f"stopped after step {trainer.step}, {trainer.epoch} of {trainer.max_epochs} epochs: {what}")
+            self.print_line(
+                f"stopped after step {trainer.step}, {trainer.epoch} of {trainer.max_epochs} epochs: {what}"
+            )
 
     def show_preempted(self, folder: Path | str) -> None:
         """Show, after a SIGTERM, where a second run would resume, and how this run notifies its scheduler."""
-        where = f"saved in {folder}: the same command goes on there" if folder else "nothing is saved: give checkpoint="
-        self.say(f"{where}; exit code {os.EX_TEMPFAIL} (EX_TEMPFAIL)")
+        where = f"saved in {folder}: the same command resumes there" if folder else "nothing is saved: pass checkpoint="
+        self.print_line(f"{where}; exit code {os.EX_TEMPFAIL} (EX_TEMPFAIL)")
 
     def show_interrupted(self, trainer: Trainer, saved_step: int | None) -> None:
         """Show, after Ctrl-C, where a second run would resume."""
-        where = f"the last checkpoint is that of step {saved_step}: the same command goes on there"
-        self.say(f"stopped at step {trainer.step}; {where if saved_step is not None else 'there is no checkpoint'}")
+        where = f"the last checkpoint is that of step {saved_step}: the same command resumes there"
+        self.print_line(
+            f"stopped at step {trainer.step}; {where if saved_step is not None else 'there is no checkpoint'}"
+        )
 
     def _warn_if_broken(self, loss: float, when: str) -> None:
         if math.isfinite(loss) or self._has_warned or not _is_first():
             return
         self._has_warned = True
         _logger.warning(
-            "Trainer: the loss is %s %s: lower the learning rate, clip the gradients (max_norm), and look at the batch "
-            "of that step. It is said once",
+            "Trainer: the loss is %s %s: lower the learning rate, clip the gradients (max_norm), and check the batch "
+            "of that step. This is logged once",
             loss,
             when,
         )
@@ -139,7 +143,7 @@ class RunningMean:
 def _why_over(trainer: Trainer) -> tuple[str, str]:
     """Return why the training has ended, and what to do about it."""
     if trainer.why_stopped:
-        return trainer.why_stopped, "take out the callback that stops it"
+        return trainer.why_stopped, "remove the callback that stops it"
     if trainer.max_steps is not None and trainer.step >= trainer.max_steps:
         return f"max_steps={trainer.max_steps}", "raise max_steps"
     return f"max_epochs={trainer.max_epochs}", "raise max_epochs"

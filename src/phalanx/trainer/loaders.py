@@ -125,7 +125,7 @@ class FitLoader:
         number = self._skip(iterator, skip)
         while True:
             group = [(batch, *self._weigh(batch)) for batch in itertools.islice(iterator, accumulate)]
-            if not self._all_have(bool(group)):
+            if not self._all_have_batch(bool(group)):
                 return
             total = sum(one[2] for one in group)
             for place, (batch, own, _) in enumerate(group, start=1):
@@ -138,9 +138,9 @@ class FitLoader:
         if not count:
             return 0
         states = generator_states.GeneratorStates().capture()
-        passed = sum(1 for _ in itertools.islice(iterator, count))
+        skipped = sum(1 for _ in itertools.islice(iterator, count))
         generator_states.restore(states)
-        return passed
+        return skipped
 
     def _weigh(self, batch: Any) -> tuple[float, float]:
         """Return the weight of a batch in the mean over ranks, and the weight of all replicas' batches together."""
@@ -149,7 +149,7 @@ class FitLoader:
         count = num_samples(batch)
         return count, count
 
-    def _all_have(self, has: bool) -> bool:
+    def _all_have_batch(self, has: bool) -> bool:
         """Return whether all replicas have a batch: if their numbers may differ, the first without ends the epoch."""
         group = self._strategy.training_group
         if not self.is_own or group is None:
@@ -158,8 +158,8 @@ class FitLoader:
         dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
         if has and not agreed:
             _logger.warning(
-                "Trainer: another rank has no batch any more, so that the epoch ends here, and what this rank's loader "
-                "still has is left out. Let the function give all replicas as many batches."
+                "Trainer: another rank has no more batches, so the epoch ends here, and the rest of this rank's loader "
+                "is skipped. Let the function return equally many batches for all replicas."
             )
         return bool(agreed)
 
@@ -198,7 +198,7 @@ class FitLoader:
         if self.sampler is None:
             raise PhalanxError(
                 "Trainer.validate: all ranks of this strategy evaluate together, and this rank's loader has no batch: "
-                "let the function give each replica one at least"
+                "let the function return at least one for each replica"
             )
         return self.loader.collate_fn([self.loader.dataset[0]])
 
@@ -233,7 +233,7 @@ def _call(strategy: Strategy, name: str, function: Callable[[Any], Any]) -> Any:
     made = strategy.distribute_datasets_from_function(function)
     if not hasattr(made, "__iter__") or hasattr(made, "__next__"):
         raise TypeError(
-            f"Trainer: the function of {name} must return what can be iterated in each epoch anew, as a DataLoader, "
+            f"Trainer: the function of {name} must return an iterable for all epochs, such as a DataLoader, "
             f"got a {type(made).__name__}"
         )
     return made
@@ -251,7 +251,7 @@ def _divide_together(strategy: Strategy, name: str, given: Mapping[Any, Any]) ->
         if isinstance(loader.dataset, IterableDataset):
             raise TypeError(
                 f"Trainer: {place} is over an IterableDataset: several loaders are read together by index. Make one "
-                "dataset of them, which gives what a step needs of each"
+                "dataset of them, whose samples have the data of all"
             )
         found = options_of(loader)
         if found is None:

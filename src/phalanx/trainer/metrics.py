@@ -27,7 +27,7 @@ def num_samples(batch: Any) -> int:
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             return leaf.shape[0] if leaf.dim() else 1
-    raise ValueError("a batch without a tensor: nobody can tell how many samples it has")
+    raise ValueError("a batch without a tensor: its number of samples is unknown")
 
 
 @dataclass(frozen=True)

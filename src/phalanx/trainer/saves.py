@@ -56,7 +56,7 @@ class Saves:
             return kept, False
         if self.best.metric not in metrics:
             raise ValueError(
-                f"Trainer: keep_best: {self.best.metric!r} is no metric of the validation: {sorted(metrics)}"
+                f"Trainer: keep_best: {self.best.metric!r} is not a metric of the validation: {sorted(metrics)}"
             )
         return self.best.add(kept, metrics[self.best.metric])
 

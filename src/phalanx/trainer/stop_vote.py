@@ -33,13 +33,13 @@ class StopVote:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._asked = self._agreed = _NOTHING, ""
+        self._requested = self._agreed = _NOTHING, ""
         self._last = 0, time.monotonic()  # the step and the time of the last vote
 
     @property
     def reason(self) -> str:
         """Return why this rank was asked to stop; empty if it was not."""
-        return self._asked[1]
+        return self._requested[1]
 
     @property
     def is_preempted(self) -> bool:
@@ -49,14 +49,14 @@ class StopVote:
     @property
     def hurries(self) -> bool:
         """Return whether this rank has received SIGTERM: optional work is skipped."""
-        return self._asked[0] == _PREEMPTED
+        return self._requested[0] == _PREEMPTED
 
-    def ask(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
         """Ask for a stop; the latest reason counts."""
-        self._asked = max(self._asked[0], _STOP), reason
+        self._requested = max(self._requested[0], _STOP), reason
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def handling_sigterm(self) -> Iterator[None]:
         """Treat SIGTERM as a request to stop, unless the script handles it, or this is not the main thread.
 
         A SIGTERM that arrived too late for a vote is raised again at the end.
@@ -74,18 +74,18 @@ class StopVote:
                 signal.raise_signal(signal.SIGTERM)
 
     def _on_sigterm(self, *_: Any) -> None:
-        self._asked = _PREEMPTED, "SIGTERM"
+        self._requested = _PREEMPTED, "SIGTERM"
 
     def is_due(self, state: elastic.State) -> bool:
         """Return whether a vote follows this step, with the same answer on all ranks."""
         return self._strategy.is_in_step and state.step >= state.next_vote
 
-    def hold(self, state: elastic.State) -> None:
+    def vote(self, state: elastic.State) -> None:
         """Vote, and set `state.why_stopped` if a rank was asked to stop. All ranks call it.
 
         All ranks keep the result, so that they agree again if a rank is lost before the end.
         """
-        group, mine = self._strategy.training_group, max(self._asked, self._agreed, key=lambda asked: asked[0])
+        group, mine = self._strategy.training_group, max(self._requested, self._agreed, key=lambda asked: asked[0])
         if group is None:
             self._agreed = mine
         else:

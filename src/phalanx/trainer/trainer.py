@@ -241,7 +241,7 @@ class Trainer:
         """
         if self._state is None:
             raise RuntimeError("Trainer.stop: this is for callbacks, while fit runs")
-        self._stops.ask(reason)
+        self._stops.request(reason)
         if not self.strategy.is_in_step:
             self._state.why_stopped = reason
 
@@ -274,7 +274,7 @@ class Trainer:
         batches = divide(self.strategy, "loader", loader)
         val_loader = None if val_loader is None else self._validation.divide(val_loader)
         if isinstance(self.scheduler, ReduceLROnPlateau) and val_loader is None:
-            raise ValueError("Trainer.fit: ReduceLROnPlateau steps by what validation measures: give a val_loader")
+            raise ValueError("Trainer.fit: ReduceLROnPlateau steps by the validation's loss: pass a val_loader")
         if resume not in ("latest", "best"):
             raise ValueError(f"Trainer.fit: resume must be 'latest' or 'best', got {resume!r}")
         if self._saves.best is not None and val_loader is None:
@@ -291,10 +291,10 @@ class Trainer:
         self._stops = StopVote(self.strategy)
         state = self._state
         if before is not None:
-            TrainingPosition(state, self._scalars).go_on(before)
+            TrainingPosition(state, self._scalars).resume_from(before)
         self._restore(state, from_best=resume == "best" and rendezvous.attempt() == "0")
 
-        with self._stops.listening():
+        with self._stops.handling_sigterm():
             self._fit(state, batches, val_loader)
 
     def _fit(self, state: elastic.State, batches: FitLoader, val_loader: Loaders | None) -> None:
@@ -305,10 +305,10 @@ class Trainer:
         try:
             self._call("on_fit_begin")
             if group is None or not rehearses(group):
-                self._stops.hold(state)
+                self._stops.vote(state)
             if (self._is_over or state.epoch >= self.max_epochs) and state.step:
                 self._display.show_finished(self, self._manager.folder if self._manager else "")
-            begun = state.step
+            first_step = state.step
             if self.strategy.is_elastic:
                 elastic.run(state, min_ranks=self._min_ranks)(fit_state)(state)
             else:
@@ -316,7 +316,7 @@ class Trainer:
             if self._manager is not None:
                 self._save(state)
                 self._manager.wait()
-            if state.step > begun and not self._dry_run:
+            if state.step > first_step and not self._dry_run:
                 self._display.show_end(self)
             if self._stops.is_preempted:
                 self._display.show_preempted(self._manager.folder if self._manager else "")
@@ -351,7 +351,7 @@ class Trainer:
                 self._save(state)
             if self._stops.is_preempted:
                 return
-            self._recovery.keep(CallbackStates(self.callbacks), state)
+            self._recovery.save(CallbackStates(self.callbacks), state)
             if val_loader is not None:
                 metrics = self.validate(val_loader)
                 if self._vote(state):  # some rank has skipped a part of the validation
@@ -373,7 +373,7 @@ class Trainer:
     def _train_epoch(self, state: elastic.State, loader: FitLoader, epoch: int) -> bool:
         """Train on the rest of the epoch; return whether its end was reached."""
         loader.begin_epoch(epoch, state.batch_size, state.data_seeds)
-        total, begun = loader.total, self.step
+        total, first_step = loader.total, self.step
         if self._is_over:  # a run that ended inside the epoch, and is restarted
             return total == 0
         name = f"epoch {epoch + 1}/{self.max_epochs}"
@@ -393,8 +393,8 @@ class Trainer:
             if total is None:
                 state.batches = number
             state.commit()
-            self._after_step(state, loss, update_loss.take(), ends_epoch=number == total)
-            if self._is_over or (self._dry_run and self.step == begun + _DRY_STEPS):
+            self._after_step(state, loss, update_loss.pop(), ends_epoch=number == total)
+            if self._is_over or (self._dry_run and self.step == first_step + _DRY_STEPS):
                 self._display.end_epoch()
                 return number == total
         self._display.end_epoch()
@@ -419,7 +419,7 @@ class Trainer:
     def _vote(self, state: elastic.State) -> bool:
         """Vote on whether to stop, unless ranks train apart; return whether the reason is a SIGTERM."""
         if self.strategy.is_in_step:
-            self._stops.hold(state)
+            self._stops.vote(state)
         return self._stops.is_preempted
 
     def validate(self, loader: Loaders) -> dict[str, float]:
@@ -432,7 +432,7 @@ class Trainer:
     # -- what goes into a checkpoint -----------------------------------------------------------------------------------
 
     def _make_state(self, loader: FitLoader) -> elastic.State:
-        things = {**self.strategy.held(), **({} if loader.sampler is None else {"sampler": loader.sampler})}
+        things = {**self.strategy.training_objects(), **({} if loader.sampler is None else {"sampler": loader.sampler})}
         if self.scheduler is not None:
             things["scheduler"] = self.scheduler
         things |= {"why_stopped": "", "saved": (-1, -1), "metrics": {}, "batch_size": loader.batch_size}
@@ -461,7 +461,7 @@ class Trainer:
         self._manager.async_save(state.step, self._parts(state), metrics=measured)
         state.saved = state.epoch, state.step  # a new rank must not save alone what others have saved
         self._call("on_checkpoint")
-        self._stops.hold(state)  # also if ranks train apart: they meet at a save
+        self._stops.vote(state)  # also if ranks train apart: they meet at a save
 
     def _restore(self, state: elastic.State, *, from_best: bool) -> None:
         restored = None if self._manager is None else self._manager.load(self._parts(state), best=from_best)
@@ -491,7 +491,7 @@ class Trainer:
 
 
 class UpdateLoss:
-    """`UpdateLoss` accumulates an update's loss: the mean of `take()` over replicas is the mean over all samples.
+    """`UpdateLoss` accumulates an update's loss: the mean of `pop()` over replicas is the mean over all samples.
 
     Cost: a multiplication and an addition on the loss's device for each batch, without waiting for it.
     """
@@ -507,11 +507,11 @@ class UpdateLoss:
         part = loss.detach() * share if share else torch.zeros_like(loss)
         self._sum = part if self._sum is None else self._sum + part
 
-    def take(self) -> Tensor:
+    def pop(self) -> Tensor:
         """Return this replica's part of the loss, and begin the next update."""
-        taken, self._sum = self._sum, None
-        assert taken is not None
-        return taken
+        loss, self._sum = self._sum, None
+        assert loss is not None
+        return loss
 
 
 def collect_hyperparameters(
@@ -568,12 +568,12 @@ class TrainingPosition:
         state.load_data_position(state_dict["data"])
         self._scalars.load_state_dict(state_dict["scalars"])
 
-    def go_on(self, before: elastic.State) -> None:
+    def resume_from(self, before: elastic.State) -> None:
         """Continue where the last fit ended; in mid-epoch only if the data has the same length."""
         where = TrainingPosition(before, self._scalars).state_dict()
         data, new = where["data"] or {"consumed": 0}, self._state.data_position() or {"length": -1}
-        goes_on = data["consumed"] and data["length"] == new["length"]
-        self.load_state_dict(where if goes_on else {**where, "data": None})
+        is_inside_epoch = data["consumed"] and data["length"] == new["length"]
+        self.load_state_dict(where if is_inside_epoch else {**where, "data": None})
         self._state.saved = before.saved
 
 
@@ -632,7 +632,7 @@ def make_scheduler(
             f"has made: give a function, scheduler=lambda optimizer: {kind}(optimizer, ...)"
         )
     if isinstance(made, ReduceLROnPlateau) and interval == "step":
-        raise ValueError("Trainer: ReduceLROnPlateau steps by what validation measures: scheduler_interval='epoch'")
+        raise ValueError("Trainer: ReduceLROnPlateau steps by the validation's loss: scheduler_interval='epoch'")
     return made
 
 

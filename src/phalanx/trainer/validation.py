@@ -64,7 +64,7 @@ class Validation:
             wanted = getattr(watcher, "metric" if isinstance(watcher, Best) else "monitor", None)
             if isinstance(watcher, Best | EarlyStopping) and wanted not in names:
                 who = "Trainer: keep_best" if isinstance(watcher, Best) else "EarlyStopping"
-                raise ValueError(f"{who}: {wanted!r} is no metric of the validation: {sorted(names)}")
+                raise ValueError(f"{who}: {wanted!r} is not a metric of the validation: {sorted(names)}")
 
     def measure(self, loader: Loaders) -> dict[str, float]:
         """Return the loss and the metrics. All ranks call it. With a dict of loaders, names are "name/metric"."""

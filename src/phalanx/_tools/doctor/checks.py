@@ -209,7 +209,7 @@ def check_torch(facts: DoctorFacts) -> CheckResult:
             "torch",
             CheckStatus.WARNING,
             f"{fact}; {untested}",
-            f"It may well work: what it lacks is told in the log. If it does not: pip install 'torch=={TESTED[-1]}'",
+            f"It may well work: the log names what it lacks. If it does not: pip install 'torch=={TESTED[-1]}'",
         )
     return CheckResult("torch", CheckStatus.OK, fact)
 
@@ -367,8 +367,8 @@ def check_variables(facts: DoctorFacts) -> CheckResult:
             "A script started by hand will wait for a job that does not exist: unset "
             + " ".join(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables),
         )
-    said = ", ".join(f"{name}={value}" for name, value in variables.items())
-    return CheckResult("variables", CheckStatus.OK, said or "none that steer a job")
+    listed = ", ".join(f"{name}={value}" for name, value in variables.items())
+    return CheckResult("variables", CheckStatus.OK, listed or "none that steer a job")
 
 
 def check_scheduler(facts: DoctorFacts) -> CheckResult:

@@ -19,7 +19,7 @@ _SM, _P2P_READ, _EXCLUSIVE, _PROHIBITED = 1, 0, 3, 2
 _SLOWED = {0x4: "its power limit", 0x8: "hardware", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "the power supply"}
 
 
-def ask_driver(python: str = sys.executable) -> Driver:
+def query_driver(python: str = sys.executable) -> Driver:
     """Return the driver's information on itself and its GPUs; on a host without one, that there is none."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
@@ -34,8 +34,8 @@ def ask_driver(python: str = sys.executable) -> Driver:
         return Driver(Probe(False, f"NVML could not be asked: {error.strerror or error}"))
     line = run.stdout.strip().rpartition("\n")[2]
     if run.returncode or not line.startswith("{"):
-        said = run.stderr.strip().rpartition("\n")[2]
-        return Driver(Probe(False, f"NVML failed: exit code {run.returncode} {said}".rstrip()))
+        facts = run.stderr.strip().rpartition("\n")[2]
+        return Driver(Probe(False, f"NVML failed: exit code {run.returncode} {facts}".rstrip()))
     words: dict[str, Any] = json.loads(line)
     gpus = tuple(Gpu(**{**gpu, "slowed_by": tuple(gpu["slowed_by"])}) for gpu in words["gpus"])
     apart = tuple((one, other) for one, other in words["apart"])
@@ -44,20 +44,20 @@ def ask_driver(python: str = sys.executable) -> Driver:
 
 def main() -> None:
     """Run as the process that queries the driver."""
-    print(json.dumps(_ask(ctypes.CDLL("libnvidia-ml.so.1"))), flush=True)
+    print(json.dumps(_query(ctypes.CDLL("libnvidia-ml.so.1"))), flush=True)
 
 
-def _ask(nvml: Any) -> dict[str, Any]:
-    said: dict[str, Any] = {"nvml": {"works": False, "detail": ""}, "version": "", "cuda": "", "gpus": [], "apart": []}
+def _query(nvml: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {"nvml": {"works": False, "detail": ""}, "version": "", "cuda": "", "gpus": [], "apart": []}
     if error := nvml.nvmlInit_v2():
         nvml.nvmlErrorString.restype = ctypes.c_char_p
-        said["nvml"]["detail"] = f"NVML failed: {nvml.nvmlErrorString(error).decode()}"
-        return said
-    said["nvml"]["works"] = True
-    said["version"] = _text(nvml.nvmlSystemGetDriverVersion) or ""
+        facts["nvml"]["detail"] = f"NVML failed: {nvml.nvmlErrorString(error).decode()}"
+        return facts
+    facts["nvml"]["works"] = True
+    facts["version"] = _text(nvml.nvmlSystemGetDriverVersion) or ""
     cuda = ctypes.c_int(0)
     if nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda)) == 0:
-        said["cuda"] = f"{cuda.value // 1000}.{cuda.value % 1000 // 10}"
+        facts["cuda"] = f"{cuda.value // 1000}.{cuda.value % 1000 // 10}"
     count = ctypes.c_uint(0)
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     handles = []
@@ -65,18 +65,18 @@ def _ask(nvml: Any) -> dict[str, Any]:
         handle = ctypes.c_void_p()
         if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0:
             handles.append(handle)
-            said["gpus"].append(_ask_gpu(nvml, handle))
+            facts["gpus"].append(_query_gpu(nvml, handle))
     for one in range(len(handles)):
         for other in range(one + 1, len(handles)):
             status = ctypes.c_int(0)
             answer = nvml.nvmlDeviceGetP2PStatus(handles[one], handles[other], _P2P_READ, ctypes.byref(status))
             if answer == 0 and status.value:
-                said["apart"].append((one, other))
+                facts["apart"].append((one, other))
     nvml.nvmlShutdown()
-    return said
+    return facts
 
 
-def _ask_gpu(nvml: Any, handle: ctypes.c_void_p) -> dict[str, Any]:
+def _query_gpu(nvml: Any, handle: ctypes.c_void_p) -> dict[str, Any]:
     mig = _number(nvml.nvmlDeviceGetMigMode, handle, ctypes.byref(ctypes.c_uint(0)))
     mode = _number(nvml.nvmlDeviceGetComputeMode, handle)
     reasons = ctypes.c_ulonglong(0)

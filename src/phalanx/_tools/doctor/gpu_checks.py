@@ -105,8 +105,8 @@ def check_gpu_clocks(facts: DoctorFacts) -> CheckResult:
             "; ".join(slowed),
             "All ranks wait for the slowest GPU: see nvidia-smi -q -d PERFORMANCE, the cooling, and the power limit.",
         )
-    told = {f"{gpu.clock_mhz} MHz now, up to {gpu.max_clock_mhz}" for gpu in gpus if gpu.clock_mhz is not None}
-    return CheckResult("GPU clocks", CheckStatus.OK, "; ".join(sorted(told)) or "not told by this driver")
+    clocks = {f"{gpu.clock_mhz} MHz now, up to {gpu.max_clock_mhz}" for gpu in gpus if gpu.clock_mhz is not None}
+    return CheckResult("GPU clocks", CheckStatus.OK, "; ".join(sorted(clocks)) or "not clocks by this driver")
 
 
 GPU_CHECKS: tuple[Callable[[DoctorFacts], CheckResult], ...] = (

@@ -47,10 +47,10 @@ def print_table(findings: Sequence[CheckResult]) -> None:
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
-        told = Text(finding.fact)
+        text = Text(finding.fact)
         if finding.advice:
-            told.append(f"\n{finding.advice}", style="italic")
-        table.add_row(Text(finding.status.value, style=_COLOURS[finding.status]), finding.topic, told)
+            text.append(f"\n{finding.advice}", style="italic")
+        table.add_row(Text(finding.status.value, style=_COLOURS[finding.status]), finding.topic, text)
     console = Console()
     console.print(table)
     console.print()

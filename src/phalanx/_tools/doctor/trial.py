@@ -41,16 +41,16 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
     except OSError as error:  # too few descriptors, processes or memory for one more process
         reason = f"no process could be started to try it: {error.strerror or error}"
         return reason, Probe(False, reason)
-    said = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    facts = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     torch: Torch | str = f"{how}: {_last_line(complaint)}" if complaint else how
-    words: dict[str, Any] = {name: value for line in said for name, value in line.items()}
+    words: dict[str, Any] = {name: value for line in facts for name, value in line.items()}
     if "torch" in words:
         torch = _read_torch(words["torch"])
     if "training" in words:
         if isinstance(torch, Torch) and torch.cuda.works:
-            untold = Probe(False, f"{how} while it was tried")
+            unknown = Probe(False, f"{how} while it was tried")
             gpu = words.get("gpu", {"nccl": torch.nccl})
-            pinned = Probe(**gpu["pinned"]) if "pinned" in gpu else untold
+            pinned = Probe(**gpu["pinned"]) if "pinned" in gpu else unknown
             torch = replace(torch, nccl=gpu["nccl"], pinned=pinned)
         return torch, Probe(**words["training"])
     return torch, Probe(False, f"{how} before two ranks had taken a step\n{complaint.strip()}".strip())
@@ -58,15 +58,15 @@ def try_training(python: str = sys.executable) -> tuple[Torch | str, Probe]:
 
 def main() -> None:
     """Run as the process that tries PyTorch: print a line for PyTorch, for the training, and for a GPU in use."""
-    _say(torch=_examine_torch())
-    _say(training=_train())
+    _print_facts(torch=_examine_torch())
+    _print_facts(training=_train())
     import torch
 
     if torch.cuda.is_available():
-        _say(gpu=_try_gpu())
+        _print_facts(gpu=_try_gpu())
 
 
-def _say(**words: Any) -> None:
+def _print_facts(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
@@ -178,9 +178,9 @@ def _seconds(call: Callable[..., Any], *args: Any) -> float:
 
 def _summarise(failure: RankFailed) -> str:
     """Return one line if all ranks report the same, else all details."""
-    said = {f"{type(error).__name__}: {error}" for error in failure.errors.values()}
-    if len(failure.errors) == 2 and len(said) == 1:
-        return f"every rank raised {said.pop()}"
+    texts = {f"{type(error).__name__}: {error}" for error in failure.errors.values()}
+    if len(failure.errors) == 2 and len(texts) == 1:
+        return f"every rank raised {texts.pop()}"
     if len(failure.errors) == 2 and all(isinstance(error, PhalanxError) for error in failure.errors.values()):
         # The messages contain everything; their tracebacks would add twenty of our own frames each.
         return "\n".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in failure.errors.items())
