@@ -121,6 +121,6 @@ def _lose(rank, folder, kind, seed):
 
 @pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("seed", range(3))
-def test_a_replica_goes_on_with_the_groups_options_and_clipping_of_a_lost_server(seed):
+def test_a_replica_continues_with_the_options_and_clipping_of_a_lost_server(seed):
     kind = [torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor][seed]
     assert run_workers(_lose, 5, kind, seed, lost=[3])[:2] == [None, None]

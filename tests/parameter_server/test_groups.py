@@ -185,7 +185,7 @@ def _check_asynchronous(name, rank):
         meet(name, "looked at both")
 
 
-def test_what_schedulers_set_is_applied_saved_and_loaded():
+def test_options_set_by_schedulers_are_applied_saved_and_loaded():
     """There was no way to set an option but to make another ParameterServer."""
     run_workers(_sets, 4)
 
@@ -317,6 +317,6 @@ def _halves(params):
     return torch.optim.SGD([{"params": params[:half], "lr": 0.1}, {"params": params[half:], "lr": 0.2}])
 
 
-def test_what_servers_cannot_do_is_refused_with_what_to_write():
+def test_optimizers_that_servers_cannot_run_are_refused_with_advice():
     """An optimizer that made groups by position made others on each server."""
     run_workers(_refused, 2)

@@ -76,7 +76,7 @@ def _train_and_lose_hosts(rank, options):
 
 
 @pytest.mark.slow
-def test_hosts_with_two_servers_each_are_lost_and_their_shards_go_on_elsewhere():
+def test_shards_of_lost_hosts_with_two_servers_each_continue_elsewhere():
     """The copies of a host's shards were on the same host, where that has more than one server."""
     on_hosts([2, 2, 2, 2], _train_and_lose_hosts, joining=True, lost=[2, 3, 6, 7])
 

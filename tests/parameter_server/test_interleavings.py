@@ -174,7 +174,7 @@ class Failing(torch.optim.SGD):
         super().step(closure)
 
 
-def test_an_optimizer_that_fails_is_told_to_all_until_a_state_is_loaded():
+def test_the_failure_of_an_optimizer_reaches_all_trainers_until_a_state_is_loaded():
     """The trainer whose push came last heard of it; the others waited until their calls ran out of time."""
     make = partial(Failing, lr=1.0)
     spec = Spec("p", ("s",), ("0", "1"), True, None, make, make, "sum", False, "")
@@ -203,7 +203,7 @@ def test_an_optimizer_that_fails_is_told_to_all_until_a_state_is_loaded():
     assert hosted._shard.state()["dense"]["d"].tolist() == [-2, -2]
 
 
-def test_a_replica_hears_of_a_step_that_failed_and_one_made_later_is_no_better_than_its_primary():
+def test_a_replica_gets_a_failed_step_and_a_later_one_its_failure():
     """The failed push had a number that the replica never got: all that came after it waited there for ever.
 
     And a replica that was made after the failure took over as if there had been none.
@@ -250,7 +250,7 @@ def test_a_replica_hears_of_a_step_that_failed_and_one_made_later_is_no_better_t
     assert replica._shard is primary._shard is None
 
 
-def test_who_has_left_is_not_waited_for_after_a_state_is_loaded():
+def test_nobody_waits_for_a_trainer_that_has_left_after_a_state_is_loaded():
     """A load made all trainers be there again: the next step waited for good for one that had closed its
     ParameterServer. And where the first one had, whose state counts, the others' load waited until its time was up."""
     spec = Spec("p", ("s",), ("0", "1", "2"), True, None, *[partial(torch.optim.SGD, lr=1.0)] * 2, "sum", False, "")

@@ -12,11 +12,11 @@ def test_dense_tensors_go_to_the_server_that_has_least():
     assert plan_dense({}, 3) == {}
 
 
-def test_who_takes_over_comes_next_in_the_ring():
+def test_the_next_server_of_the_ring_replaces_a_lost_primary():
     assert ring(["a", "b", "c"], 1, lambda server: "host") == ["b", "c", "a"]
 
 
-def test_who_is_on_another_host_takes_over_before_who_is_on_the_same():
+def test_a_server_of_another_host_replaces_a_primary_before_one_of_the_same():
     """Otherwise a host with two neighbours in the ring would take a shard and its copy with it."""
     hosts = dict(zip("abcdef", "112233", strict=True))
     assert "".join(ring("abcdef", 0, hosts.__getitem__)) == "acdefb"

@@ -210,7 +210,7 @@ def _check_different():
         _counting(["s0"], reduction="sum")
 
 
-def test_what_is_wrong_or_late_is_told():
+def test_wrong_arguments_and_late_trainers_are_reported():
     run_workers(_wrong, 3)
 
 
@@ -268,7 +268,7 @@ def _step_fails(rank, folder):
         server.close()
 
 
-def test_trainers_go_on_from_a_state_after_a_step_that_failed_on_replicated_servers():
+def test_trainers_resume_from_a_state_after_a_step_that_failed_on_replicated_servers():
     """The replica never heard of the failed push, and waited for it: load_state_dict and close hung until timeout."""
     run_workers(_step_fails, 3)
 
@@ -285,5 +285,5 @@ def _no_replica(rank, folder):
             server.pull()
 
 
-def test_without_a_replica_the_loss_of_a_server_is_told():
+def test_without_a_replica_the_loss_of_a_server_is_reported():
     run_workers(_no_replica, 3, lost=[2])

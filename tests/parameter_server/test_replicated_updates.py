@@ -68,7 +68,7 @@ def _pushes(draw, primary, trainers, state, clip, options):
 
 
 @pytest.mark.parametrize("optimizer_class", _STEPPING, ids=lambda one: one.__name__)
-def test_a_replica_makes_of_what_was_applied_what_the_primary_made(optimizer_class):
+def test_a_replica_applies_updates_as_its_primary_does(optimizer_class):
     is_sparse = optimizer_class is torch.optim.SparseAdam
     for seed in range(4):
         draw = random.Random(f"{optimizer_class.__name__} {seed}")
@@ -91,7 +91,7 @@ def test_a_replica_makes_of_what_was_applied_what_the_primary_made(optimizer_cla
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor])
-def test_a_replica_that_is_made_in_the_midst_of_a_clipped_step_goes_on_as_the_primary(optimizer_class):
+def test_a_replica_that_is_made_during_a_clipped_step_continues_as_its_primary(optimizer_class):
     """With groups, of which one comes later, and options that change; each entry comes to the copies twice."""
     for seed in range(6):
         draw = random.Random(f"{optimizer_class.__name__} {seed} groups")

@@ -48,7 +48,7 @@ def test_receives_are_planned_in_the_order_in_which_their_messages_are_sent(sche
     assert received == sent
 
 
-def test_a_frame_is_as_long_as_what_it_took_so_far_in_that_mode_and_never_longer_than_allowed():
+def test_a_frame_is_as_long_as_the_longest_message_so_far_in_that_mode_and_never_longer_than_allowed():
     known, edge, other = FrameLengths(), Edge(0, 1), Edge(1, 2)
     known.begin(grad=True)
     known.note(edge, 1024)
@@ -131,7 +131,7 @@ def _fail_in(rank, world_size, cells, micro_batches, steps):
 
 @pytest.mark.slow(but=("2-0",))
 @pytest.mark.parametrize(("world_size", "steps"), [(2, 0), (2, 1), (3, 1)])
-def test_over_gloo_a_failure_in_any_cell_is_told_on_every_rank_and_leaves_no_receive(world_size, steps, effort):
+def test_over_gloo_a_failure_in_any_cell_is_reported_on_every_rank_and_leaves_no_receive(world_size, steps, effort):
     """Who had done its part waited until its messages were received, before it heard that the receiver had failed in
     its last backward: both waited until the timeout, which ended the group. A receive that is left in Gloo when its
     memory goes stops the whole connection.
@@ -139,10 +139,10 @@ def test_over_gloo_a_failure_in_any_cell_is_told_on_every_rank_and_leaves_no_rec
     every = list(_cells(world_size, 3))
     last = [cell for cell in every if cell[2:] == (0, True, 2)]  # the last backward of the first stage
     cells = last + random.Random(world_size + steps).sample(every, min(len(every), 4 * effort))
-    told = run_ranks(_fail_in, world_size, cells, 3, steps, backend="gloo", timeout=110)
-    for wrong, losses in told:
+    results = run_ranks(_fail_in, world_size, cells, 3, steps, backend="gloo", timeout=110)
+    for wrong, losses in results:
         assert not wrong, f"{len(wrong)} of the cells: {wrong[:3]}"
-        assert losses == told[0][1]
+        assert losses == results[0][1]
 
 
 def _interrupt(rank, world_size, interrupted):
@@ -165,16 +165,16 @@ def _interrupt(rank, world_size, interrupted):
             pipe.step(x, target=x)
         return caught.type.__name__
 
-    heard = fail()
+    error = fail()
     gc.collect()
     pipe = phalanx.Pipeline(model, micro_batches=4, loss_fn=functional.mse_loss)
-    return heard, [float(pipe.step(x, target=x)) for _ in range(2)]
+    return error, [float(pipe.step(x, target=x)) for _ in range(2)]
 
 
 @pytest.mark.parametrize("interrupted", [0, 1, 2])
-def test_over_gloo_who_is_interrupted_leaves_a_group_that_can_be_used(interrupted):
+def test_over_gloo_an_interrupted_rank_leaves_a_usable_group(interrupted):
     """What Gloo receives for memory that is gone it never takes from the connection, nor what comes behind it."""
-    told = run_ranks(_interrupt, 3, interrupted, backend="gloo")
-    assert [name for name, _ in told].count("KeyboardInterrupt") == 1
-    assert told[interrupted][0] == "KeyboardInterrupt"
-    assert all(losses == told[0][1] for _, losses in told)
+    results = run_ranks(_interrupt, 3, interrupted, backend="gloo")
+    assert [name for name, _ in results].count("KeyboardInterrupt") == 1
+    assert results[interrupted][0] == "KeyboardInterrupt"
+    assert all(losses == results[0][1] for _, losses in results)

@@ -91,7 +91,7 @@ class _Normalizes(nn.Module):
         return self.norm(input=x) if self.by_keyword else self.norm(x)
 
 
-def test_a_batchnorm_tracks_what_it_gets_by_keyword():
+def test_a_batchnorm_tracks_inputs_passed_by_keyword():
     """The hook on `self.norm(input=x)` looked at positional arguments alone: the running statistics stood still."""
     draw = random.Random(4)
     cases = [
@@ -512,7 +512,7 @@ def test_gradients_are_those_of_one_process_where_memory_is_shared_frozen_or_use
             torch.testing.assert_close(dict(state), dict(model.state_dict()))
 
 
-def test_what_was_sent_is_let_go_when_it_is_known_to_have_come():
+def test_a_sent_message_is_released_when_its_arrival_is_known():
     """Over Gloo a send is over only when somebody waits for it, and all of a step were kept until its end: a stage of a
     1F1B schedule had 1.75 times the memory that the schedule implies.
     """

@@ -1,4 +1,4 @@
-"""What goes wrong in a pipeline is told on every rank, with stage, micro-batch and layer."""
+"""A failure in a pipeline is reported on every rank, with stage, micro-batch and layer."""
 
 import os
 import signal
@@ -72,32 +72,32 @@ def _fail(rank, world_size, what, at, schedule):
     try:
         pipe.step(x, target=x)
     except Exception as error:
-        heard = summary_of(error)
+        text = summary_of(error)
         try:
             pipe.step(x, target=x)
         except phalanx.ClosedError as again:
-            return heard, str(again)
+            return text, str(again)
     return None
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_an_exception_in_a_layer_is_told_on_every_rank(backend):
-    heard = run_ranks(_fail, 3, "raise", 2, "1f1b", backend=backend)
+def test_an_exception_in_a_layer_is_reported_on_every_rank(backend):
+    texts = run_ranks(_fail, 3, "raise", 2, "1f1b", backend=backend)
     where = "Pipeline: stage 1 (rank 1), micro-batch 2, forward in layer '2'"
-    for rank, (text, again) in enumerate(heard):
+    for rank, (text, again) in enumerate(texts):
         assert where in text
         assert "seven is not a prime here" in text
         assert text.startswith("ArithmeticError" if rank == 1 else "StageFailedError: Pipeline: stage")
         assert "an earlier step failed" in again
-    assert "xx" in heard[1][0].splitlines()[-2], "the cell is marked in the drawing"
-    assert "F2" not in heard[1][0].splitlines()[-2]
+    assert "xx" in texts[1][0].splitlines()[-2], "the cell is marked in the drawing"
+    assert "F2" not in texts[1][0].splitlines()[-2]
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_an_exception_whose_text_cannot_be_had_is_told_on_every_rank(backend):
-    """The others heard of no failure, and waited for the timeout."""
-    heard = run_ranks(_fail, 3, "raise the silent", 2, "1f1b", backend=backend)
-    for rank, (text, again) in enumerate(heard):
+def test_an_exception_without_a_readable_text_is_reported_on_every_rank(backend):
+    """The others were not notified of the failure, and waited for the timeout."""
+    texts = run_ranks(_fail, 3, "raise the silent", 2, "1f1b", backend=backend)
+    for rank, (text, again) in enumerate(texts):
         assert text.startswith("Silent" if rank == 1 else "StageFailedError: Pipeline: stage")
         assert "(its text cannot be had: __str__ raised builtins.LookupError)" in text
         assert "an earlier step failed" in again
@@ -105,7 +105,7 @@ def test_an_exception_whose_text_cannot_be_had_is_told_on_every_rank(backend):
 
 def _fail_in_all(rank, world_size):
     """In every schedule, one pipeline of the same group after the other."""
-    heard = {}
+    texts = {}
     for schedule in SCHEDULES:
         for what in ("raise", "shape", "object"):
             balance = [1, 1, 1, 2] if schedule == "interleaved" else [2, 3]
@@ -115,19 +115,19 @@ def _fail_in_all(rank, world_size):
             x = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat_interleave(2)[:, None].expand(8, 3).contiguous()
             with pytest.raises((ArithmeticError, ValueError, TypeError, phalanx.PhalanxError)) as caught:
                 pipe.step(x, target=x)
-            heard[schedule, what] = str(caught.value)
-    return heard
+            texts[schedule, what] = str(caught.value)
+    return texts
 
 
-def test_each_schedule_tells_on_every_rank_which_layer_of_which_stage_failed_and_draws_it():
+def test_each_schedule_reports_on_every_rank_which_layer_of_which_stage_failed_and_draws_it():
     words = {
         "raise": ("seven is not a prime here", "forward in layer '1'", 2),
         "shape": ("layer '1' returns float32 of shape (N, 2) for micro-batch 2", "forward of layer", 2),
         "object": ("layer '1' returns a Strange, which is not a tensor", "forward of layer", 0),
     }
-    for heard in run_ranks(_fail_in_all, 2):
-        assert len(heard) == 12
-        for (schedule, what), text in heard.items():
+    for texts in run_ranks(_fail_in_all, 2):
+        assert len(texts) == 12
+        for (schedule, what), text in texts.items():
             fact, where, micro_batch = words[what]
             stage = int(schedule == "interleaved")
             assert fact in text
@@ -137,7 +137,7 @@ def test_each_schedule_tells_on_every_rank_which_layer_of_which_stage_failed_and
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "1f1b"])
-def test_a_stage_that_dies_is_told_in_every_schedule(schedule):
+def test_a_stage_that_dies_is_reported_in_every_schedule(schedule):
     def train(rank, world_size):
         x = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat_interleave(2)[:, None].expand(8, 3).contiguous()
         balance = [1, 1, 1, 2] if schedule == "interleaved" else [2, 3]
@@ -154,7 +154,7 @@ def test_a_stage_that_dies_is_told_in_every_schedule(schedule):
     assert "rank 1 (pid" in text
 
 
-def test_a_stage_that_dies_is_told_with_what_waited_for_it():
+def test_a_stage_that_dies_is_reported_with_the_action_that_waited_for_it():
     def train(rank, world_size):
         x = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat_interleave(2)[:, None].expand(8, 3).contiguous()
         pipe = phalanx.Pipeline(_model("die", 2), micro_batches=4, balance=[2, 1, 2], loss_fn=functional.mse_loss)
@@ -175,7 +175,7 @@ def _die(*_):
 
 
 @pytest.mark.parametrize("place", ["_outcome._sum", "_tied.add", "_replicas.average", "_wire.share"])
-def test_a_rank_lost_behind_its_part_of_a_step_is_heard_by_other_pipelines_too(place, tmp_path):
+def test_other_pipelines_detect_a_rank_lost_after_its_part_of_a_step(place, tmp_path):
     """Who saw it told no replica once its own part was done: one that had no group with the lost rank, and whose peers
     lived on with their error, waited for them until the timeout, here or in the next step."""
 
@@ -195,7 +195,7 @@ def test_a_rank_lost_behind_its_part_of_a_step_is_heard_by_other_pipelines_too(p
 
         with pytest.raises(phalanx.PhalanxError) as caught:
             steps()
-        store.set(str(rank), "has heard it")
+        store.set(str(rank), "has its error")
         store.wait([str(other) for other in range(3)], timedelta(seconds=60))
         with pytest.raises(phalanx.PhalanxError):
             pipe.step(x, target=x)
@@ -206,7 +206,7 @@ def test_a_rank_lost_behind_its_part_of_a_step_is_heard_by_other_pipelines_too(p
         assert "is gone" in text or (rank == 0 and "a replica has lost a rank of its pipeline" in text)
 
 
-def test_wrong_arguments_are_refused_at_the_door_on_every_rank():
+def test_wrong_arguments_are_refused_on_entry_on_every_rank():
     def build(rank, world_size):
         layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
 
@@ -247,14 +247,14 @@ def test_wrong_arguments_are_refused_at_the_door_on_every_rank():
             "example": dict(module=layers, example=torch.zeros(3, 5)),
             "differs": dict(module=layers, micro_batches=4 + rank),
         }
-        heard = {}
+        texts = {}
         for name, arguments in wrong.items():
             try:
                 phalanx.Pipeline(**arguments)
             except Exception as error:
-                heard[name] = f"{type(error).__name__}: {error}"
+                texts[name] = f"{type(error).__name__}: {error}"
         pipe = phalanx.Pipeline(layers, micro_batches=2)
-        return heard, len(wrong), pipe.plan.counts
+        return texts, len(wrong), pipe.plan.counts
 
     with pytest.raises(RuntimeError) as torchs:  # whose words differ by torch
         nn.Linear(2, 2)(torch.zeros(3, 5))
@@ -278,11 +278,11 @@ def test_wrong_arguments_are_refused_at_the_door_on_every_rank():
         "example": f"RuntimeError: {torchs.value}",
         "differs": "MismatchError: Pipeline: rank 1 has another model or other arguments than rank 0: micro_batches 5",
     }
-    for heard, count, counts in run_ranks(build, 2):
+    for texts, count, counts in run_ranks(build, 2):
         assert counts == [2, 2]
         for name, text in expected.items():
-            assert heard[name].startswith(text), heard[name]
-        assert len(heard) == count
+            assert texts[name].startswith(text), texts[name]
+        assert len(texts) == count
 
 
 @pytest.mark.parametrize(("word", "ours"), [("chunks", "micro_batches"), ("n_microbatches", "micro_batches")])
@@ -295,7 +295,7 @@ def test_another_librarys_word_for_an_argument_names_ours(word, ours):
 
 
 @pytest.mark.slow
-def test_a_wrong_target_or_loss_is_told_by_its_rank():
+def test_a_wrong_target_or_loss_is_reported_by_its_rank():
     def train(rank, world_size, kind):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         loss_fn = {"loss": lambda y, t: y, "rows": functional.mse_loss, "none": None}[kind]
@@ -368,16 +368,16 @@ class ChangesView(nn.Module):
 @on_ranks(3)
 def test_a_value_whose_view_another_stage_changes_is_refused_on_every_rank():
     """It came to its stage as a copy, and stayed as it was before the change: other losses than in one process."""
-    x, heard = torch.ones(8, 4), []
+    x, texts = torch.ones(8, 4), []
     for begin in (1, 2):  # the second ones have no element in common
         pipe = phalanx.Pipeline(ChangesView(begin), micro_batches=4, balance=["b", "c"])
         pipe._loss._loss_fn = lambda y: y.sum()
         try:
             pipe.step(x)
-            heard.append("")
+            texts.append("")
         except (ValueError, phalanx.PhalanxError) as error:
-            heard.append(str(error))
-    refused, fine = heard
+            texts.append(str(error))
+    refused, fine = texts
     assert "stage 2 changes the value 'getitem' of an earlier stage in place, and 'getitem_1', which" in refused
     assert not fine
 
@@ -395,11 +395,11 @@ class Samples(nn.Module):
 
 
 @on_ranks(3)
-def test_what_would_be_wrong_or_leave_others_waiting_is_refused_on_every_rank():
+def test_a_mistake_that_would_leave_others_waiting_is_refused_on_every_rank():
     """A value that is changed in place where another stage has it from elsewhere came there unchanged; results were put
     together along a dimension that is not that of the samples; who had no part in a refusal waited; and a new Pipeline
     took messages of the one that had failed for its own."""
-    x, heard = torch.ones(8, 3), []
+    x, texts = torch.ones(8, 3), []
     for model, balance, call in (
         (InPlace(), ["relu", "c"], lambda pipe: pipe.step(x, target=x)),
         (InPlace(), [1, 1, 2], lambda pipe: pipe.step(x[:0], target=x)),
@@ -411,11 +411,11 @@ def test_what_would_be_wrong_or_leave_others_waiting_is_refused_on_every_rank():
         pipe = phalanx.Pipeline(model, micro_batches=4, balance=balance, outputs="all", loss_fn=functional.mse_loss)
         with pytest.raises((ValueError, TypeError, phalanx.PhalanxError)) as caught:
             call(pipe)
-        heard.append(str(caught.value))
-    assert "layer 'relu' changes the value 'a' of an earlier stage in place, and a later stage uses" in heard[0]
-    assert "the input has no rows" in heard[1]
-    assert "the model returns a tensor of shape (3, 2) for 2 samples" in heard[2]
-    assert "the model returns a tensor without dimensions" in heard[3]
+        texts.append(str(caught.value))
+    assert "layer 'relu' changes the value 'a' of an earlier stage in place, and a later stage uses" in texts[0]
+    assert "the input has no rows" in texts[1]
+    assert "the model returns a tensor of shape (3, 2) for 2 samples" in texts[2]
+    assert "the model returns a tensor without dimensions" in texts[3]
 
 
 class NoGradient(torch.autograd.Function):
@@ -444,10 +444,10 @@ class FailsInBackward(nn.Module):
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_who_has_done_its_part_hears_that_another_has_not(rank):
+def test_a_rank_that_has_completed_its_part_is_notified_of_one_that_has_failed(rank):
     """The first stage failed in its last backward: the others had the loss, went on, and waited for it elsewhere; so
     did the stages of another pipeline of the mesh, and the first ranks of an evaluation that fails behind them."""
-    heard = []
+    texts = []
     mesh = phalanx.mesh(pipeline=2, data=2)
     x = torch.tensor([0.0, 0.0, 0.0, 1.0])[:, None].expand(4, 3).contiguous()
     for error, axes, zero in ((ArithmeticError, None, 0), (ArithmeticError, mesh, 0), (KeyboardInterrupt, None, 0)):
@@ -457,14 +457,14 @@ def test_who_has_done_its_part_hears_that_another_has_not(rank):
         try:
             pipe.step(given, target=given)
         except BaseException as caught:
-            heard.append(f"{type(caught).__name__}: {caught}")
+            texts.append(f"{type(caught).__name__}: {caught}")
         with pytest.raises(phalanx.ClosedError, match="an earlier step failed"):
             pipe.step(given, target=given)
     model = nn.Sequential(nn.Identity(), nn.Identity(), Watcher("raise"), nn.Identity())
     pipe = phalanx.Pipeline(model, micro_batches=4)
     with pytest.raises((ArithmeticError, phalanx.PhalanxError)) as caught:
         pipe.eval()(x)
-    (alone, in_mesh, interrupted, evaluated) = [*heard, str(caught.value)]
+    (alone, in_mesh, interrupted, evaluated) = [*texts, str(caught.value)]
     for text, first in ((alone, 0), (in_mesh, 0)):
         assert text.startswith("ArithmeticError: no gradient" if rank == first else "StageFailedError: ")
         assert "no gradient today" in text
@@ -476,7 +476,7 @@ def test_who_has_done_its_part_hears_that_another_has_not(rank):
     assert "seven is not a prime here" in evaluated
 
 
-def test_what_an_import_of_torchs_sets_in_the_environment_is_taken_back(monkeypatch):
+def test_variables_that_an_import_of_torch_sets_are_restored(monkeypatch):
     """zero_bubble's import of torch's compiler set the folder of its cache for all child processes."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.delenv(name, raising=False)

@@ -91,9 +91,9 @@ def differences(case, ranks):
         expected = train_generated_unsplit(case)
     except RuntimeError as error:
         return "refused" if "modified by an inplace operation" in str(error) else f"in one process: {error}"
-    told = [one for one in ranks if isinstance(one, str)]
-    if told:
-        if len(told) == len(ranks) and any(words in told[0] for words in REFUSALS):
+    results = [one for one in ranks if isinstance(one, str)]
+    if results:
+        if len(results) == len(ranks) and any(words in results[0] for words in REFUSALS):
             return "refused"
         return "\n".join(map(str, (one if isinstance(one, str) else "no error" for one in ranks)))
     wrong = []
@@ -137,9 +137,9 @@ def test_drawn_models_train_as_in_one_process(world_size, effort):
         cases = [draw_case(seed, world_size) for seed in range(begin, min(begin + 40, count))]
         by_rank = run_ranks(train_all, world_size, cases, timeout=110)
         for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
-            told = differences(case, ranks)
-            refused += told == "refused"
-            if told not in ("", "refused"):
-                wrong[case["seed"]] = f"{case}\n{told}"
+            results = differences(case, ranks)
+            refused += results == "refused"
+            if results not in ("", "refused"):
+                wrong[case["seed"]] = f"{case}\n{results}"
     assert not wrong, f"{len(wrong)} of {count} differ, {sorted(wrong)}; the first:\n{next(iter(wrong.values()))}"
     assert refused < count / 3 + 1

@@ -227,7 +227,7 @@ def test_groups_of_stages_are_merged_by_place_or_by_parameter():
     assert [group.names for group in merged] == [["a", "c", "d"], ["b"], ["e"]]
 
 
-def test_a_state_that_does_not_fit_is_told_by_name():
+def test_a_state_that_does_not_fit_is_reported_by_name():
     state = {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 1.0, "params": [0, 1]}]}
     assert "does not say which parameters it is of" in whole_names(state, None, ["a", "b", "c"])
     assert whole_names(state, None, ["a", "b"]) == [["a", "b"]]

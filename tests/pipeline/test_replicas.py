@@ -41,7 +41,7 @@ def dense(gradient):
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def test_replicas_average_what_was_frozen_or_is_sparse_as_one_process_does():
+def test_replicas_average_frozen_and_sparse_parameters_as_one_process_does():
     """A parameter that was frozen when the Pipeline was made was never averaged afterwards, and replicas drifted
     apart; a sparse gradient was an error inside of torch, after which the process group was gone."""
     seeds, steps = range(5), 4

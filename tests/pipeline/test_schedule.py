@@ -40,7 +40,7 @@ def test_interleaving_shortens_the_bubble_and_zero_bubble_nearly_ends_it():
     assert bubble("zero_bubble") < bubble("1f1b") / 2
 
 
-def test_1f1b_holds_as_many_micro_batches_as_it_is_stages_from_the_end():
+def test_1f1b_keeps_as_many_micro_batches_in_flight_as_there_are_stages_to_the_end():
     schedule = plan_schedule("1f1b", 4, 8)
     assert [schedule.in_flight(stage) for stage in range(4)] == [4, 3, 2, 1]
     assert [plan_schedule("gpipe", 4, 8).in_flight(stage) for stage in range(4)] == [8] * 4

@@ -172,10 +172,10 @@ def test_a_stage_without_gradients_to_send_finds_its_first_weight_too():
 
 
 def test_hooks_of_parameters_and_values_are_called_as_often_as_by_autograd():
-    heard = []
+    seen = []
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     model[0].weight.register_hook(lambda grad: grad * 3)
-    model[1].weight.register_post_accumulate_grad_hook(lambda p: heard.append(p.grad.clone()))
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     between = []
 
     def watch(layer, args, output):
@@ -192,8 +192,8 @@ def test_hooks_of_parameters_and_values_are_called_as_often_as_by_autograd():
     model.zero_grad()
     model(x).sum().backward()
     torch.testing.assert_close(mine, [p.grad for p in model.parameters()])
-    torch.testing.assert_close(heard[0], heard[1])
-    assert len(heard) == len(between) == 2
+    torch.testing.assert_close(seen[0], seen[1])
+    assert len(seen) == len(between) == 2
 
 
 def test_what_comes_before_is_added_to_in_place_and_what_is_no_tensor_of_its_own_is_left_to_autograd():
@@ -270,16 +270,16 @@ def test_a_layer_kept_out_of_autocast_gets_a_gradient_of_its_own_dtype(room):
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 @pytest.mark.parametrize("which", ["weight", "bias"])
-@pytest.mark.parametrize("told", [torch.float32, None])
-def test_gradients_of_another_dtype_than_their_parameter_are_left_to_autograd(which, told):
+@pytest.mark.parametrize("grad_dtype", [torch.float32, None])
+def test_gradients_of_another_dtype_than_their_parameter_are_left_to_autograd(which, grad_dtype):
     """Sums kept in float32 of a bfloat16 parameter: the product was added to them, or took their place."""
     for layer, shape in ((nn.Linear(6, 6), (4, 6)), (nn.Conv1d(3, 3, 1), (4, 3, 6))):
         if which == "bias" and type(layer) is nn.Linear:
             continue
         layer.bfloat16()
         parameter = getattr(layer, which)
-        parameter.grad_dtype = told
-        if told is None:
+        parameter.grad_dtype = grad_dtype
+        if grad_dtype is None:
             parameter.grad = torch.ones(parameter.shape)
         x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
         assert Weights().find([layer(x).sum()], ALL) is None
@@ -295,7 +295,7 @@ class Transposed(nn.Module):
         return x @ transposed, transposed
 
 
-def test_a_transpose_that_goes_on_to_others_brings_the_weight_their_gradient_too():
+def test_a_transpose_with_other_uses_brings_the_weight_their_gradient_too():
     """It was taken for one that the product alone uses, and what came from the next stage was lost."""
     model = Transposed()
     other, x = copy.deepcopy(model), torch.randn(4, 6, requires_grad=True)

@@ -241,7 +241,7 @@ def _losses(rank: int, folder: str) -> None:
         rpc.shutdown()
 
 
-def test_a_worker_that_is_lost_during_backward_is_named_at_the_caller_and_the_others_go_on():
+def test_a_worker_lost_during_backward_is_named_at_the_caller_and_the_others_continue():
     from phalanx.testing import RankFailed
 
     with pytest.raises(RankFailed, match="SIGKILL") as caught:
@@ -309,7 +309,7 @@ def _in_modes() -> None:
                 assert rpc.rpc_sync("w1", gradient_of_weight, (context_id,)) is None
 
 
-def test_a_mode_of_who_asks_means_no_graph_and_one_of_who_answers_means_nothing():
+def test_no_grad_of_the_caller_means_no_graph_and_a_mode_of_the_callee_means_nothing():
     """A future that another call set under no_grad lost its tensor's graph, and gradients were missing."""
     run_caller(_in_modes, 2)
 

@@ -95,6 +95,6 @@ def _copies() -> None:
         assert not rpc.rpc_sync(name, kept_is_spoilt), (name, how)
 
 
-def test_what_is_changed_there_is_not_changed_here_nor_the_other_way():
+def test_a_change_on_one_worker_does_not_reach_the_other():
     """A call to oneself shared its tensors with who called: `t.add_()` there changed the caller's."""
     run_caller(_copies, 2, timeout=60)

@@ -116,7 +116,7 @@ def test_a_host_that_is_cut_off_is_lost_for_those_on_both_sides():
     on_hosts([1, 1], _cut, joining=True)
 
 
-def test_without_a_key_workers_of_two_hosts_do_not_meet():
+def test_without_a_key_workers_of_two_hosts_do_not_join():
     with pytest.raises(RankFailed, match=r"AuthenticationError: .*there is no key to authenticate them"):
         on_hosts([1, 1], nothing, key="")
 

@@ -114,7 +114,7 @@ def _interrupt_when_begun(folder, name, num_calls):
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_heard_while_a_call_waits_and_the_next_one_works():
+def test_ctrl_c_interrupts_a_waiting_call_and_the_next_one_works():
     """`Future.wait` waits in C++, where no signal is heard: Ctrl-C came when the answer had, a minute later."""
     run_workers(_interrupt, 2)
 
@@ -175,7 +175,7 @@ def _timeouts():
                     call()
 
 
-def test_time_limits_mean_the_same_everywhere_and_what_is_none_is_refused():
+def test_timeouts_mean_the_same_everywhere_and_invalid_ones_are_refused():
     """Infinity ended init_rpc, and what is no number meant an internal error, or nothing on another worker."""
     run_caller(_timeouts, 2, options=dict(rpc_timeout=math.inf))
 

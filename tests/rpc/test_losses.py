@@ -93,7 +93,7 @@ def _use_kept():
     return _kept[0].to_here()
 
 
-def test_the_loss_of_a_worker_fails_its_calls_and_frees_what_it_held():
+def test_the_loss_of_a_worker_fails_its_calls_and_frees_its_references():
     run_workers(_lose, 3, lost=[1])
 
 
@@ -137,7 +137,7 @@ def _knows_w2():
     return current.agent().membership.find("w2") is not None
 
 
-def test_references_beside_one_whose_owner_is_lost_are_let_go_of():
+def test_references_beside_one_whose_owner_is_lost_are_released():
     """They stayed at their owners for ever, where workers join and leave."""
     run_workers(_hand_on_what_is_lost, 3, lost=[2])
 
@@ -224,7 +224,7 @@ def _same_name(rank, folder, world_size):
     rpc.init_rpc("w", rank=rank, world_size=world_size, rpc_backend_options=_options(folder))
 
 
-def test_two_workers_of_one_name_are_told():
+def test_two_workers_of_one_name_are_reported():
     with pytest.raises(RankFailed, match=r"RPC worker name is not unique: rank 0 is 'w', rank 1 is 'w'"):
         run_workers(_same_name, 2, 2)
 

@@ -55,7 +55,7 @@ def test_gradients_that_are_dense_are_not_pickled(gradients, is_pickled):
     assert bool(data[1] & orders._IS_PICKLED) == is_pickled
 
 
-def test_who_takes_part_without_gradients_hears_of_its_messages_alone():
+def test_a_worker_without_gradients_gets_its_messages_alone():
     said = send(plan=[(MESSAGE, -1)])
     assert said.gradients is None
     assert said.plan == [(MESSAGE, -1)]

@@ -60,7 +60,7 @@ def workers(num: int) -> Iterator[list[Worker]]:
             one.network.close()
 
 
-def test_many_workers_of_one_host_that_come_at_once_are_all_welcome() -> None:
+def test_many_workers_of_one_host_that_connect_at_once_are_all_accepted() -> None:
     """Of 80 that connected in the same moment the port closed some for want of room, and they gave it up as lost."""
     with workers(41) as (asked, *others):
         for number, one in enumerate(others):
@@ -128,7 +128,7 @@ def test_frames_sent_before_the_answer_to_the_hello_are_sent_once_and_in_order(
     }
 
 
-def test_a_worker_with_another_key_is_told_so_after_some_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_with_another_key_gets_the_reason_after_some_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_module, "_REFUSED_S", 0.5)
     asked, asking = Worker(0), Worker(1, Key(bytes(32)))
     asking.network.connect(asked.me)
@@ -139,7 +139,7 @@ def test_a_worker_with_another_key_is_told_so_after_some_tries(monkeypatch: pyte
         one.network.close()
 
 
-def test_a_port_where_nobody_listens_any_more_is_told_at_once() -> None:
+def test_a_port_where_nobody_listens_any_more_is_reported_at_once() -> None:
     gone, asking = Worker(0), Worker(1)
     gone.network.close()
     asking.network.connect(gone.me)

@@ -346,7 +346,7 @@ def _peek(sock):
         return b""
 
 
-def test_answers_that_had_come_are_handed_out_after_the_end_of_who_gave_them():
+def test_received_answers_are_returned_after_the_end_of_their_worker():
     """Calls that had arrived but not run were dropped when the server ended, and their caller saw a lost worker."""
     run_workers(_ends, 2, lost=[1])
 
@@ -358,7 +358,7 @@ def test_frames_that_make_no_sense_lose_the_worker_whoever_reads_them(over_line)
 
 
 @pytest.mark.slow
-def test_the_thread_that_waits_reads_and_nobody_who_is_stuck_keeps_others_waiting():
+def test_the_waiting_thread_reads_and_a_stuck_one_delays_no_other():
     run_caller(_all, 2, timeout=120)
 
 
@@ -378,7 +378,7 @@ def test_a_function_is_found_by_name_as_long_as_it_is_there(monkeypatch):
         serialization.serialize_call((first, (), {}), None)
 
 
-def test_what_is_no_function_of_a_module_is_pickled_with_its_arguments():
+def test_a_callable_that_is_no_function_of_a_module_is_pickled_with_its_arguments():
     """A bound method's object may be among the arguments: it must be the same one there."""
     items = [1]
     payload = serialization.serialize_call((items.append, (items,), {}), None)

@@ -160,7 +160,7 @@ def test_a_remote_module_is_used_as_pytorchs_is() -> None:
     assert run_workers(_use_it, 2)[0]
 
 
-def test_its_methods_take_what_those_of_pytorchs_take() -> None:
+def test_its_methods_have_pytorchs_arguments() -> None:
     for name in ("__init__", "init_from_module_rref", "remote_parameters", "get_module_rref"):
         theirs = [each for each in inspect.signature(getattr(Theirs, name)).parameters if not each.startswith("_")]
         assert list(inspect.signature(getattr(rpc.RemoteModule, name)).parameters) == theirs

@@ -67,7 +67,7 @@ def _segments(rank: int, folder: str) -> int:
 
 
 @pytest.mark.slow
-def test_memory_that_is_given_back_is_unmapped_by_all_who_had_it():
+def test_a_freed_segment_is_unmapped_by_all_receivers():
     """Only the worker that had a segment last heard that it was given back; others kept it mapped, without bound."""
     assert run_workers(_segments, 3, timeout=60)[0] > 20
 

@@ -54,14 +54,14 @@ def test_workers_of_phalanx_run_find_each_other_without_an_address(tmp_path: Pat
         ({"name": "w", "rpc_backend_options": 3}, TypeError, "must be an instance of RpcBackendOptions"),
     ],
 )
-def test_a_wrong_start_is_told_at_the_door(arguments, error, text, monkeypatch):
+def test_wrong_arguments_of_init_rpc_are_refused_on_entry(arguments, error, text, monkeypatch):
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(error, match=text):
         rpc.init_rpc(**arguments)
 
 
-def test_wrong_options_are_told():
+def test_wrong_options_are_refused():
     for wrong in ({"num_worker_threads": 0}, {"rpc_timeout": -3}, {"max_calls_in_flight": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             rpc.RpcBackendOptions(**wrong)

@@ -27,7 +27,7 @@ def test_every_state_leads_to_the_last_one_and_no_state_to_an_earlier_one():
 
 
 @pytest.mark.parametrize(("old", "new"), [(a, b) for a in AgentState for b in AgentState if b not in TRANSITIONS[a]])
-def test_an_agent_takes_no_other_way(old, new):
+def test_an_agent_refuses_any_other_transition(old, new):
     agent = object.__new__(Agent)
     agent.state = old
     with pytest.raises(AssertionError):

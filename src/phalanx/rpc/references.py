@@ -10,10 +10,6 @@
 
 A fork is the RRef object of one worker. An object lives as long as it has forks, or its owner itself has an RRef to it.
 No lock is acquired while the user's code may run. The forks of a lost worker are dropped.
-
-    an OwnedObject    forks of others    next
-    expected          some or none       made; or failed: the worker that should make it is lost
-    made              some or none       dropped, with its last fork
 """
 
 from __future__ import annotations

@@ -95,13 +95,8 @@ class Caller(Protocol):
 class LineAnswer:
     """A `LineAnswer` is the answer of a call over a line. The thread that waits for it reads the line itself.
 
-    pending    `_line`: the thread reads          ──► resolved, failing, abandoned
-    failing    `_make_error` as well: another     ──► resolved: the answer is there all the same, and is dropped or used
-               thread has claimed the call            abandoned: the reader reads the answer, if it arrives
-    resolved   no `_line`, but a result or error
-    abandoned  no `_line`: the call failed, or its thread was interrupted
-
-    Whoever has claimed the call (`Call.claim`) completes it.
+    One thread completes the call: the one that has claimed it (`Call.claim`). If another thread has, it calls `fail`;
+    then the waiting thread raises that error, and the reader reads a late answer.
     """
 
     __slots__ = ("_call", "_callback", "_caller", "_line", "_make_error", "_result")

@@ -61,12 +61,9 @@ class Call:
 
 
 class Callee:
-    """`Callee` is a worker that this one calls, and the calls that it has yet to answer.
+    """A `Callee` is a worker that this one calls, and the calls that it has yet to answer.
 
-    unconnected ── `connect` ──► connected ── its end ──► lost        `connection`; `lost` says why
-         ╰────────────────────── its end ──────────────────▲
-
-    A lost callee has no connection.
+    It has no connection before the first call, and none once it is lost.
     """
 
     def __init__(self, member: WorkerAddress, most_calls: int, most_bytes: int) -> None:
