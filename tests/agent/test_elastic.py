@@ -15,8 +15,8 @@ from phalanx._job.agent.elastic_actions import (
     GiveUp,
     Retire,
     Say,
+    SendGeneration,
     SendToRank,
-    TellGeneration,
     plan_message,
 )
 from phalanx._job.agent.failure import ExceptionReport, Exit
@@ -64,7 +64,7 @@ def words(actions: list[ElasticAction] | None) -> str:
 def recover(elastic: Elastic, slot: int, pid: int, step: int = -1) -> str:
     """The replacement comes, and all are in the new generation."""
     elastic.on_started(slot, pid)
-    assert say(elastic, slot, "elastic") == [TellGeneration(slot)]
+    assert say(elastic, slot, "elastic") == [SendGeneration(slot)]
     said = ""
     for other in elastic.members:
         said += words(say(elastic, other, "regrouped", 1.5, generation=elastic.generation.number))
@@ -119,7 +119,7 @@ def test_one_more_lost_while_the_others_regroup_begins_the_next_generation() -> 
     assert begun(actions).generation.parts[0].forked == (2,)  # and is not forked twice
     assert begun(actions).holders == (0,)
     elastic.on_started(1, 201)
-    assert say(elastic, 1, "elastic", generation=1) == [TellGeneration(1)]
+    assert say(elastic, 1, "elastic", generation=1) == [SendGeneration(1)]
     assert say(elastic, 1, "regrouped", generation=1) == []
     assert recover(elastic, 2, 202).startswith("phalanx run: 3 ranks go on")
 
@@ -400,7 +400,7 @@ def test_who_asks_is_told_that_it_is_worth_waiting_or_that_it_is_not() -> None:
     say(elastic, 0, "lost", generation=0)
     assert say(elastic, 0, "waiting", generation=0) == [SendToRank(0, {"kind": "wait"})]
     lose(elastic, 1)
-    assert say(elastic, 0, "waiting", generation=0) == [TellGeneration(0)]
+    assert say(elastic, 0, "waiting", generation=0) == [SendGeneration(0)]
 
 
 def test_who_was_spared_and_is_still_silent_is_killed_when_the_others_ask_again() -> None:

@@ -102,7 +102,7 @@ def test_a_rank_that_another_has_lost_is_looked_for_before_its_end_is_reported(
         os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)  # it stays a zombie
         ranks.ranks.on_time(time.monotonic())
         assert ranks.decided == [], "nobody has said that a rank is lost"
-        ranks.ranks.hear_of_loss()
+        ranks.ranks.on_reported_loss()
         ranks.ranks.on_time(time.monotonic())
         begun = [action for action in ranks.decided if isinstance(action, BeginGeneration)]
         assert [sorted(each.holders) for each in begun] == [[0, 2]]

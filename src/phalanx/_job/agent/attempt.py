@@ -36,8 +36,8 @@ from phalanx._job.agent.elastic_actions import (
     PrepareHost,
     Retire,
     Say,
+    SendGeneration,
     SendToRank,
-    TellGeneration,
 )
 from phalanx._job.agent.elastic_links import ElasticLinks
 from phalanx._job.agent.failure import ExceptionReport, Exit, summarise
@@ -49,7 +49,7 @@ from phalanx._job.agent.rank_numbers import RankNumbers
 from phalanx._job.agent.requests import Requests
 from phalanx._job.agent.silent_ranks import SilentRanks
 from phalanx._job.agent.stragglers import describe_stragglers
-from phalanx._job.agent.supervision import Action, Kill, Supervision, Tell, decide_hold_s
+from phalanx._job.agent.supervision import Action, Kill, Supervision, Tell, decide_delay_s
 from phalanx._job.agent.target import is_elastic
 
 _READ_S = 0.05  # while output floods in, signals and events are handled this often
@@ -125,9 +125,9 @@ class Attempt:
             Source(self._read_output, lambda: host.pump.pipes),
             Source(lambda ready: self.link.receive(ready), lambda: self.link.fds, due=lambda: self.link.due),
             Source(self._requests.receive, lambda: host.agent_socket.fds),
-            Source(self._hear_links, lambda: links.fds, lambda: links.waiting),
-            Source(self._hear_reports, lambda: (self.ranks.reports.fileno(),)),
-            Source(self.ranks.hear_zygote, self._control_fds, self._waiting_control_fds),
+            Source(self._receive_from_links, lambda: links.fds, lambda: links.waiting),
+            Source(self._receive_reports, lambda: (self.ranks.reports.fileno(),)),
+            Source(self.ranks.receive_events, self._control_fds, self._waiting_control_fds),
             Source(self._on_turn, due=self._find_due),
             host.watch_display(),
         )
@@ -157,7 +157,7 @@ class Attempt:
                 if time.monotonic() > end:
                     return
 
-    def _hear_links(self, ready: set[int]) -> None:
+    def _receive_from_links(self, ready: set[int]) -> None:
         for fd in self.links.waiting:
             if fd in ready:
                 self.links.send_waiting(fd)
@@ -171,9 +171,9 @@ class Attempt:
 
     def hear_ranks(self) -> None:
         """Process all messages that elastic ranks of this host have sent until now."""
-        self._hear_links(set(self.links.fds))
+        self._receive_from_links(set(self.links.fds))
 
-    def _hear_reports(self, ready: set[int]) -> None:
+    def _receive_reports(self, ready: set[int]) -> None:
         if self.ranks.reports.fileno() in ready:
             self.ranks.read_reports()
 
@@ -262,7 +262,7 @@ class Attempt:
             self.elastic.note_early_loss(exit)
         if actions is None:
             if self.elastic.has_trained:  # the others work alone now, perhaps saving, and may take their time
-                self.state.settle_s = self.state.shutdown_timeout_s
+                self.state.report_grace_s = self.state.shutdown_timeout_s
             self.do(self.state.on_exit(exit))
             return
         self.ranks.processes.lose(exit)
@@ -285,7 +285,7 @@ class Attempt:
     def on_rank_message(self, rank: int, pid: int, message: dict[str, Any]) -> None:
         """Process a message of an elastic rank of any host."""
         if message.get("kind") == "lost":
-            self.ranks.hear_of_loss()
+            self.ranks.on_reported_loss()
         self.do_elastic(self.elastic.on_message(rank, pid, message, time.monotonic()))
         self.link.on_rank_message(rank, pid, message)
 
@@ -313,7 +313,7 @@ class Attempt:
             if self.state.phase == "running":
                 self.do_elastic([self.elastic.give_up()])  # lost ranks are not replaced any more
             if self.state.phase == "killing":  # the third signal ends all patience
-                self.ranks.give_up_zygote()
+                self.ranks.kill_zygote()
                 return
         running = len(self.state.running)
         actions = self.state.on_signal(number, time.monotonic())
@@ -349,9 +349,9 @@ class Attempt:
             if isinstance(action, BeginGeneration):
                 self.begin_generation(action)
             elif isinstance(action, SendToRank):
-                self.state.told_to_end = self.state.told_to_end or action.message["kind"] == "end"
+                self.state.is_saving = self.state.is_saving or action.message["kind"] == "end"
                 self.send_to_rank(action.slot, action.message)
-            elif isinstance(action, TellGeneration):
+            elif isinstance(action, SendGeneration):
                 self.tell_generation(action.slot)
             elif isinstance(action, Evict):
                 self.send_signal(signal.SIGKILL, (action.slot,), group=True)
@@ -390,7 +390,7 @@ class Attempt:
             except OSError as error:
                 self.do_elastic(self.elastic.on_unforked(rank, limits.explain(error), time.monotonic()) or [])
                 return
-            self.host.zygote.let_go_of_lost(rank)
+            self.host.zygote.continue_without(rank)
         for rank in part.slots:
             if rank not in part.forked:
                 self.tell_generation(rank)
@@ -408,8 +408,8 @@ class Attempt:
 
     def send_signal(self, signum: int, ranks: tuple[int, ...], *, group: bool, is_relayed: bool = False) -> None:
         """Send a signal to ranks of any host; skip ranks that receive a relayed signal from outside as well."""
-        hold_s = decide_hold_s(signum, came_here=signum in self.host.received) if is_relayed else None
-        self.ranks.send_signal(signum, ranks, group=group, hold_s=hold_s)
+        delay_s = decide_delay_s(signum, came_here=signum in self.host.received) if is_relayed else None
+        self.ranks.send_signal(signum, ranks, group=group, delay_s=delay_s)
         if not is_relayed or signum in ENDING_SIGNALS:  # others are for the host where they came
             self.link.send_signal(signum, ranks, group=group, is_relayed=is_relayed)
 
@@ -521,7 +521,7 @@ class Flights:
             if len(group_info.ranks) == len(group_info.pids) and len(fds) == 1:
                 observer = Observer(group_info, fds[0])
                 kept = fds[0]
-                self._let_go_of_ended(lost)
+                self._close_ended(lost)
                 self._observed.append(observer)
         except (ImportError, KeyError, TypeError, ValueError, OverflowError, OSError):
             pass  # another version of Phalanx in the ranks, or a foreign file: the job continues unobserved
@@ -545,7 +545,7 @@ class Flights:
         self._observed.clear()
         self._ended.clear()
 
-    def _let_go_of_ended(self, lost: Collection[int]) -> None:
+    def _close_ended(self, lost: Collection[int]) -> None:
         """Close the memory of groups that are over, to make room for one more."""
         kept = []
         for index, observer in enumerate(self._observed):

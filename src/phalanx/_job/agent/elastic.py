@@ -36,8 +36,8 @@ from phalanx._job.agent.elastic_actions import (
     LostRank,
     Retire,
     Say,
+    SendGeneration,
     SendToRank,
-    TellGeneration,
     read_int,
     refuse,
 )
@@ -176,7 +176,7 @@ class Elastic:
             return self._on_regrouped(member, generation, now)
         elif kind == "lost":
             disagrees, error = message.get("disagrees") is True, str(message.get("error", ""))
-            return self._on_told_loss(member, generation, (disagrees, error), now)
+            return self._on_reported_loss(member, generation, (disagrees, error), now)
         elif kind == "waiting":
             return self._on_waiting(member, generation, now)
         elif kind == "finished":
@@ -303,7 +303,7 @@ class Elastic:
             return []
         members = self.members.values()
         actions: list[ElasticAction] = [
-            refuse(member.slot, _HAS_ENDED) for member in members if member.has_lost >= self.generation.number
+            refuse(member.slot, _HAS_ENDED) for member in members if member.lost_generation >= self.generation.number
         ]
         if finisher.generation < self.generation.number and not self._outrun:
             self._outrun = True
@@ -315,7 +315,7 @@ class Elastic:
         """Answer a rank that came to a generation which will never form. Who came to join leaves; a replacement fails,
         as the rank that it replaces did.
         """
-        if any(lost.slot == member.slot for lost in self._newest_told):
+        if any(lost.slot == member.slot for lost in self._newest_losses):
             return [refuse(member.slot, _HAS_ENDED)]
         said = f"phalanx run: rank {self.rank_of(member.slot)} leaves: it came when the training had ended"
         return [Say(said), SendToRank(member.slot, LEAVE)]
@@ -331,7 +331,7 @@ class Elastic:
             return [SendToRank(member.slot, self._ending)]
         if self._outrun and not member.holds_state:
             return self._turn_away(member)
-        return [TellGeneration(member.slot)] if self.generation.number and not self._exits else []
+        return [SendGeneration(member.slot)] if self.generation.number and not self._exits else []
 
     def _on_regrouped(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
         member.generation = generation
@@ -340,25 +340,25 @@ class Elastic:
             return []
         if self.phase is ElasticPhase.GIVEN_UP:
             return []
-        lost = self._newest_told
+        lost = self._newest_losses
         return [Say(describe_regrouped(lost, len(self.members), now))] if lost else []
 
     @property
-    def _newest_told(self) -> tuple[LostRank, ...]:
+    def _newest_losses(self) -> tuple[LostRank, ...]:
         number = self.generation.number
         return tuple(lost for lost in self.losses if lost.generation == number - 1)
 
-    def _on_told_loss(
+    def _on_reported_loss(
         self, member: ElasticRank, generation: int, told: tuple[bool, str], now: float
     ) -> list[ElasticAction]:
         """Note that a rank has left a generation. If no process has ended, it waits for those that have not left it."""
-        member.has_lost = max(member.has_lost, generation)
+        member.lost_generation = max(member.lost_generation, generation)
         if why := self._find_no_generation():
             return [refuse(member.slot, why)]
         if generation != self.generation.number or self._exits or not self.active:
             return []
         member.told = member.told or told
-        silent = [other for other in self.members.values() if other.has_lost < generation]
+        silent = [other for other in self.members.values() if other.lost_generation < generation]
         if not silent:
             self._repetition.on_loss()
             all_told = [other.told for other in self.members.values() if other.told is not None]
@@ -367,7 +367,7 @@ class Elastic:
             return self._decide(now, ALL_LEFT)
         self._set_due_silent(member, silent, now)
         for other in self.members.values():
-            if other.has_lost >= generation and other.report is None:
+            if other.lost_generation >= generation and other.report is None:
                 other.due = None
         return []
 
@@ -381,12 +381,12 @@ class Elastic:
     def _on_waiting(self, member: ElasticRank, generation: int, now: float) -> list[ElasticAction]:
         """Answer a rank that waits for a generation after this one, so that it does not wait in vain."""
         if generation < self.generation.number and not self._exits:
-            return [TellGeneration(member.slot)]
+            return [SendGeneration(member.slot)]
         if why := self._find_no_generation():
             return [refuse(member.slot, why)]
         # a rank that was not killed before may still be silent
-        if self.active and not self._exits and member.has_lost >= generation:
-            silent = [other for other in self.members.values() if other.has_lost < generation]
+        if self.active and not self._exits and member.lost_generation >= generation:
+            silent = [other for other in self.members.values() if other.lost_generation < generation]
             self._set_due_silent(member, silent, now)
         return [SendToRank(member.slot, {"kind": "wait"})]
 

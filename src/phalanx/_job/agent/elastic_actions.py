@@ -43,7 +43,7 @@ class SendToRank:
 
 
 @dataclass(frozen=True)
-class TellGeneration:
+class SendGeneration:
     """Tell the rank with this slot the current generation, which it has missed."""
 
     slot: int
@@ -113,7 +113,7 @@ class DropHost:
 ElasticAction = (
     BeginGeneration
     | SendToRank
-    | TellGeneration
+    | SendGeneration
     | Evict
     | Continue
     | Abandon

@@ -23,7 +23,7 @@ class ElasticRank:
     step: int = -1
     min_ranks: int = 1
     wait_s: float = 0.0
-    has_lost: int = -1  # the latest generation that it has reported as over
+    lost_generation: int = -1  # the latest generation that it has reported as over
     progress: dict[str, Any] = field(default_factory=dict)
     report: ExceptionReport | None = None  # its report, if it is about to end
     told: tuple[bool, str] | None = None  # of its loss: whether the ranks disagreed, and its error

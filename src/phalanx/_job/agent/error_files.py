@@ -95,7 +95,7 @@ def read_report(path: str, rank: int, pid: int, ended_at: float) -> ExceptionRep
     return ExceptionReport(rank, pid, min(written, ended_at), types, summary, "", traceback, path)
 
 
-def hand_up(path: str, own: str, exit_code: int) -> None:
+def copy_error_file(path: str, own: str, exit_code: int) -> None:
     """Copy the error to `own`, the error file that the starter of this command has named for it; never raises.
 
     As under torchrun, the field `errorCode` is set to the process's exit code (minus the signal that ended it).

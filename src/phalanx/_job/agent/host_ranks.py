@@ -30,7 +30,7 @@ from phalanx.errors import LaunchError
 _MAX_REPORT_BYTES = 1 << 18
 _MAX_REPORTS = 256
 _FORKS_AHEAD = 8  # how many ranks the zygote may be asked to fork ahead, with descriptors in transit
-_MAX_STILLBORN = 3
+_MAX_FAILED_ZYGOTES = 3
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dri")  # of the drivers of NVIDIA, AMD and others
 
 
@@ -79,8 +79,8 @@ class HostRanks:
         self._reported: set[int] = set()  # processes that have reported their failure
         self._early: list[ExceptionReport] = []  # reports of ranks that the zygote has forked but not announced yet
         self._next = 0  # how many were forked
-        self._looks_for_ends = False
-        self._stillborn = 0  # how many zygotes in a row died before a rank was asked of them
+        self._checks_exits = False
+        self._num_failed_zygotes = 0  # how many zygotes in a row died before a rank was asked of them
         self._zygote_is_new = False  # the current zygote has replaced another one, and has not forked yet
         self._sweep_due: float | None = None
         self.is_swept = False
@@ -144,21 +144,21 @@ class HostRanks:
         reports = self._rank_reports.fileno()
         self.processes.fork(rank, environment, cpus, reports, self._host.zygote, self._host.pump)
 
-    def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool, hold_s: float | None = None) -> None:
+    def send_signal(self, signum: int, ranks: Iterable[int], *, group: bool, delay_s: float | None = None) -> None:
         """Send a signal to those of `ranks` that are on this host.
 
-        `hold_s`: for a signal from outside, how long the zygote waits to see whether every process of the job receives
+        `delay_s`: for a signal from outside, how long the zygote waits to see whether every process of the job receives
         it.
         """
         own = [rank for rank in ranks if rank in self._place.ranks]
         zygote = self._host.zygote
-        if hold_s is None or self._zygote_is_new or zygote.control.gone:  # a new one may import for seconds
+        if delay_s is None or self._zygote_is_new or zygote.control.gone:  # a new one may import for seconds
             zygote.signal(signum, own, group=group)
             self._host.adopted.signal(signum, own, group=group)
         else:
-            zygote.relay(signum, own, group=group, hold_s=hold_s)
+            zygote.relay(signum, own, group=group, delay_s=delay_s)
 
-    def give_up_zygote(self) -> None:
+    def kill_zygote(self) -> None:
         """Kill the zygote, and with it the ranks; the agent kills the processes that they leave behind."""
         self._host.zygote.kill()
         self.zygote_given_up = self.zygote_lost = True
@@ -180,10 +180,10 @@ class HostRanks:
 
     def on_time(self, now: float) -> None:
         """Kill a zygote that has not swept in time, and look for ends that were not reported yet."""
-        if self._looks_for_ends:
-            self._find_ends()
+        if self._checks_exits:
+            self._find_exits()
         if self._sweep_due is not None and now > self._sweep_due and not self.is_swept:
-            self.give_up_zygote()
+            self.kill_zygote()
 
     def read_reports(self) -> None:
         """Read reports for a short while at most, so that a flood of them does not hold up the rest."""
@@ -196,11 +196,11 @@ class HostRanks:
             if report is None:
                 continue
             if report.rank in self.processes.pids:
-                self._take_report(report)
+                self._forward_report(report)
             elif report.rank in self._place.ranks and len(self._early) < _MAX_REPORTS:
                 self._early.append(report)
 
-    def _take_report(self, report: ExceptionReport) -> None:
+    def _forward_report(self, report: ExceptionReport) -> None:
         # the script may have passed the descriptor on, to a child or as a file of its own: only ranks count
         if self.processes.pids.get(report.rank) == report.pid:
             self._reported.add(report.pid)
@@ -216,7 +216,7 @@ class HostRanks:
         if report is not None:
             self._listener.on_own_report(report)
 
-    def hear_zygote(self, ready: set[int]) -> None:
+    def receive_events(self, ready: set[int]) -> None:
         """Process the zygote's events, and its end."""
         control = self._host.zygote.control
         if control.fileno() not in ready:
@@ -225,7 +225,7 @@ class HostRanks:
         for event in control.receive_available():
             self._on_event(event.content)
         if control.gone:
-            self._lose_zygote()
+            self._replace_zygote()
 
     def _on_event(self, event: dict[str, Any]) -> None:
         self._zygote_is_new = False
@@ -236,7 +236,7 @@ class HostRanks:
             early, self._early = self._early, []
             for report in early:
                 if report.rank == event["rank"]:
-                    self._take_report(report)
+                    self._forward_report(report)
                 else:
                     self._early.append(report)
         elif event["event"] == "unforked":
@@ -256,7 +256,7 @@ class HostRanks:
             if self._state.phase == "running":
                 self._host.zygote.keep_spare()
 
-    def _lose_zygote(self) -> None:
+    def _replace_zygote(self) -> None:
         """Start another zygote after one has ended, if the ranks outlive it; else end the job."""
         zygote, adopted = self._host.zygote, self._host.adopted
         ranks = {pid: rank for rank, pid in self.processes.pids.items() if self._state.is_running(rank)}
@@ -273,7 +273,7 @@ class HostRanks:
             return
         status = zygote.wait_exit()
         how = name_signal(-status) if status < 0 else f"exit code {status}"
-        self._stillborn = 0 if zygote.has_forked else self._stillborn + 1
+        self._num_failed_zygotes = 0 if zygote.has_forked else self._num_failed_zygotes + 1
         who = f"the zygote (pid {zygote.pid}), from which the ranks are forked,"
         said = f"phalanx run: {who} ended: {how}. The ranks go on"
         adopted.adopt(zygote.pid, {pid: rank for pid, rank in ranks.items() if pid not in adopted})
@@ -282,8 +282,8 @@ class HostRanks:
         )
         zygote.control.close()
         try:
-            if self._stillborn == _MAX_STILLBORN:
-                raise OSError(f"{self._stillborn} in a row have ended like this")
+            if self._num_failed_zygotes == _MAX_FAILED_ZYGOTES:
+                raise OSError(f"{self._num_failed_zygotes} in a row have ended like this")
             self._host.zygote = zygote.start_another(adopted.sessions)
             self._zygote_is_new = True
         except OSError as error:
@@ -294,7 +294,7 @@ class HostRanks:
             self._host.display.say(f"{said}; {then}")
             for rank in self._elastic.awaited:  # ranks that the old zygote was asked to fork, and has not reported
                 self.fork(rank)
-                self._host.zygote.let_go_of_lost(rank)
+                self._host.zygote.continue_without(rank)
             self._host.zygote.keep_spare()
         self._reap_adopted()
 
@@ -320,17 +320,17 @@ class HostRanks:
         for end in ends:
             self._listener.on_ended(end.rank, end.pid, end.status, end.at)
 
-    def hear_of_loss(self) -> None:
+    def on_reported_loss(self) -> None:
         """Record that a rank reports the loss of another: check for ended processes in this turn of the loop."""
         self._host.zygote.wake()  # a stopped zygote would not report the rank's end
-        self._looks_for_ends = not any(map(os.path.exists, _DEVICES))
+        self._checks_exits = not any(map(os.path.exists, _DEVICES))
 
-    def _find_ends(self) -> None:
+    def _find_exits(self) -> None:
         """Take ranks that are being ended for ended, before the kernel has freed their memory.
 
         This is not done on a host with devices, since a replacement may need the same device's memory.
         """
-        self._looks_for_ends = False
+        self._checks_exits = False
         for rank, pid in list(self.processes.pids.items()):
             survives = self._state.phase == "running" and self._elastic.claims(rank, pid)
             status = find_exit_status(read_stat(pid)) if survives else None

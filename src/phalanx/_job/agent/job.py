@@ -18,14 +18,13 @@ from phalanx._job.agent import limits
 from phalanx._job.agent.attempt import Attempt
 from phalanx._job.agent.elastic import BELOW_MINIMUM_EXIT_CODE, ElasticPhase
 from phalanx._job.agent.elastic_actions import LostRank
-from phalanx._job.agent.error_files import VARIABLE, ErrorFiles, hand_up
+from phalanx._job.agent.error_files import VARIABLE, ErrorFiles, copy_error_file
 from phalanx._job.agent.failure import RankFailure, describe_failures
 from phalanx._job.agent.folder import JobFolder
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.job_result import JobResult
 from phalanx._job.agent.plan import JobPlan
 from phalanx._job.agent.supervision import Supervision
-from phalanx._job.agent.target import find_local_rank_flag
 from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx._job.inspect.agent_socket import AgentSocket
 from phalanx._job.inspect.flight.files import write_flight
@@ -106,8 +105,7 @@ def opened_host(
     folder = JobFolder(plan.command_environment)
     host.errors = ErrorFiles(logs.attempts or folder.path)
     try:
-        flag = find_local_rank_flag(plan.settings.target) if plan.settings.local_rank_argument else ""
-        zygote.assign(plan.settings.target, folder.path, flag)
+        zygote.assign(folder.path)
         if logs.streams:
             display.say(f"phalanx run: --redirects and --tee write to {logs.attempts}")
         folder.remove_others()  # the zygote is busy meanwhile
@@ -282,7 +280,7 @@ def _conclude(plan: JobPlan, host: HostResources, attempt: Attempt, flight: Flig
                 f"phalanx run: {ranks} ended with exit code {code} (EX_TEMPFAIL): start the job again later"
             )
         return code
-    _hand_up_error(plan, state.failures[0])
+    _copy_error_file(plan, state.failures[0])
     if plan.result_path:
         text = _describe_failures(attempt, flight)
         JobResult(attempt.place.world_size, state.failures[0].rank, text).write(plan.result_path)
@@ -297,11 +295,11 @@ def _find_orderly_code(state: Supervision) -> int:
     return max((end.status for end in state.exits.values()), default=0)
 
 
-def _hand_up_error(plan: JobPlan, first: RankFailure) -> None:
+def _copy_error_file(plan: JobPlan, first: RankFailure) -> None:
     """Write the first failed rank's error file to the file that a scheduler named for this."""
     own = plan.command_environment.get(VARIABLE)
     if own and first.report is not None and first.report.error_file:
-        hand_up(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
+        copy_error_file(first.report.error_file, own, first.exit.status if first.exit is not None else 1)
 
 
 def _report_failures(host: HostResources, attempt: Attempt, flight: Flight) -> None:

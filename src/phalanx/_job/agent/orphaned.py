@@ -18,12 +18,12 @@ _TELL_S = 15.0  # if the first host cannot be reached in that time, it finds out
 
 
 def describe_membership(client: Client) -> dict[str, Any]:
-    """Return the data that the zygote needs for `tell_first_host`."""
+    """Return the data that the zygote needs for `notify_first_host`."""
     key = str(client.key) if client.key is not None else ""
     return {"address": str(client.address), "key": key, "member": client.member, "job": client.job}
 
 
-def tell_first_host(membership: Mapping[str, Any], agent: int) -> None:
+def notify_first_host(membership: Mapping[str, Any], agent: int) -> None:
     """Tell the coordinator that the agent has died; never raises if that fails."""
     key = Key.parse(membership["key"]) if membership["key"] else None
     with (

@@ -88,7 +88,7 @@ class Requests:
             return
         for fd in request.fds:
             os.close(fd)
-        zygote.let_go_of_lost(rank)
+        zygote.continue_without(rank)
         zygote.warm_up()
         zygote.keep_spare()
         welcome = {"kind": "welcome", "generation": attempt.numbers.generation}

@@ -52,7 +52,7 @@ class Tell:
 Action = Signal | Kill | Tell
 
 
-def decide_hold_s(signum: int, *, came_here: bool) -> float:
+def decide_delay_s(signum: int, *, came_here: bool) -> float:
     """Return how long a host holds a signal from outside, which may be on its way to every process of the job.
 
     A scheduler sends SIGTERM to other hosts a moment later.
@@ -77,9 +77,9 @@ class Supervision:
     interrupted: int | None = None
     killed: tuple[int, ...] = ()  # the ranks that outlived the grace period
     overdue: tuple[int, ...] = ()  # the ranks that outlived the first to end by more than the exit timeout
-    settle_s: float = REPORT_GRACE_S
+    report_grace_s: float = REPORT_GRACE_S
     is_alone: bool = True  # no rank is on another host
-    told_to_end: bool = False  # the ranks of an elastic job save their state, and end, without a time limit
+    is_saving: bool = False  # the ranks of an elastic job save their state, and end, without a time limit
     phase: str = "running"
     next_due: float | None = None
     _first_end: float | None = None
@@ -173,8 +173,8 @@ class Supervision:
         self.interrupted = signum
         if signum == signal.SIGPIPE:
             return self._stop(signal.SIGTERM, now)
-        hold_s = decide_hold_s(signum, came_here=self.is_alone)
-        return self._stop(signum, now, hold_s)
+        delay_s = decide_delay_s(signum, came_here=self.is_alone)
+        return self._stop(signum, now, delay_s)
 
     def on_time(self, now: float) -> list[Action]:
         """Execute what is due; the agent calls this at `next_due`."""
@@ -211,19 +211,19 @@ class Supervision:
         return [Tell(now - self._last_end)]
 
     def _settle(self, now: float, span_s: float = 0.0) -> list[Action]:
-        if self.phase == "running" and not self.told_to_end:
-            self.phase, self.next_due = "settling", now + max(span_s, self.settle_s)
+        if self.phase == "running" and not self.is_saving:
+            self.phase, self.next_due = "settling", now + max(span_s, self.report_grace_s)
         return []
 
-    def _stop(self, signum: int, now: float, hold_s: float | None = None) -> list[Action]:
-        """Send `signum` to the ranks; the grace period begins after `hold_s`, for which the zygote may hold it."""
-        self.phase, self.next_due = "stopping", now + (hold_s or 0.0) + self.shutdown_timeout_s
+    def _stop(self, signum: int, now: float, delay_s: float | None = None) -> list[Action]:
+        """Send `signum` to the ranks; the grace period begins after `delay_s`, for which the zygote may hold it."""
+        self.phase, self.next_due = "stopping", now + (delay_s or 0.0) + self.shutdown_timeout_s
         self.sent.setdefault(signum, now)
         # Ctrl-C goes to whole groups, as a terminal sends it: programs expect that. Other signals go to the rank alone,
         # which must get the chance to stop its own children in order. A rank that reported is ending already.
         ranks = tuple(rank for rank in self.running if rank not in self.reports)
         is_for_group = signum == signal.SIGINT
-        return [Signal(signum, ranks, is_for_group, is_relayed=hold_s is not None)] if ranks else []
+        return [Signal(signum, ranks, is_for_group, is_relayed=delay_s is not None)] if ranks else []
 
     def _kill(self, now: float) -> list[Action]:
         self.phase, self.next_due = "killing", None

@@ -34,7 +34,7 @@ import phalanx
 from phalanx._base.processes import STACKS_SIGNAL, die_with_parent
 from phalanx._job.agent.folder import use_in_rank
 from phalanx._job.agent.reporter import Reporter
-from phalanx._job.agent.target import BYTECODE_HEADER, JobTarget, Kind, find_form
+from phalanx._job.agent.target import BYTECODE_HEADER, JobTarget, find_form
 from phalanx._job.agent.title import set_command
 
 _OUR_FDS = 8  # we use this many numbers at the upper end of a rank's descriptor range
@@ -58,22 +58,18 @@ class Assignment:
     rank: int
     environment: dict[str, str]
     cpus: list[int]
-    kind: Kind
-    name: str
-    arguments: list[str]
-    folder: str
-    local_rank_flag: str = ""
+    target: JobTarget
+    folder: str  # the job's temporary folder
 
-    @property
-    def target(self) -> JobTarget:
-        """Return the script, module or program of the rank, with the argument for its local rank if it takes one.
 
-        As torchrun does, it replaces `${local_rank}` in the arguments by the local rank, and `$$` by a dollar sign.
-        """
-        local_rank = self.environment["LOCAL_RANK"]
-        told = [f"{self.local_rank_flag}={local_rank}"] if self.local_rank_flag else []
-        given = [Template(argument).safe_substitute(local_rank=local_rank) for argument in self.arguments]
-        return JobTarget(self.kind, self.name, (*told, *given))
+def fill_in_local_rank(target: JobTarget, local_rank: str, flag: str) -> JobTarget:
+    """Return the target of one rank; the option `flag`, unless it is empty, passes the target its local rank.
+
+    As in torchrun, `${local_rank}` in the arguments becomes the local rank, and `$$` a dollar sign.
+    """
+    first = [f"{flag}={local_rank}"] if flag else []
+    arguments = (Template(argument).safe_substitute(local_rank=local_rank) for argument in target.arguments)
+    return JobTarget(target.kind, target.name, (*first, *arguments))
 
 
 def run_worker(assignment: Assignment) -> None:
@@ -84,7 +80,7 @@ def run_worker(assignment: Assignment) -> None:
     shared = frozenset(sys.modules)
     _become_own_process(assignment)
     report = Reporter(assignment.rank, _move_up(assignment.reports))
-    if assignment.kind == "program":
+    if assignment.target.kind == "program":
         _execute(assignment, report)
     _reseed()
     use_in_rank(assignment.folder)
@@ -235,10 +231,10 @@ def _execute(assignment: Assignment, report: Reporter) -> NoReturn:
     """Replace this process by the target's program."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an ignored signal would stay ignored
     try:
-        os.execvpe(assignment.name, list(assignment.target.command), os.environ)
+        os.execvpe(assignment.target.name, list(assignment.target.command), os.environ)
     except OSError as error:
         report.send(error, time.monotonic())
-        print(f"cannot run {assignment.name}: {error.strerror}", file=sys.stderr)
+        print(f"cannot run {assignment.target.name}: {error.strerror}", file=sys.stderr)
         os._exit(126)
 
 
@@ -276,22 +272,22 @@ def _prepare_main(assignment: Assignment, report: Reporter) -> Callable[[], obje
     sys.orig_argv = list(command)
     set_command(command)
     safe_path = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
-    if assignment.kind == "module":
+    if assignment.target.kind == "module":
         sys.argv = ["-m", *arguments]
         if not safe_path:
             sys.path.insert(0, os.getcwd())
         # private, but it is what `python -m` itself calls, and unchanged since Python 3.3
         run_module: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
-        return lambda: run_module(assignment.name)
-    sys.argv = [assignment.name, *arguments]
-    path = os.path.abspath(assignment.name)
+        return lambda: run_module(assignment.target.name)
+    sys.argv = [assignment.target.name, *arguments]
+    path = os.path.abspath(assignment.target.name)
     form = find_form(path)
     if form in ("folder", "archive"):
         sys.path.insert(0, path)  # as Python does, even with -P
         run_main: Callable[[str, bool], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
         return lambda: run_main("__main__", False)
     if not safe_path:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(assignment.name)))
+        sys.path.insert(0, os.path.dirname(os.path.realpath(assignment.target.name)))
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
     loader = SourcelessFileLoader if form == "bytecode" else SourceFileLoader
@@ -357,7 +353,7 @@ def end_quickly(status: int, shared: Collection[str]) -> None:
     # waits, and their output is lost.
     sys.setswitchinterval(1e6)
     threading.excepthook = lambda _: None
-    _let_go_of_modules(shared)
+    _free_modules(shared)
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
@@ -368,7 +364,7 @@ def end_quickly(status: int, shared: Collection[str]) -> None:
     os._exit(status)
 
 
-def _let_go_of_modules(shared: Collection[str]) -> None:
+def _free_modules(shared: Collection[str]) -> None:
     """Free the objects of the script's modules, the latest first: open files are flushed, `__del__` runs."""
     names = [name for name in sys.modules if name not in shared or name == "__main__"]
     left: list[weakref.ref[ModuleType]] = []

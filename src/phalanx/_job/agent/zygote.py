@@ -19,12 +19,12 @@ the loss of its process, and the ranks outlive the zygote: the agent adopts them
 
 Commands:  fork {rank, environment, cpus}, with descriptors stdout, stderr, reports, dump, stacks;
            signal {signum, ranks, group};  sweep;
-           relay {signum, ranks, group, hold_s}: send a signal that the agent received, unless the zygote receives it;
-           elastic {rank}: if it is lost, the job goes on without what it leaves in its process group;
+           relay {signum, ranks, group, delay_s}: send a signal that the agent received, unless the zygote receives it;
+           elastic {rank}: if it is lost, the job continues, and the rest of its process group is killed;
            warm: import what ranks need to begin to train, which may be soon;
            guard {sessions}: those of earlier zygotes, which are killed with all else when the agent has gone;
            spare, with a descriptor, the spare's control socket: fork a spare;
-           membership {membership}, for the first host to be told when the agent is killed;
+           membership {membership}: with it the zygote notifies the first host if the agent is killed;
 Events:    started {rank, pid};  unforked {rank, errno};  exit {rank, pid, status, at};  swept;
            spare {pid}: 0 where it could not be forked, or has ended;
            relay {signum, ranks, group}: send it to those that the zygote has not forked
@@ -65,8 +65,9 @@ from phalanx._base.processes import (
 )
 from phalanx._job.agent.cuda_context import close_devices, describe, find_own_cuda_use
 from phalanx._job.agent.folder import remove
+from phalanx._job.agent.target import JobTarget
 from phalanx._job.agent.title import set_command
-from phalanx._job.agent.worker import Assignment, run_worker
+from phalanx._job.agent.worker import Assignment, fill_in_local_rank, run_worker
 from phalanx._job.agent.zygote_command import plan_zygote_code
 
 # What a rank imports when it begins to train. The first costs every process half a second and more, and any optimizer
@@ -78,15 +79,22 @@ _FOR_TRAINING = (
 
 
 def main(
-    control: int, agent: int, preload: bool, warm: bool = False, sessions: Sequence[int] = (), tells: bool = False
+    control: int,
+    agent: int,
+    preload: bool,
+    warm: bool = False,
+    sessions: Sequence[int] = (),
+    reports_death: bool = False,
 ) -> None:
     """Serve the agent on descriptor `control` until it ends; return only in a rank, when its script has ended.
 
-    `warm`: import more, because ranks will train, or may have to be restarted. `sessions` are those of earlier zygotes,
-    whose ranks live. `tells`: if the agent is killed, notify the first host, also while torch is being imported.
+    Arguments:
+        warm: import more, because ranks will train, or may have to be restarted.
+        sessions: those of earlier zygotes, whose ranks live.
+        reports_death: if the agent is killed, notify the first host, also while torch is being imported.
     """
     if (
-        not sessions and not tells
+        not sessions and not reports_death
     ):  # while torch is being imported nothing watches the socket, and there is nothing to clean up
         die_with_parent(agent)
     adopt_orphans()
@@ -101,22 +109,22 @@ def main(
     if use := find_own_cuda_use():
         print(describe(use, preloads=preload), file=sys.stderr, flush=True)
         if preload:
-            _begin_again(control, agent, sessions, tells, preload=False)
+            _begin_again(control, agent, sessions, reports_death, preload=False)
     elif warm:
         _import_for_training()
         if find_own_cuda_use():  # then each rank imports that by itself, as under any other launcher
-            _begin_again(control, agent, sessions, tells, preload=preload)
+            _begin_again(control, agent, sessions, reports_death, preload=preload)
     gc.freeze()  # this also keeps the pages of the modules shared when the ranks' collector runs
     gc.enable()
-    assignment = _Zygote(Channel(socket.socket(fileno=control)), agent, sessions).serve(tells=tells)
+    assignment = _Zygote(Channel(socket.socket(fileno=control)), agent, sessions).serve(reports_death=reports_death)
     run_worker(assignment)
 
 
-def _begin_again(control: int, agent: int, sessions: Sequence[int], tells: bool, *, preload: bool) -> None:
+def _begin_again(control: int, agent: int, sessions: Sequence[int], reports_death: bool, *, preload: bool) -> None:
     """Restart as a zygote that imports less: forks of a process with these imports cannot use a GPU."""
     close_devices()
     own, room = sys.orig_argv.index("-c"), sys.orig_argv[-1]
-    code = plan_zygote_code(control, agent, preload=preload, warm=False, sessions=sessions, tells=tells)
+    code = plan_zygote_code(control, agent, preload=preload, warm=False, sessions=sessions, reports_death=reports_death)
     os.execv(sys.executable, [*sys.orig_argv[:own], "-c", code, room])
 
 
@@ -176,25 +184,26 @@ class _Zygote:
         self._sessions = tuple(sessions)  # the sessions of earlier zygotes
         self._elastic: set[int] = set()  # the processes of elastic ranks
         self._ranks: dict[int, int] = {}  # by process: its rank, until it is reaped
-        self._target: dict[str, Any] = {}
+        self._target: JobTarget | None = None
+        self._local_rank_flag = ""  # the option by which the target gets its local rank
+        self._folder = ""
         self._membership: dict[str, Any] = {}  # the agent's membership, in a job on several hosts
         self._caught = contextlib.ExitStack()  # while it is open, signals do not interrupt but are read
         self._received: dict[int, float] = {}  # by signal: when this process received it last
-        self._held: list[tuple[float, dict[str, Any]]] = []  # messages to relay, with their times
+        self._delayed: list[tuple[float, dict[str, Any]]] = []  # messages to relay, with their times
         self._spare = 0  # the process of the spare
         self._is_spare = False  # whether this process is a spare whose zygote lives
 
-    def serve(self, *, tells: bool = False) -> Assignment:
+    def serve(self, *, reports_death: bool = False) -> Assignment:
         """Serve the agent's commands; return only in each forked rank.
 
-        `tells`: messages that the agent sent before it was killed are read, too, because they have the first host's
-        address.
+        `reports_death`: read the messages that a killed agent has sent, too: they have the first host's address.
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the agent's parent may have ignored it
         signals = self._caught.enter_context(caught_signals([signal.SIGCHLD, *RELAYED_SIGNALS]))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED_SIGNALS)
         outlive_parent()
-        if not (self._is_spare or tells) and os.getppid() != self._agent:  # it died unobserved
+        if not (self._is_spare or reports_death) and os.getppid() != self._agent:  # it died unobserved
             kill_sessions(self._sessions)
             os._exit(1)
         poll = select.poll()
@@ -221,24 +230,24 @@ class _Zygote:
             self._reap()
             return
         self._received[number] = time.monotonic()
-        self._held = [held for held in self._held if held[1]["signum"] != number]
+        self._delayed = [delayed for delayed in self._delayed if delayed[1]["signum"] != number]
 
-    def _hold(self, message: dict[str, Any]) -> None:
-        """Hold a signal that the agent has received, unless this process has received it."""
+    def _delay(self, message: dict[str, Any]) -> None:
+        """Delay a signal that the agent has received; drop it if this process has received it, too."""
         now = time.monotonic()
         at = self._received.get(message["signum"])
         if at is None or now > at + SAME_SIGTERM_S:
-            self._held.append((now + message["hold_s"], message))
+            self._delayed.append((now + message["delay_s"], message))
 
     def _wait_ms(self) -> int | None:
         """Return how long to wait for an event; None: until there is one."""
-        due = min((at for at, _ in self._held), default=None)
+        due = min((at for at, _ in self._delayed), default=None)
         return None if due is None else max(0, math.ceil((due - time.monotonic()) * 1000))
 
     def _relay_due(self) -> None:
         now = time.monotonic()
-        due = [message for at, message in self._held if at <= now]
-        self._held = [held for held in self._held if held[0] > now]
+        due = [message for at, message in self._delayed if at <= now]
+        self._delayed = [delayed for delayed in self._delayed if delayed[0] > now]
         for message in due:
             self._send_signal(message)
             others = [rank for rank in message["ranks"] if rank not in self._ranks.values()]
@@ -256,17 +265,19 @@ class _Zygote:
             os._exit(0)
         kill_sessions(self._sessions)
         kill_descendants(list(self._ranks))
-        if self._target:
-            remove(self._target["folder"])  # the agent would do it, if it had not been killed
+        if self._folder:
+            remove(self._folder)  # the agent would do it, if it had not been killed
         if self._membership:
-            self._tell_first_host()
+            self._notify_first_host()
         os._exit(0)
 
     def _execute(self, message: dict[str, Any], fds: Sequence[int]) -> Assignment | None:
         command = message["command"]
         if command == "target":
-            self._target = message["target"]
-            if self._target["kind"] != "program":
+            target = message["target"]
+            self._target = JobTarget(target["kind"], target["name"], tuple(target["arguments"]))
+            self._local_rank_flag, self._folder = message["local_rank_flag"], message["folder"]
+            if self._target.kind != "program":
                 from multiprocessing import process  # noqa: F401  once for all ranks: each says where its sockets go
         elif command == "membership":
             self._membership = message["membership"]
@@ -280,7 +291,7 @@ class _Zygote:
         elif command == "signal":
             self._send_signal(message)
         elif command == "relay":
-            self._hold(message)
+            self._delay(message)
         elif command == "sweep":
             self._report_exits(kill_descendants(list(self._ranks)))
             self._send_event({"event": "swept"})
@@ -302,18 +313,19 @@ class _Zygote:
             os.setsid()  # a session of its own, which identifies its ranks
             set_command([sys.executable, f"(phalanx run {self._agent}: the spare zygote)"])
             spare = _Zygote(Channel(socket.socket(fileno=control)), self._agent, ())
-            spare._target, spare._membership, spare._is_spare = self._target, self._membership, True
+            spare._target, spare._local_rank_flag, spare._folder = self._target, self._local_rank_flag, self._folder
+            spare._membership, spare._is_spare = self._membership, True
             return spare.serve()
         os.close(control)
         self._send_event({"event": "spare", "pid": self._spare})
         return None
 
-    def _tell_first_host(self) -> None:
-        """Tell the first host after the agent was killed; nothing else is left to do here."""
+    def _notify_first_host(self) -> None:
+        """Notify the first host that the agent was killed; nothing else is left to do here."""
         try:
-            from phalanx._job.agent.orphaned import tell_first_host
+            from phalanx._job.agent.orphaned import notify_first_host
 
-            tell_first_host(self._membership, self._agent)
+            notify_first_host(self._membership, self._agent)
         except Exception:
             pass  # the first host finds out by our silence
 
@@ -331,7 +343,11 @@ class _Zygote:
             self._leave()
             stdout, stderr, reports, dump, stacks = fds
             environment, cpus = message["environment"], message["cpus"]
-            return Assignment(stdout, stderr, reports, dump, stacks, parent, rank, environment, cpus, **self._target)
+            assert self._target is not None
+            target = fill_in_local_rank(self._target, environment["LOCAL_RANK"], self._local_rank_flag)
+            return Assignment(
+                stdout, stderr, reports, dump, stacks, parent, rank, environment, cpus, target, self._folder
+            )
         self._ranks[pid] = rank
         for fd in fds:
             os.close(fd)
@@ -348,7 +364,7 @@ class _Zygote:
         self._control.close()
 
     def _reap(self) -> None:
-        # Told before it is reaped: if we are killed in between, the agent adopts it and finds the same once more.
+        # Reported before it is reaped: if we are killed in between, the agent adopts it and reports the same once more.
         for pid, status in reap_children():
             if pid in self._elastic and status != 0:  # its children (DataLoader workers) must not stay with the job
                 signal_children([pid], signal.SIGKILL, group=True)

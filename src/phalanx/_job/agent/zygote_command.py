@@ -8,12 +8,20 @@ from collections.abc import Sequence
 # directory, which must not shadow modules (the user's `random.py`) while torch is imported.
 _BOOT = (
     "import sys; '' in sys.path and sys.path.remove(''); "
-    "from phalanx._job.agent.zygote import main; main({control}, {agent}, {preload}, {warm}, {sessions}, {tells})"
+    "from phalanx._job.agent.zygote import main; "
+    "main({control}, {agent}, {preload}, {warm}, {sessions}, {reports_death})"
 )
 
 
 def plan_zygote_code(
-    control: int, agent: int, *, preload: bool, warm: bool, sessions: Sequence[int], tells: bool
+    control: int, agent: int, *, preload: bool, warm: bool, sessions: Sequence[int], reports_death: bool
 ) -> str:
     """Return the code for `python -c`; the arguments are those of `zygote.main`."""
-    return _BOOT.format(control=control, agent=agent, preload=preload, warm=warm, sessions=tuple(sessions), tells=tells)
+    return _BOOT.format(
+        control=control,
+        agent=agent,
+        preload=preload,
+        warm=warm,
+        sessions=tuple(sessions),
+        reports_death=reports_death,
+    )

@@ -1,4 +1,4 @@
-"""A `ZygoteProcess` is the zygote as the agent sees it: a child, a socket, and an end that must be noticed."""
+"""A `ZygoteProcess` is the zygote in the agent: a child process, and the socket by which they exchange messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any
 
 from phalanx._base.ipc.channel import Channel
 from phalanx._base.processes import RELAYED_SIGNALS, SUPPORTED, blocked_signals, has_working_directory
-from phalanx._job.agent.target import JobTarget
+from phalanx._job.agent.environment import plan_zygote_environment
+from phalanx._job.agent.plan import JobPlan
+from phalanx._job.agent.target import find_local_rank_flag, may_train
+from phalanx._job.agent.title import count_room
 from phalanx._job.agent.zygote_command import plan_zygote_code
 
 _MAX_ROOM = 1 << 14
@@ -58,33 +61,28 @@ class _ForkedProcess:
 
 
 class ZygoteProcess:
-    """`ZygoteProcess` is this host's zygote. No call waits for it, or sends to a dead one: `control` shows its end."""
+    """`ZygoteProcess` is this host's zygote. No call blocks, or fails if the zygote is dead: `control.gone` is set."""
 
     def __init__(
         self,
-        environment: Mapping[str, str],
+        plan: JobPlan,
         *,
-        preload: bool,
-        warm: bool = False,
-        room: int = 0,
-        tells: bool = False,
         sessions: Sequence[int] = (),
         spare: Spare | None = None,
     ) -> None:
-        """Start a zygote.
+        """Start a zygote for the ranks of `plan`.
 
-        `warm`: it also imports, once for all ranks, the modules for training: ranks will train, or may be restarted.
-
-        `tells`: the first host must be notified if this process is killed, also while the zygote imports.
-
-        `room` is the number of bytes that the ranks will need for their command lines in `ps`.
-
-        `sessions` are those of earlier zygotes, whose ranks live. `spare`: use this spare, whose zygote has ended.
+        Arguments:
+            sessions: those of earlier zygotes, whose ranks live.
+            spare: the spare of a zygote that has ended; this zygote is the spare, and no process is started.
         """
+        settings = plan.settings
         self.has_forked = False  # whether it has forked, or was asked to
-        self._environment, self._preload, self._warm, self._room = environment, preload, warm, room
-        self._tells = tells
-        self._told: list[dict[str, Any]] = []  # messages that a replacement of this zygote needs, too
+        self._plan = plan
+        self._preload = settings.preload and settings.target.kind != "program"
+        # Ranks that train, or that may be restarted, need more modules, which the zygote imports once for all.
+        self._warm = self._preload and (bool(settings.max_restarts) or may_train(settings.target))
+        self._sent: list[dict[str, Any]] = []  # messages that a replacement of this zygote needs, too
         self._spare: Spare | None = None
         self._num_spares = 0
         self._process: subprocess.Popen[bytes] | _ForkedProcess
@@ -96,7 +94,12 @@ class ZygoteProcess:
         ours, theirs = socket.socketpair()
         self.control = Channel(ours)
         code = plan_zygote_code(
-            theirs.fileno(), os.getpid(), preload=preload, warm=warm, sessions=sessions, tells=tells
+            theirs.fileno(),
+            os.getpid(),
+            preload=self._preload,
+            warm=self._warm,
+            sessions=sessions,
+            reports_death=settings.rendezvous is not None,
         )
         # -O, -X, -W and their like are this interpreter's and hold for the ranks
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -108,8 +111,8 @@ class ZygoteProcess:
         stdin = subprocess.DEVNULL if os.isatty(0) else None
         with theirs, blocked_signals(RELAYED_SIGNALS):  # which it unblocks once it can survive them
             self._process = subprocess.Popen(
-                [sys.executable, *flags, "-c", code, " " * min(room, _MAX_ROOM)],
-                env=dict(environment),
+                [sys.executable, *flags, "-c", code, " " * min(count_room(settings.target.command), _MAX_ROOM)],
+                env=plan_zygote_environment(plan.environment, plan.pinning.threads),
                 pass_fds=[theirs.fileno()],
                 stdin=stdin,
                 stdout=2,
@@ -120,19 +123,18 @@ class ZygoteProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def assign(self, target: JobTarget, folder: str, local_rank_flag: str = "") -> None:
-        """Send the zygote the ranks' target and the job's temporary folder; call this once, before `fork`.
-
-        `local_rank_flag` is the option, if any, that passes the target its local rank.
-        """
-        fields = {
-            "kind": target.kind,
-            "name": target.name,
-            "arguments": target.arguments,
-            "folder": folder,
-            "local_rank_flag": local_rank_flag,
-        }
-        self._tell({"command": "target", "target": fields})
+    def assign(self, folder: str) -> None:
+        """Send the zygote the ranks' target and the job's temporary `folder`; call this once, before `fork`."""
+        settings = self._plan.settings
+        target = settings.target
+        self._send(
+            {
+                "command": "target",
+                "target": {"kind": target.kind, "name": target.name, "arguments": target.arguments},
+                "local_rank_flag": find_local_rank_flag(target) if settings.local_rank_argument else "",
+                "folder": folder,
+            }
+        )
 
     def start_another(self, sessions: Sequence[int]) -> ZygoteProcess:
         """Return a zygote that replaces this one and receives the same messages; `sessions` are those of its ranks.
@@ -142,21 +144,14 @@ class ZygoteProcess:
         Raises:
             OSError: no process could be started.
         """
-        another = ZygoteProcess(
-            self._environment,
-            preload=self._preload,
-            warm=self._warm,
-            room=self._room,
-            tells=self._tells,
-            sessions=sessions,
-            spare=self._take_spare(),
-        )
-        for message in self._told:
-            another._tell(message)
+        another = ZygoteProcess(self._plan, sessions=sessions, spare=self._release_spare())
+        another._warm = self._warm
+        for message in self._sent:
+            another._send(message)
         return another
 
-    def start_in(self, environment: Mapping[str, str]) -> ZygoteProcess:
-        """Kill this zygote, which has forked no ranks, and return one in another environment, which imports again.
+    def restart(self, plan: JobPlan) -> ZygoteProcess:
+        """Kill this zygote, which has forked no ranks, and return one for `plan`, whose environment differs.
 
         Raises:
             OSError: no process could be started.
@@ -164,9 +159,9 @@ class ZygoteProcess:
         self.kill()
         self.wait_exit()
         self.control.close()
-        another = ZygoteProcess(environment, preload=self._preload, warm=self._warm, room=self._room, tells=self._tells)
-        for message in self._told:
-            another._tell(message)
+        another = ZygoteProcess(plan)
+        for message in self._sent:
+            another._send(message)
         return another
 
     def keep_spare(self) -> None:
@@ -182,11 +177,11 @@ class ZygoteProcess:
         """Record the process of the spare; 0 says that there is none, or that it has ended."""
         if pid and self._spare is not None:
             self._spare.pid = pid
-        elif (spare := self._take_spare()) is not None:
+        elif (spare := self._release_spare()) is not None:
             spare.control.close()
 
-    def _take_spare(self) -> Spare | None:
-        """Return the spare if it lives, and give it up."""
+    def _release_spare(self) -> Spare | None:
+        """Return the spare if it lives; this zygote has none any more."""
         spare, self._spare = self._spare, None
         if spare is None:
             return None
@@ -196,26 +191,26 @@ class ZygoteProcess:
         spare.control.close()
         return None
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._told.append(message)
+    def _send(self, message: dict[str, Any]) -> None:
+        self._sent.append(message)
         self.control.put(message)
 
     def fork(self, rank: int, environment: Mapping[str, str], cpus: Sequence[int], fds: Sequence[int]) -> None:
-        """Tell the zygote to fork `rank` with `fds`: stdout, stderr, reports, dump, stacks."""
+        """Fork `rank` with the descriptors `fds`: stdout, stderr, reports, dump, stacks."""
         self.has_forked = True
         self.control.put({"command": "fork", "rank": rank, "environment": environment, "cpus": cpus}, fds)
 
     def remember(self, membership: Mapping[str, Any]) -> None:
-        """Tell the zygote how to report to the job's first host that this process was killed."""
-        self._tell({"command": "membership", "membership": membership})
+        """Send the zygote what it needs to notify the job's first host if this process is killed."""
+        self._send({"command": "membership", "membership": membership})
 
     def warm_up(self) -> None:
-        """Import the modules for training in the zygote, before a rank has to be restarted."""
+        """Import the modules for training in the zygote, before a rank must be restarted."""
         if self._preload and not self._warm:
             self._warm = True
             self.control.put({"command": "warm"})
 
-    def let_go_of_lost(self, rank: int) -> None:
+    def continue_without(self, rank: int) -> None:
         """Notify the zygote that the job continues if `rank` is lost: it kills the rest of the rank's process group."""
         self.control.put({"command": "elastic", "rank": rank})
 
@@ -226,13 +221,13 @@ class ZygoteProcess:
     def signal(self, signum: int, ranks: Sequence[int], *, group: bool) -> None:
         self.control.put({"command": "signal", "signum": signum, "ranks": ranks, "group": group})
 
-    def relay(self, signum: int, ranks: Sequence[int], *, group: bool, hold_s: float) -> None:
+    def relay(self, signum: int, ranks: Sequence[int], *, group: bool, delay_s: float) -> None:
         """Relay a signal of this process through the zygote, unless every process of the job receives it.
 
-        The zygote waits `hold_s` to see whether it receives the signal itself. It returns, in an event `relay`, the
+        The zygote waits `delay_s` to see whether it receives the signal itself. It returns, in an event `relay`, the
         signal for those of `ranks` that are not its children.
         """
-        message = {"command": "relay", "signum": signum, "ranks": ranks, "group": group, "hold_s": hold_s}
+        message = {"command": "relay", "signum": signum, "ranks": ranks, "group": group, "delay_s": delay_s}
         self.control.put(message)
 
     def sweep(self) -> None:

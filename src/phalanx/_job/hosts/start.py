@@ -13,7 +13,6 @@ from phalanx._comm.control.client import Client
 from phalanx._comm.control.connection_guard import connections_allowed
 from phalanx._comm.control.key import Key
 from phalanx._comm.control.key_file import default_path, find_key, make_key
-from phalanx._job.agent.environment import plan_zygote_environment
 from phalanx._job.agent.host_resources import HostResources
 from phalanx._job.agent.job import opened_host
 from phalanx._job.agent.plan import JobPlan
@@ -102,7 +101,7 @@ def _follow(
         environment = joined.job_spec.plan_environment(plan.environment, plan.settings.env)
         if environment != plan.environment:
             plan = replace(plan, environment=environment)
-            host.zygote = host.zygote.start_in(plan_zygote_environment(environment, plan.pinning.threads))
+            host.zygote = host.zygote.restart(plan)
         try:
             return follow(plan, rendezvous, host, joined, on_moved)
         except JobMovedError as moved:

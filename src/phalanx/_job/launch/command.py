@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING
 from phalanx._base.ipc.signals import caught_signals
 from phalanx._base.processes import SUPPORTED, adopt_orphans, kill_descendants
 from phalanx._job.agent import limits
-from phalanx._job.agent.environment import plan_zygote_environment
 from phalanx._job.agent.plan import JobPlan
-from phalanx._job.agent.target import may_train
-from phalanx._job.agent.title import count_room
 from phalanx._job.agent.zygote_process import ZygoteProcess
 from phalanx._job.launch.command_line import read_settings
 from phalanx._job.launch.plan_job import plan_job
@@ -85,21 +82,13 @@ def run_job(plan: JobPlan, joined: JoinedJob | None = None) -> int:
             "command is killed with SIGKILL, or if a rank starts daemons. On Linux none are.",
         )
     adopt_orphans()
-    settings = plan.settings
     with caught_signals(signal.Signals[name] for name in _CAUGHT) as signals:
-        preload = settings.preload and settings.target.kind != "program"
         try:
-            zygote = ZygoteProcess(
-                plan_zygote_environment(plan.environment, plan.pinning.threads),
-                preload=preload,
-                warm=preload and (bool(settings.max_restarts) or may_train(settings.target)),
-                room=count_room(settings.target.command),
-                tells=settings.rendezvous is not None,
-            )
+            zygote = ZygoteProcess(plan)
         except OSError as error:
             raise LaunchError(f"phalanx run: no process could be started: {limits.explain(error)}") from error
         try:
-            if settings.rendezvous is not None:  # a job on one host needs nothing of this
+            if plan.settings.rendezvous is not None:  # a job on one host needs nothing of this
                 from phalanx._job.hosts.start import run_with_other_hosts
 
                 return run_with_other_hosts(plan, zygote, signals, joined)
